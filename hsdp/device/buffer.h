@@ -1,0 +1,47 @@
+// Owning, page-aligned, zero-initialised memory on one device.
+//
+// Move-only. Host memory is touched when it is made, so that no page fault falls into a step.
+// Throws Error when there is no memory.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include "hsdp/tensor_view.h"
+
+namespace hsdp {
+
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Device device, std::size_t size);
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer(std::move(other)).swap(*this);
+    return *this;
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() = default;
+
+  [[nodiscard]] std::byte* data() const { return memory_.get(); }
+  [[nodiscard]] std::size_t size() const { return size_; }
+  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] TensorView view(Dtype dtype) const {
+    return {data(), static_cast<std::int64_t>(size_ / size_bytes(dtype)), dtype, device_};
+  }
+
+ private:
+  void swap(Buffer& other) noexcept {
+    memory_.swap(other.memory_);
+    std::swap(size_, other.size_);
+    std::swap(device_, other.device_);
+  }
+
+  std::shared_ptr<std::byte> memory_;
+  std::size_t size_ = 0;
+  Device device_{};
+};
+
+}  // namespace hsdp

@@ -1,0 +1,40 @@
+// Calls into the CUDA runtime: errors as exceptions, and which device the thread talks to. Internal
+// to the CUDA sources; the runtime's types stay out of headers, so a status is an int.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "hsdp/tensor_view.h"
+
+namespace hsdp {
+
+// Error "device: cuda:0: cannot <what>: ..." unless `status` is cudaSuccess.
+void check_cuda(int status, Device device, const std::string& what);
+
+// UsageError unless there is a driver and that device.
+void require_cuda(Device device);
+
+// Of this process; 0 without a driver.
+[[nodiscard]] int cuda_device_count();
+
+// Names the GPU behind the device on this host, however processes number theirs.
+[[nodiscard]] std::string cuda_bus_id(Device device);
+
+// Fills memory of the current device with zeros; done when it returns.
+void clear_cuda_memory(Device device, void* memory, std::size_t size);
+
+// Makes `device` the thread's current one while it lives; leaves the caller's as it was, unless
+// nobody in the process has used that one.
+class OnCudaDevice {
+ public:
+  explicit OnCudaDevice(Device device);
+  ~OnCudaDevice();
+  OnCudaDevice(const OnCudaDevice&) = delete;
+  OnCudaDevice& operator=(const OnCudaDevice&) = delete;
+
+ private:
+  int saved_ = -1;  // of the caller; -1: nothing to restore
+};
+
+}  // namespace hsdp

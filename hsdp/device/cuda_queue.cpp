@@ -1,0 +1,169 @@
+// Streams and events on a GPU.
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "hsdp/device/cuda_call.h"
+#include "hsdp/device/cuda_device.h"
+#include "hsdp/device/host_event.h"
+
+namespace hsdp {
+namespace {
+
+class CudaEvent : public Event::State {
+ public:
+  CudaEvent(Device device, cudaStream_t stream) : device_(device) {
+    // A waiting host thread sleeps: there may be more ranks than cores.
+    check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync),
+               device, "make an event");
+    const cudaError_t status = cudaEventRecord(event_, stream);
+    if (status != cudaSuccess) cudaEventDestroy(event_);
+    check_cuda(status, device, "record an event");
+  }
+  ~CudaEvent() override { cudaEventDestroy(event_); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  // An event that failed is complete: wait() says why.
+  [[nodiscard]] bool complete() const override {
+    const bool pending = cudaEventQuery(event_) == cudaErrorNotReady;
+    if (pending) static_cast<void>(cudaGetLastError());
+    return !pending;
+  }
+  void wait() const override {
+    check_cuda(cudaEventSynchronize(event_), device_, "finish the work before an event");
+  }
+  void make_wait(cudaStream_t stream) const {
+    check_cuda(cudaStreamWaitEvent(stream, event_, 0), device_, "wait for an event");
+  }
+
+ private:
+  Device device_;
+  cudaEvent_t event_ = nullptr;
+};
+
+// The first error of a queue. Callbacks of the driver hold it beyond the queue.
+class FirstError {
+ public:
+  void set(std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+  }
+  [[nodiscard]] std::exception_ptr get() const {
+    const std::lock_guard lock(mutex_);
+    return error_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::exception_ptr error_;
+};
+
+struct HostWait {
+  Event event;
+  std::shared_ptr<FirstError> error;
+};
+
+// Runs on a thread of the driver, which must not call CUDA.
+void wait_on_driver_thread(void* argument) {
+  const std::unique_ptr<HostWait> wait(static_cast<HostWait*>(argument));
+  try {
+    wait->event.wait();
+  } catch (...) {
+    wait->error->set(std::current_exception());
+  }
+}
+
+class CudaQueue : public Stream::Queue {
+ public:
+  CudaQueue(Device device, cudaStream_t stream, bool owned)
+      : device_(device), stream_(stream), owned_(owned) {}
+  ~CudaQueue() override {
+    if (owned_) cudaStreamDestroy(stream_);  // work in it runs to its end
+  }
+  CudaQueue(const CudaQueue&) = delete;
+  CudaQueue& operator=(const CudaQueue&) = delete;
+
+  void run(std::function<void()> task) override {
+    const std::lock_guard lock(mutex_);
+    if (error_->get()) return;
+    try {
+      const OnCudaDevice current(device_);
+      task();
+    } catch (...) {
+      error_->set(std::current_exception());
+    }
+  }
+
+  Event record() override {
+    const std::lock_guard lock(mutex_);
+    std::exception_ptr error = error_->get();
+    if (!error) {
+      try {
+        const OnCudaDevice current(device_);
+        return Event(std::make_shared<CudaEvent>(device_, stream_));
+      } catch (...) {
+        error = std::current_exception();
+        error_->set(error);
+      }
+    }
+    auto failed = std::make_shared<HostEvent>();
+    failed->finish(error);
+    return Event(std::move(failed));
+  }
+
+  void wait(const Event& event) override {
+    if (event.state() == nullptr) return;
+    run([&] {
+      if (const auto* const other = dynamic_cast<const CudaEvent*>(event.state())) {
+        other->make_wait(stream_);
+      } else if (event.complete()) {
+        event.wait();
+      } else {
+        auto wait = std::make_unique<HostWait>(HostWait{event, error_});
+        check_cuda(cudaLaunchHostFunc(stream_, wait_on_driver_thread, wait.get()), device_,
+                   "wait for an event of the host");
+        static_cast<void>(wait.release());  // the callback's now
+      }
+    });
+  }
+
+  void synchronize() override {
+    {
+      const OnCudaDevice current(device_);
+      const cudaError_t status = cudaStreamSynchronize(stream_);
+      if (const std::exception_ptr error = error_->get()) std::rethrow_exception(error);
+      check_cuda(status, device_, "finish the work of a stream");
+    }
+  }
+
+  [[nodiscard]] Device device() const override { return device_; }
+  [[nodiscard]] void* native_handle() const override { return stream_; }
+
+ private:
+  Device device_;
+  cudaStream_t stream_;
+  bool owned_;
+  std::recursive_mutex mutex_;  // tasks one at a time; a task may use its own stream
+  std::shared_ptr<FirstError> error_ = std::make_shared<FirstError>();  // set: tasks are dropped
+};
+
+}  // namespace
+
+std::shared_ptr<Stream::Queue> make_cuda_queue(Device device, const std::string& /*name*/) {
+  require_cuda(device);
+  const OnCudaDevice current(device);
+  cudaStream_t stream = nullptr;
+  // It does not wait for the legacy default stream: frameworks run theirs there.
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), device, "make a stream");
+  return std::make_shared<CudaQueue>(device, stream, true);
+}
+
+std::shared_ptr<Stream::Queue> borrow_cuda_queue(Device device, void* native_handle) {
+  require_cuda(device);
+  return std::make_shared<CudaQueue>(device, static_cast<cudaStream_t>(native_handle), false);
+}
+
+}  // namespace hsdp

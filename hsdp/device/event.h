@@ -1,0 +1,37 @@
+// A point in a Stream that others can wait for.
+//
+// Cheap to copy; a default-constructed Event is complete. On CUDA it holds a cudaEvent; whatever
+// recorded it, the host can poll it or wait for it, and every Stream can.
+// Thread-safe.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+namespace hsdp {
+
+class Event {
+ public:
+  // What an engine stores behind the handle.
+  class State {
+   public:
+    virtual ~State() = default;
+    [[nodiscard]] virtual bool complete() const = 0;
+    // Blocks the calling thread; rethrows the error of the task that broke the stream, if any.
+    virtual void wait() const = 0;
+  };
+
+  Event() = default;
+  explicit Event(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+
+  [[nodiscard]] bool complete() const { return !state_ || state_->complete(); }
+  void wait() const {
+    if (state_) state_->wait();
+  }
+  [[nodiscard]] const State* state() const { return state_.get(); }
+
+ private:
+  std::shared_ptr<const State> state_;
+};
+
+}  // namespace hsdp

@@ -1,0 +1,43 @@
+// The Event of host streams: done once, with or without an error. Internal to hsdp/device.
+//
+// Thread-safe.
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+
+#include "hsdp/device/event.h"
+
+namespace hsdp {
+
+class HostEvent : public Event::State {
+ public:
+  [[nodiscard]] bool complete() const override {
+    const std::lock_guard lock(mutex_);
+    return done_;
+  }
+
+  void wait() const override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return done_; });
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  void finish(std::exception_ptr error) {
+    {
+      const std::lock_guard lock(mutex_);
+      done_ = true;
+      error_ = std::move(error);
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+}  // namespace hsdp

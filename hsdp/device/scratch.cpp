@@ -1,0 +1,13 @@
+#include "hsdp/device/scratch.h"
+
+#include "hsdp/device/cuda_device.h"
+
+namespace hsdp {
+
+Scratch::Scratch(std::size_t size, const Stream& stream)
+    : memory_(stream.device().type == DeviceType::kCuda
+                  ? allocate_cuda_scratch(size, stream)
+                  : std::shared_ptr<std::byte>(new std::byte[size],
+                                               std::default_delete<std::byte[]>())) {}
+
+}  // namespace hsdp

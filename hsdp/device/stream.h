@@ -1,0 +1,67 @@
+// An ordered queue of work: everything asynchronous in the library runs on a Stream.
+//
+// Host: `inline_host()` runs work at once on the calling thread, `host_worker()` owns one thread
+// with a queue. CUDA: a cudaStream, owned or borrowed (a framework's current stream).
+// Copies share the queue. Thread-safe. The last copy of a worker drains the queue and joins.
+//
+// A task that throws breaks the stream: later tasks are dropped, and synchronize(), later
+// record()s' events and a wait() on them rethrow that first error. Nothing hangs. Any stream can
+// wait for any event; a GPU that waits for the host occupies a thread of the driver meanwhile.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "hsdp/device/event.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp {
+
+class Stream {
+ public:
+  class Queue {  // implemented per device
+   public:
+    virtual ~Queue() = default;
+    virtual void run(std::function<void()> task) = 0;
+    virtual Event record() = 0;
+    virtual void wait(const Event& event) = 0;
+    virtual void synchronize() = 0;
+    [[nodiscard]] virtual Device device() const = 0;
+    [[nodiscard]] virtual void* native_handle() const { return nullptr; }
+  };
+
+  explicit Stream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
+
+  [[nodiscard]] static Stream inline_host();
+  [[nodiscard]] static Stream host_worker(const std::string& thread_name);
+  // A new asynchronous stream of that device: a worker on the host, a cudaStream on a GPU.
+  [[nodiscard]] static Stream create(Device device, const std::string& name);
+  // A stream of somebody else (a framework's current one), who keeps it alive: a cudaStream_t, or
+  // nullptr for the legacy default stream. On the host it is inline.
+  [[nodiscard]] static Stream borrow(Device device, void* native_handle);
+
+  // Runs `task` on the host in stream order. On CUDA `task` enqueues work on native_handle() and is
+  // called at once.
+  void run(std::function<void()> task) { queue_->run(std::move(task)); }
+  // An event that completes when all work enqueued so far is done.
+  [[nodiscard]] Event record() { return queue_->record(); }
+  // Later work of this stream starts after `event`. Does not block the caller of an asynchronous
+  // stream; an inline stream waits here.
+  void wait(const Event& event) { queue_->wait(event); }
+  void synchronize() { queue_->synchronize(); }
+
+  // What a task of this stream hands to library calls that take a Stream: inline on a host worker,
+  // whose thread the task already has; the stream itself where work is only enqueued (CUDA).
+  [[nodiscard]] Stream inside_task() const;
+
+  [[nodiscard]] Device device() const { return queue_->device(); }
+  [[nodiscard]] void* native_handle() const { return queue_->native_handle(); }
+  [[nodiscard]] bool same_queue(const Stream& other) const { return queue_ == other.queue_; }
+
+ private:
+  std::shared_ptr<Queue> queue_;
+};
+
+}  // namespace hsdp

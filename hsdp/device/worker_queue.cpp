@@ -1,0 +1,132 @@
+#include "hsdp/device/worker_queue.h"
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <csignal>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include "hsdp/device/host_event.h"
+#include "hsdp/error.h"
+
+namespace hsdp {
+namespace {
+
+struct Item {
+  std::function<void()> task;        // either this
+  std::shared_ptr<HostEvent> event;  // or this, finished even after an error
+};
+
+// Signals are for the application's threads: the thread starts with all of them blocked.
+class AllSignalsBlocked {
+ public:
+  AllSignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &saved_);
+  }
+  ~AllSignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
+  AllSignalsBlocked(const AllSignalsBlocked&) = delete;
+  AllSignalsBlocked& operator=(const AllSignalsBlocked&) = delete;
+
+ private:
+  sigset_t saved_{};
+};
+
+}  // namespace
+
+struct WorkerQueue::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Item> items;
+  bool busy = false;  // an item is out of the queue but not done
+  bool closing = false;
+  std::exception_ptr error;  // the first one; set: tasks are dropped
+};
+
+WorkerQueue::WorkerQueue(const std::string& thread_name) : state_(std::make_shared<State>()) {
+  const AllSignalsBlocked blocked;
+  thread_ = std::thread([state = state_] { work(*state); });
+  constexpr std::size_t kLongestName = 15;
+  pthread_setname_np(thread_.native_handle(), thread_name.substr(0, kLongestName).c_str());
+}
+
+WorkerQueue::~WorkerQueue() {
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->closing = true;
+  }
+  state_->changed.notify_all();
+  if (thread_.get_id() == std::this_thread::get_id()) {
+    thread_.detach();
+  } else {
+    thread_.join();
+  }
+}
+
+void WorkerQueue::work(State& state) {
+  std::unique_lock lock(state.mutex);
+  while (true) {
+    state.changed.wait(lock, [&] { return state.closing || !state.items.empty(); });
+    if (state.items.empty()) return;
+    Item item = std::move(state.items.front());
+    state.items.pop_front();
+    state.busy = true;
+    std::exception_ptr error = state.error;
+    lock.unlock();
+    if (item.event) {
+      item.event->finish(error);
+    } else if (!error) {
+      try {
+        item.task();
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    item = {};  // what the task holds dies before the next task, and outside the lock
+    lock.lock();
+    if (!state.error) state.error = std::move(error);
+    state.busy = false;
+  }
+}
+
+void WorkerQueue::run(std::function<void()> task) {
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->error) return;
+    state_->items.push_back({std::move(task), nullptr});
+  }
+  state_->changed.notify_one();
+}
+
+Event WorkerQueue::record() {
+  auto event = std::make_shared<HostEvent>();
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->items.empty() && !state_->busy) {
+      if (!state_->error) return {};
+      event->finish(state_->error);
+      return Event(std::move(event));
+    }
+    state_->items.push_back({nullptr, event});
+  }
+  state_->changed.notify_one();
+  return Event(std::move(event));
+}
+
+void WorkerQueue::wait(const Event& event) {
+  run([event] { event.wait(); });
+}
+
+void WorkerQueue::synchronize() {
+  if (thread_.get_id() == std::this_thread::get_id()) {
+    throw UsageError(
+        "stream: cannot synchronize from a task of the stream itself: expected another thread");
+  }
+  record().wait();
+}
+
+}  // namespace hsdp

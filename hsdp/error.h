@@ -1,0 +1,68 @@
+// Exceptions of the library.
+//
+// Messages read `component: what failed: expected X, got Y (rank r of n)`, in lower case, and name
+// the remedy. The four errors that concern peers carry the ranks at fault.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace hsdp {
+
+// Base of everything the library throws.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Base of the errors that name ranks at fault: ranks of the job, also where a mesh has some of them
+// only and the text counts those.
+class RankError : public Error {
+ public:
+  RankError(const std::string& message, std::vector<int> ranks)
+      : Error(message), ranks_(std::move(ranks)) {}
+  [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
+
+ private:
+  std::vector<int> ranks_;
+};
+
+// A peer process ended or its link broke.
+class PeerLostError : public RankError {
+ public:
+  using RankError::RankError;
+};
+
+// A peer did not arrive, or stopped beating, within the mesh's timeout.
+class TimeoutError : public RankError {
+ public:
+  using RankError::RankError;
+};
+
+// The ranks did not agree: different calls, counts, shapes, factors or sync modes.
+class MismatchError : public RankError {
+ public:
+  using RankError::RankError;
+};
+
+// Another rank abandoned its microbatch; the step is dropped on every rank, all stay usable.
+class StepAbortedError : public RankError {
+ public:
+  using RankError::RankError;
+};
+
+// The caller broke a rule of the interface: bad shape, dtype, name, order of calls.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A snapshot could not be written, read or understood.
+class SnapshotError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace hsdp

@@ -1,0 +1,33 @@
+#include "hsdp/row_cut.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "hsdp/error.h"
+
+namespace hsdp {
+
+RowCut::RowCut(std::int64_t count, int size) {
+  if (count < 0 || size < 1) {
+    throw UsageError("row cut: bad shape: expected count >= 0 and size >= 1, got " +
+                     std::to_string(count) + " over " + std::to_string(size));
+  }
+  const std::int64_t row = count / size + (count % size != 0 ? 1 : 0);
+  offsets_.reserve(static_cast<std::size_t>(size) + 1);
+  std::int64_t offset = 0;
+  for (int r = 0; r <= size; ++r) {
+    offsets_.push_back(offset);
+    offset += std::min(row, count - offset);
+  }
+}
+
+RowCut::RowCut(std::vector<std::int64_t> offsets) : offsets_(std::move(offsets)) {
+  if (offsets_.size() < 2 || offsets_.front() != 0 || !std::ranges::is_sorted(offsets_)) {
+    throw UsageError(
+        "row cut: bad offsets: expected size + 1 non-decreasing offsets, the first 0, got " +
+        std::to_string(offsets_.size()) + " offsets");
+  }
+}
+
+}  // namespace hsdp

@@ -1,0 +1,31 @@
+// How the elements of a buffer are cut over the ranks of a group. Plain data, no communication.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace hsdp {
+
+// Rank r owns [begin(r), begin(r + 1)) of `count` elements.
+class RowCut {
+ public:
+  // The default rule: rows of c = ceil(count / size), the last ones shorter or empty.
+  RowCut(std::int64_t count, int size);
+  // Explicit, non-decreasing offsets; size + 1 of them, the first 0.
+  explicit RowCut(std::vector<std::int64_t> offsets);
+
+  [[nodiscard]] std::int64_t begin(int rank) const {
+    return offsets_[static_cast<std::size_t>(rank)];
+  }
+  [[nodiscard]] std::int64_t length(int rank) const { return begin(rank + 1) - begin(rank); }
+  [[nodiscard]] std::int64_t count() const { return offsets_.back(); }
+  [[nodiscard]] int size() const { return static_cast<int>(offsets_.size()) - 1; }
+  [[nodiscard]] std::span<const std::int64_t> offsets() const { return offsets_; }
+
+ private:
+  std::vector<std::int64_t> offsets_;
+};
+
+}  // namespace hsdp

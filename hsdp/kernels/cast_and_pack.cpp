@@ -1,0 +1,228 @@
+#include "hsdp/kernels/cast_and_pack.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "hsdp/error.h"
+#include "hsdp/kernels/device_kernels.h"
+#include "hsdp/kernels/device_plan.h"
+#include "hsdp/kernels/row_pass.h"
+#include "hsdp/kernels/strided_walk.h"
+#include "hsdp/kernels/transpose.h"
+
+namespace hsdp::kernels {
+namespace {
+
+constexpr const char* kName = "cast_and_pack";
+constexpr std::int64_t kLineBytes = 64;
+constexpr std::int64_t kLongRunBytes = 2048;  // packed from where it lies
+constexpr std::int64_t kTileBytes = 131072;   // stays in an L2 cache
+constexpr std::int64_t kTileRowBytes = 2048;  // then a column holds a cache line or more
+constexpr std::int64_t kTilePadding = kTileBytes / kTileRowBytes * kLineBytes;
+
+struct alignas(64) Tile {
+  std::array<std::byte, kTileBytes + kTilePadding> bytes;
+};
+
+void check(const CastAndPack& args) {
+  require_gradient_dtype(args.out_dtype, kName, "output dtype");
+  if (args.add != nullptr) require_gradient_dtype(args.add_dtype, kName, "added dtype");
+  if (args.count < 0 || args.begin < 0) {
+    throw UsageError(std::string(kName) + ": expected a window from 0 up, got " +
+                     std::to_string(args.count) + " elements from " + std::to_string(args.begin));
+  }
+  if (args.gradient == nullptr) return;
+  const StridedView& gradient = *args.gradient;
+  require_gradient_dtype(gradient.dtype, kName, "gradient dtype");
+  if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
+    throw UsageError(std::string(kName) + ": expected one stride a dimension of " +
+                     to_string(gradient.shape) + ", got " +
+                     std::to_string(gradient.strides.size()));
+  }
+  if (args.begin > gradient.count() || args.count > gradient.count() - args.begin) {
+    throw UsageError(std::string(kName) + ": expected a window inside the " +
+                     std::to_string(gradient.count()) + " elements of the gradient, got " +
+                     std::to_string(args.count) + " from " + std::to_string(args.begin));
+  }
+}
+
+// The pass over elements [position, position + count) of the window, read from `source` (nullptr:
+// zeros) to `out`, both of which must outlive it.
+RowPass pass_of(const CastAndPack& args, const void* const& source, void* const& out,
+                std::int64_t position) {
+  RowPass pass;
+  if (source != nullptr) {
+    pass.rows = std::span(&source, 1);
+    pass.row_dtype = args.gradient->dtype;
+  }
+  if (args.add != nullptr) {
+    pass.add = static_cast<const char*>(args.add) +
+               position * static_cast<std::int64_t>(size_bytes(args.add_dtype));
+    pass.add_dtype = args.add_dtype;
+  }
+  pass.steps.result_scale = checked_power_of_two(-args.exponent, kName);
+  pass.outs = std::span(&out, 1);
+  pass.out_dtype = args.out_dtype;
+  return pass;
+}
+
+void* output_at(const CastAndPack& args, std::int64_t position) {
+  return static_cast<char*>(args.out) +
+         position * static_cast<std::int64_t>(size_bytes(args.out_dtype));
+}
+
+void pack_run(const CastAndPack& args, const void* source, std::int64_t position,
+              std::int64_t count) {
+  void* const out = output_at(args, position);
+  RowPass pass = pass_of(args, source, out, position);
+  pass.count = count;
+  pass.streaming_stores =
+      args.streaming_stores &&
+      count * static_cast<std::int64_t>(size_bytes(args.out_dtype)) >= kLongRunBytes / 2;
+  run(pass);
+}
+
+const std::byte* element(const StridedView& view, std::int64_t index) {
+  return static_cast<const std::byte*>(view.data) +
+         index * static_cast<std::int64_t>(size_bytes(view.dtype));
+}
+
+void pack_rows(const CastAndPack& args, const Panel& panel) {
+  for (std::int64_t r = 0; r < panel.rows; ++r) {
+    pack_run(args, element(*args.gradient, panel.source + r * panel.row_stride),
+             panel.position + r * panel.row_distance, panel.columns);
+  }
+}
+
+// How a panel is cut into tiles, in elements.
+struct TileShape {
+  TileShape(const Panel& panel, std::int64_t element_bytes) {
+    const std::int64_t most = kTileBytes / element_bytes;
+    const std::int64_t line = kLineBytes / element_bytes;
+    columns = std::min(panel.columns, panel.rows == 1 ? most : kTileRowBytes / element_bytes);
+    one_run = columns == panel.columns && (panel.row_distance == columns || panel.rows == 1);
+    // Rows a power of two apart would share a few sets of the cache.
+    stride = !one_run && columns * element_bytes == kTileRowBytes ? columns + line : columns;
+    rows = most / columns;
+    if (rows > line) rows -= rows % line;
+  }
+
+  std::int64_t rows;
+  std::int64_t columns;
+  std::int64_t stride;
+  bool one_run;  // a tile is contiguous in the output
+};
+
+// Gathers the panel tile by tile, and packs from there.
+void pack_panel(const CastAndPack& args, const Panel& panel) {
+  const StridedView& view = *args.gradient;
+  const auto element_bytes = static_cast<std::int64_t>(size_bytes(view.dtype));
+  if (panel.column_stride == 1 && panel.columns * element_bytes >= kLongRunBytes) {
+    pack_rows(args, panel);
+    return;
+  }
+  thread_local const auto tile = std::make_unique<Tile>();
+  const TileShape shape(panel, element_bytes);
+  for (std::int64_t c = 0; c < panel.columns; c += shape.columns) {
+    for (std::int64_t r = 0; r < panel.rows; r += shape.rows) {
+      const std::int64_t rows = std::min(shape.rows, panel.rows - r);
+      const std::int64_t columns = std::min(shape.columns, panel.columns - c);
+      const std::int64_t source = panel.source + r * panel.row_stride + c * panel.column_stride;
+      gather({element(view, source), rows, columns, panel.row_stride, panel.column_stride,
+              shape.stride, size_bytes(view.dtype)},
+             tile->bytes.data());
+      const std::int64_t position = panel.position + r * panel.row_distance + c;
+      if (shape.one_run) {
+        pack_run(args, tile->bytes.data(), position, rows * columns);
+        continue;
+      }
+      for (std::int64_t k = 0; k < rows; ++k) {
+        pack_run(args, tile->bytes.data() + k * shape.stride * element_bytes,
+                 position + k * panel.row_distance, columns);
+      }
+    }
+  }
+}
+
+bool is_copy(const CastAndPack& args) {
+  return args.add == nullptr && args.exponent == 0 && !args.streaming_stores &&
+         args.gradient->dtype == args.out_dtype;
+}
+
+std::int64_t offset_of(const StridedView& view, std::int64_t index) {
+  std::int64_t offset = 0;
+  for (std::size_t i = view.shape.size(); i-- > 0;) {
+    offset += index % view.shape[i] * view.strides[i];
+    index /= view.shape[i];
+  }
+  return offset;
+}
+
+}  // namespace
+
+void cast_and_pack(const CastAndPack& args) {
+  check(args);
+  if (args.count == 0) return;
+  if (args.gradient == nullptr) {
+    pack_run(args, nullptr, 0, args.count);
+    return;
+  }
+  const StridedView& gradient = *args.gradient;
+  if (!gradient.is_contiguous()) {
+    StridedWalk(gradient).for_each_panel(args.begin, args.count,
+                                         [&](const Panel& panel) { pack_panel(args, panel); });
+    return;
+  }
+  const std::byte* const source = element(gradient, args.begin);
+  if (!is_copy(args)) {
+    pack_run(args, source, 0, args.count);
+  } else if (source != args.out) {
+    std::memcpy(args.out, source,
+                static_cast<std::size_t>(args.count) * size_bytes(args.out_dtype));
+  }
+}
+
+void cast_and_pack(const CastAndPack& args, const Stream& stream) {
+  if (stream.device().type == DeviceType::kHost) {
+    cast_and_pack(args);
+    return;
+  }
+  check(args);
+  static_cast<void>(checked_power_of_two(-args.exponent, kName));
+  if (args.gradient != nullptr && !args.gradient->is_contiguous()) {
+    pack_on_device(args, stream);
+    return;
+  }
+  const void* const source =
+      args.gradient == nullptr ? nullptr : element(*args.gradient, args.begin);
+  RowPass pass = pass_of(args, source, args.out, 0);
+  pass.count = args.count;
+  run_on_device(pass, nullptr, stream);
+}
+
+void require_packable(const StridedView& gradient) {
+  if (gradient.device.type == DeviceType::kHost) return;
+  require_alignment(gradient.data, gradient.dtype);
+  if (!gradient.is_contiguous()) require_dimensions(StridedWalk(gradient).dimensions().size());
+}
+
+void cast_and_pack_reference(const CastAndPack& args) {
+  check(args);
+  for (std::int64_t i = 0; i < args.count; ++i) {
+    const void* source = nullptr;
+    if (args.gradient != nullptr) {
+      const StridedView& view = *args.gradient;
+      const std::int64_t index = args.begin + i;
+      source = element(view, view.strides.empty() ? index : offset_of(view, index));
+    }
+    void* const out = output_at(args, i);
+    RowPass pass = pass_of(args, source, out, i);
+    pass.count = 1;
+    run_scalar(pass);
+  }
+}
+
+}  // namespace hsdp::kernels

@@ -1,0 +1,38 @@
+// Gradients of any dense strides -> contiguous elements of a bucket, in one pass.
+//
+//   v   = decode(gradient[begin + i])         row-major logical order
+//   v   = decode(add[i]) + v                  when `add` is given (fp32 addition)
+//   out = round(v * 2^-exponent, out_dtype)
+//
+// With `add == out` this is local accumulation. Rounds once, to nearest even.
+#pragma once
+
+#include <cstdint>
+
+#include "hsdp/device/stream.h"
+#include "hsdp/dtype.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp::kernels {
+
+struct CastAndPack {
+  const StridedView* gradient = nullptr;  // nullptr: zeros (a missing gradient)
+  std::int64_t begin = 0;                 // first element, in row-major logical order
+  std::int64_t count = 0;
+  const void* add = nullptr;  // `count` elements of add_dtype, may alias `out` exactly
+  Dtype add_dtype = Dtype::kF32;
+  int exponent = 0;
+  Dtype out_dtype = Dtype::kF32;
+  void* out = nullptr;
+  bool streaming_stores = false;
+};
+
+// On the calling thread, in host memory.
+void cast_and_pack(const CastAndPack& args);
+// UsageError when the kernels of its device cannot take such a gradient.
+void require_packable(const StridedView& gradient);
+void cast_and_pack_reference(const CastAndPack& args);
+// Inside a task of `stream`, in memory of its device [Note: kernels on a stream].
+void cast_and_pack(const CastAndPack& args, const Stream& stream);
+
+}  // namespace hsdp::kernels

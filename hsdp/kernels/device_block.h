@@ -1,0 +1,55 @@
+// The threads of one CUDA block, as the bodies of kernels see them.
+//
+// On the host the same calls are loops over the threads, so that tests run the very bodies that a
+// GPU runs. Internal to hsdp/kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "hsdp/dtype.h"
+
+namespace hsdp::kernels {
+
+class Block {
+ public:
+  static constexpr int kThreads = 256;
+
+  HSDP_HOST_DEVICE Block(std::int64_t index, std::int64_t count) : index_(index), count_(count) {}
+
+  // Runs visit(thread) for every thread; all of them are done when it returns.
+  template <class Visit>
+  HSDP_HOST_DEVICE void each_thread(const Visit& visit) const {
+#if defined(__CUDA_ARCH__)
+    visit(static_cast<int>(threadIdx.x));
+    __syncthreads();
+#else
+    for (int thread = 0; thread < kThreads; ++thread) visit(thread);
+#endif
+  }
+
+  // Sets `flag` to 1 when `raised`. Called by all threads of a warp together.
+  HSDP_HOST_DEVICE void raise(bool raised, std::uint32_t* flag) const {
+    if (flag == nullptr) return;
+#if defined(__CUDA_ARCH__)
+    // One write a warp: the word lies in the host's memory.
+    const bool any = __any_sync(0xffffffffU, raised) != 0;
+    if (any && threadIdx.x % 32 == 0) *static_cast<volatile std::uint32_t*>(flag) = 1;
+#else
+    if (raised) *flag = 1;
+#endif
+  }
+
+  [[nodiscard]] HSDP_HOST_DEVICE std::int64_t index() const { return index_; }
+  [[nodiscard]] HSDP_HOST_DEVICE std::int64_t count() const { return count_; }
+  // Of `thread` among the threads of all blocks, and how many those are.
+  [[nodiscard]] HSDP_HOST_DEVICE std::int64_t rank(int thread) const {
+    return index_ * kThreads + thread;
+  }
+  [[nodiscard]] HSDP_HOST_DEVICE std::int64_t size() const { return count_ * kThreads; }
+
+ private:
+  std::int64_t index_;
+  std::int64_t count_;
+};
+
+}  // namespace hsdp::kernels

@@ -1,0 +1,31 @@
+// What a GPU build provides behind the kernels, called inside a task of a CUDA stream: everything
+// is enqueued, nothing waits. no_device_kernels.cpp takes its place in a build without CUDA, where
+// no such stream can exist. Arguments are already checked. Internal to hsdp/kernels.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "hsdp/device/stream.h"
+#include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/kernels/row_pass.h"
+#include "hsdp/kernels/sum_rows.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp::kernels {
+
+// run(); `nonfinite` (or nullptr) is set when a result is not finite once it is rounded.
+void run_on_device(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite,
+                   const Stream& stream);
+
+// cast_and_pack() of a gradient that is not contiguous.
+void pack_on_device(const CastAndPack& args, const Stream& stream);
+
+// sum_rows() of f64 or i64.
+void sum_wide_on_device(const SumRows& args, const Stream& stream);
+
+void squared_norm_on_device(ConstTensorView values, double* sum, const Stream& stream);
+void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
+                              const Stream& stream);
+
+}  // namespace hsdp::kernels

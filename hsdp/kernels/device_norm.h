@@ -1,0 +1,113 @@
+// The body of the CUDA kernel for the squared norm, in the order of norm.h. Internal to
+// hsdp/kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "hsdp/kernels/device_block.h"
+#include "hsdp/kernels/device_group.h"
+#include "hsdp/kernels/norm_lanes.h"
+
+namespace hsdp::kernels {
+
+// One access of a thread: elements of one row of 16 lanes.
+template <int kElementBytes>
+struct LanePart {
+  static constexpr int kLanes = 16 / kElementBytes;
+  static constexpr int kThreadsAChunk = static_cast<int>(kNormLaneCount) / kLanes;
+};
+
+// sums[c] = the sum of chunk c: of squares of gradient elements, or of fp64 sums as they are.
+template <int kElementBytes>
+struct ChunkSumBody {
+  static constexpr int kResident = 2;  // blocks of a multiprocessor, at least
+  using Part = LanePart<kElementBytes>;
+  static constexpr int kChunks = Block::kThreads / Part::kThreadsAChunk;  // a block at once
+  static constexpr int kPitch = static_cast<int>(kNormLaneCount) + 1;     // no bank twice
+  static constexpr int kAtOnce = 8;
+  static constexpr int kRows = static_cast<int>(kNormChunkElements / kNormLaneCount);
+  struct Shared {
+    double lanes[kChunks * kPitch];
+  };
+
+  const char* values = nullptr;
+  Dtype dtype = Dtype::kF32;
+  std::int64_t count = 0;
+  double* sums = nullptr;
+
+  HSDP_HOST_DEVICE void operator()(const Block& block, Shared& shared) const {
+    const std::int64_t chunks = norm_chunks(count);
+    for (std::int64_t first = block.index() * kChunks; first < chunks;
+         first += block.count() * kChunks) {
+      block.each_thread([&](int thread) {
+        const std::int64_t chunk = first + thread / Part::kThreadsAChunk;
+        const int lane = thread % Part::kThreadsAChunk * Part::kLanes;
+        double* const lanes = shared.lanes + thread / Part::kThreadsAChunk * kPitch + lane;
+        if (chunk < chunks) sum_lanes(chunk * kNormChunkElements + lane, lanes);
+      });
+      block.each_thread([&](int thread) {
+        if (thread < kChunks && first + thread < chunks) {
+          sums[first + thread] = lane_total(shared.lanes + thread * kPitch);
+        }
+      });
+    }
+  }
+
+ private:
+  using Raw = RawBytes<16>;
+
+  [[nodiscard]] HSDP_HOST_DEVICE double term(const Raw& raw, int lane) const {
+    if constexpr (kElementBytes == 8) {
+      const int low = 2 * lane;
+      const std::uint64_t bits =
+          static_cast<std::uint64_t>(raw.words[low + 1]) << 32 | raw.words[low];
+      return std::bit_cast<double>(bits);
+    } else {
+      const double value = decode_bits(bits_in<kElementBytes>(raw.words, lane), dtype);
+      return value * value;
+    }
+  }
+
+  // The lanes from `begin` on, over the rows of its chunk.
+  HSDP_HOST_DEVICE void sum_lanes(std::int64_t begin, double* lanes) const {
+    double total[Part::kLanes] = {};
+    const std::int64_t left = count - begin;  // row k is whole when k * 16 + kLanes <= left
+    const std::int64_t whole = left < Part::kLanes ? 0 : (left - Part::kLanes) / kNormLaneCount + 1;
+    const int rows = whole < kRows ? static_cast<int>(whole) : kRows;
+    const char* const source = values + begin * kElementBytes;
+    for (int first = 0; first < rows; first += kAtOnce) {
+      Raw raw[kAtOnce];
+      HSDP_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k < rows) {
+          raw[k] = load_raw<16>(source + (first + k) * kNormLaneCount * kElementBytes);
+        }
+      }
+      HSDP_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k >= rows) break;
+        HSDP_UNROLL
+        for (int lane = 0; lane < Part::kLanes; ++lane) total[lane] += term(raw[k], lane);
+      }
+    }
+    if (rows < kRows) add_rest(begin + rows * kNormLaneCount, total);
+    HSDP_UNROLL
+    for (int lane = 0; lane < Part::kLanes; ++lane) lanes[lane] = total[lane];
+  }
+
+  // The row at `begin` that the end of the values cuts.
+  HSDP_HOST_DEVICE void add_rest(std::int64_t begin, double* total) const {
+    HSDP_UNROLL
+    for (int lane = 0; lane < Part::kLanes; ++lane) {
+      if (begin + lane >= count) break;
+      if constexpr (kElementBytes == 8) {
+        total[lane] += reinterpret_cast<const double*>(values)[begin + lane];
+      } else {
+        const double value = decode(values, begin + lane, dtype);
+        total[lane] += value * value;
+      }
+    }
+  }
+};
+
+}  // namespace hsdp::kernels

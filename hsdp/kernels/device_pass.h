@@ -1,0 +1,75 @@
+// RowPass in the form that a CUDA kernel takes as its argument, and its last steps for a group or
+// an element. Internal to hsdp/kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "hsdp/kernels/device_group.h"
+
+namespace hsdp::kernels {
+
+constexpr int kMostOuts = 8;
+constexpr int kMostListedRows = 400;  // with the rest, within the 4 KiB of a kernel's arguments
+
+// Rows at equal distances, of any number; or any addresses.
+struct EvenRows {
+  const char* first = nullptr;
+  std::int64_t distance = 0;  // bytes
+  [[nodiscard]] HSDP_HOST_DEVICE const void* at(int row) const { return first + row * distance; }
+};
+struct ListedRows {
+  const void* rows[kMostListedRows];
+  [[nodiscard]] HSDP_HOST_DEVICE const void* at(int row) const { return rows[row]; }
+};
+
+struct DevicePass {
+  int row_count = 0;  // 0: the sum is zero
+  Dtype row_dtype = Dtype::kF32;
+  Dtype wire_dtype = Dtype::kF32;
+  float send_scale = 1.0F;
+  const void* add = nullptr;
+  Dtype add_dtype = Dtype::kF32;
+  ElementSteps steps;
+  void* outs[kMostOuts] = {};
+  int out_count = 0;
+  Dtype out_dtype = Dtype::kF32;
+  std::int64_t count = 0;
+  std::int64_t head = 0;  // elements before the first group: the groups lie aligned
+  std::uint32_t* nonfinite = nullptr;
+
+  [[nodiscard]] HSDP_HOST_DEVICE std::int64_t groups() const {
+    return (count - head) / kGroupElements;
+  }
+};
+
+// From the sums of the rows to the outputs, for the group or the element at `begin`; returns the
+// largest magnitude_bits().
+HSDP_HOST_DEVICE inline std::uint32_t finish_group(const DevicePass& pass, std::int64_t begin,
+                                                   const Group& sums) {
+  Group add{};
+  if (pass.add != nullptr) {
+    add = load_group(at_element(pass.add, begin, pass.add_dtype), pass.add_dtype);
+  }
+  Group results;
+  std::uint32_t largest = 0;
+  HSDP_UNROLL
+  for (int i = 0; i < kGroupElements; ++i) {
+    results.values[i] = finish(sums.values[i], pass.add != nullptr, add.values[i], pass.steps);
+    const std::uint32_t magnitude = magnitude_bits(results.values[i]);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  for (int o = 0; o < pass.out_count; ++o) {
+    store_group(results, at_element(pass.outs[o], begin, pass.out_dtype), pass.out_dtype);
+  }
+  return largest;
+}
+
+HSDP_HOST_DEVICE inline std::uint32_t finish_element(const DevicePass& pass, std::int64_t i,
+                                                     float sum) {
+  const float add = pass.add == nullptr ? 0.0F : decode(pass.add, i, pass.add_dtype);
+  const float result = finish(sum, pass.add != nullptr, add, pass.steps);
+  for (int o = 0; o < pass.out_count; ++o) encode(result, pass.outs[o], i, pass.out_dtype);
+  return magnitude_bits(result);
+}
+
+}  // namespace hsdp::kernels

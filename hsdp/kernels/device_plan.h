@@ -1,0 +1,80 @@
+// How the CUDA kernels cut their work, decided on the host. Internal to hsdp/kernels.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+
+#include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/kernels/device_pass.h"
+#include "hsdp/kernels/row_pass.h"
+
+namespace hsdp::kernels {
+
+constexpr int kMostDimensions = 12;
+
+struct StridedDimension {
+  std::int64_t extent = 1;
+  std::int64_t stride = 1;
+  std::int64_t distance = 1;  // in logical order, from one index to the next
+};
+
+struct GatherPlan {
+  std::int64_t begin = 0;  // of the window, in logical order
+  StridedDimension dimensions[kMostDimensions];
+  int dimension_count = 1;
+};
+
+constexpr int kTileCells = 4352;  // 64 x 64 and the padding of 64 columns
+
+// Element (r, c) of a box lies at gradient + r * row_stride + c * column_stride, and is element
+// position + r * row_distance + c of the window; boxes repeat over the outer dimensions.
+struct TilePlan {
+  std::int64_t position = 0;  // of the first box; negative when it begins before the window
+  std::int64_t rows = 1;
+  std::int64_t columns = 1;
+  std::int64_t row_stride = 1;
+  std::int64_t column_stride = 1;
+  std::int64_t row_distance = 1;
+  StridedDimension outer[kMostDimensions];
+  int outer_count = 0;
+  int tile_rows = 1;
+  int tile_columns = 1;
+  int pitch = 1;         // cells from one column of a tile to the next
+  bool one_run = false;  // the rows of a tile follow one another in the output
+  std::int64_t tiles_down = 1;
+  std::int64_t tiles_across = 1;
+  std::int64_t tile_count = 1;
+};
+
+// A gradient that is not contiguous.
+struct PackPlan {
+  DevicePass pass;                 // without rows
+  const char* gradient = nullptr;  // of the first element of `tiles` or `gather`
+  bool tiled = false;
+  TilePlan tiles;
+  GatherPlan gather;
+};
+
+// UsageError when it has more dimensions than a kernel takes.
+[[nodiscard]] PackPlan plan_pack(const CastAndPack& args);
+
+// Without the rows. UsageError when there are more outputs than a kernel takes.
+[[nodiscard]] DevicePass plan_pass(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite);
+
+// UsageError unless `data` lies on a multiple of an element: kernels move whole ones.
+void require_alignment(const void* data, Dtype dtype);
+
+// UsageError when a kernel does not take that many.
+void require_dimensions(std::size_t count);
+
+// Elements before the first that lies on 16 bytes, at most `count`.
+[[nodiscard]] std::int64_t elements_to_alignment(const void* data, int element_bytes,
+                                                 std::int64_t count);
+
+// The rows as they go into a kernel. ListedRows: UsageError when there are too many.
+[[nodiscard]] bool lie_evenly(std::span<const void* const> rows);
+[[nodiscard]] EvenRows even_rows(std::span<const void* const> rows);
+[[nodiscard]] ListedRows listed_rows(std::span<const void* const> rows);
+
+}  // namespace hsdp::kernels

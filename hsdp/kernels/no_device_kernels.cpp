@@ -1,0 +1,48 @@
+#include "hsdp/error.h"
+#include "hsdp/kernels/clip.h"
+#include "hsdp/kernels/device_kernels.h"
+#include "hsdp/kernels/indicate.h"
+
+namespace hsdp::kernels {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw UsageError(
+      "kernels: expected a build with CUDA, got one without; configure with -DHSDP_CUDA=ON, or use "
+      "the cpu");
+}
+
+}  // namespace
+
+void run_on_device(const RowPass& /*pass*/, std::atomic<std::uint32_t>* /*nonfinite*/,
+                   const Stream& /*stream*/) {
+  refuse();
+}
+
+void pack_on_device(const CastAndPack& /*args*/, const Stream& /*stream*/) { refuse(); }
+
+void sum_wide_on_device(const SumRows& /*args*/, const Stream& /*stream*/) { refuse(); }
+
+void squared_norm_on_device(ConstTensorView /*values*/, double* /*sum*/, const Stream& /*stream*/) {
+  refuse();
+}
+
+void find_nonfinite_on_device(ConstTensorView /*values*/, std::atomic<std::uint32_t>* /*nonfinite*/,
+                              const Stream& /*stream*/) {
+  refuse();
+}
+
+void indicate(const void* /*word*/, float* /*out*/, const Stream& /*stream*/) { refuse(); }
+
+void sum_in_order(const double* /*values*/, std::int64_t /*count*/, double* /*sum*/,
+                  const Stream& /*stream*/) {
+  refuse();
+}
+
+void clip_factor(const ClipFactor& /*args*/, const Stream& /*stream*/) { refuse(); }
+
+void scale_by(TensorView /*values*/, const float* /*factor*/, const Stream& /*stream*/) {
+  refuse();
+}
+
+}  // namespace hsdp::kernels

@@ -1,0 +1,30 @@
+// Squared L2 norm and non-finite detection.
+//
+// The norm sums squares in fp64: within a chunk of 1024 elements over 16 interleaved lanes (element
+// i goes to lane i mod 16), then the lanes pairwise (0+8, 1+9, ...; 0+4, ...; 0+2, 1+3; 0+1); the
+// sums of the chunks are summed the same way, until one is left. The order is fixed, so the bits
+// depend neither on the SIMD width nor on the device.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "hsdp/device/stream.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp::kernels {
+
+[[nodiscard]] double squared_norm(ConstTensorView values);
+[[nodiscard]] double squared_norm_reference(ConstTensorView values);
+
+// True when any element is NaN or infinite. f32, bf16 and f16.
+[[nodiscard]] bool has_nonfinite(ConstTensorView values);
+[[nodiscard]] bool has_nonfinite_reference(ConstTensorView values);
+
+// The same inside a task of `stream` [Note: kernels on a stream]. `sum` lies where the values do;
+// `nonfinite` is a make_flag() word of that device, set to 1 and never cleared.
+void squared_norm(ConstTensorView values, double* sum, const Stream& stream);
+void find_nonfinite(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
+                    const Stream& stream);
+
+}  // namespace hsdp::kernels

@@ -1,0 +1,46 @@
+// One pass over memory that every element-wise kernel is made of: rows -> sum -> steps of
+// arithmetic.h -> outputs. Internal to hsdp/kernels.
+//
+// Element i of every output depends on element i of the inputs only, and is written after they were
+// read: an output may alias an input exactly, never partly.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "hsdp/dtype.h"
+#include "hsdp/kernels/arithmetic.h"
+
+namespace hsdp::kernels {
+
+struct RowPass {
+  std::span<const void* const> rows;  // empty: the sum is zero
+  Dtype row_dtype = Dtype::kF32;
+  Dtype wire_dtype = Dtype::kF32;  // 16-bit: round f32 rows through it
+  float send_scale = 1.0F;
+  const void* add = nullptr;
+  Dtype add_dtype = Dtype::kF32;
+  ElementSteps steps;
+  std::span<void* const> outs;
+  Dtype out_dtype = Dtype::kF32;
+  std::int64_t count = 0;
+  bool streaming_stores = false;
+};
+
+// Runs the pass on the calling thread. Returns the largest magnitude_bits() of a result before it
+// is rounded to out_dtype: at or above nonfinite_magnitude(out_dtype), something was not finite.
+std::uint32_t run(const RowPass& pass);
+
+// The same, one element at a time, by the functions of arithmetic.h.
+std::uint32_t run_scalar(const RowPass& pass);
+
+// Elements [begin, end) in the caller's floating-point environment.
+std::uint32_t run_scalar_range(const RowPass& pass, std::int64_t begin, std::int64_t end);
+
+// UsageError unless it is a dtype that passes through the kernels; `what` names the argument.
+void require_gradient_dtype(Dtype dtype, const char* kernel, const char* what);
+
+// power_of_two(); UsageError outside -126..126.
+[[nodiscard]] float checked_power_of_two(int exponent, const char* kernel);
+
+}  // namespace hsdp::kernels

@@ -1,0 +1,33 @@
+// out = round(decode(in) * 2^exponent / divisor * multiplier, out_dtype), in fp32, in that order:
+// reading a partial, decoding a gathered wire buffer, clipping.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "hsdp/device/stream.h"
+#include "hsdp/dtype.h"
+
+namespace hsdp::kernels {
+
+struct ScaleAndCast {
+  const void* in = nullptr;
+  Dtype in_dtype = Dtype::kF32;
+  void* out = nullptr;  // may alias `in` exactly when the dtypes have the same size
+  Dtype out_dtype = Dtype::kF32;
+  std::int64_t count = 0;
+  int exponent = 0;         // exact power of two, applied first
+  float divisor = 1.0F;     // IEEE division, applied second
+  float multiplier = 1.0F;  // applied last (gradient clipping)
+  std::atomic<std::uint32_t>* nonfinite = nullptr;
+  bool streaming_stores = false;
+};
+
+// On the calling thread, in host memory.
+void scale_and_cast(const ScaleAndCast& args);
+void scale_and_cast_reference(const ScaleAndCast& args);
+// Inside a task of `stream`, in memory of its device; `nonfinite` is then a make_flag() word of it
+// [Note: kernels on a stream].
+void scale_and_cast(const ScaleAndCast& args, const Stream& stream);
+
+}  // namespace hsdp::kernels

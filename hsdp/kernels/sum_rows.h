@@ -1,0 +1,59 @@
+// The one reduction kernel: rows of a group -> fp32 sum -> optional carry -> optional rounding to a
+// wire dtype -> one division -> one or several outputs, in a single pass.
+//
+//   in_r   = decode(rows[r])                                   16-bit rows, or f32 rows as they are
+//          | decode(round(rows[r] * 2^-send_exponent, wire))   f32 rows that travel in 16 bit
+//   t      = in_0 + in_1 + ...                                 fp32, ascending rank
+//   t      = t * 2^sum_exponent                                exact
+//   t      = add + t                                           when `add` is given
+//   t      = decode(round(t * 2^-total_exponent, total_dtype)) when total_dtype is 16-bit
+//   result = t * 2^result_exponent / divisor                   IEEE division
+//
+// The bits do not depend on the tile, the SIMD width or the thread. f64 and i64 rows sum too: they
+// take no rounding, no exponents, no `add`.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+
+#include "hsdp/device/stream.h"
+#include "hsdp/dtype.h"
+
+namespace hsdp::kernels {
+
+struct SumSpec {
+  Dtype row_dtype = Dtype::kF32;
+  Dtype wire_dtype = Dtype::kF32;  // 16-bit with f32 rows: round each row in registers
+  int send_exponent = 0;
+  int sum_exponent = 0;
+  Dtype total_dtype = Dtype::kF32;
+  int total_exponent = 0;
+  int result_exponent = 0;
+  float divisor = 1.0F;
+  Dtype out_dtype = Dtype::kF32;  // f32, or a 16-bit type: the result rounded once
+};
+
+struct SumRows {
+  SumSpec spec;
+  std::span<const void* const> rows;  // each `count` elements of spec.row_dtype; may alias outs[i]
+                                      // exactly, never partly
+  const float* add = nullptr;         // `count` fp32; may alias an output exactly
+  std::span<void* const> outs;        // each `count` elements of spec.out_dtype, same bytes
+  std::int64_t count = 0;
+  std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 when a result is not finite; on
+                                                    // CUDA a make_flag() word of the device
+  bool streaming_stores = false;  // outputs larger than the cache: write around it
+};
+
+// On the calling thread, in host memory.
+void sum_rows(const SumRows& args);
+
+// Inside a task of `stream`, in memory of its device [Note: kernels on a stream]. On CUDA there may
+// be 8 outputs; rows at equal distances without limit, at unequal ones 400.
+void sum_rows(const SumRows& args, const Stream& stream);
+
+// The scalar definition that every implementation must equal bit for bit.
+void sum_rows_reference(const SumRows& args);
+
+}  // namespace hsdp::kernels

@@ -1,0 +1,211 @@
+#include "hsdp/comm/communicator.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "hsdp/comm/argument_check.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/comm/stream_call.h"
+#include "hsdp/error.h"
+#include "hsdp/kernels/sum_rows.h"
+
+namespace hsdp {
+namespace {
+
+Communicator::Engine& require(const std::shared_ptr<Communicator::Engine>& engine) {
+  if (engine == nullptr) {
+    throw UsageError(
+        "communicator: no group: expected a member of a group, got an empty communicator (a rank "
+        "that split with a negative color is in none)");
+  }
+  return *engine;
+}
+
+void check_reduction(Reduction reduction, const Communicator::Engine& engine) {
+  if (reduction == Reduction::kExact || engine.name() == "nccl") return;
+  throw UsageError("communicator: native reduction: expected the nccl engine, got " +
+                   std::string(engine.name()) + "; use exact");
+}
+
+// What travels.
+Dtype sent_dtype(Reduction reduction, Dtype wire) {
+  return reduction == Reduction::kNative && is_gradient_dtype(wire) ? Dtype::kF32 : wire;
+}
+
+comm::GroupShape shape(const Communicator& group) { return {group.rank(), group.size()}; }
+
+// A group of one sends nothing and rounds nothing: the kernel alone.
+void sum_alone(const ReduceScatter& args) {
+  const void* const row = args.in.data;
+  void* const out = args.out.data;
+  if (args.in.count == 0) return;
+  kernels::sum_rows({.spec = {.row_dtype = args.in.dtype,
+                              .wire_dtype = args.in.dtype,
+                              .sum_exponent = args.sum_exponent,
+                              .divisor = args.divisor,
+                              .out_dtype = args.out.dtype},
+                     .rows = {&row, 1},
+                     .add = args.accumulate ? static_cast<const float*>(out) : nullptr,
+                     .outs = {&out, 1},
+                     .count = args.in.count,
+                     .nonfinite = args.nonfinite});
+}
+
+void copy_alone(ConstTensorView in, TensorView out) {
+  if (in.count > 0 && in.data != out.data) std::memcpy(out.data, in.data, in.size_in_bytes());
+}
+
+}  // namespace
+
+std::string_view name(Transport transport) {
+  constexpr std::array<std::string_view, 7> kNames{
+      "none", "in-process", "shared memory", "tcp", "mixed", "nccl", "mpi"};
+  return kNames[static_cast<std::size_t>(transport)];
+}
+
+int Communicator::rank() const { return engine_ ? engine_->rank() : -1; }
+
+int Communicator::size() const {
+  return engine_ ? static_cast<int>(engine_->world_ranks().size()) : 0;
+}
+
+Transport Communicator::transport() const {
+  return engine_ ? engine_->transport() : Transport::kNone;
+}
+
+std::string_view Communicator::engine_name() const { return require(engine_).name(); }
+
+const std::vector<int>& Communicator::world_ranks() const { return require(engine_).world_ranks(); }
+
+void Communicator::reduce_scatter(const ReduceScatter& args, Stream stream) {
+  Engine& engine = require(engine_);
+  ReduceScatter full = args;
+  if (!full.cut) full.cut.emplace(args.in.count, size());
+  comm::check(full, shape(*this));
+  check_reduction(args.reduction, engine);
+  if (size() == 1 && args.in.device.type == DeviceType::kHost) {
+    comm::run_on_stream(stream, [full] { sum_alone(full); });
+    return;
+  }
+  engine.count(CollectiveKind::kReduceScatter,
+               static_cast<std::size_t>(args.in.count) *
+                   size_bytes(sent_dtype(args.reduction, args.in.dtype)));
+  engine.reduce_scatter(full, stream);
+}
+
+void Communicator::all_reduce(const AllReduce& args, Stream stream) {
+  Engine& engine = require(engine_);
+  comm::check(args, shape(*this));
+  check_reduction(args.reduction, engine);
+  if (size() == 1 && args.data.device.type == DeviceType::kHost) {
+    const ReduceScatter alone{
+        .in = args.data, .out = args.data, .divisor = args.divisor, .nonfinite = args.nonfinite};
+    comm::run_on_stream(stream, [alone] { sum_alone(alone); });
+    return;
+  }
+  const Dtype wire = sent_dtype(args.reduction, args.wire.value_or(args.data.dtype));
+  engine.count(CollectiveKind::kAllReduce,
+               static_cast<std::size_t>(args.data.count) * size_bytes(wire));
+  engine.all_reduce(args, stream);
+}
+
+void Communicator::reduce_scatter(ConstTensorView in, TensorView out, Stream stream) {
+  reduce_scatter({.in = in, .out = out}, std::move(stream));
+}
+
+void Communicator::all_reduce(TensorView data, Stream stream) {
+  all_reduce({.data = data}, std::move(stream));
+}
+
+void Communicator::all_gather(ConstTensorView in, TensorView out, Stream stream,
+                              std::optional<RowCut> cut, int bucket) {
+  Engine& engine = require(engine_);
+  if (!cut) cut.emplace(out.count, size());
+  comm::check_all_gather(in, out, *cut, shape(*this));
+  if (size() == 1 && in.device.type == DeviceType::kHost) {
+    comm::run_on_stream(stream, [in, out] { copy_alone(in, out); });
+    return;
+  }
+  engine.count(CollectiveKind::kAllGather, out.size_in_bytes());
+  engine.all_gather(in, out, *cut, bucket, stream);
+}
+
+void Communicator::all_to_all(ConstTensorView in, TensorView out, Stream stream) {
+  Engine& engine = require(engine_);
+  comm::check_all_to_all(in, out, shape(*this));
+  if (size() == 1 && in.device.type == DeviceType::kHost) {
+    comm::run_on_stream(stream, [in, out] { copy_alone(in, out); });
+    return;
+  }
+  engine.count(CollectiveKind::kAllToAll, in.size_in_bytes());
+  engine.all_to_all(in, out, stream);
+}
+
+void Communicator::broadcast(TensorView data, int root, Stream stream) {
+  Engine& engine = require(engine_);
+  comm::check_broadcast(data, root, shape(*this));
+  if (size() == 1) return;
+  engine.count(CollectiveKind::kBroadcast, data.size_in_bytes());
+  engine.broadcast(data, root, stream);
+}
+
+void Communicator::barrier(Stream stream) {
+  Engine& engine = require(engine_);
+  if (size() == 1) return;
+  engine.count(CollectiveKind::kBarrier, 0);
+  engine.barrier(stream);
+}
+
+std::vector<std::string> Communicator::exchange(std::string_view message,
+                                                std::string_view operation) {
+  const std::string key = next_exchange_key();
+  post(key, message);
+  return collect(key, operation);
+}
+
+void Communicator::post(const std::string& key, std::string_view message) {
+  std::vector<int> ascending = world_ranks();
+  std::ranges::sort(ascending);
+  require(engine_).control().post(key, ascending, message);
+}
+
+std::vector<std::string> Communicator::collect(const std::string& key, std::string_view operation) {
+  std::vector<int> ascending = world_ranks();
+  std::ranges::sort(ascending);
+  const std::vector<std::string> messages =
+      require(engine_).control().collect(key, ascending, {.operation = operation});
+  std::vector<std::string> in_rank_order;
+  for (const int member : world_ranks()) {
+    const auto place = std::ranges::lower_bound(ascending, member) - ascending.begin();
+    in_rank_order.push_back(messages[static_cast<std::size_t>(place)]);
+  }
+  return in_rank_order;
+}
+
+std::string Communicator::next_exchange_key() { return require(engine_).next_exchange_key(); }
+
+Communicator Communicator::split(int color, int key) {
+  return Communicator(require(engine_).split(color, key));
+}
+
+SharedMemory Communicator::allocate(std::int64_t count, Dtype dtype) {
+  Engine& engine = require(engine_);
+  comm::check_allocate(count, dtype, shape(*this));
+  return engine.allocate(count, dtype);
+}
+
+void Communicator::wait(const Event& event) { require(engine_).wait(event); }
+
+CollectiveCounts Communicator::stats() const { return require(engine_).counts(); }
+
+void Communicator::abort(const std::string& reason) {
+  comm::Control& control = require(engine_).control();
+  control.fail({.kind = comm::FailureKind::kAborted,
+                .message = "communicator: aborted by rank " + std::to_string(control.rank()) +
+                           " of " + std::to_string(control.size()) + ": " + reason,
+                .ranks = {control.rank()}});
+}
+
+}  // namespace hsdp

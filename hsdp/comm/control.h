@@ -1,0 +1,94 @@
+// The control connection of one rank: small messages between ranks, and the one place where a
+// failure becomes known. Data never travels here.
+//
+// One per rank and world. Thread-safe. Every wait ends: with the answer, or with the error that
+// ended the world. Implementations: ProcessControl (Boost.Asio, rank 0 relays) and
+// InProcessControl (ranks are threads).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/comm/unique_fd.h"
+
+namespace hsdp::comm {
+
+enum class FailureKind : std::uint8_t { kPeerLost, kTimeout, kMismatch, kAborted };
+
+// Why a world ended. The first one wins on every rank.
+struct Failure {
+  FailureKind kind = FailureKind::kPeerLost;
+  std::string message;
+  std::vector<int> ranks;  // world ranks at fault
+};
+
+// Throws the exception that belongs to the failure.
+[[noreturn]] void throw_failure(const Failure& failure);
+
+// What a rank is doing, for the verdict on who is at fault and for messages.
+struct WaitState {
+  std::string_view operation;  // static text: "reduce_scatter", "all_reduce", "status", ...
+  int bucket = -1;
+  int peer = -1;  // world rank waited for, -1: several or none
+};
+
+class Control {
+ public:
+  virtual ~Control() = default;
+
+  [[nodiscard]] virtual int rank() const = 0;  // in the world
+  [[nodiscard]] virtual int size() const = 0;
+  [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
+  // True when file descriptors can be passed to that rank (same host, same job directory).
+  [[nodiscard]] virtual bool shares_memory_with(int peer) const = 0;
+  // True when all ranks are threads of this process: memory needs no segment at all.
+  [[nodiscard]] virtual bool in_process() const = 0;
+  // The address by which peers on other hosts reach this rank (numeric IP), for data listeners.
+  [[nodiscard]] virtual std::string address() const = 0;
+  // Proves both ends of a fresh TCP data connection; empty when no secret is needed (one host).
+  [[nodiscard]] virtual const std::string& secret() const = 0;
+
+  // One message from every member to every member, in rank order. `post` never blocks; `collect`
+  // waits for all members' messages. `members` are ascending world ranks and hold this rank; `key`
+  // names the exchange and is used once per member list (group id + sequence number). The
+  // `waiting` text appears in errors.
+  virtual void post(std::string_view key, std::span<const int> members,
+                    std::string_view message) = 0;
+  [[nodiscard]] virtual std::vector<std::string> collect(std::string_view key,
+                                                         std::span<const int> members,
+                                                         WaitState waiting) = 0;
+  [[nodiscard]] std::vector<std::string> exchange(std::string_view key,
+                                                  std::span<const int> members,
+                                                  std::string_view message, WaitState waiting) {
+    post(key, members, message);
+    return collect(key, members, waiting);
+  }
+
+  // As exchange, for one file descriptor per member; all members share memory with each other.
+  // Own place in the result is empty. `fd` stays the caller's.
+  [[nodiscard]] virtual std::vector<UniqueFd> exchange_descriptors(std::string_view key,
+                                                                   std::span<const int> members,
+                                                                   int fd) = 0;
+
+  // Published with each heartbeat. Several threads of a rank may wait at once; `begin_wait` returns
+  // the slot that `end_wait` frees. Cheap (atomics), but call it only before a real sleep.
+  [[nodiscard]] virtual int begin_wait(WaitState state) = 0;
+  virtual void end_wait(int slot) = 0;
+
+  // Ends the world on every rank. The first failure wins; later calls change nothing. Never blocks.
+  virtual void fail(const Failure& failure) = 0;
+  [[nodiscard]] virtual bool failed() const = 0;  // one relaxed load: for wait loops
+  virtual void throw_if_failed() const = 0;
+  // Called once, from another thread, when the world ends: wakes whoever sleeps elsewhere (a futex,
+  // a socket). Keep it short. Returns a handle whose destruction removes the callback.
+  [[nodiscard]] virtual std::shared_ptr<void> on_failure(std::function<void()> wake) = 0;
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,184 @@
+#include "hsdp/comm/control/control_frames.h"
+
+#include <utility>
+
+#include "hsdp/comm/control/wire_text.h"
+
+namespace hsdp::comm {
+namespace {
+
+constexpr std::size_t kMinTextBytes = 4;
+constexpr std::size_t kMinWaitBytes = 28;
+
+void write_texts(WireWriter& out, const std::vector<std::string>& texts) {
+  out.u32(static_cast<std::uint32_t>(texts.size()));
+  for (const std::string& text : texts) out.text(text);
+}
+
+std::vector<std::string> read_texts(WireReader& in) {
+  std::vector<std::string> texts(in.count(kMinTextBytes));
+  for (std::string& text : texts) text = in.text();
+  return texts;
+}
+
+template <typename T>
+std::optional<T> checked(const WireReader& in, T value) {
+  if (!in.complete()) return std::nullopt;
+  return std::optional<T>(std::move(value));
+}
+
+}  // namespace
+
+FrameBytes make_frame(FrameType type, std::string_view body) {
+  WireWriter out;
+  out.u32(static_cast<std::uint32_t>(body.size()));
+  std::string bytes = out.take();
+  bytes += static_cast<char>(type);
+  bytes.append(body);
+  return std::make_shared<const std::string>(std::move(bytes));
+}
+
+std::string JoinFrame::encode() const {
+  WireWriter out;
+  out.u32(version);
+  out.i32(rank);
+  out.i32(size);
+  out.i32(restart_count);
+  out.text(job);
+  out.text(host);
+  out.text(address);
+  return out.take();
+}
+
+std::optional<JoinFrame> JoinFrame::decode(std::string_view body) {
+  WireReader in(body);
+  JoinFrame frame;
+  frame.version = in.u32();
+  frame.rank = in.i32();
+  frame.size = in.i32();
+  frame.restart_count = in.i32();
+  frame.job = in.text();
+  frame.host = in.text();
+  frame.address = in.text();
+  return checked(in, std::move(frame));
+}
+
+std::string WelcomeFrame::encode() const {
+  WireWriter out;
+  out.text(secret);
+  write_texts(out, hosts);
+  return out.take();
+}
+
+std::optional<WelcomeFrame> WelcomeFrame::decode(std::string_view body) {
+  WireReader in(body);
+  WelcomeFrame frame;
+  frame.secret = in.text();
+  frame.hosts = read_texts(in);
+  return checked(in, std::move(frame));
+}
+
+std::string PostFrame::encode() const {
+  WireWriter out;
+  out.text(key);
+  out.ranks(members);
+  out.text(message);
+  return out.take();
+}
+
+std::optional<PostFrame> PostFrame::decode(std::string_view body) {
+  WireReader in(body);
+  PostFrame frame;
+  frame.key = in.text();
+  frame.members = in.ranks();
+  frame.message = in.text();
+  return checked(in, std::move(frame));
+}
+
+std::string AnswerFrame::encode() const {
+  WireWriter out;
+  out.text(exchange);
+  write_texts(out, messages);
+  return out.take();
+}
+
+std::optional<AnswerFrame> AnswerFrame::decode(std::string_view body) {
+  WireReader in(body);
+  AnswerFrame frame;
+  frame.exchange = in.text();
+  frame.messages = read_texts(in);
+  return checked(in, std::move(frame));
+}
+
+std::string BeatFrame::encode() const {
+  WireWriter out;
+  out.u32(static_cast<std::uint32_t>(waits.size()));
+  for (const BeatWait& wait : waits) {
+    out.u32(wait.id);
+    out.text(wait.operation);
+    out.i32(wait.bucket);
+    out.i32(wait.peer);
+    out.u64(wait.exchange);
+    out.u32(static_cast<std::uint32_t>(wait.age.count()));
+  }
+  out.ranks(missing);
+  return out.take();
+}
+
+std::optional<BeatFrame> BeatFrame::decode(std::string_view body) {
+  WireReader in(body);
+  BeatFrame frame;
+  frame.waits.resize(in.count(kMinWaitBytes));
+  for (BeatWait& wait : frame.waits) {
+    wait.id = in.u32();
+    wait.operation = in.text();
+    wait.bucket = in.i32();
+    wait.peer = in.i32();
+    wait.exchange = in.u64();
+    wait.age = std::chrono::milliseconds(in.u32());
+  }
+  frame.missing = in.ranks();
+  return checked(in, std::move(frame));
+}
+
+std::string Verdict::encode() const {
+  WireWriter out;
+  out.u32(static_cast<std::uint32_t>(failure.kind));
+  out.text(failure.message);
+  out.ranks(failure.ranks);
+  out.u32(bare ? 1 : 0);
+  out.text(operation);
+  out.i32(bucket);
+  return out.take();
+}
+
+std::optional<Verdict> Verdict::decode(std::string_view body) {
+  WireReader in(body);
+  Verdict verdict;
+  const std::uint32_t kind = in.u32();
+  if (kind > static_cast<std::uint32_t>(FailureKind::kAborted)) return std::nullopt;
+  verdict.failure.kind = static_cast<FailureKind>(kind);
+  verdict.failure.message = in.text();
+  verdict.failure.ranks = in.ranks();
+  verdict.bare = in.u32() != 0;
+  verdict.operation = in.text();
+  verdict.bucket = in.i32();
+  return checked(in, std::move(verdict));
+}
+
+std::string exchange_name(std::string_view key, std::span<const int> members) {
+  WireWriter out;
+  out.text(key);
+  out.ranks({members.begin(), members.end()});
+  return out.take();
+}
+
+std::uint64_t exchange_hash(std::string_view exchange) {
+  std::uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a
+  for (const char c : exchange) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  }
+  return hash == 0 ? 1 : hash;
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,105 @@
+// The messages of the control connection. On the wire: body length (u32), type (u8), body.
+//
+// decode() takes any bytes: nullopt when they are not exactly one such body.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/comm/control.h"
+
+namespace hsdp::comm {
+
+enum class FrameType : std::uint8_t {
+  kJoin = 1,        // rank -> hub: who am I
+  kWelcome = 2,     // hub -> rank: all have joined
+  kRefuse = 3,      // hub -> rank: you cannot join; body: why
+  kPost = 4,        // rank -> hub: my message of an exchange
+  kAnswer = 5,      // hub -> rank: all messages of an exchange
+  kBeat = 6,        // both ways
+  kFail = 7,        // both ways: the world ended
+  kGoodbye = 8,     // both ways: I leave in order; no body
+  kProcessEnd = 9,  // rank -> hub: a process of my host ended; body: its rank
+};
+
+constexpr std::size_t kFrameHeaderBytes = 5;
+constexpr std::size_t kMaxFrameBytes = 64U << 20U;
+constexpr std::size_t kMaxJoinBytes = 8U << 10U;  // all that a peer may send before it has joined
+constexpr std::uint32_t kProtocolVersion = 1;
+
+// Header and body, ready to send and shared by all receivers.
+using FrameBytes = std::shared_ptr<const std::string>;
+[[nodiscard]] FrameBytes make_frame(FrameType type, std::string_view body);
+
+struct JoinFrame {
+  std::uint32_t version = kProtocolVersion;
+  int rank = 0;
+  int size = 1;
+  int restart_count = 0;
+  std::string job;
+  std::string host;     // equal where descriptors may pass: boot, user, network namespace
+  std::string address;  // numeric, for data connections
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<JoinFrame> decode(std::string_view body);
+};
+
+struct WelcomeFrame {
+  std::string secret;              // given on one host, where the launcher gave none
+  std::vector<std::string> hosts;  // of each rank
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<WelcomeFrame> decode(std::string_view body);
+};
+
+struct PostFrame {
+  std::string key;
+  std::vector<int> members;
+  std::string message;
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<PostFrame> decode(std::string_view body);
+};
+
+struct AnswerFrame {
+  std::string exchange;  // exchange_name()
+  std::vector<std::string> messages;
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<AnswerFrame> decode(std::string_view body);
+};
+
+// One wait of a rank, as its beat tells it.
+struct BeatWait {
+  std::uint32_t id = 0;
+  std::string operation;
+  int bucket = -1;
+  int peer = -1;
+  std::uint64_t exchange = 0;  // hash of exchange_name(), 0: none
+  std::chrono::milliseconds age{0};
+};
+
+struct BeatFrame {
+  std::vector<BeatWait> waits;  // rank -> hub
+  std::vector<int> missing;     // hub -> rank: who has not joined yet
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<BeatFrame> decode(std::string_view body);
+};
+
+// A failure, and what its first witness was doing. A bare message only says who is at fault: each
+// rank adds its own operation and the time it waited.
+struct Verdict {
+  Failure failure;
+  bool bare = false;
+  std::string operation;
+  int bucket = -1;
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<Verdict> decode(std::string_view body);
+};
+
+[[nodiscard]] std::string exchange_name(std::string_view key, std::span<const int> members);
+[[nodiscard]] std::uint64_t exchange_hash(std::string_view exchange);  // never 0
+
+}  // namespace hsdp::comm

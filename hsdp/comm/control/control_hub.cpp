@@ -1,0 +1,255 @@
+#include "hsdp/comm/control/control_hub.h"
+
+#include <algorithm>
+
+#include "hsdp/comm/control/wire_text.h"
+
+namespace hsdp::comm {
+namespace {
+
+bool is_valid_group(const std::vector<int>& members, int rank, int size) {
+  const bool ascending =
+      std::adjacent_find(members.begin(), members.end(), std::greater_equal<>()) == members.end();
+  return !members.empty() && ascending && members.front() >= 0 && members.back() < size &&
+         std::binary_search(members.begin(), members.end(), rank);
+}
+
+// A job without a name is called after its parent process, which differs from host to host.
+bool same_job(const std::string& a, const std::string& b) {
+  return a == b || a.starts_with("parent-") || b.starts_with("parent-");
+}
+
+Verdict mismatch(int rank, const std::string& message) {
+  Verdict verdict;
+  verdict.failure = {FailureKind::kMismatch, message, {rank}};
+  return verdict;
+}
+
+}  // namespace
+
+ControlHub::ControlHub(boost::asio::io_context& io, const OwnClock& clock, Options options,
+                       FrameHandler to_own)
+    : io_(io),
+      clock_(clock),
+      options_(std::move(options)),
+      to_own_(std::move(to_own)),
+      started_(clock.now()),
+      peers_(static_cast<std::size_t>(options_.own.size)) {
+  peers_[0].phase = Phase::kJoined;
+  peers_[0].host = options_.own.host;
+}
+
+std::vector<int> ControlHub::missing() const {
+  std::vector<int> ranks;
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+    if (peers_[rank].phase == Phase::kAwaited) ranks.push_back(static_cast<int>(rank));
+  }
+  return ranks;
+}
+
+bool ControlHub::all_gone() const {
+  return std::all_of(peers_.begin(), peers_.end(),
+                     [](const Peer& peer) { return !peer.link || !peer.link->open(); });
+}
+
+bool ControlHub::all_closed() const {
+  return std::all_of(peers_.begin() + 1, peers_.end(), [](const Peer& peer) {
+    return peer.phase == Phase::kClosed || !peer.link || !peer.link->open();
+  });
+}
+
+void ControlHub::refuse(std::shared_ptr<ControlLink> link, const Verdict& problem) {
+  constexpr std::size_t kMaxRefused = 64;
+  const bool alone = problem.failure.ranks.empty();
+  link->set_handlers({});
+  link->send(alone ? make_frame(FrameType::kRefuse, problem.failure.message)
+                   : make_frame(FrameType::kFail, problem.encode()));
+  link->finish_sending();
+  refused_.push_back(std::move(link));
+  if (refused_.size() > kMaxRefused) {
+    refused_.front()->close();
+    refused_.pop_front();
+  }
+  if (!alone) end(problem);
+}
+
+// A message without ranks refuses the newcomer alone; with ranks it ends the world.
+std::optional<Verdict> ControlHub::objection(const JoinFrame& join) const {
+  const JoinFrame& own = options_.own;
+  const std::string who = " (rank " + std::to_string(join.rank) + ")";
+  if (join.version != own.version) {
+    return mismatch(join.rank, "rendezvous: protocol version: expected " +
+                                   std::to_string(own.version) + ", got " +
+                                   std::to_string(join.version) + who +
+                                   "; use one build of hsdp for all ranks");
+  }
+  if (!same_job(join.job, own.job) || join.restart_count != own.restart_count) {
+    Verdict alone =
+        mismatch(join.rank, "rendezvous: expected job '" + own.job + "' restart " +
+                                std::to_string(own.restart_count) + ", got '" + join.job +
+                                "' restart " + std::to_string(join.restart_count) + who);
+    alone.failure.ranks.clear();
+    return alone;
+  }
+  if (join.size != own.size || join.rank < 1 || join.rank >= own.size) {
+    return mismatch(join.rank, "rendezvous: world size: expected " + std::to_string(own.size) +
+                                   " (rank 0), got " + std::to_string(join.size) + who);
+  }
+  if (peers_[static_cast<std::size_t>(join.rank)].phase != Phase::kAwaited) {
+    Verdict alone = mismatch(join.rank, "rendezvous: rank " + std::to_string(join.rank) +
+                                            " has already joined; two processes have this rank");
+    alone.failure.ranks.clear();
+    return alone;
+  }
+  return std::nullopt;
+}
+
+void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) {
+  if (const auto problem = objection(join)) return refuse(std::move(link), *problem);
+  const int rank = join.rank;
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  peer.phase = Phase::kJoined;
+  peer.link = link;
+  peer.host = join.host;
+  peer.last_heard = clock_.now();
+  link->set_max_body_bytes(kMaxFrameBytes);
+  ControlLink::Handlers handlers;
+  handlers.on_frame = [this, rank](FrameType type, std::string_view body) {
+    handle(rank, type, body);
+  };
+  handlers.on_closed = [this, rank, is_unix = link->is_unix()](const std::string& reason) {
+    lost(rank, is_unix ? "its process ended" : "its connection ended: " + reason);
+  };
+  handlers.on_progress = [this, rank] {
+    peers_[static_cast<std::size_t>(rank)].last_heard = clock_.now();
+  };
+  link->set_handlers(std::move(handlers));
+  if (ended_) return send(rank, make_frame(FrameType::kFail, ended_->encode()));
+  if (const auto pid = link->peer_pid()) {
+    peer.watch = std::make_unique<ProcessWatch>(io_, *pid,
+                                                [this, rank] { lost(rank, "its process ended"); });
+  }
+  welcome_if_complete();
+}
+
+void ControlHub::welcome_if_complete() {
+  if (welcomed_ || !missing().empty()) return;
+  WelcomeFrame welcome;
+  welcome.secret = options_.welcome_secret;
+  for (const Peer& peer : peers_) welcome.hosts.push_back(peer.host);
+  const std::string body = welcome.encode();
+  const FrameBytes frame = make_frame(FrameType::kWelcome, body);
+  welcomed_ = true;
+  for (int rank = 1; rank < options_.own.size; ++rank) send(rank, frame);
+  to_own_(FrameType::kWelcome, body);
+}
+
+void ControlHub::send(int rank, const FrameBytes& frame) {
+  if (rank == 0) {
+    to_own_(static_cast<FrameType>((*frame)[kFrameHeaderBytes - 1]),
+            std::string_view{*frame}.substr(kFrameHeaderBytes));
+    return;
+  }
+  const auto& link = peers_[static_cast<std::size_t>(rank)].link;
+  if (link) link->send(frame);
+}
+
+void ControlHub::handle(int rank, FrameType type, std::string_view body) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  peer.last_heard = clock_.now();
+  switch (type) {
+    case FrameType::kPost:
+      return post(rank, body);
+    case FrameType::kBeat:
+      if (auto beat = BeatFrame::decode(body)) peer.waits = std::move(beat->waits);
+      return;
+    case FrameType::kFail:
+      if (auto verdict = Verdict::decode(body)) end(std::move(*verdict));
+      return;
+    case FrameType::kProcessEnd: {
+      WireReader in(body);
+      const int ended = in.i32();
+      if (in.complete() && ended >= 0 && ended < options_.own.size)
+        lost(ended, "its process ended");
+      return;
+    }
+    case FrameType::kGoodbye:
+      peer.phase = Phase::kClosed;
+      peer.waits.clear();
+      if (peer.link) peer.link->finish_sending();
+      return;
+    default:
+      return end(mismatch(rank, "control: unexpected message from rank " + std::to_string(rank)));
+  }
+}
+
+void ControlHub::post(int rank, std::string_view body) {
+  if (ended_) return;
+  auto frame = PostFrame::decode(body);
+  const std::string from = "rank " + std::to_string(rank);
+  if (!frame || !is_valid_group(frame->members, rank, options_.own.size)) {
+    return end(mismatch(rank, "control: malformed exchange from " + from));
+  }
+  const std::string name = exchange_name(frame->key, frame->members);
+  auto [place, is_new] = exchanges_.try_emplace(name);
+  Exchange& exchange = place->second;
+  if (is_new) {
+    exchange.hash = exchange_hash(name);
+    exchange_names_[exchange.hash] = name;
+    exchange.members = frame->members;
+    exchange.messages.resize(exchange.members.size());
+    exchange.missing_count = exchange.members.size();
+  }
+  const auto member = std::lower_bound(exchange.members.begin(), exchange.members.end(), rank);
+  auto& message = exchange.messages[static_cast<std::size_t>(member - exchange.members.begin())];
+  if (message) {
+    return end(mismatch(rank, "control: " + from + " used the key '" + frame->key + "' twice"));
+  }
+  message = std::move(frame->message);
+  if (--exchange.missing_count > 0) return;
+  AnswerFrame answer;
+  answer.exchange = name;
+  for (auto& text : exchange.messages) answer.messages.push_back(std::move(*text));
+  const FrameBytes bytes = make_frame(FrameType::kAnswer, answer.encode());
+  const std::vector<int> members = std::move(exchange.members);
+  exchange_names_.erase(exchange.hash);
+  exchanges_.erase(place);
+  for (const int receiver : members) send(receiver, bytes);
+}
+
+void ControlHub::lost(int rank, const std::string& reason) {
+  if (ended_ || left_ || peers_[static_cast<std::size_t>(rank)].phase == Phase::kClosed) return;
+  Verdict verdict = lost_verdict(rank, options_.own.size, reason);
+  std::chrono::milliseconds oldest{-1};
+  for (const Peer& peer : peers_) {
+    if (peer.waits.empty() || peer.waits.front().age <= oldest) continue;
+    oldest = peer.waits.front().age;
+    verdict.operation = peer.waits.front().operation;
+    verdict.bucket = peer.waits.front().bucket;
+  }
+  end(std::move(verdict));
+}
+
+void ControlHub::end(Verdict verdict) {
+  if (ended_ || left_) return;
+  ended_ = std::move(verdict);
+  exchanges_.clear();
+  exchange_names_.clear();
+  const FrameBytes frame = make_frame(FrameType::kFail, ended_->encode());
+  for (int rank = 0; rank < options_.own.size; ++rank) send(rank, frame);
+}
+
+void ControlHub::leave() {
+  if (ended_ || left_) return;
+  left_ = true;
+  const FrameBytes goodbye = make_frame(FrameType::kGoodbye, {});
+  for (int rank = 1; rank < options_.own.size; ++rank) send(rank, goodbye);
+}
+
+void ControlHub::finish_sending() {
+  for (const Peer& peer : peers_) {
+    if (peer.link) peer.link->finish_sending();
+  }
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,100 @@
+// Rank 0's relay: holds one link to every other rank, matches exchanges, and judges failures for
+// the whole world.
+//
+// Lives on the I/O thread. Rank 0 itself is a peer without a link: its frames come by handle(0, ..)
+// and go by `to_own`. After the first failure nothing is relayed any more.
+#pragma once
+
+#include <boost/asio/io_context.hpp>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "hsdp/comm/control/control_frames.h"
+#include "hsdp/comm/control/control_link.h"
+#include "hsdp/comm/control/own_clock.h"
+#include "hsdp/comm/control/process_watch.h"
+#include "hsdp/comm/control/verdict.h"
+
+namespace hsdp::comm {
+
+class ControlHub {
+ public:
+  struct Options {
+    JoinFrame own;               // what joining ranks must agree with
+    std::string welcome_secret;  // for ranks that have none of their own
+    std::chrono::milliseconds timeout;
+  };
+  using FrameHandler = std::function<void(FrameType type, std::string_view body)>;
+
+  ControlHub(boost::asio::io_context& io, const OwnClock& clock, Options options,
+             FrameHandler to_own);
+
+  void join(std::shared_ptr<ControlLink> link, const JoinFrame& join);
+  void welcome_if_complete();
+  void handle(int rank, FrameType type, std::string_view body);
+  void tick();
+  // The world ends, for the first reason given.
+  void end(Verdict verdict);
+  // Rank 0 leaves in order: tells the others, relays no more.
+  void leave();
+  void finish_sending();
+
+  [[nodiscard]] bool all_joined() const { return welcomed_; }
+  [[nodiscard]] bool ended() const { return ended_.has_value(); }
+  // No other rank has anything more to send or to receive.
+  [[nodiscard]] bool all_gone() const;
+  [[nodiscard]] bool all_closed() const;  // said goodbye, or gone
+  [[nodiscard]] std::vector<int> missing() const;
+
+ private:
+  enum class Phase : std::uint8_t { kAwaited, kJoined, kClosed };
+  struct Peer {
+    Phase phase = Phase::kAwaited;
+    std::shared_ptr<ControlLink> link;
+    std::unique_ptr<ProcessWatch> watch;
+    std::string host;
+    std::chrono::milliseconds last_heard{0};
+    std::vector<BeatWait> waits;
+  };
+  struct Exchange {
+    std::uint64_t hash = 0;
+    std::vector<int> members;
+    std::vector<std::optional<std::string>> messages;
+    std::size_t missing_count = 0;
+  };
+
+  [[nodiscard]] std::optional<Verdict> objection(const JoinFrame& join) const;
+  void refuse(std::shared_ptr<ControlLink> link, const Verdict& problem);
+  void post(int rank, std::string_view body);
+  void send(int rank, const FrameBytes& frame);
+  void send_beats();
+  void lost(int rank, const std::string& reason);
+  [[nodiscard]] std::vector<int> missing_in(const Exchange& exchange) const;
+  [[nodiscard]] std::vector<RankReport> reports() const;
+  void judge_waits_on_closed(const std::vector<RankReport>& reports);
+
+  boost::asio::io_context& io_;
+  const OwnClock& clock_;
+  Options options_;
+  FrameHandler to_own_;
+  std::chrono::milliseconds started_;
+  bool welcomed_ = false;
+  bool left_ = false;
+  std::optional<Verdict> ended_;
+  std::vector<Peer> peers_;
+  std::deque<std::shared_ptr<ControlLink>> refused_;  // until they have read why
+  std::map<std::string, Exchange, std::less<>> exchanges_;
+  std::map<std::uint64_t, std::string> exchange_names_;  // by hash
+  // (waiting rank, wait id) -> since when it has waited for a rank that said goodbye.
+  std::map<std::pair<int, std::uint32_t>, std::chrono::milliseconds> waits_on_closed_;
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,102 @@
+// The part of ControlHub that watches over time: beats, silence, and waits that last too long.
+#include <algorithm>
+
+#include "hsdp/comm/control/control_hub.h"
+
+namespace hsdp::comm {
+namespace {
+
+// A rank may have left after it did all its part, while the beat that tells of a wait for it was
+// still under way, or the waiting thread has not run since.
+constexpr std::chrono::milliseconds kPatienceWithClosed{1'000};
+
+}  // namespace
+
+void ControlHub::tick() {
+  if (ended_ || left_) return;
+  send_beats();
+  if (!welcomed_) {
+    if (clock_.now() - started_ < options_.timeout) return;
+    Verdict verdict;
+    verdict.failure.kind = FailureKind::kTimeout;
+    verdict.failure.ranks = missing();
+    verdict.failure.message = "rendezvous: " + ranks_text(missing(), options_.own.size) +
+                              " did not join within " + seconds_text(options_.timeout) +
+                              "; check that all ranks were started and still run";
+    return end(std::move(verdict));
+  }
+  const std::vector<RankReport> all = reports();
+  judge_waits_on_closed(all);
+  if (ended_) return;
+  if (auto verdict = judge(all, options_.timeout)) end(std::move(*verdict));
+}
+
+void ControlHub::send_beats() {
+  BeatFrame beat;
+  beat.missing = missing();
+  const FrameBytes frame = make_frame(FrameType::kBeat, beat.encode());
+  for (const Peer& peer : peers_) {
+    // A peer that does not read needs no further beats.
+    if (peer.link && peer.link->idle()) peer.link->send(frame);
+  }
+}
+
+std::vector<int> ControlHub::missing_in(const Exchange& exchange) const {
+  std::vector<int> ranks;
+  for (std::size_t i = 0; i < exchange.members.size(); ++i) {
+    if (!exchange.messages[i]) ranks.push_back(exchange.members[i]);
+  }
+  return ranks;
+}
+
+std::vector<RankReport> ControlHub::reports() const {
+  std::vector<RankReport> all(peers_.size());
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+    const Peer& peer = peers_[rank];
+    RankReport& report = all[rank];
+    report.closed = peer.phase == Phase::kClosed;
+    if (rank != 0) report.silent = clock_.now() - peer.last_heard;
+    for (const BeatWait& wait : peer.waits) {
+      std::vector<int> awaited;
+      if (wait.exchange != 0) {
+        const auto name = exchange_names_.find(wait.exchange);
+        // Not pending: answered since that beat.
+        if (name == exchange_names_.end()) continue;
+        awaited = missing_in(exchanges_.find(name->second)->second);
+      } else if (wait.peer >= 0 && wait.peer < options_.own.size) {
+        awaited = {wait.peer};
+      }
+      report.waits.push_back(wait);
+      report.awaited.push_back(std::move(awaited));
+    }
+  }
+  return all;
+}
+
+void ControlHub::judge_waits_on_closed(const std::vector<RankReport>& reports) {
+  std::map<std::pair<int, std::uint32_t>, std::chrono::milliseconds> still;
+  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
+    const RankReport& report = reports[rank];
+    for (std::size_t i = 0; i < report.waits.size(); ++i) {
+      const auto& awaited = report.awaited[i];
+      const auto closed = std::find_if(awaited.begin(), awaited.end(), [&](int peer) {
+        return reports[static_cast<std::size_t>(peer)].closed;
+      });
+      if (closed == awaited.end()) continue;
+      const BeatWait& wait = report.waits[i];
+      const std::pair<int, std::uint32_t> key{static_cast<int>(rank), wait.id};
+      const auto seen = waits_on_closed_.find(key);
+      const auto since = seen == waits_on_closed_.end() ? clock_.now() : seen->second;
+      still[key] = since;
+      // What a rank posts comes before its goodbye, so a missing post never comes any more.
+      if (wait.exchange == 0 && clock_.now() - since < kPatienceWithClosed) continue;
+      Verdict verdict = lost_verdict(*closed, options_.own.size, "it closed its world");
+      verdict.operation = wait.operation;
+      verdict.bucket = wait.bucket;
+      return end(std::move(verdict));
+    }
+  }
+  waits_on_closed_ = std::move(still);
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,77 @@
+// One framed control connection, over a Unix or a TCP socket.
+//
+// Lives on the I/O thread: every call and every callback happens there. send() queues and never
+// blocks. A peer that breaks the framing or its size limit is closed like one that left.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <boost/asio/generic/stream_protocol.hpp>
+#include <boost/asio/io_context.hpp>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "hsdp/comm/control/control_frames.h"
+#include "hsdp/comm/fork_guard.h"
+#include "hsdp/comm/unique_fd.h"
+
+namespace hsdp::comm {
+
+class ControlLink : public std::enable_shared_from_this<ControlLink> {
+ public:
+  struct Handlers {
+    std::function<void(FrameType type, std::string_view body)> on_frame;
+    std::function<void(const std::string& reason)> on_closed;  // once, and not after close()
+    std::function<void()> on_progress;  // part of a long message came: a sign of life
+  };
+
+  // Takes a connected stream socket.
+  ControlLink(boost::asio::io_context& io, UniqueFd socket);
+  ~ControlLink();
+  ControlLink(const ControlLink&) = delete;
+  ControlLink& operator=(const ControlLink&) = delete;
+
+  void start(Handlers handlers, std::size_t max_body_bytes);
+  // From the next frame on.
+  void set_max_body_bytes(std::size_t bytes) { max_body_bytes_ = bytes; }
+  void set_handlers(Handlers handlers);
+  void send(FrameBytes frame);
+  [[nodiscard]] bool idle() const { return queue_.empty(); }
+  [[nodiscard]] bool open() const { return open_; }
+  // Half-closes once the queue is empty: the peer reads everything, then the end.
+  void finish_sending();
+  void close();
+
+  // The process at the other end of a Unix socket, where it is visible here.
+  [[nodiscard]] std::optional<pid_t> peer_pid() const;
+  [[nodiscard]] bool is_unix() const { return is_unix_; }
+
+ private:
+  void read_header();
+  void read_body(FrameType type, std::size_t begin);
+  void write_next();
+  void broke(const std::string& reason);
+
+  boost::asio::generic::stream_protocol::socket socket_;
+  ForkGuard guard_;
+  bool is_unix_ = false;
+  bool open_ = true;
+  bool finishing_ = false;
+  std::size_t max_body_bytes_ = 0;
+  std::shared_ptr<Handlers> handlers_ = std::make_shared<Handlers>();
+  std::array<char, kFrameHeaderBytes> header_{};
+  std::string body_;
+  std::deque<FrameBytes> queue_;
+};
+
+// Keepalive and TCP_USER_TIMEOUT: a dead link breaks after min(30 s, timeout). No-op on Unix
+// sockets.
+void bound_dead_link(int socket, std::chrono::milliseconds timeout);
+
+}  // namespace hsdp::comm

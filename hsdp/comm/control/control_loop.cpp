@@ -1,0 +1,219 @@
+#include "hsdp/comm/control/control_loop.h"
+
+#include <pthread.h>
+
+#include <boost/asio/post.hpp>
+#include <csignal>
+#include <exception>
+#include <future>
+#include <utility>
+
+#include "hsdp/comm/control/wire_text.h"
+
+namespace hsdp::comm {
+namespace asio = boost::asio;
+
+ControlLoop::ControlLoop(std::shared_ptr<ControlState> state, JoinFrame own, Millis timeout)
+    : state_(std::move(state)),
+      own_(std::move(own)),
+      timeout_(timeout),
+      work_(asio::make_work_guard(io_)),
+      tick_timer_(io_),
+      stop_timer_(io_) {}
+
+ControlLoop::~ControlLoop() { stop(); }
+
+void ControlLoop::start_as_hub(int listener, const std::string& secret,
+                               const std::string& welcome_secret) {
+  hub_ = std::make_unique<ControlHub>(
+      io_, state_->clock(), ControlHub::Options{own_, welcome_secret, timeout_},
+      [this](FrameType type, std::string_view body) { from_hub(type, body); });
+  if (listener >= 0) {
+    constexpr Millis kProofDeadline{5'000};
+    listener_ = std::make_unique<JoinListener>(
+        io_, listener, secret, std::min(kProofDeadline, timeout_),
+        [this](std::shared_ptr<ControlLink> link, const JoinFrame& join) {
+          hub_->join(std::move(link), join);
+        });
+  } else {
+    hub_->welcome_if_complete();
+  }
+  start_thread();
+}
+
+void ControlLoop::start_as_rank(UniqueFd socket) {
+  link_ = std::make_shared<ControlLink>(io_, std::move(socket));
+  hub_heard_ = state_->clock().now();
+  if (const auto pid = link_->peer_pid()) {
+    hub_watch_ =
+        std::make_unique<ProcessWatch>(io_, *pid, [this] { hub_closed("its process ended"); });
+  }
+  ControlLink::Handlers handlers;
+  handlers.on_frame = [this](FrameType type, std::string_view body) { from_hub(type, body); };
+  handlers.on_closed = [this](const std::string& reason) {
+    hub_closed(link_->is_unix() ? "its process ended" : "its connection ended: " + reason);
+  };
+  handlers.on_progress = [this] { hub_heard_ = state_->clock().now(); };
+  link_->start(std::move(handlers), kMaxFrameBytes);
+  link_->send(make_frame(FrameType::kJoin, own_.encode()));
+  start_thread();
+}
+
+void ControlLoop::start_thread() {
+  // The program's signals are for its own threads.
+  sigset_t all;
+  sigset_t before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  arm_tick();
+  thread_ = std::thread([this] { run(); });
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void ControlLoop::run() {
+  for (;;) {
+    try {
+      io_.run();
+      return;
+    } catch (const std::exception& error) {
+      Verdict verdict;
+      verdict.failure = {FailureKind::kAborted,
+                         std::string("control: internal error: ") + error.what(),
+                         {own_.rank}};
+      end(verdict);
+    }
+  }
+}
+
+void ControlLoop::stop_listening() {
+  std::promise<void> done;
+  asio::post(io_, [this, &done] {
+    listener_.reset();
+    done.set_value();
+  });
+  done.get_future().wait();
+}
+
+void ControlLoop::send(FrameType type, std::string body) {
+  asio::post(io_, [this, type, body = std::move(body)] { to_hub(type, body); });
+}
+
+void ControlLoop::fail(const Verdict& verdict) {
+  // Posted first: whoever the end wakes may stop this loop, and the others must still be told.
+  asio::post(io_, [this, verdict] {
+    state_->end(verdict);
+    to_hub(FrameType::kFail, verdict.encode());
+    state_->run_callbacks();
+  });
+  state_->end(verdict);
+}
+
+void ControlLoop::run_callbacks_soon() {
+  asio::post(io_, [this] { state_->run_callbacks(); });
+}
+
+void ControlLoop::to_hub(FrameType type, const std::string& body) {
+  if (hub_) {
+    hub_->handle(0, type, body);
+  } else {
+    link_->send(make_frame(type, body));
+  }
+}
+
+void ControlLoop::end(const Verdict& verdict) {
+  if (state_->end(verdict)) state_->run_callbacks();
+}
+
+void ControlLoop::from_hub(FrameType type, std::string_view body) {
+  hub_heard_ = state_->clock().now();
+  switch (type) {
+    case FrameType::kBeat:
+      if (auto beat = BeatFrame::decode(body)) missing_ = std::move(beat->missing);
+      return;
+    case FrameType::kAnswer:
+      if (auto answer = AnswerFrame::decode(body)) {
+        state_->deliver(answer->exchange, std::move(answer->messages));
+      }
+      return;
+    case FrameType::kWelcome:
+      welcomed_ = true;
+      if (auto welcome = WelcomeFrame::decode(body)) state_->welcome(std::move(*welcome));
+      return;
+    case FrameType::kFail:
+      if (auto verdict = Verdict::decode(body)) end(*verdict);
+      return;
+    case FrameType::kRefuse: {
+      Verdict verdict;
+      verdict.failure = {FailureKind::kMismatch, std::string(body), {own_.rank}};
+      return end(verdict);
+    }
+    case FrameType::kGoodbye:
+      hub_left_ = true;
+      return;
+    default: {
+      Verdict verdict;
+      verdict.failure = {FailureKind::kMismatch, "control: unexpected message from rank 0", {0}};
+      return end(verdict);
+    }
+  }
+}
+
+void ControlLoop::hub_closed(const std::string& reason) {
+  if (hub_left_ || stop_ != Stop::kNo) return;
+  end(lost_verdict(0, own_.size, reason));
+}
+
+void ControlLoop::tell_process_end(int rank) {
+  WireWriter out;
+  out.i32(rank);
+  to_hub(FrameType::kProcessEnd, out.take());
+}
+
+void ControlLoop::lead_descriptors(UniqueFd listener, std::vector<int> local_ranks) {
+  asio::post(io_, [this, listener = std::make_shared<UniqueFd>(std::move(listener)),
+                   local_ranks = std::move(local_ranks)] {
+    DescriptorBroker::Handlers handlers;
+    handlers.to_own = [this](const std::string& exchange, int from, UniqueFd fd) {
+      state_->deliver_descriptor(exchange, from, std::move(fd));
+    };
+    handlers.on_process_end = [this](int rank) { tell_process_end(rank); };
+    broker_ = std::make_unique<DescriptorBroker>(io_, std::move(*listener), local_ranks,
+                                                 std::move(handlers));
+  });
+}
+
+void ControlLoop::follow_descriptors(UniqueFd socket, int leader) {
+  asio::post(io_, [this, leader, socket = std::make_shared<UniqueFd>(std::move(socket))] {
+    descriptors_ = std::make_shared<DescriptorChannel>(io_, std::move(*socket));
+    descriptors_->start([this](const std::string& text, UniqueFd fd) {
+      std::string exchange;
+      int from = -1;
+      if (DescriptorBroker::open_envelope(text, exchange, from)) {
+        state_->deliver_descriptor(exchange, from, std::move(fd));
+      }
+    });
+    descriptors_->send(DescriptorBroker::hello(own_.rank), {});
+    if (const auto pid = descriptors_->peer_pid()) {
+      leader_watch_ = std::make_unique<ProcessWatch>(io_, *pid, [this, leader] {
+        if (leader == 0) {
+          hub_closed("its process ended");
+        } else {
+          tell_process_end(leader);
+        }
+      });
+    }
+  });
+}
+
+void ControlLoop::send_descriptor(std::string exchange, UniqueFd fd) {
+  asio::post(
+      io_, [this, exchange = std::move(exchange), fd = std::make_shared<UniqueFd>(std::move(fd))] {
+        if (broker_) {
+          broker_->post(own_.rank, exchange, std::move(*fd));
+        } else if (descriptors_) {
+          descriptors_->send(exchange, std::move(*fd));
+        }
+      });
+}
+
+}  // namespace hsdp::comm

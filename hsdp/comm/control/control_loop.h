@@ -1,0 +1,99 @@
+// The I/O thread of one rank's control connection: the link to rank 0 or, on rank 0, the hub;
+// heartbeats; descriptor passing; and an orderly, bounded end.
+//
+// send(), fail(), stop() and the other public calls may come from any thread and never block, but
+// for stop(), which is bounded.
+#pragma once
+
+#include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/control/control_hub.h"
+#include "hsdp/comm/control/control_link.h"
+#include "hsdp/comm/control/control_state.h"
+#include "hsdp/comm/control/descriptor_broker.h"
+#include "hsdp/comm/rendezvous/join_listener.h"
+
+namespace hsdp::comm {
+
+class ControlLoop {
+ public:
+  ControlLoop(std::shared_ptr<ControlState> state, JoinFrame own,
+              std::chrono::milliseconds timeout);
+  ~ControlLoop();  // stops
+  ControlLoop(const ControlLoop&) = delete;
+  ControlLoop& operator=(const ControlLoop&) = delete;
+
+  // One of these two, once. `listener` stays the caller's until stop_listening() or stop();
+  // -1: a world of one.
+  void start_as_hub(int listener, const std::string& secret, const std::string& welcome_secret);
+  void start_as_rank(UniqueFd socket);
+  void stop_listening();  // waits until the I/O thread has let go of the listener
+
+  void send(FrameType type, std::string body);
+  void fail(const Verdict& verdict);
+  void run_callbacks_soon();
+  // Descriptor passing: as the leader of `local_ranks`, or as one of the others.
+  void lead_descriptors(UniqueFd listener, std::vector<int> local_ranks);
+  void follow_descriptors(UniqueFd socket, int leader);
+  void send_descriptor(std::string exchange, UniqueFd fd);
+
+  // Says goodbye or flushes the failure, then ends the thread: about 2 s at most.
+  void stop();
+
+ private:
+  using Millis = std::chrono::milliseconds;
+
+  void start_thread();
+  void run();
+  void tick();
+  void arm_tick();
+  void watch_hub();
+  void to_hub(FrameType type, const std::string& body);
+  void from_hub(FrameType type, std::string_view body);
+  void hub_closed(const std::string& reason);
+  void end(const Verdict& verdict);
+  void tell_process_end(int rank);
+  [[nodiscard]] BeatFrame own_beat() const;
+  void begin_stop();
+  void continue_stop();
+  [[nodiscard]] bool may_stop_sending() const;
+  [[nodiscard]] bool all_gone() const;
+
+  std::shared_ptr<ControlState> state_;
+  JoinFrame own_;
+  Millis timeout_;
+  boost::asio::io_context io_;
+  boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
+  boost::asio::steady_timer tick_timer_;
+  boost::asio::steady_timer stop_timer_;
+  // Rank 0.
+  std::unique_ptr<ControlHub> hub_;
+  std::unique_ptr<JoinListener> listener_;
+  // The others.
+  std::shared_ptr<ControlLink> link_;
+  std::unique_ptr<ProcessWatch> hub_watch_;
+  Millis hub_heard_{0};
+  bool hub_left_ = false;
+  std::vector<int> missing_;  // as rank 0 last told
+  bool welcomed_ = false;
+
+  std::unique_ptr<DescriptorBroker> broker_;
+  std::shared_ptr<DescriptorChannel> descriptors_;
+  std::unique_ptr<ProcessWatch> leader_watch_;
+
+  enum class Stop : std::uint8_t { kNo, kWaiting, kFlushing };
+  Stop stop_ = Stop::kNo;
+  std::chrono::steady_clock::time_point stop_began_;
+  std::thread thread_;
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,140 @@
+#include "hsdp/comm/control/control_state.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "hsdp/comm/control/verdict.h"
+
+namespace hsdp::comm {
+
+void ControlState::deliver(const std::string& exchange, std::vector<std::string> messages) {
+  const std::lock_guard lock(mutex_);
+  answers_[exchange] = std::move(messages);
+  changed_.notify_all();
+}
+
+void ControlState::deliver_descriptor(const std::string& exchange, int from, UniqueFd fd) {
+  const std::lock_guard lock(mutex_);
+  descriptors_[exchange][from] = std::move(fd);
+  changed_.notify_all();
+}
+
+void ControlState::welcome(WelcomeFrame frame) {
+  const std::lock_guard lock(mutex_);
+  welcome_ = std::move(frame);
+  changed_.notify_all();
+}
+
+template <typename Ready>
+void ControlState::wait_until(Lock& lock, WaitState waiting, std::uint64_t exchange, Ready ready) {
+  const auto ended = [&] { return failed() || ready(); };
+  if (!ended()) {
+    const int slot = begin_wait(waiting, exchange);
+    changed_.wait(lock, ended);
+    end_wait(slot);
+  }
+  if (!failed()) return;
+  lock.unlock();
+  throw_failure_of(waiting);
+}
+
+std::vector<std::string> ControlState::take(const std::string& exchange, WaitState waiting) {
+  Lock lock(mutex_);
+  wait_until(lock, waiting, exchange_hash(exchange), [&] { return answers_.contains(exchange); });
+  return std::move(answers_.extract(exchange).mapped());
+}
+
+std::vector<UniqueFd> ControlState::take_descriptors(const std::string& exchange,
+                                                     std::span<const int> members, int own_rank,
+                                                     WaitState waiting) {
+  Lock lock(mutex_);
+  wait_until(lock, waiting, 0, [&] {
+    const auto found = descriptors_.find(exchange);
+    return found != descriptors_.end() && found->second.size() + 1 >= members.size();
+  });
+  auto node = descriptors_.extract(exchange);
+  std::vector<UniqueFd> result;
+  for (const int member : members) {
+    result.push_back(member == own_rank ? UniqueFd() : std::move(node.mapped()[member]));
+  }
+  return result;
+}
+
+WelcomeFrame ControlState::await_welcome() {
+  Lock lock(mutex_);
+  wait_until(lock, {"rendezvous"}, 0, [&] { return welcome_.has_value(); });
+  return *welcome_;
+}
+
+bool ControlState::end(const Verdict& verdict) {
+  const std::lock_guard lock(mutex_);
+  if (verdict_) return false;
+  verdict_ = verdict;
+  const std::vector<ActiveWait> waits = active_waits();
+  if (!waits.empty()) wait_at_end_ = waits.front();
+  failed_.store(true, std::memory_order_release);
+  changed_.notify_all();
+  return true;
+}
+
+void ControlState::throw_failure_of(const std::optional<WaitState>& doing) const {
+  Failure failure;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!described_) described_ = describe(doing);
+    failure = *described_;
+  }
+  throw_failure(failure);
+}
+
+Failure ControlState::describe(const std::optional<WaitState>& doing) const {
+  Failure failure = verdict_->failure;
+  if (!verdict_->bare) return failure;
+  std::string operation = operation_text(verdict_->operation, verdict_->bucket);
+  std::string after = ", " + seconds_text(clock_.now()) + " after the world began";
+  std::optional<ActiveWait> wait = wait_at_end_;
+  if (!wait && !doing) {
+    // It was on its way into a wait when the world ended.
+    const std::vector<ActiveWait> waits = active_waits();
+    if (!waits.empty()) wait = waits.front();
+  }
+  if (wait) {
+    operation = operation_text(wait->state.operation, wait->state.bucket);
+    after = " after " + seconds_text(wait->age);
+  } else if (doing) {
+    operation = operation_text(doing->operation, doing->bucket);
+  }
+  if (failure.kind != FailureKind::kPeerLost) after.clear();  // its message has the time
+  failure.message = (operation.empty() ? "world" : operation) + ": " + failure.message + after +
+                    "; save what you need and restart the job";
+  return failure;
+}
+
+std::shared_ptr<void> ControlState::on_failure(std::function<void()> wake) {
+  auto callback = std::make_shared<Callback>();
+  callback->wake = std::move(wake);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(callbacks_, [](const auto& weak) { return weak.expired(); });
+  callbacks_.push_back(callback);
+  // The handle's end waits for a callback that runs right now.
+  return {callback.get(), [callback](void*) {
+            const std::lock_guard callback_lock(callback->mutex);
+            callback->wake = nullptr;
+          }};
+}
+
+void ControlState::run_callbacks() {
+  std::vector<std::shared_ptr<Callback>> all;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& weak : callbacks_) {
+      if (auto callback = weak.lock()) all.push_back(std::move(callback));
+    }
+  }
+  for (const auto& callback : all) {
+    const std::lock_guard lock(callback->mutex);
+    if (callback->wake) std::exchange(callback->wake, nullptr)();
+  }
+}
+
+}  // namespace hsdp::comm

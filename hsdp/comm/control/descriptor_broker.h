@@ -1,0 +1,61 @@
+// Passes file descriptors between the ranks of one host: the leader, its lowest rank, brokers.
+//
+// Lives on the leader's I/O thread. It also watches the processes of its ranks.
+#pragma once
+
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/posix/stream_descriptor.hpp>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/control/descriptor_channel.h"
+#include "hsdp/comm/control/process_watch.h"
+#include "hsdp/comm/unique_fd.h"
+
+namespace hsdp::comm {
+
+class DescriptorBroker {
+ public:
+  struct Handlers {
+    std::function<void(const std::string& exchange, int from, UniqueFd fd)> to_own;
+    std::function<void(int rank)> on_process_end;
+  };
+
+  // Takes a listening, non-blocking SOCK_SEQPACKET socket; `local_ranks` are ascending, the first
+  // is the leader itself.
+  DescriptorBroker(boost::asio::io_context& io, UniqueFd listener, std::vector<int> local_ranks,
+                   Handlers handlers);
+  ~DescriptorBroker();
+  DescriptorBroker(const DescriptorBroker&) = delete;
+  DescriptorBroker& operator=(const DescriptorBroker&) = delete;
+
+  // A descriptor of `rank` for the exchange of that name.
+  void post(int rank, const std::string& exchange, UniqueFd fd);
+
+  // What a rank sends first, and what it gets with each descriptor.
+  [[nodiscard]] static std::string hello(int rank);
+  [[nodiscard]] static std::string envelope(const std::string& exchange, int from);
+  // Splits an envelope; false when it is none.
+  [[nodiscard]] static bool open_envelope(const std::string& text, std::string& exchange,
+                                          int& from);
+
+ private:
+  void accept_next();
+  void greet(const std::shared_ptr<DescriptorChannel>& channel, const std::string& text);
+
+  boost::asio::io_context& io_;
+  boost::asio::posix::stream_descriptor listener_;
+  ForkGuard listener_guard_;
+  std::vector<int> local_ranks_;
+  Handlers handlers_;
+  std::vector<std::shared_ptr<DescriptorChannel>> strangers_;
+  std::map<int, std::shared_ptr<DescriptorChannel>> channels_;
+  std::map<int, std::unique_ptr<ProcessWatch>> watches_;
+  std::map<std::string, std::map<int, UniqueFd>> pending_;
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,250 @@
+#include "hsdp/comm/control/in_process_control.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "hsdp/comm/world.h"
+#include "hsdp/error.h"
+
+namespace hsdp::comm {
+namespace {
+
+std::string seconds(std::chrono::duration<double> time) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f s", time.count());
+  return text;
+}
+
+std::string describe(const WaitState& state) {
+  std::string text(state.operation);
+  if (state.bucket >= 0) text += " of bucket " + std::to_string(state.bucket);
+  return text;
+}
+
+std::string exchange_key(std::string_view key, std::span<const int> members) {
+  std::string text(key);
+  for (const int member : members) text += "," + std::to_string(member);
+  return text;
+}
+
+class InProcessControl : public Control {
+ public:
+  InProcessControl(std::shared_ptr<InProcessHub> hub, int rank)
+      : hub_(std::move(hub)), rank_(rank) {}
+
+  [[nodiscard]] int rank() const override { return rank_; }
+  [[nodiscard]] int size() const override { return hub_->size(); }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return hub_->timeout(); }
+  [[nodiscard]] bool shares_memory_with(int /*peer*/) const override { return true; }
+  [[nodiscard]] bool in_process() const override { return true; }
+  [[nodiscard]] std::string address() const override { return "127.0.0.1"; }
+  [[nodiscard]] const std::string& secret() const override { return secret_; }
+
+  void post(std::string_view key, std::span<const int> members, std::string_view message) override {
+    hub_->post(exchange_key(key, members), members, rank_, message);
+  }
+  [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
+                                                 WaitState waiting) override {
+    return hub_->collect(exchange_key(key, members), members, rank_, waiting);
+  }
+  [[nodiscard]] std::vector<UniqueFd> exchange_descriptors(std::string_view key,
+                                                           std::span<const int> members,
+                                                           int fd) override;
+
+  [[nodiscard]] int begin_wait(WaitState state) override { return hub_->begin_wait(rank_, state); }
+  void end_wait(int slot) override { hub_->end_wait(slot); }
+  void fail(const Failure& failure) override { hub_->fail(failure); }
+  [[nodiscard]] bool failed() const override { return hub_->failed(); }
+  void throw_if_failed() const override { hub_->throw_if_failed(); }
+  [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override {
+    const int number = hub_->add_callback(std::move(wake));
+    return {nullptr, [hub = hub_, number](void*) { hub->remove_callback(number); }};
+  }
+
+ private:
+  std::shared_ptr<InProcessHub> hub_;
+  int rank_;
+  std::string secret_;
+};
+
+std::vector<UniqueFd> InProcessControl::exchange_descriptors(std::string_view key,
+                                                             std::span<const int> members, int fd) {
+  const std::string prefix(key);
+  const auto numbers =
+      exchange(prefix + "#fd", members, std::to_string(fd), {.operation = "exchange"});
+  std::vector<UniqueFd> descriptors(members.size());
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (members[i] == rank_) continue;
+    descriptors[i].reset(::fcntl(std::stoi(numbers[i]), F_DUPFD_CLOEXEC, 0));
+  }
+  // Nobody closes its own before everyone has a copy.
+  static_cast<void>(exchange(prefix + "#taken", members, "", {.operation = "exchange"}));
+  return descriptors;
+}
+
+}  // namespace
+
+InProcessHub::InProcessHub(int size, std::chrono::milliseconds timeout)
+    : size_(size), timeout_(timeout), watch_([this] { watch(); }) {}
+
+InProcessHub::~InProcessHub() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_all();
+  watch_.join();
+}
+
+void InProcessHub::post(const std::string& key, std::span<const int> /*members*/, int rank,
+                        std::string_view message) {
+  {
+    const std::lock_guard lock(mutex_);
+    exchanges_[key].messages.emplace(rank, message);
+  }
+  changed_.notify_all();
+}
+
+std::vector<std::string> InProcessHub::collect(const std::string& key, std::span<const int> members,
+                                               int rank, WaitState waiting) {
+  std::unique_lock lock(mutex_);
+  Exchange& exchange = exchanges_[key];
+  const auto missing = [&] {
+    return std::ranges::find_if(members, [&](int m) { return !exchange.messages.contains(m); });
+  };
+  const int slot = next_slot_++;
+  for (;;) {
+    if (failure_) break;
+    const auto absent = missing();
+    if (absent == members.end()) break;
+    if (waiting.peer != *absent || !waits_.contains(slot)) {
+      waiting.peer = *absent;
+      waits_[slot] = {rank, waiting, Clock::now()};
+    }
+    changed_.wait(lock);
+  }
+  waits_.erase(slot);
+  if (failure_) throw_failure(*failure_);
+  std::vector<std::string> messages;
+  for (const int member : members) messages.push_back(exchange.messages.at(member));
+  if (++exchange.collected == members.size()) exchanges_.erase(key);
+  return messages;
+}
+
+int InProcessHub::begin_wait(int rank, WaitState state) {
+  const std::lock_guard lock(mutex_);
+  waits_[next_slot_] = {rank, state, Clock::now()};
+  return next_slot_++;
+}
+
+void InProcessHub::end_wait(int slot) {
+  const std::lock_guard lock(mutex_);
+  waits_.erase(slot);
+}
+
+void InProcessHub::fail(const Failure& failure) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = failure;
+    failed_.store(true);
+  }
+  changed_.notify_all();
+}
+
+void InProcessHub::throw_if_failed() const {
+  if (!failed()) return;
+  const std::lock_guard lock(mutex_);
+  throw_failure(*failure_);
+}
+
+int InProcessHub::add_callback(std::function<void()> wake) {
+  const std::lock_guard lock(callbacks_mutex_);
+  if (callbacks_ran_) return -1;
+  callbacks_.emplace(next_callback_, std::move(wake));
+  return next_callback_++;
+}
+
+void InProcessHub::remove_callback(int number) {
+  const std::lock_guard lock(callbacks_mutex_);
+  callbacks_.erase(number);
+}
+
+void InProcessHub::run_callbacks() {
+  const std::lock_guard lock(callbacks_mutex_);
+  callbacks_ran_ = true;
+  for (const auto& [_, wake] : callbacks_) wake();
+  callbacks_.clear();
+}
+
+void InProcessHub::watch() {
+  using std::chrono::milliseconds;
+  const auto period = std::clamp<milliseconds>(timeout_ / 10, milliseconds(2), milliseconds(250));
+  std::unique_lock lock(mutex_);
+  auto next_look = Clock::now() + period;
+  while (!closing_) {
+    changed_.wait_until(lock, next_look, [&] { return closing_ || failure_.has_value(); });
+    next_look = Clock::now() + period;
+    if (!failure_) {
+      failure_ = judge();
+      failed_.store(failure_.has_value());
+    }
+    if (!failure_) continue;
+    lock.unlock();
+    changed_.notify_all();
+    run_callbacks();
+    lock.lock();
+    changed_.wait(lock, [&] { return closing_; });
+  }
+}
+
+std::optional<Failure> InProcessHub::judge() const {
+  const Wait* oldest = nullptr;
+  for (const auto& [_, wait] : waits_) {
+    if (oldest == nullptr || wait.since < oldest->since) oldest = &wait;
+  }
+  if (oldest == nullptr || Clock::now() - oldest->since < timeout_) return std::nullopt;
+  Failure failure{.kind = FailureKind::kTimeout, .message = {}, .ranks = chain_end(oldest->rank)};
+  failure.message = describe(oldest->state) + ": timed out: rank " + std::to_string(oldest->rank) +
+                    " of " + std::to_string(size_) + " waited " +
+                    seconds(Clock::now() - oldest->since);
+  for (const int rank : failure.ranks) {
+    failure.message += "; rank " + std::to_string(rank) + " did not arrive";
+  }
+  return failure;
+}
+
+// Follows who waits for whom to the rank that waits for nobody; in a circle, all of it.
+std::vector<int> InProcessHub::chain_end(int rank) const {
+  std::vector<int> chain;
+  while (std::ranges::find(chain, rank) == chain.end()) {
+    chain.push_back(rank);
+    const auto wait =
+        std::ranges::find_if(waits_, [&](const auto& entry) { return entry.second.rank == rank; });
+    if (wait == waits_.end() || wait->second.state.peer < 0) return {rank};
+    rank = wait->second.state.peer;
+  }
+  chain.erase(chain.begin(), std::ranges::find(chain, rank));
+  std::ranges::sort(chain);
+  return chain;
+}
+
+std::vector<std::shared_ptr<Control>> in_process_control(int size,
+                                                         std::chrono::milliseconds timeout) {
+  if (size < 1) {
+    throw UsageError("in_process_control: bad size: expected at least 1 rank, got " +
+                     std::to_string(size));
+  }
+  const auto hub = std::make_shared<InProcessHub>(size, timeout);
+  std::vector<std::shared_ptr<Control>> controls;
+  controls.reserve(static_cast<std::size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    controls.push_back(std::make_shared<InProcessControl>(hub, rank));
+  }
+  return controls;
+}
+
+}  // namespace hsdp::comm

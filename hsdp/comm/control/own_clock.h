@@ -1,0 +1,43 @@
+// Time as this process lived it: a stop (SIGSTOP, a suspended machine) counts as two ticks at most,
+// so that a rank that was stopped and continued does not accuse others of its own absence.
+//
+// One thread ticks, any thread reads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace hsdp::comm {
+
+class OwnClock {
+ public:
+  static constexpr std::chrono::milliseconds kTick{250};
+
+  OwnClock() : last_tick_ms_(steady_ms()) {}
+
+  void tick() {
+    const std::int64_t steady = steady_ms();
+    lived_ms_.store(now().count(), std::memory_order_relaxed);
+    last_tick_ms_.store(steady, std::memory_order_relaxed);
+  }
+
+  [[nodiscard]] std::chrono::milliseconds now() const {
+    const std::int64_t since_tick = steady_ms() - last_tick_ms_.load(std::memory_order_relaxed);
+    return std::chrono::milliseconds(lived_ms_.load(std::memory_order_relaxed) +
+                                     std::clamp<std::int64_t>(since_tick, 0, 2 * kTick.count()));
+  }
+
+ private:
+  static std::int64_t steady_ms() {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+
+  std::atomic<std::int64_t> lived_ms_{0};
+  std::atomic<std::int64_t> last_tick_ms_;
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,129 @@
+#include "hsdp/comm/control/process_control.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "hsdp/comm/fork_guard.h"
+#include "hsdp/error.h"
+
+namespace hsdp::comm {
+
+ProcessControl::~ProcessControl() {
+  if (!is_forked()) return;
+  // Thread and descriptors are the parent's: nothing here can be joined, closed or freed.
+  static_cast<void>(loop_.release());
+  // NOLINTNEXTLINE(cppcoreguidelines-owning-memory): left alive on purpose
+  static_cast<void>(new (std::nothrow) std::shared_ptr<ControlState>(state_));
+}
+
+bool ProcessControl::is_forked() const { return fork_generation() != generation_; }
+
+void ProcessControl::require_own_process() const {
+  if (!is_forked()) return;
+  throw UsageError(
+      "control: a forked child cannot use the world of its parent; use it in the process that "
+      "connected (rank " +
+      std::to_string(rank_) + " of " + std::to_string(size_) + ")");
+}
+
+void ProcessControl::require_member(std::span<const int> members) const {
+  const bool ascending =
+      std::adjacent_find(members.begin(), members.end(), std::greater_equal<>()) == members.end();
+  if (members.empty() || !ascending || members.front() < 0 || members.back() >= size_ ||
+      !std::binary_search(members.begin(), members.end(), rank_)) {
+    throw UsageError("control: members: expected ascending world ranks that hold this one (rank " +
+                     std::to_string(rank_) + " of " + std::to_string(size_) + ")");
+  }
+}
+
+bool ProcessControl::shares_memory_with(int peer) const {
+  return peer >= 0 && peer < size_ && shares_[static_cast<std::size_t>(peer)];
+}
+
+void ProcessControl::post(std::string_view key, std::span<const int> members,
+                          std::string_view message) {
+  require_own_process();
+  require_member(members);
+  // An answer holds all messages and must fit into one frame.
+  constexpr std::size_t kOverheadBytes = 64U << 10U;
+  const std::size_t limit = (kMaxFrameBytes - kOverheadBytes) / members.size() - 2 * key.size();
+  if (message.size() > limit) {
+    throw UsageError("control: message of an exchange among " + std::to_string(members.size()) +
+                     " ranks: expected at most " + std::to_string(limit) + " bytes, got " +
+                     std::to_string(message.size()));
+  }
+  if (failed()) return;  // collect() tells, and knows what the caller was doing
+  PostFrame frame;
+  frame.key = key;
+  frame.members.assign(members.begin(), members.end());
+  frame.message = message;
+  loop_->send(FrameType::kPost, frame.encode());
+}
+
+std::vector<std::string> ProcessControl::collect(std::string_view key, std::span<const int> members,
+                                                 WaitState waiting) {
+  require_own_process();
+  require_member(members);
+  return state_->take(exchange_name(key, members), waiting);
+}
+
+std::vector<UniqueFd> ProcessControl::exchange_descriptors(std::string_view key,
+                                                           std::span<const int> members, int fd) {
+  require_own_process();
+  require_member(members);
+  for (const int member : members) {
+    if (shares_memory_with(member)) continue;
+    throw UsageError("control: exchange of descriptors: rank " + std::to_string(member) +
+                     " cannot be passed any (rank " + std::to_string(rank_) + ")");
+  }
+  const std::string exchange = exchange_name(key, members);
+  if (exchange.size() > DescriptorChannel::kMaxTextBytes / 2) {
+    throw UsageError("control: exchange of descriptors: key or group too large");
+  }
+  UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!copy) {
+    throw Error("control: cannot pass descriptor " + std::to_string(fd) + ": " +
+                std::strerror(errno));
+  }
+  if (members.size() == 1) {
+    std::vector<UniqueFd> own(1);
+    return own;
+  }
+  loop_->send_descriptor(exchange, std::move(copy));
+  // The broker has no view of who is missing; rank 0 has, so the ranks also meet there.
+  const WaitState waiting{"exchange_descriptors"};
+  static_cast<void>(this->exchange(std::string(key) + " descriptors", members, "", waiting));
+  return state_->take_descriptors(exchange, members, rank_, waiting);
+}
+
+int ProcessControl::begin_wait(WaitState state) { return state_->begin_wait(state); }
+
+void ProcessControl::end_wait(int slot) { state_->end_wait(slot); }
+
+void ProcessControl::fail(const Failure& failure) {
+  if (is_forked()) return;
+  Verdict verdict;
+  verdict.failure = failure;
+  loop_->fail(verdict);
+}
+
+bool ProcessControl::failed() const { return state_->failed() || is_forked(); }
+
+void ProcessControl::throw_if_failed() const {
+  require_own_process();
+  state_->throw_if_failed();
+}
+
+std::shared_ptr<void> ProcessControl::on_failure(std::function<void()> wake) {
+  require_own_process();
+  auto handle = state_->on_failure(std::move(wake));
+  if (state_->failed()) loop_->run_callbacks_soon();
+  return handle;
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,121 @@
+#include "hsdp/comm/control/verdict.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+namespace hsdp::comm {
+namespace {
+
+// Four missed beats: a rank under load misses one or two.
+constexpr std::chrono::milliseconds kSilence{1'000};
+
+// The ends of all chains of waits that start at `rank`: ranks that wait for nobody. In a ring of
+// waits the ranks of the ring.
+std::vector<int> chain_ends(const std::vector<RankReport>& reports, const std::vector<int>& first) {
+  std::set<int> ends;
+  std::set<int> seen;
+  std::vector<int> open = first;
+  while (!open.empty()) {
+    const int rank = open.back();
+    open.pop_back();
+    if (rank < 0 || rank >= static_cast<int>(reports.size()) || !seen.insert(rank).second) continue;
+    const RankReport& report = reports[static_cast<std::size_t>(rank)];
+    const bool stopped = report.silent > kSilence;
+    std::vector<int> next;
+    if (!stopped && !report.closed && !report.awaited.empty()) next = report.awaited.front();
+    if (next.empty()) ends.insert(rank);
+    open.insert(open.end(), next.begin(), next.end());
+  }
+  if (ends.empty()) ends = seen;
+  return {ends.begin(), ends.end()};
+}
+
+std::string describe_absent(const std::vector<RankReport>& reports, const std::vector<int>& ranks,
+                            std::chrono::milliseconds waited) {
+  const int size = static_cast<int>(reports.size());
+  std::string text = ranks_text(ranks, size) + " did not arrive within " + seconds_text(waited);
+  for (const int rank : ranks) {
+    const RankReport& report = reports[static_cast<std::size_t>(rank)];
+    const std::string who = ranks.size() == 1 ? "it" : "rank " + std::to_string(rank);
+    if (report.silent > kSilence) {
+      text += "; " + who + " is stopped or unreachable: no sign of life for " +
+              seconds_text(report.silent);
+    } else if (!report.waits.empty()) {
+      text += "; " + who + " is alive, in " +
+              operation_text(report.waits.front().operation, report.waits.front().bucket);
+    } else {
+      text += "; " + who + " is alive, but in no call";
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string ranks_text(const std::vector<int>& ranks, int size) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text + " of " + std::to_string(size);
+}
+
+std::string seconds_text(std::chrono::milliseconds time) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f s", static_cast<double>(time.count()) / 1000.0);
+  return text;
+}
+
+std::string operation_text(std::string_view operation, int bucket) {
+  return std::string(operation) + (bucket >= 0 ? " of bucket " + std::to_string(bucket) : "");
+}
+
+std::optional<Verdict> judge(const std::vector<RankReport>& reports,
+                             std::chrono::milliseconds timeout) {
+  const int size = static_cast<int>(reports.size());
+  Verdict verdict;
+  verdict.failure.kind = FailureKind::kTimeout;
+  verdict.bare = true;
+  for (int rank = 0; rank < size; ++rank) {
+    const RankReport& report = reports[static_cast<std::size_t>(rank)];
+    if (report.closed || report.silent < timeout) continue;
+    verdict.failure.ranks = {rank};
+    verdict.failure.message = ranks_text({rank}, size) +
+                              " is stopped or unreachable: no sign of life for " +
+                              seconds_text(report.silent);
+    return verdict;
+  }
+  const RankReport* oldest = nullptr;
+  for (const RankReport& report : reports) {
+    if (report.closed || report.waits.empty() || report.waits.front().age < timeout) continue;
+    if (oldest == nullptr || report.waits.front().age > oldest->waits.front().age) oldest = &report;
+  }
+  if (oldest == nullptr) return std::nullopt;
+  std::vector<int> awaited = oldest->awaited.front();
+  if (awaited.empty()) {  // unknown: whoever is stopped or waits for nothing has not arrived
+    for (int rank = 0; rank < size; ++rank) {
+      const RankReport& report = reports[static_cast<std::size_t>(rank)];
+      if (report.waits.empty() || report.silent > kSilence) awaited.push_back(rank);
+    }
+  }
+  const BeatWait& wait = oldest->waits.front();
+  verdict.failure.ranks = chain_ends(reports, awaited);
+  verdict.operation = wait.operation;
+  verdict.bucket = wait.bucket;
+  verdict.failure.message = verdict.failure.ranks.empty()
+                                ? "no answer within " + seconds_text(wait.age)
+                                : describe_absent(reports, verdict.failure.ranks, wait.age);
+  return verdict;
+}
+
+Verdict lost_verdict(int rank, int size, const std::string& reason) {
+  Verdict verdict;
+  verdict.failure.kind = FailureKind::kPeerLost;
+  verdict.failure.ranks = {rank};
+  verdict.failure.message = ranks_text({rank}, size) + " was lost (" + reason + ")";
+  verdict.bare = true;
+  return verdict;
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,72 @@
+// What a rank is about to do in a group: posted and compared before any data moves.
+//
+// Plain data, one cache line with its sequence number, readable by any rank of the group: by
+// memory or as bytes on a socket (same architecture on every rank).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/dtype.h"
+
+namespace hsdp::comm {
+
+enum class Operation : std::uint8_t {
+  kReduceScatter,
+  kAllReduce,
+  kAllGather,
+  kAllToAll,
+  kBroadcast,
+  kBarrier,
+  kSplit,
+  kAllocate
+};
+[[nodiscard]] std::string_view name(Operation operation);
+
+// HostCall::part of memory without a byte: peers have nothing to read.
+constexpr std::uint32_t kNoBytes = 0xffffffffU;
+
+struct HostCall {
+  std::int64_t count = 0;
+  std::uint64_t terms = 0;    // hash of what else must agree: cut, exponents, divisor
+  std::uint64_t offset = 0;   // of the posted memory in its part
+  std::uint32_t part = 0;     // of this rank's shared memory; 0: private memory
+  std::uint32_t dropped = 0;  // parts this rank has given back so far
+  std::int32_t bucket = -1;
+  std::int32_t root = 0;
+  Operation operation = Operation::kBarrier;
+  Dtype dtype = Dtype::kU8;
+  Dtype wire = Dtype::kU8;
+  std::uint8_t wants_nonfinite = 0;
+  std::uint32_t unused = 0;
+};
+static_assert(sizeof(HostCall) == 48);
+
+// True when two ranks make the same call.
+[[nodiscard]] bool agrees(const HostCall& a, const HostCall& b);
+[[nodiscard]] std::string to_string(const HostCall& call);
+
+// The failure that names both calls and who made them; the ranks at fault are the minority (the
+// lowest rank's call breaks a tie). `members` are the world ranks of `calls`.
+[[nodiscard]] Failure mismatch(std::span<const HostCall> calls, std::span<const int> members,
+                               std::string_view engine = "host");
+
+// Order-dependent hash for HostCall::terms.
+class TermsHash {
+ public:
+  TermsHash& add(std::uint64_t value) {
+    value_ = (value_ ^ value) * 0x9e3779b97f4a7c15ULL;
+    value_ ^= value_ >> 29;
+    return *this;
+  }
+  [[nodiscard]] std::uint64_t value() const { return value_; }
+
+ private:
+  std::uint64_t value_ = 0x243f6a8885a308d3ULL;
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,119 @@
+// One rank's end of a group on the host engine: its members, how they reach each other, and the
+// agreement that precedes every collective.
+//
+// Construction is collective over the members. Driven by one thread at a time. Memory and sockets
+// close with it; memory allocated through it may live longer.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/comm/host/channel.h"
+#include "hsdp/comm/host/host_board.h"
+#include "hsdp/comm/host/host_call.h"
+#include "hsdp/comm/host/host_memory.h"
+#include "hsdp/comm/host/multicast.h"
+#include "hsdp/comm/host/shared_segment.h"
+#include "hsdp/comm/world.h"
+
+namespace hsdp::comm {
+
+// What all groups of one rank have in common.
+struct HostWorld {
+  std::shared_ptr<Control> control;
+  TransportChoice transport = TransportChoice::kAuto;
+  std::shared_ptr<HostMemory> memory = std::make_shared<HostMemory>();
+
+  [[nodiscard]] bool shares_memory_with(int peer) const;
+};
+
+class HostGroup {
+ public:
+  // `id` names the group in exchanges, once per world; `members` are world ranks in group order.
+  HostGroup(std::shared_ptr<HostWorld> world, std::string id, std::vector<int> members);
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return static_cast<int>(members_.size()); }
+  [[nodiscard]] const std::vector<int>& members() const { return members_; }
+  [[nodiscard]] const std::string& id() const { return id_; }
+  [[nodiscard]] const std::shared_ptr<HostWorld>& world() const { return world_; }
+  [[nodiscard]] Control& control() const { return *world_->control; }
+  [[nodiscard]] HostMemory& memory() const { return *world_->memory; }
+  [[nodiscard]] Transport transport() const;
+  // The members that share memory with this rank, itself included; ascending world ranks.
+  [[nodiscard]] const std::vector<int>& neighbours() const { return neighbours_; }
+  // True when all members share memory.
+  [[nodiscard]] bool shares_memory() const { return neighbours_.size() == members_.size(); }
+
+  // Starts the next call: posts it, waits for every member's and compares; result[r] is rank r's.
+  // Throws MismatchError on every rank when they differ.
+  std::span<const HostCall> agree(HostCall mine);
+  [[nodiscard]] std::uint64_t sequence() const { return sequence_; }
+  // The end of a call that read or wrote peers' memory. Only when shares_memory().
+  void finish(bool nonfinite) { board_->finish(sequence_, nonfinite); }
+  bool wait_finished() { return board_->wait_finished(sequence_, waiting_); }
+  // Between the steps of such a call, equally often on every rank.
+  void arrive() { board_->arrive(); }
+  void wait_arrived() { board_->wait_arrived(waiting_); }
+
+  // Collective, when shares_memory(): makes the scratch of every rank, once, when first needed.
+  void open_scratch();
+  // A rank's buffer for the tile, TilePlan::tile_bytes(size()) long: one of two, in turn.
+  [[nodiscard]] std::byte* scratch(int rank, std::int64_t tile) const {
+    return scratch_[static_cast<std::size_t>(rank)] +
+           static_cast<std::size_t>(tile % 2) * tile_bytes_;
+  }
+
+  // The channel to another rank; valid after open_channels().
+  [[nodiscard]] Channel& channel(int rank) { return *channels_[static_cast<std::size_t>(rank)]; }
+  // The way to all ranks at once; null in a group that does not share memory.
+  [[nodiscard]] Multicast* multicast() { return multicast_.get(); }
+  [[nodiscard]] std::size_t message_bytes() const { return message_bytes_; }
+  // Collective: makes the rings of a group that shares memory, once, when they are first needed.
+  void open_channels();
+  // Until `ready()`; `peer()` is the group rank waited for.
+  void wait(const std::function<bool()>& ready, const std::function<int()>& peer);
+
+  // One message from every member to every member through Control, in group order.
+  [[nodiscard]] std::vector<std::string> exchange(const std::string& what,
+                                                  const std::string& message);
+
+ private:
+  [[nodiscard]] std::vector<std::shared_ptr<SharedSegment>> share_segment(std::size_t size,
+                                                                          const std::string& what);
+  [[nodiscard]] std::size_t agree_message_bytes();
+  void open_lines();
+  void open_rings();
+  void open_sockets();
+  [[nodiscard]] std::span<const HostCall> post_by_channels(const HostCall& mine);
+  [[nodiscard]] int index_of(int world_rank) const;
+
+  std::shared_ptr<HostWorld> world_;
+  std::string id_;
+  std::vector<int> members_;
+  std::vector<int> ascending_;
+  std::vector<int> neighbours_;
+  int rank_ = 0;
+  std::uint64_t sequence_ = 0;
+  WaitState waiting_{.operation = "connect"};
+  RankLines own_lines_{};  // of a rank that shares memory with nobody
+  std::vector<std::shared_ptr<SharedSegment>> segments_;
+  std::vector<RankLines*> lines_;  // by group rank; null: no shared memory
+  std::unique_ptr<HostBoard> board_;
+  std::vector<std::byte*> scratch_;  // by group rank; empty until needed
+  std::size_t tile_bytes_ = 0;
+  std::size_t message_bytes_ = 0;
+  std::vector<std::unique_ptr<Channel>> channels_;
+  std::unique_ptr<Multicast> multicast_;
+  std::unique_ptr<Bed> bed_;
+  std::vector<HostCall> calls_;
+  std::vector<std::uint32_t> seen_dropped_;
+  std::shared_ptr<void> wake_;  // last: removed before what it wakes
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,107 @@
+// How a rank waits for its peers: it spins for a moment, gives its core away for a while, then
+// sleeps on its bell; the peers ring the bell only while it sleeps [Note: waiting].
+//
+// A rank that waits long costs nearly nothing, and more ranks than cores do not collapse. Every
+// wait ends with what it waited for or with the world's failure; how long is too long is judged by
+// Control, which is told of every wait that comes to a sleep.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "hsdp/comm/control.h"
+
+namespace hsdp::comm {
+
+// Lies in memory that the rank's peers can write.
+struct alignas(128) Bell {
+  std::atomic<std::uint32_t> rings;
+  std::atomic<std::uint32_t> sleeping;
+
+  // Call after a sequentially consistent store of what the sleeper waits for.
+  void ring_if_sleeping() {
+    if (sleeping.load() != 0) ring();
+  }
+  void ring();
+  // Until the next ring after `rings` had the value `seen`, or the time is over.
+  void sleep(std::uint32_t seen, std::chrono::milliseconds at_most);
+};
+
+inline void relax_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Where the thread of one rank waits: what it sleeps on (by default the bell alone), and what it
+// has learned about yielding.
+class Bed {
+ public:
+  explicit Bed(Bell& bell) : bell_(bell) {}
+  Bed(const Bed&) = delete;
+  Bed& operator=(const Bed&) = delete;
+  virtual ~Bed() = default;
+  [[nodiscard]] Bell& bell() { return bell_; }
+  // Gives the core away once; false when it is better to sleep. Where strangers compete for the
+  // cores, a yield loses a whole turn, which a sleeper does not: then no yields for a while.
+  [[nodiscard]] bool yield();
+  virtual void sleep(std::uint32_t seen, std::chrono::milliseconds at_most) {
+    bell_.sleep(seen, at_most);
+  }
+
+ private:
+  Bell& bell_;
+  int waits_without_yield_ = 0;
+};
+
+// Tells Control of one wait while it sleeps.
+class AnnouncedWait {
+ public:
+  AnnouncedWait(Control& control, WaitState state) : control_(control), state_(state) {}
+  AnnouncedWait(const AnnouncedWait&) = delete;
+  AnnouncedWait& operator=(const AnnouncedWait&) = delete;
+  ~AnnouncedWait() { close(); }
+  void waits_for(int peer);
+
+ private:
+  void close();
+
+  Control& control_;
+  WaitState state_;
+  int slot_ = -1;
+};
+
+// Throws what ended the world, if it ended, and lets Control know what it interrupts.
+void throw_if_failed(Control& control, WaitState state);
+
+// Ends the world and throws why it ended: `failure`, unless another was first.
+[[noreturn]] void end_world(Control& control, const Failure& failure, WaitState state);
+
+// Returns when `ready()` is true. `ready` may do work; `peer()` names the world rank waited for.
+template <typename Ready, typename Peer>
+void wait_until(Control& control, Bed& bed, WaitState state, Ready&& ready, Peer&& peer) {
+  constexpr int kSpins = 48;
+  constexpr int kYields = 256;
+  constexpr std::chrono::milliseconds kLongestSleep{50};
+  for (int i = 0; i < kSpins; ++i) {
+    if (ready()) return;
+    relax_core();
+  }
+  for (int i = 0; i < kYields && bed.yield(); ++i) {
+    if (ready()) return;
+  }
+  AnnouncedWait announced(control, state);
+  for (;;) {
+    const std::uint32_t seen = bed.bell().rings.load();
+    bed.bell().sleeping.store(1);
+    const bool done = ready();
+    if (!done) announced.waits_for(peer());
+    if (!done && !control.failed()) bed.sleep(seen, kLongestSleep);
+    bed.bell().sleeping.store(0);
+    if (done) return;
+    control.throw_if_failed();
+  }
+}
+
+}  // namespace hsdp::comm

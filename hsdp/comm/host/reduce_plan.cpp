@@ -1,0 +1,52 @@
+#include "hsdp/comm/host/reduce_plan.h"
+
+#include <algorithm>
+
+namespace hsdp::comm {
+
+Slice all_reduce_slice(std::int64_t count, int size, int rank) {
+  constexpr std::int64_t kBlock = 32;
+  const std::int64_t blocks = (count + kBlock - 1) / kBlock;
+  const auto edge = [&](std::int64_t r) {
+    const std::int64_t even = blocks / size * r + std::min<std::int64_t>(r, blocks % size);
+    return std::min(count, even * kBlock);
+  };
+  const std::int64_t begin = edge(rank);
+  return {begin, edge(rank + 1) - begin};
+}
+
+Dtype wire_dtype(const AllReduce& args) { return args.wire.value_or(args.data.dtype); }
+
+bool rounds_on_wire(const AllReduce& args) { return wire_dtype(args) != args.data.dtype; }
+
+kernels::SumSpec sum_spec(const ReduceScatter& args) {
+  return {.row_dtype = args.in.dtype,
+          .wire_dtype = args.in.dtype,
+          .sum_exponent = args.sum_exponent,
+          .divisor = args.divisor,
+          .out_dtype = args.out.dtype};
+}
+
+kernels::SumSpec sum_spec(const AllReduce& args) {
+  kernels::SumSpec spec{.row_dtype = args.data.dtype,
+                        .wire_dtype = args.data.dtype,
+                        .divisor = args.divisor,
+                        .out_dtype = args.data.dtype};
+  if (rounds_on_wire(args)) {
+    spec.wire_dtype = wire_dtype(args);
+    spec.send_exponent = args.send_exponent;
+    spec.total_dtype = spec.wire_dtype;
+    spec.total_exponent = args.total_exponent - args.send_exponent;
+    spec.result_exponent = args.total_exponent;
+  }
+  return spec;
+}
+
+kernels::SumSpec wire_sum_spec(const AllReduce& args) {
+  return {.row_dtype = wire_dtype(args),
+          .wire_dtype = wire_dtype(args),
+          .sum_exponent = args.send_exponent - args.total_exponent,
+          .out_dtype = wire_dtype(args)};
+}
+
+}  // namespace hsdp::comm

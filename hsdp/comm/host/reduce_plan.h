@@ -1,0 +1,33 @@
+// The arithmetic of the reductions, said once for every path, so that all give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/kernels/sum_rows.h"
+
+namespace hsdp::comm {
+
+// Results larger than this are written around the cache.
+constexpr std::size_t kStreamingBytes = std::size_t{4} << 20;
+
+// The elements of an all-reduce that one rank sums: whole blocks of 32, as even as they go.
+struct Slice {
+  std::int64_t begin = 0;
+  std::int64_t length = 0;
+};
+[[nodiscard]] Slice all_reduce_slice(std::int64_t count, int size, int rank);
+
+// What travels in an all-reduce.
+[[nodiscard]] Dtype wire_dtype(const AllReduce& args);
+// True when f32 data is rounded to 16 bit on the way.
+[[nodiscard]] bool rounds_on_wire(const AllReduce& args);
+
+[[nodiscard]] kernels::SumSpec sum_spec(const ReduceScatter& args);
+// Rows and results in the data's dtype.
+[[nodiscard]] kernels::SumSpec sum_spec(const AllReduce& args);
+// Rows already rounded to the wire dtype, the total encoded in it.
+[[nodiscard]] kernels::SumSpec wire_sum_spec(const AllReduce& args);
+
+}  // namespace hsdp::comm

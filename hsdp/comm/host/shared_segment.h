@@ -1,0 +1,66 @@
+// Nameless memory that several ranks of one host map: a sealed memfd, backed by pages before use
+// [Note: memory without names].
+//
+// Owns its mapping; a peer's mapping of the same pages is a SharedSegment of its own (ranks that
+// are threads share one object instead). Zero-initialised. No space is an Error when it is made,
+// never a signal later. Thread-safe after construction.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/unique_fd.h"
+#include "hsdp/error.h"
+
+namespace hsdp::comm {
+
+class SharedSegment {
+ public:
+  // `what` names the memory in errors and in /proc/PID/maps.
+  [[nodiscard]] static std::shared_ptr<SharedSegment> create(std::size_t size,
+                                                             const std::string& what);
+  // Maps what a peer created; refuses a descriptor that could still shrink.
+  [[nodiscard]] static std::shared_ptr<SharedSegment> map(UniqueFd fd, const std::string& what);
+
+  SharedSegment(const SharedSegment&) = delete;
+  SharedSegment& operator=(const SharedSegment&) = delete;
+  ~SharedSegment();
+
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return size_; }
+  [[nodiscard]] int descriptor() const { return fd_.get(); }
+  // The mapping stays; nobody else can map it from here on.
+  void close_descriptor() { fd_.reset(); }
+  // A forked child does not get this mapping (control blocks, which it must not touch).
+  void hide_from_children();
+
+ private:
+  SharedSegment(UniqueFd fd, std::size_t size);
+  void populate(const std::string& what);
+
+  UniqueFd fd_;
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  std::uint64_t generation_ = 0;
+};
+
+// A failure that every member of a group throws in the same call: the group stays usable.
+class AgreedError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Every member hands in its segment and gets everyone's, in the order of `members` (ascending world
+// ranks, this rank's own included). Collective; `key` as in Control::exchange. A member that could
+// not make its segment passes null and the reason, and every member throws it
+// as an AgreedError.
+[[nodiscard]] std::vector<std::shared_ptr<SharedSegment>> exchange_segments(
+    Control& control, const std::string& key, std::span<const int> members,
+    const std::shared_ptr<SharedSegment>& mine, const std::string& reason);
+
+}  // namespace hsdp::comm

@@ -1,0 +1,121 @@
+#include "hsdp/comm/host/tcp_channel.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "hsdp/comm/host/host_wait.h"
+#include "hsdp/error.h"
+
+namespace hsdp::comm {
+
+TcpChannel::TcpChannel(UniqueFd socket, std::size_t message_bytes, TcpPeer peer)
+    : socket_(std::move(socket)),
+      fork_guard_(socket_.get()),
+      generation_(fork_generation()),
+      message_bytes_(message_bytes),
+      peer_(peer) {}
+
+TcpChannel::~TcpChannel() {
+  fork_guard_.release();
+  // In a forked child the descriptor is closed already, and its number may be somebody else's.
+  if (generation_ != fork_generation()) static_cast<void>(socket_.release());
+}
+
+bool TcpChannel::write(const std::byte* data, std::size_t size, std::size_t& done) {
+  write_blocked_ = false;
+  while (done < size) {
+    const ssize_t count = ::send(socket_.get(), data + done, size - done, MSG_NOSIGNAL);
+    if (count >= 0) {
+      done += static_cast<std::size_t>(count);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      write_blocked_ = true;
+      return false;
+    } else if (errno != EINTR) {
+      lose(std::generic_category().message(errno));
+    }
+  }
+  return true;
+}
+
+bool TcpChannel::read(std::byte* data, std::size_t size, std::size_t& done) {
+  read_blocked_ = false;
+  while (done < size) {
+    const ssize_t count = ::recv(socket_.get(), data + done, size - done, 0);
+    if (count > 0) {
+      done += static_cast<std::size_t>(count);
+    } else if (count == 0) {
+      lose("it closed the connection");
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      read_blocked_ = true;
+      return false;
+    } else if (errno != EINTR) {
+      lose(std::generic_category().message(errno));
+    }
+  }
+  return true;
+}
+
+void TcpChannel::lose(const std::string& reason) {
+  // A peer that left because the world ended has said why through Control: that reason comes first.
+  constexpr int kPatience = 100;
+  for (int i = 0; i < kPatience && !peer_.control.failed(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  throw_if_failed(peer_.control, peer_.waiting);
+  std::string operation(peer_.waiting.operation);
+  if (peer_.waiting.bucket >= 0) operation += " of bucket " + std::to_string(peer_.waiting.bucket);
+  end_world(peer_.control,
+            {.kind = FailureKind::kPeerLost,
+             .message = operation + ": lost rank " + std::to_string(peer_.world_rank) + " of " +
+                        std::to_string(peer_.control.size()) + ": " + reason,
+             .ranks = {peer_.world_rank}},
+            peer_.waiting);
+}
+
+bool TcpChannel::flush() {
+  if (committed_ == 0) return true;
+  if (!write(outgoing_.data(), committed_, sent_)) return false;
+  committed_ = 0;
+  sent_ = 0;
+  return true;
+}
+
+std::byte* TcpChannel::reserve() {
+  if (!flush()) return nullptr;
+  outgoing_.resize(message_bytes_);
+  return outgoing_.data();
+}
+
+void TcpChannel::commit(std::size_t size) {
+  committed_ = size;
+  static_cast<void>(flush());
+}
+
+bool TcpChannel::send(const std::byte* data, std::size_t size) {
+  if (!flush() || !write(data, size, sent_)) return false;
+  sent_ = 0;
+  return true;
+}
+
+const std::byte* TcpChannel::front(std::size_t size) {
+  if (incoming_.empty()) incoming_.resize(message_bytes_);
+  return received_ == size || read(incoming_.data(), size, received_) ? incoming_.data() : nullptr;
+}
+
+bool TcpChannel::receive(std::byte* data, std::size_t size) {
+  if (!read(data, size, received_)) return false;
+  received_ = 0;
+  return true;
+}
+
+short TcpChannel::blocked_events() const {
+  return static_cast<short>((write_blocked_ ? POLLOUT : 0) | (read_blocked_ ? POLLIN : 0));
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,62 @@
+// A channel over one TCP connection.
+//
+// Owns the socket. Reads and writes happen on the calling thread, without blocking; what is in
+// flight waits in the kernel's buffers.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/fork_guard.h"
+#include "hsdp/comm/host/channel.h"
+#include "hsdp/comm/unique_fd.h"
+
+namespace hsdp::comm {
+
+struct TcpPeer {
+  Control& control;
+  int world_rank;
+  const WaitState& waiting;  // the group's call, for messages; outlives the channel
+};
+
+class TcpChannel : public Channel {
+ public:
+  TcpChannel(UniqueFd socket, std::size_t message_bytes, TcpPeer peer);
+  TcpChannel(const TcpChannel&) = delete;
+  TcpChannel& operator=(const TcpChannel&) = delete;
+  ~TcpChannel() override;
+
+  [[nodiscard]] std::byte* reserve() override;
+  void commit(std::size_t size) override;
+  [[nodiscard]] bool send(const std::byte* data, std::size_t size) override;
+  [[nodiscard]] bool flush() override;
+  [[nodiscard]] const std::byte* front(std::size_t size) override;
+  void pop() override { received_ = 0; }
+  [[nodiscard]] bool receive(std::byte* data, std::size_t size) override;
+  [[nodiscard]] int socket() const override { return socket_.get(); }
+  [[nodiscard]] short blocked_events() const override;
+
+ private:
+  // Moves `done` towards `size`; true when it is reached.
+  bool write(const std::byte* data, std::size_t size, std::size_t& done);
+  bool read(std::byte* data, std::size_t size, std::size_t& done);
+  [[noreturn]] void lose(const std::string& reason);
+
+  UniqueFd socket_;
+  ForkGuard fork_guard_;
+  std::uint32_t generation_;
+  std::size_t message_bytes_;
+  TcpPeer peer_;
+  std::vector<std::byte> outgoing_;  // a committed message, `sent_` of `committed_` bytes are gone
+  std::vector<std::byte> incoming_;
+  std::size_t committed_ = 0;
+  std::size_t sent_ = 0;
+  std::size_t received_ = 0;
+  bool write_blocked_ = false;
+  bool read_blocked_ = false;
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,154 @@
+#include "hsdp/comm/mpi/mpi_engine.h"
+
+#include <bit>
+#include <utility>
+
+#include "hsdp/comm/fork_guard.h"
+#include "hsdp/comm/host/reduce_plan.h"
+#include "hsdp/comm/host/shared_segment.h"
+#include "hsdp/comm/mpi/mpi_copy.h"
+#include "hsdp/comm/mpi/mpi_library.h"
+#include "hsdp/comm/mpi/mpi_reduce.h"
+#include "hsdp/comm/mpi/mpi_split.h"
+#include "hsdp/comm/stream_call.h"
+#include "hsdp/error.h"
+
+namespace hsdp::comm {
+namespace {
+
+void require_host(Device device, std::string_view operation) {
+  if (device.type == DeviceType::kHost) return;
+  throw UsageError(std::string(operation) + ": wrong device: expected host memory, got " +
+                   to_string(device) + "; the mpi engine reduces in host memory");
+}
+
+std::uint64_t hash_cut(const RowCut& cut) {
+  TermsHash hash;
+  for (const std::int64_t offset : cut.offsets()) hash.add(static_cast<std::uint64_t>(offset));
+  return hash.value();
+}
+
+HostCall call_on(Operation operation, ConstTensorView memory) {
+  return {
+      .count = memory.count, .operation = operation, .dtype = memory.dtype, .wire = memory.dtype};
+}
+
+}  // namespace
+
+MpiEngine::MpiEngine(std::unique_ptr<MpiGroup> group)
+    : group_(std::move(group)), fork_generation_(comm::fork_generation()) {}
+
+void MpiEngine::run(Stream& stream, std::function<void(MpiGroup&)> call) {
+  run_on_stream(stream,
+                [self = shared_from_this(), call = std::move(call)] { self->run_now(call); });
+}
+
+void MpiEngine::run_now(const std::function<void(MpiGroup&)>& call) {
+  if (fork_generation_ != comm::fork_generation()) {
+    throw UsageError(
+        "communicator: used in a forked child: expected the process that made it; connect there");
+  }
+  if (busy_.exchange(true)) {
+    throw UsageError(
+        "communicator: used by two threads at the same time: expected one stream at a time; "
+        "split() a second communicator");
+  }
+  struct Release {
+    std::atomic<bool>& busy;
+    ~Release() { busy.store(false); }
+  } release{busy_};
+  try {
+    call(*group_);
+  } catch (const AgreedError&) {
+    throw;
+  } catch (const std::exception& error) {
+    // The peers are in the middle of this call: they must not wait for this rank. Without effect
+    // when the world's end is what was thrown.
+    group_->abandon();
+    control().fail({.kind = FailureKind::kAborted,
+                    .message = "mpi: rank " + std::to_string(control().rank()) +
+                               " broke off a collective: " + error.what(),
+                    .ranks = {control().rank()}});
+    throw;
+  }
+}
+
+void MpiEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
+  require_host(args.in.device, "reduce_scatter");
+  run(stream, [args](MpiGroup& group) {
+    HostCall call = call_on(Operation::kReduceScatter, args.in);
+    call.bucket = args.bucket;
+    call.terms = hash_cut(*args.cut);
+    group.agree(call);
+    MpiReduce(group, args).run();
+  });
+}
+
+void MpiEngine::all_reduce(const AllReduce& args, Stream& stream) {
+  require_host(args.data.device, "all_reduce");
+  run(stream, [args](MpiGroup& group) {
+    HostCall call = call_on(Operation::kAllReduce, args.data);
+    call.bucket = args.bucket;
+    call.wire = wire_dtype(args);
+    call.terms = TermsHash()
+                     .add(std::bit_cast<std::uint32_t>(args.divisor))
+                     .add(static_cast<std::uint64_t>(args.send_exponent))
+                     .add(static_cast<std::uint64_t>(args.total_exponent))
+                     .value();
+    group.agree(call);
+    MpiReduce(group, args).run();
+  });
+}
+
+void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                           Stream& stream) {
+  require_host(in.device, "all_gather");
+  run(stream, [in, out, cut, bucket](MpiGroup& group) {
+    HostCall call = call_on(Operation::kAllGather, out);
+    call.bucket = bucket;
+    call.terms = hash_cut(cut);
+    group.agree(call);
+    mpi_all_gather(group, in, out, cut);
+  });
+}
+
+void MpiEngine::all_to_all(ConstTensorView in, TensorView out, Stream& stream) {
+  require_host(in.device, "all_to_all");
+  run(stream, [in, out](MpiGroup& group) {
+    group.agree(call_on(Operation::kAllToAll, in));
+    mpi_all_to_all(group, in, out);
+  });
+}
+
+void MpiEngine::broadcast(TensorView data, int root, Stream& stream) {
+  require_host(data.device, "broadcast");
+  run(stream, [data, root](MpiGroup& group) {
+    HostCall call = call_on(Operation::kBroadcast, data);
+    call.root = root;
+    group.agree(call);
+    mpi_broadcast(group, data, root);
+  });
+}
+
+void MpiEngine::barrier(Stream& stream) {
+  run(stream, [](MpiGroup& group) { group.agree({.operation = Operation::kBarrier}); });
+}
+
+std::shared_ptr<Communicator::Engine> MpiEngine::split(int color, int key) {
+  std::shared_ptr<Engine> engine;
+  run_now([&](MpiGroup& group) {
+    if (auto place = split_group(group, color, key)) {
+      engine =
+          std::make_shared<MpiEngine>(std::make_unique<MpiGroup>(group.world(), std::move(*place)));
+    }
+  });
+  return engine;
+}
+
+SharedMemory MpiEngine::allocate(std::int64_t count, Dtype dtype) {
+  SharedMemory memory;
+  run_now([&](MpiGroup& group) { memory = allocate_private(group, count, dtype); });
+  return memory;
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,52 @@
+// The engine of CPU clusters: host memory, messages of MPI, our own sums [Note: the MPI engine].
+//
+// See engine.h for the contract. Refuses use in a forked child and by two threads at a time.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/comm/engine.h"
+#include "hsdp/comm/mpi/mpi_group.h"
+
+namespace hsdp::comm {
+
+class MpiEngine : public Communicator::Engine, public std::enable_shared_from_this<MpiEngine> {
+ public:
+  explicit MpiEngine(std::unique_ptr<MpiGroup> group);
+
+  [[nodiscard]] int rank() const override { return group_->rank(); }
+  [[nodiscard]] const std::vector<int>& world_ranks() const override { return group_->members(); }
+  [[nodiscard]] Transport transport() const override {
+    return group_->size() == 1 ? Transport::kNone : Transport::kMpi;
+  }
+  [[nodiscard]] std::string_view name() const override { return "mpi"; }
+  [[nodiscard]] const std::string& group_id() const override { return group_->id(); }
+  [[nodiscard]] Control& control() const override { return group_->control(); }
+
+  void reduce_scatter(const ReduceScatter& args, Stream& stream) override;
+  void all_reduce(const AllReduce& args, Stream& stream) override;
+  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                  Stream& stream) override;
+  void all_to_all(ConstTensorView in, TensorView out, Stream& stream) override;
+  void broadcast(TensorView data, int root, Stream& stream) override;
+  void barrier(Stream& stream) override;
+  [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override;
+  // Memory of this rank alone: peers get messages.
+  [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override;
+
+ private:
+  // Runs one call in stream order, alone, and ends the world if it breaks half way.
+  void run(Stream& stream, std::function<void(MpiGroup&)> call);
+  void run_now(const std::function<void(MpiGroup&)>& call);
+
+  std::unique_ptr<MpiGroup> group_;
+  std::uint64_t fork_generation_;
+  std::atomic<bool> busy_{false};
+};
+
+}  // namespace hsdp::comm

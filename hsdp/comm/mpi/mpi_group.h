@@ -1,0 +1,105 @@
+// One rank's end of a group on the MPI engine: its members, the agreement that precedes every
+// collective, and how it waits for messages.
+//
+// Driven by one thread at a time; several groups of a world may move at once.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/host/host_call.h"
+#include "hsdp/comm/host/host_wait.h"
+#include "hsdp/comm/mpi/mpi_progress.h"
+#include "hsdp/comm/mpi/mpi_transfers.h"
+
+namespace hsdp::comm {
+
+// What all groups of one rank have in common.
+struct MpiWorld {
+  std::shared_ptr<Control> control;
+  std::shared_ptr<MpiLink> link;  // null in a world of one
+  std::unique_ptr<MpiProgress> progress;
+  std::shared_ptr<void> failure_watch;
+  std::atomic<int> next_group{1};  // 0 is the world
+
+  // A tag that no other rank and no later call names; -1 when there are none left.
+  [[nodiscard]] int reserve_tag();
+};
+
+// Waits by looking: MPI wakes nobody. Sleeps longer the longer it has waited.
+class PollingBed : public Bed {
+ public:
+  explicit PollingBed(Bell& bell) : Bed(bell) {}
+  void start_wait() { start_ = std::chrono::steady_clock::now(); }
+  void sleep(std::uint32_t seen, std::chrono::milliseconds at_most) override;
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+class MpiGroup {
+ public:
+  // `id` names the group in exchanges, once per world; `members` are world ranks in group order;
+  // `tag` is the same on all of them and no other group's.
+  struct Place {
+    std::string id;
+    std::vector<int> members;
+    int tag = 0;
+  };
+  MpiGroup(std::shared_ptr<MpiWorld> world, Place place);
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return static_cast<int>(place_.members.size()); }
+  [[nodiscard]] const std::vector<int>& members() const { return place_.members; }
+  [[nodiscard]] const std::string& id() const { return place_.id; }
+  [[nodiscard]] const std::shared_ptr<MpiWorld>& world() const { return world_; }
+  [[nodiscard]] Control& control() const { return *world_->control; }
+  [[nodiscard]] std::uint64_t sequence() const { return sequence_; }
+  [[nodiscard]] int peer(int rank) const { return place_.members[static_cast<std::size_t>(rank)]; }
+
+  // Starts the next call: every member tells every other what it is about to do. MismatchError on
+  // every rank when they differ. Returns when all have come, so it is a barrier too.
+  void agree(const HostCall& mine);
+  [[nodiscard]] MpiTransfers transfers() const { return {world_->link, place_.tag}; }
+  [[nodiscard]] int tag() const { return place_.tag; }
+  // Buffer number `which`, of at least `size` bytes; the next call of this group may get it again.
+  [[nodiscard]] std::shared_ptr<std::byte[]> scratch(std::size_t which, std::size_t size);
+  // Until they are done.
+  void wait(MpiTransfers& transfers);
+
+  // After a call that broke off: see MpiLink::abandon.
+  void abandon();
+
+  // One message from every member to every member through Control, in group order.
+  [[nodiscard]] std::vector<std::string> exchange(const std::string& what,
+                                                  const std::string& message);
+
+ private:
+  [[nodiscard]] int index_of(int world_rank) const;
+  [[noreturn]] void throw_transfer_failed(const std::exception& error);
+
+  struct Scratch {
+    std::shared_ptr<std::byte[]> bytes;
+    std::size_t size = 0;
+  };
+
+  std::shared_ptr<MpiWorld> world_;
+  Place place_;
+  std::vector<Scratch> scratch_;
+  std::vector<int> ascending_;
+  int rank_ = 0;
+  std::uint64_t sequence_ = 0;
+  WaitState waiting_{.operation = "connect"};
+  Bell bell_{};
+  PollingBed bed_{bell_};
+};
+
+}  // namespace hsdp::comm

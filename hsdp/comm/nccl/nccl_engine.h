@@ -1,0 +1,63 @@
+// The engine for GPUs, on libnccl.
+//
+// See engine.h for the contract. Memory lies on the device that the world was made for. On a stream
+// of that device a call returns when everything is enqueued: it waits for the peers to make the
+// same call, never for the GPU. On a host stream it is complete when the task is. Collectives of
+// all communicators of a process must be issued in one order on every rank (IssueOrder).
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/comm/engine.h"
+#include "hsdp/comm/nccl/nccl_group.h"
+
+namespace hsdp::comm {
+
+class NcclEngine : public Communicator::Engine, public std::enable_shared_from_this<NcclEngine> {
+ public:
+  explicit NcclEngine(std::unique_ptr<NcclGroup> group);
+  ~NcclEngine() override;
+  NcclEngine(const NcclEngine&) = delete;
+  NcclEngine& operator=(const NcclEngine&) = delete;
+
+  [[nodiscard]] int rank() const override { return group_->rank(); }
+  [[nodiscard]] const std::vector<int>& world_ranks() const override { return group_->members(); }
+  [[nodiscard]] Transport transport() const override;
+  [[nodiscard]] std::string_view name() const override { return "nccl"; }
+  [[nodiscard]] const std::string& group_id() const override { return group_->id(); }
+  [[nodiscard]] Control& control() const override { return group_->control(); }
+
+  void reduce_scatter(const ReduceScatter& args, Stream& stream) override;
+  void all_reduce(const AllReduce& args, Stream& stream) override;
+  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                  Stream& stream) override;
+  void all_to_all(ConstTensorView in, TensorView out, Stream& stream) override;
+  void broadcast(TensorView data, int root, Stream& stream) override;
+  void barrier(Stream& stream) override;
+  [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override;
+  [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override;
+  void wait(const Event& event) override;
+
+ private:
+  using Enqueue = std::function<void(NcclGroup&, Stream&)>;
+  // Agrees on `call` with the peers and enqueues, on `stream` or on a stream of its own.
+  void run(const HostCall& call, Stream& stream, const Enqueue& enqueue);
+  void run_on_own_stream(const HostCall& call, const Enqueue& enqueue);
+  // Alone, and ends the world if it breaks half way.
+  void run_now(const std::function<void(NcclGroup&)>& call);
+  void require_own_device(Device device, std::string_view operation) const;
+  [[nodiscard]] Device device() const { return group_->world()->device; }
+
+  std::unique_ptr<NcclGroup> group_;
+  std::uint64_t fork_generation_;
+  std::atomic<bool> busy_{false};
+  std::optional<Stream> own_stream_;
+};
+
+}  // namespace hsdp::comm

@@ -1,0 +1,220 @@
+#include "hsdp/comm/nccl/nccl_exact.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "hsdp/comm/host/reduce_plan.h"
+#include "hsdp/device/copy.h"
+#include "hsdp/device/scratch.h"
+#include "hsdp/kernels/norm.h"
+#include "hsdp/kernels/scale_and_cast.h"
+#include "hsdp/kernels/sum_rows.h"
+
+namespace hsdp::comm {
+namespace {
+
+// Rows at unequal distances that a kernel takes.
+constexpr int kMostListedRows = 400;
+constexpr std::size_t kRowAlignment = 256;
+
+// Where the rows of a sum lie: those of the peers in scratch memory, this rank's own where it is,
+// unless there are so many that all must lie at equal distances.
+class Rows {
+ public:
+  Rows(const NcclGroup& group, ConstTensorView own, Stream& stream)
+      : own_rank_(group.rank()),
+        size_(group.size()),
+        pitch_((own.size_in_bytes() + kRowAlignment - 1) / kRowAlignment * kRowAlignment),
+        own_(own),
+        scratch_(pitch_ * static_cast<std::size_t>(own_in_scratch() ? size_ : size_ - 1), stream) {
+    if (own_in_scratch()) copy_bytes(place(own_rank_), own.data, own.size_in_bytes(), stream);
+  }
+
+  [[nodiscard]] std::byte* place(int rank) const {
+    const int index = own_in_scratch() || rank < own_rank_ ? rank : rank - 1;
+    return scratch_.data() + static_cast<std::size_t>(index) * pitch_;
+  }
+  [[nodiscard]] std::vector<const void*> all() const {
+    std::vector<const void*> rows(static_cast<std::size_t>(size_));
+    for (int r = 0; r < size_; ++r) {
+      rows[static_cast<std::size_t>(r)] =
+          r == own_rank_ && !own_in_scratch() ? own_.data : place(r);
+    }
+    return rows;
+  }
+
+ private:
+  [[nodiscard]] bool own_in_scratch() const { return size_ > kMostListedRows; }
+
+  int own_rank_;
+  int size_;
+  std::size_t pitch_;
+  ConstTensorView own_;
+  Scratch scratch_;
+};
+
+// Calls visit(rank) for every peer, each rank beginning with its neighbour.
+template <typename Visit>
+void each_peer(const NcclGroup& group, Visit visit) {
+  for (int step = 1; step < group.size(); ++step) visit((group.rank() + step) % group.size());
+}
+
+// Row r of `in` goes to rank r; this rank's rows come to their places.
+void exchange_rows(NcclGroup& group, ConstTensorView in, const RowCut& cut, const Rows& rows,
+                   Stream& stream) {
+  if (in.count == 0) return;
+  const std::size_t own_bytes = in.slice(0, cut.length(group.rank())).size_in_bytes();
+  group.send_group([&](NcclHandle on) {
+    each_peer(group, [&](int peer) {
+      const ConstTensorView row = in.slice(cut.begin(peer), cut.length(peer));
+      if (row.count > 0) {
+        group.library().send(row.data, row.size_in_bytes(), peer, on, stream.native_handle());
+      }
+    });
+    each_peer(group, [&](int peer) {
+      if (own_bytes == 0) return;
+      group.library().receive(rows.place(peer), own_bytes, peer, on, stream.native_handle());
+    });
+  });
+}
+
+// Rank r sums the elements that all_reduce_slice() gives it.
+RowCut sum_cut(std::int64_t count, int size) {
+  std::vector<std::int64_t> offsets{0};
+  for (int r = 0; r < size; ++r) {
+    offsets.push_back(offsets.back() + all_reduce_slice(count, size, r).length);
+  }
+  return RowCut(std::move(offsets));
+}
+
+void sum_into(TensorView out, const Rows& rows, const kernels::SumSpec& spec, Stream& stream) {
+  const std::vector<const void*> all = rows.all();
+  void* const place = out.data;
+  if (out.count == 0) return;
+  kernels::sum_rows({.spec = spec, .rows = all, .outs = {&place, 1}, .count = out.count}, stream);
+}
+
+// Rows and totals travel in the data's own dtype.
+void all_reduce_as_it_is(NcclGroup& group, const AllReduce& args, Stream& stream) {
+  const RowCut cut = sum_cut(args.data.count, group.size());
+  const TensorView own = args.data.slice(cut.begin(group.rank()), cut.length(group.rank()));
+  const Rows rows(group, own, stream);
+  exchange_rows(group, args.data, cut, rows, stream);
+  sum_into(own, rows, sum_spec(args), stream);
+  gather_rows(group, own, args.data, cut, stream);
+  if (args.nonfinite != nullptr) kernels::find_nonfinite(args.data, args.nonfinite, stream);
+}
+
+// f32 data, rounded to the wire dtype once on the way out and once on the way back.
+void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream) {
+  const std::int64_t count = args.data.count;
+  const RowCut cut = sum_cut(count, group.size());
+  const Scratch encoded(static_cast<std::size_t>(count) * size_bytes(wire_dtype(args)), stream);
+  const TensorView wire{encoded.data(), count, wire_dtype(args), args.data.device};
+  kernels::scale_and_cast({.in = args.data.data,
+                           .out = wire.data,
+                           .out_dtype = wire.dtype,
+                           .count = count,
+                           .exponent = -args.send_exponent},
+                          stream);
+  const TensorView own = wire.slice(cut.begin(group.rank()), cut.length(group.rank()));
+  const Rows rows(group, own, stream);
+  exchange_rows(group, wire, cut, rows, stream);
+  sum_into(own, rows, wire_sum_spec(args), stream);
+  gather_rows(group, own, wire, cut, stream);
+  kernels::scale_and_cast({.in = wire.data,
+                           .in_dtype = wire.dtype,
+                           .out = args.data.data,
+                           .count = count,
+                           .exponent = args.total_exponent,
+                           .divisor = args.divisor,
+                           .nonfinite = args.nonfinite},
+                          stream);
+}
+
+}  // namespace
+
+void exact_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& stream) {
+  const RowCut& cut = *args.cut;
+  const Rows rows(group, args.in.slice(cut.begin(group.rank()), cut.length(group.rank())), stream);
+  exchange_rows(group, args.in, cut, rows, stream);
+  if (args.out.count == 0) return;
+  const std::vector<const void*> all = rows.all();
+  void* const out = args.out.data;
+  kernels::sum_rows({.spec = sum_spec(args),
+                     .rows = all,
+                     .add = args.accumulate ? static_cast<const float*>(out) : nullptr,
+                     .outs = {&out, 1},
+                     .count = args.out.count,
+                     .nonfinite = args.nonfinite},
+                    stream);
+}
+
+void exact_all_reduce(NcclGroup& group, const AllReduce& args, Stream& stream) {
+  if (args.data.count == 0) return;
+  if (rounds_on_wire(args)) {
+    all_reduce_rounded(group, args, stream);
+  } else {
+    all_reduce_as_it_is(group, args, stream);
+  }
+}
+
+void gather_rows(NcclGroup& group, ConstTensorView in, TensorView out, const RowCut& cut,
+                 Stream& stream) {
+  if (out.count == 0) return;
+  const auto row = [&](int r) { return out.slice(cut.begin(r), cut.length(r)); };
+  const TensorView own = row(group.rank());
+  bool even = true;
+  for (int r = 0; r < group.size(); ++r) even = even && cut.length(r) == cut.length(0);
+  if (even) {
+    group.send_group([&](NcclHandle on) {
+      group.library().all_gather(in.data, out.data, in.size_in_bytes(), on, stream.native_handle());
+    });
+    return;
+  }
+  if (own.data != in.data) copy_bytes(own.data, in.data, in.size_in_bytes(), stream);
+  group.send_group([&](NcclHandle on) {
+    each_peer(group, [&](int peer) {
+      if (in.count == 0) return;
+      group.library().send(own.data, in.size_in_bytes(), peer, on, stream.native_handle());
+    });
+    each_peer(group, [&](int peer) {
+      if (row(peer).count == 0) return;
+      group.library().receive(row(peer).data, row(peer).size_in_bytes(), peer, on,
+                              stream.native_handle());
+    });
+  });
+}
+
+void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, Stream& stream) {
+  if (in.count == 0) return;
+  const std::int64_t count = in.count / group.size();
+  const auto row = [count](const auto& view, int r) { return view.slice(r * count, count); };
+  copy_bytes(row(out, group.rank()).data, row(in, group.rank()).data,
+             row(in, group.rank()).size_in_bytes(), stream);
+  group.send_group([&](NcclHandle on) {
+    each_peer(group, [&](int peer) {
+      const ConstTensorView sent = row(in, peer);
+      group.library().send(sent.data, sent.size_in_bytes(), peer, on, stream.native_handle());
+      group.library().receive(row(out, peer).data, sent.size_in_bytes(), peer, on,
+                              stream.native_handle());
+    });
+  });
+}
+
+void broadcast_bytes(NcclGroup& group, TensorView data, int root, Stream& stream) {
+  if (data.count == 0) return;
+  group.send_group([&](NcclHandle on) {
+    group.library().broadcast(data.data, data.size_in_bytes(), root, on, stream.native_handle());
+  });
+}
+
+void meet(NcclGroup& group, Stream& stream) {
+  const Scratch words(static_cast<std::size_t>(group.size()), stream);
+  group.send_group([&](NcclHandle on) {
+    group.library().all_gather(words.data() + group.rank(), words.data(), 1, on,
+                               stream.native_handle());
+  });
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,81 @@
+#include "hsdp/comm/nccl/nccl_native.h"
+
+#include <algorithm>
+
+#include "hsdp/device/scratch.h"
+#include "hsdp/kernels/scale_and_cast.h"
+#include "hsdp/kernels/sum_rows.h"
+
+namespace hsdp::comm {
+namespace {
+
+float* floats(const Scratch& scratch) { return reinterpret_cast<float*>(scratch.data()); }
+
+void widen(ConstTensorView from, float* to, Stream& stream) {
+  if (from.count == 0) return;
+  kernels::scale_and_cast({.in = from.data, .in_dtype = from.dtype, .out = to, .count = from.count},
+                          stream);
+}
+
+// The rank's row of the sum, with everything that the one pass can carry along.
+void finish(const ReduceScatter& args, const void* sum, Stream& stream) {
+  if (args.out.count == 0) return;
+  void* const out = args.out.data;
+  kernels::sum_rows({.spec = {.sum_exponent = args.sum_exponent,
+                              .divisor = args.divisor,
+                              .out_dtype = args.out.dtype},
+                     .rows = {&sum, 1},
+                     .add = args.accumulate ? static_cast<const float*>(out) : nullptr,
+                     .outs = {&out, 1},
+                     .count = args.out.count,
+                     .nonfinite = args.nonfinite},
+                    stream);
+}
+
+}  // namespace
+
+void native_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& stream) {
+  if (args.in.count == 0) return;
+  const RowCut& cut = *args.cut;
+  std::int64_t longest = 0;
+  for (int r = 0; r < group.size(); ++r) longest = std::max(longest, cut.length(r));
+  const auto row_count = static_cast<std::size_t>(longest);
+  const bool sent_as_it_is =
+      args.in.dtype == Dtype::kF32 && args.in.count == longest * group.size();
+  const std::size_t staged =
+      sent_as_it_is ? 0 : row_count * static_cast<std::size_t>(group.size()) * sizeof(float);
+  const Scratch wide(staged, stream);
+  const Scratch sum(row_count * sizeof(float), stream);
+  if (!sent_as_it_is) {  // what lies between the rows is summed too, and read by nobody
+    for (int r = 0; r < group.size(); ++r) {
+      widen(args.in.slice(cut.begin(r), cut.length(r)), floats(wide) + r * longest, stream);
+    }
+  }
+  group.send_group([&](NcclHandle on) {
+    group.library().reduce_scatter(
+        sent_as_it_is ? static_cast<const float*>(args.in.data) : floats(wide), floats(sum),
+        row_count, on, stream.native_handle());
+  });
+  finish(args, sum.data(), stream);
+}
+
+void native_all_reduce(NcclGroup& group, const AllReduce& args, Stream& stream) {
+  const auto count = static_cast<std::size_t>(args.data.count);
+  if (count == 0) return;
+  const bool in_place = args.data.dtype == Dtype::kF32;
+  const Scratch wide(in_place ? 0 : count * sizeof(float), stream);
+  float* const sum = in_place ? static_cast<float*>(args.data.data) : floats(wide);
+  if (!in_place) widen(args.data, sum, stream);
+  group.send_group(
+      [&](NcclHandle on) { group.library().all_reduce(sum, count, on, stream.native_handle()); });
+  if (in_place && args.divisor == 1.0F && args.nonfinite == nullptr) return;
+  kernels::scale_and_cast({.in = sum,
+                           .out = args.data.data,
+                           .out_dtype = args.data.dtype,
+                           .count = args.data.count,
+                           .divisor = args.divisor,
+                           .nonfinite = args.nonfinite},
+                          stream);
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,194 @@
+#include "hsdp/comm/nccl/nccl_watch.h"
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <optional>
+#include <utility>
+
+#include "hsdp/comm/nccl/nccl_link.h"
+#include "hsdp/device/cuda_call.h"
+
+namespace hsdp::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kBusyPeriod{5};
+constexpr milliseconds kIdlePeriod{100};
+constexpr milliseconds kTearDownLimit{5'000};
+
+// NCCL finishes what is in flight, with the peers' help, then frees it; without their help it is
+// aborted.
+void finalize_and_destroy(const NcclLibrary& library, const Control& control, NcclHandle handle) {
+  const auto end = Clock::now() + kTearDownLimit;
+  try {
+    library.begin_finalize(handle);
+    NcclStatus status = library.status(handle);
+    while (status.state == NcclStatus::State::kInProgress) {
+      if (control.failed() || Clock::now() > end) return library.abort(handle);
+      std::this_thread::sleep_for(milliseconds(1));
+      status = library.status(handle);
+    }
+    if (!status.failed()) return library.destroy(handle);
+  } catch (const NcclError&) {  // it is of no use to anybody: away with it
+  }
+  library.abort(handle);
+}
+
+}  // namespace
+
+NcclWatch::NcclWatch(std::shared_ptr<Control> control, std::shared_ptr<const NcclLibrary> library,
+                     Device device)
+    : control_(std::move(control)), library_(std::move(library)), device_(device) {
+  on_failure_ = control_->on_failure([this] {
+    const std::lock_guard lock(mutex_);
+    failed_ = true;
+    changed_.notify_all();
+  });
+  thread_ = std::thread([this] { watch(); });
+}
+
+NcclWatch::~NcclWatch() {
+  on_failure_.reset();
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  for (const Followed& followed : followed_) {
+    if (followed.slot >= 0) control_->end_wait(followed.slot);
+  }
+  std::unique_lock lock(ending_->mutex);
+  ending_->changed.wait_for(lock, kTearDownLimit + milliseconds(1'000),
+                            [this] { return ending_->tear_downs == 0; });
+}
+
+void NcclWatch::add(NcclLink* link) {
+  const std::lock_guard lock(mutex_);
+  links_.push_back(link);
+}
+
+void NcclWatch::remove(NcclLink* link) {
+  const std::lock_guard lock(mutex_);
+  std::erase(links_, link);
+}
+
+void NcclWatch::follow(const NcclLink* link, WaitState call, const Event& begun,
+                       const Event& done) {
+  {
+    const std::lock_guard lock(mutex_);
+    followed_.push_back({link, call, begun, done});
+  }
+  changed_.notify_all();
+}
+
+bool NcclWatch::aborted() const {
+  const std::lock_guard lock(ending_->mutex);
+  return ending_->aborted;
+}
+
+void NcclWatch::watch() {
+  sigset_t all;  // signals are for the application's threads
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);
+  std::optional<OnCudaDevice> current;
+  try {
+    current.emplace(device_);
+  } catch (const Error&) {  // the threads that use the GPU say so
+  }
+  std::unique_lock lock(mutex_);
+  while (!closing_) {
+    changed_.wait_for(lock, followed_.empty() ? kIdlePeriod : kBusyPeriod,
+                      [this] { return closing_ || failed_; });
+    if (closing_) return;
+    if (!failed_ && !control_->failed()) {
+      look_at_collectives();
+      if (const auto failure = look_at_links()) {
+        lock.unlock();
+        control_->fail(*failure);
+        lock.lock();
+      }
+      continue;
+    }
+    failed_ = true;
+    abort_all();
+    changed_.wait(lock, [this] { return closing_; });
+  }
+}
+
+// Control is told of one collective at a time on each communicator, the oldest.
+void NcclWatch::look_at_collectives() {
+  std::vector<const NcclLink*> seen;
+  for (auto followed = followed_.begin(); followed != followed_.end();) {
+    if (followed->done.complete()) {
+      if (followed->slot >= 0) control_->end_wait(followed->slot);
+      followed = followed_.erase(followed);
+      continue;
+    }
+    const bool oldest = std::ranges::find(seen, followed->link) == seen.end();
+    if (oldest) seen.push_back(followed->link);
+    if (oldest && followed->slot < 0 && followed->begun.complete()) {
+      followed->slot = control_->begin_wait(followed->call);
+    }
+    ++followed;
+  }
+}
+
+// The failure that an error of NCCL is. A peer that is gone is first left to Control, which knows
+// which one it was.
+std::optional<Failure> NcclWatch::look_at_links() {
+  for (NcclLink* const link : links_) {
+    const NcclStatus status = link->look();
+    if (!status.failed()) continue;
+    const bool remote = status.state == NcclStatus::State::kRemoteError;
+    if (remote && remote_since_ == Clock::time_point()) remote_since_ = Clock::now();
+    if (remote && Clock::now() - remote_since_ < kVerdictTime) continue;
+    const auto call =
+        std::ranges::find_if(followed_, [link](const Followed& f) { return f.link == link; });
+    const WaitState named = call == followed_.end() ? WaitState{.operation = "nccl"} : call->call;
+    return nccl_failure(*control_, remote, status.text, named);
+  }
+  return std::nullopt;
+}
+
+void NcclWatch::abort_all() {
+  std::vector<NcclHandle> handles;
+  for (NcclLink* const link : links_) {
+    if (NcclHandle const handle = link->take()) handles.push_back(handle);
+  }
+  std::thread([library = library_, ending = ending_, device = device_, handles] {
+    try {
+      const OnCudaDevice current(device);
+      for (NcclHandle const handle : handles) library->revoke(handle);
+      library->group_start();
+      for (NcclHandle const handle : handles) library->abort(handle);
+      library->group_end();
+    } catch (const std::exception&) {  // the world's failure was reported; nothing is left to do
+    }
+    const std::lock_guard lock(ending->mutex);
+    ending->aborted = true;
+    ending->changed.notify_all();
+  }).detach();
+}
+
+void NcclWatch::tear_down(NcclHandle handle) {
+  {
+    const std::lock_guard lock(ending_->mutex);
+    ++ending_->tear_downs;
+  }
+  std::thread([library = library_, control = control_, ending = ending_, device = device_, handle] {
+    try {
+      const OnCudaDevice current(device);
+      finalize_and_destroy(*library, *control, handle);
+    } catch (const std::exception&) {  // no device, no communicator
+    }
+    const std::lock_guard lock(ending->mutex);
+    --ending->tear_downs;
+    ending->changed.notify_all();
+  }).detach();
+}
+
+}  // namespace hsdp::comm

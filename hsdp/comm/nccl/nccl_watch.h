@@ -1,0 +1,82 @@
+// Watches the communicators of one rank: errors that NCCL finds out about late, collectives that
+// the GPU does not finish, and the end of the world, at which it aborts all of them.
+//
+// A collective that the GPU has begun and not finished is a wait of this rank for Control, which
+// judges it like any other: who is at fault, and how long is too long. Owns one thread. Aborts and
+// tear-downs run on threads of their own, because NCCL may hang in them; nobody waits for these
+// without a limit. Thread-safe. [Note: NCCL without blocking]
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/nccl/nccl_library.h"
+#include "hsdp/device/event.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp::comm {
+
+class NcclLink;
+
+class NcclWatch {
+ public:
+  NcclWatch(std::shared_ptr<Control> control, std::shared_ptr<const NcclLibrary> library,
+            Device device);
+  ~NcclWatch();
+  NcclWatch(const NcclWatch&) = delete;
+  NcclWatch& operator=(const NcclWatch&) = delete;
+
+  void add(NcclLink* link);
+  void remove(NcclLink* link);
+  // A collective that the GPU does between the two events.
+  void follow(const NcclLink* link, WaitState call, const Event& begun, const Event& done);
+  // Ends a communicator that nothing uses any more.
+  void tear_down(NcclHandle handle);
+  // The abort that follows the world's failure is over, on this rank.
+  [[nodiscard]] bool aborted() const;
+
+ private:
+  struct Followed {
+    const NcclLink* link;
+    WaitState call;
+    Event begun;
+    Event done;
+    int slot = -1;  // of the wait that Control was told of
+  };
+  // What threads that may hang share with this; they outlive it then.
+  struct Ending {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int tear_downs = 0;
+    bool aborted = false;
+  };
+
+  void watch();
+  void look_at_collectives();
+  [[nodiscard]] std::optional<Failure> look_at_links();
+  void abort_all();
+
+  std::shared_ptr<Control> control_;
+  std::shared_ptr<const NcclLibrary> library_;
+  Device device_;
+  std::shared_ptr<Ending> ending_ = std::make_shared<Ending>();
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<NcclLink*> links_;
+  std::deque<Followed> followed_;
+  std::chrono::steady_clock::time_point remote_since_;
+  bool closing_ = false;
+  bool failed_ = false;
+  std::shared_ptr<void> on_failure_;
+  std::thread thread_;
+};
+
+}  // namespace hsdp::comm

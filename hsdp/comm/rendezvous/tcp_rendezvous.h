@@ -1,0 +1,27 @@
+// Rank 0's TCP door at HSDP_ADDR:HSDP_PORT, for jobs of several hosts.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "hsdp/comm/rendezvous/launch_environment.h"
+#include "hsdp/comm/unique_fd.h"
+
+namespace hsdp::comm {
+
+// UsageError that names the variables to set, where address or secret are missing.
+void require_tcp_settings(const LaunchEnvironment& launch);
+
+// Listening and non-blocking. Error when the address is not of this host or the port is taken.
+[[nodiscard]] UniqueFd listen_tcp_hub(const std::string& address, int port);
+
+// One attempt: connects, and both sides prove the secret. Empty when nobody listens, or
+// (`was_refused`) when who listens does not prove the secret.
+[[nodiscard]] UniqueFd connect_tcp_hub(const std::string& address, int port,
+                                       const std::string& secret, std::chrono::milliseconds limit,
+                                       bool& was_refused);
+
+// The numeric address of this end.
+[[nodiscard]] std::string own_address(int socket);
+
+}  // namespace hsdp::comm

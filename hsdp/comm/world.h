@@ -1,0 +1,47 @@
+// How a process gets its world: by rendezvous with its peers, or as threads of one process.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/rendezvous/launch_environment.h"
+
+namespace hsdp {
+
+// kAuto: shared memory where a pair of ranks can pass descriptors, else TCP. kTcp forces TCP for
+// every pair (tests, benchmarks; HSDP_TRANSPORT=tcp does the same).
+enum class TransportChoice { kAuto, kTcp };
+
+struct WorldOptions {
+  std::string engine = "auto";  // auto | host | nccl | mpi
+  Device device{};
+  std::chrono::milliseconds timeout{300'000};
+  TransportChoice transport = TransportChoice::kAuto;
+  std::optional<comm::LaunchEnvironment> launch;  // default: detect_launch()
+};
+
+// The world of this process' job. Collective over the job. A second call in one process shares the
+// first one's connections (weakly held: they close with the last user).
+[[nodiscard]] Communicator connect_world(const WorldOptions& options = {});
+
+// `size` ranks as threads of this process: element r is rank r's world. For tests and examples.
+[[nodiscard]] std::vector<Communicator> in_process_world(int size,
+                                                         const WorldOptions& options = {});
+
+namespace comm {
+// Rendezvous and control connection of this process (rank 0 relays).
+[[nodiscard]] std::shared_ptr<Control> connect_control(const LaunchEnvironment& launch,
+                                                       std::chrono::milliseconds timeout);
+// Control for `size` threads of this process.
+[[nodiscard]] std::vector<std::shared_ptr<Control>> in_process_control(
+    int size, std::chrono::milliseconds timeout);
+// The host engine over the whole world of `control`.
+[[nodiscard]] Communicator host_world(std::shared_ptr<Control> control, TransportChoice transport);
+}  // namespace comm
+
+}  // namespace hsdp

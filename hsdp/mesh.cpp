@@ -1,0 +1,197 @@
+#include "hsdp/mesh.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <string_view>
+#include <utility>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/error.h"
+
+namespace hsdp {
+namespace {
+
+std::string size_text(const MeshOptions& options) {
+  return std::to_string(options.replicate) + " x " + std::to_string(options.shard);
+}
+
+void check_sizes(const MeshOptions& options) {
+  if (options.replicate < 1 || options.shard < 1) {
+    throw UsageError("mesh: expected replicate and shard of at least 1, got " + size_text(options));
+  }
+  if (!std::isfinite(options.timeout_s) || options.timeout_s <= 0) {
+    throw UsageError("mesh: expected a timeout_s above 0, got " +
+                     std::to_string(options.timeout_s));
+  }
+}
+
+void check_engine(const MeshOptions& options, std::string_view engine) {
+  if (options.engine != "auto" && options.engine != engine) {
+    throw UsageError("mesh: expected the engine of its job, '" + std::string(engine) +
+                     "', or 'auto', got '" + options.engine + "'");
+  }
+  const bool only_host_memory = engine == "host" || engine == "mpi";
+  if (!only_host_memory || options.device == Device{}) return;
+  throw UsageError("mesh: expected host memory on the " + std::string(engine) + " engine, got " +
+                   to_string(options.device));
+}
+
+// The job ranks of the mesh in world order (replica major), from `ranks` or the whole job.
+std::vector<int> world_order(const MeshOptions& options, int job_rank, int job_size) {
+  std::vector<int> order;
+  if (options.ranks.empty()) {
+    if (options.replicate * options.shard != job_size) {
+      throw UsageError("mesh: expected replicate x shard equal to the world of " +
+                       std::to_string(job_size) + ", got " + size_text(options) +
+                       "; start that many processes, or name the mesh's ranks with `ranks`");
+    }
+    for (int r = 0; r < job_size; ++r) order.push_back(r);
+    return order;
+  }
+  if (static_cast<int>(options.ranks.size()) != options.replicate) {
+    throw UsageError("mesh: expected ranks of " + size_text(options) + ", got " +
+                     std::to_string(options.ranks.size()) + " rows");
+  }
+  for (const std::vector<int>& row : options.ranks) {
+    if (static_cast<int>(row.size()) != options.shard) {
+      throw UsageError("mesh: expected ranks of " + size_text(options) + ", got a row of " +
+                       std::to_string(row.size()));
+    }
+    order.insert(order.end(), row.begin(), row.end());
+  }
+  std::set<int> seen;
+  for (const int rank : order) {
+    if (rank < 0 || rank >= job_size) {
+      throw UsageError("mesh: expected ranks from 0 to " + std::to_string(job_size - 1) + ", got " +
+                       std::to_string(rank));
+    }
+    if (!seen.insert(rank).second) {
+      throw UsageError("mesh: expected every rank once, got rank " + std::to_string(rank) +
+                       " twice");
+    }
+  }
+  if (!seen.contains(job_rank)) {
+    throw UsageError("mesh: expected ranks to hold this process' rank " + std::to_string(job_rank) +
+                     "; each process passes the array that holds its own rank");
+  }
+  return order;
+}
+
+constexpr std::string_view kRanksFollow = " of job ranks";
+
+std::string describe(const MeshOptions& options, const std::vector<int>& order) {
+  std::string text = size_text(options) + std::string(kRanksFollow);
+  for (const int rank : order) text += ' ' + std::to_string(rank);
+  return text;
+}
+
+std::vector<int> order_in(const std::string& description) {
+  std::istringstream text(
+      description.substr(description.rfind(kRanksFollow) + kRanksFollow.size()));
+  return {std::istream_iterator<int>(text), {}};
+}
+
+// Every rank checks all of them, so that none goes on into a split that others have left.
+void check_agreement(const std::vector<std::string>& all, const std::vector<int>& members) {
+  const auto size = all.size();
+  const auto of_size = [size](std::size_t r) {
+    return std::to_string(r) + " of " + std::to_string(size);
+  };
+  for (std::size_t r = 0; r < size; ++r) {
+    if (!all[r].starts_with('!')) continue;
+    throw MismatchError(
+        "mesh: rank " + of_size(r) + " could not make its mesh: " + all[r].substr(1), {members[r]});
+  }
+  for (std::size_t r = 0; r < size; ++r) {
+    for (const int member : order_in(all[r])) {
+      const auto m = static_cast<std::size_t>(member);
+      if (all[m] == all[r]) continue;
+      const std::size_t later = std::max(r, m);
+      throw MismatchError("mesh: expected '" + all[std::min(r, m)] + "', got '" + all[later] +
+                              "' on rank " + of_size(later) +
+                              "; pass the same replicate, shard and ranks on all of them",
+                          {members[later]});
+    }
+  }
+}
+
+}  // namespace
+
+struct Mesh::State {
+  MeshOptions options;
+  int rank = 0;
+  Communicator world;
+  Communicator shard_group;
+  Communicator replicate_group;
+};
+
+Mesh::Mesh(const Communicator& job, const MeshOptions& options)
+    : state_(std::make_shared<State>()) {
+  Communicator parent = job;
+  const std::vector<int>& members = job.world_ranks();
+  // A rank that finds its own arguments wrong tells the others before it throws, so that nobody
+  // waits for a split that never comes.
+  std::vector<int> order;
+  std::string fault;
+  try {
+    check_sizes(options);
+    check_engine(options, job.engine_name());
+    order = world_order(options, job.rank(), job.size());
+  } catch (const UsageError& error) {
+    fault = error.what();
+  }
+  const std::string mine = fault.empty() ? describe(options, order) : "!" + fault;
+  const std::vector<std::string> all = parent.exchange(mine, "init_mesh");
+  if (!fault.empty()) throw UsageError(fault);
+  check_agreement(all, members);
+  const auto place = std::ranges::find(order, job.rank()) - order.begin();
+  State& state = *state_;
+  state.options = options;
+  state.rank = static_cast<int>(place);
+  state.world = parent.split(order.front(), state.rank);
+  state.shard_group = state.world.split(replica(), shard_rank());
+  state.replicate_group = state.world.split(shard_rank(), replica());
+}
+
+Mesh::State& Mesh::state() const {
+  if (!state_ || !state_->world) throw UsageError("mesh: it was closed; make a new one");
+  return *state_;
+}
+
+int Mesh::rank() const { return state_->rank; }
+int Mesh::size() const { return replicate_size() * shard_size(); }
+int Mesh::replica() const { return rank() / shard_size(); }
+int Mesh::shard_rank() const { return rank() % shard_size(); }
+int Mesh::replicate_size() const { return state_->options.replicate; }
+int Mesh::shard_size() const { return state_->options.shard; }
+double Mesh::timeout_s() const { return state_->options.timeout_s; }
+Device Mesh::device() const { return state_->options.device; }
+
+Communicator& Mesh::world() const { return state().world; }
+Communicator& Mesh::shard_group() const { return state().shard_group; }
+Communicator& Mesh::replicate_group() const { return state().replicate_group; }
+
+void Mesh::close() {
+  if (!state_) return;
+  state_->replicate_group = {};
+  state_->shard_group = {};
+  state_->world = {};
+}
+
+bool Mesh::closed() const { return !state_ || !state_->world; }
+
+Mesh init_mesh(const MeshOptions& options) {
+  check_sizes(options);
+  WorldOptions world;
+  world.engine = options.engine;
+  world.device = options.device;
+  world.timeout = std::chrono::milliseconds(std::llround(options.timeout_s * 1000));
+  world.transport = options.transport;
+  return {connect_world(world), options};
+}
+
+}  // namespace hsdp

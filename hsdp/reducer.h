@@ -1,0 +1,202 @@
+// Reduces gradients over a mesh: reduce-scatter in the shard group each microbatch, fp32 carry,
+// replica hop on the last. The state machine of docs/design.md [Note: states of a Reducer].
+//
+//   Reducer reducer(mesh, {.reduce_dtype = Dtype::kBf16});
+//   reducer.register_parameter({.name = "w", .shape = {128, 64}});
+//   for (int m = 0; m < 4; ++m) {
+//     reducer.begin_microbatch({.last = m == 3});
+//     reducer.gradient_ready("w", gradient);           // from any thread, in any order
+//     reducer.end_microbatch();
+//   }
+//   TensorView mean = reducer.shard("w");               // this rank's slice, fp32
+//
+// Ownership: the Reducer owns carry, staging and accumulators. A gradient handed to gradient_ready
+// must stay valid and unchanged until end_microbatch (or abandon_microbatch) returns or throws:
+// declare it before the Microbatch guard, or pass `keep_alive`. `shard()` views live until the next
+// begin_microbatch.
+// Streams: on CUDA nothing waits for the GPU but what returns a number or a vector, saving a
+// snapshot and close; found_inf, the norms and partial_shard also write to memory of the device.
+// Gradients are read after the work that set_stream()'s stream had when gradient_ready was called;
+// results are ordered before the work it gets next. The stream that frees or overwrites a gradient
+// waits for packed().
+// Threads: gradient_ready may be called from any thread during a microbatch; everything else from
+// one thread at a time. Reductions run on streams of the Reducer's own.
+// Collective: construction, the first begin_microbatch, microbatches, finish, discard, grad_norm,
+// clip_grad_norm, found_inf to memory, gather_* and close are called by every rank of the mesh in
+// the same order.
+// Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
+// (all stay usable); PeerLostError, TimeoutError, MismatchError end the Reducer: every later call
+// repeats the first of these, but for stats, close and reading the last finished result.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/bucket_layout.h"
+#include "hsdp/device/stream.h"
+#include "hsdp/mesh.h"
+#include "hsdp/reducer_stats.h"
+#include "hsdp/replica_hop.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp {
+
+enum class Sync : std::uint8_t { kNone, kShard, kAll };
+enum class Missing : std::uint8_t { kError, kZero };
+enum class Backwards : std::uint8_t { kOne, kMany };
+enum class AccumulateDtype : std::uint8_t { kF32, kParam };
+
+// [Note: buckets that a cache holds]
+constexpr std::int64_t kHostBucketBytes = std::int64_t{2} << 20;
+constexpr std::int64_t kGpuBucketBytes = std::int64_t{32} << 20;
+
+struct ReducerOptions {
+  std::optional<Dtype> reduce_dtype;   // wire of the shard hop; default: each gradient's own dtype
+  std::optional<Dtype> replica_dtype;  // wire of the replica hop; default: the reduce dtype
+  Layout layout = Layout::kFlat;
+  std::optional<std::int64_t> bucket_bytes;  // wire bytes of a whole bucket; default: as below
+  Missing missing = Missing::kError;
+  Backwards backwards = Backwards::kOne;
+  AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of sync = none
+  std::string reduction = "exact";                           // or "native" (nccl only)
+  std::shared_ptr<ReplicaHop> replica_hop;                   // default: plain_hop()
+};
+
+struct ParameterSpec {
+  std::string name;
+  Shape shape;
+  Dtype dtype = Dtype::kF32;  // of its gradients: f32, bf16 or f16
+  std::optional<Dtype> reduce_dtype;
+  std::string group;  // parameters whose sync flags are set together; a group has its own buckets
+};
+
+// Which sync a microbatch runs: an explicit `sync` decides; else a group whose gradient sync is off
+// is none; else last = true means all and last = false shard; else the all-reduce flag decides.
+struct MicrobatchOptions {
+  std::optional<bool> last;
+  std::optional<Sync> sync;
+};
+
+// How long `keep_alive` of a gradient on a GPU is kept: until the GPU has read it, or, by an
+// allocator that was told of pack_streams(), until the reads are enqueued there.
+enum class KeptUntil : std::uint8_t { kRead, kEnqueued };
+
+struct Slice {
+  std::int64_t offset = 0;  // in the flattened parameter
+  std::int64_t count = 0;
+};
+
+// A full array of one parameter, contiguous, for gather_gradients and gather_parameters.
+struct NamedArray {
+  std::string name;
+  TensorView array;
+};
+
+class Reducer {
+ public:
+  explicit Reducer(const Mesh& mesh, ReducerOptions options = {});
+  ~Reducer();  // waits for own work in flight; never throws, never hangs
+  Reducer(Reducer&&) noexcept;
+  Reducer& operator=(Reducer&&) noexcept;
+
+  // Before the first microbatch, same order on every rank. Returns the parameter's index.
+  int register_parameter(const ParameterSpec& spec);
+
+  // As in FSDP2 the gradient sync flag sets the all-reduce flag too.
+  void set_requires_gradient_sync(bool flag, const std::optional<std::string>& group = {});
+  void set_requires_all_reduce(bool flag, const std::optional<std::string>& group = {});
+  // None restores the default. Outside a microbatch, until the step's last one begins; persists.
+  void set_gradient_divide_factor(std::optional<double> factor);
+  void set_loss_scale(double scale);  // between steps
+
+  // CUDA: where the caller produces gradients and reads results, a framework's current stream.
+  // Default: the device's legacy default stream. It may change from call to call; the last one
+  // must live until the Reducer is gone.
+  void set_stream(const Stream& stream);
+
+  void begin_microbatch(const MicrobatchOptions& options = {});
+  // Packs at once when there is room, else keeps the view (and `keep_alive`) and packs later.
+  // Never waits for a peer or for staging. `produced`: when the gradient is valid, for one that was
+  // made on another stream.
+  void gradient_ready(std::string_view name, const StridedView& gradient,
+                      std::shared_ptr<const void> keep_alive = {},
+                      const std::optional<Event>& produced = {});
+  void gradient_ready(int parameter, const StridedView& gradient,
+                      std::shared_ptr<const void> keep_alive = {},
+                      const std::optional<Event>& produced = {},
+                      KeptUntil kept_until = KeptUntil::kRead);
+  // Where gradients are read on CUDA, the same ones for good; after the first begin_microbatch.
+  [[nodiscard]] std::vector<Stream> pack_streams() const;
+  // Completes when all gradients handed over so far have been read.
+  [[nodiscard]] Event packed();
+  // A gradient came that could not even be made a view of: end_microbatch raises UsageError with
+  // this message and drops the step. From any thread; no-op when no microbatch is open.
+  void reject_gradient(std::string_view message);
+  void end_microbatch();
+  // The caller's block raised: sends what peers wait for, marks the step as dropped on all ranks.
+  // Throws nothing of its own; no-op when no microbatch is open.
+  void abandon_microbatch(std::string_view reason) noexcept;
+
+  // Completes a pending carry without fresh gradients; with none pending it only waits until all
+  // ranks agree on the step. Safe to call twice.
+  void finish();
+  void discard();  // drops it; no-op when none is pending
+  void close();    // waits for own work and snapshots; then every call but stats() is a UsageError
+
+  [[nodiscard]] TensorView shard(std::string_view name);  // fp32, writable, this rank's slice
+  // carry / (f s), a copy. Not while a group that was all earlier in the step holds totals.
+  [[nodiscard]] std::vector<float> partial_shard(std::string_view name);
+  void partial_shard(std::string_view name, TensorView out);  // f32 of the slice's count
+  [[nodiscard]] Slice slice(std::string_view name);
+  [[nodiscard]] const std::vector<ParameterSpec>& parameters() const;
+
+  void gather_gradients(std::span<const NamedArray> arrays);   // the full mean; f32, bf16, f16
+  void gather_parameters(std::span<const NamedArray> arrays);  // own slice updated; any dtype
+
+  [[nodiscard]] double grad_norm();        // L2 norm of the whole mean gradient
+  void grad_norm(TensorView out);          // the same in one f64
+  double clip_grad_norm(double max_norm);  // scales the shards when above; returns the norm
+  [[nodiscard]] bool found_inf();          // any rank, any synchronizing microbatch of the step
+  void found_inf(TensorView out);          // the same as 1 or 0 in one f32; collective
+
+  // Writes this rank's file in the background; `flush_snapshots` waits and throws its error, as do
+  // the next save_snapshot and close.
+  void save_snapshot(const std::filesystem::path& path, std::int64_t step);
+  void flush_snapshots();
+
+  [[nodiscard]] ReducerStats stats() const;
+
+ private:
+  friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
+  friend void clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
+  class Core;
+  std::unique_ptr<Core> core_;
+};
+
+// One norm over the gradients of several Reducers of one mesh.
+double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
+// The same with the norm in one f64. On CUDA on the stream of the first Reducer, which becomes that
+// of all; nothing waits for the GPU.
+void clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
+
+// Ends the microbatch, or abandons it when an exception leaves the scope.
+//   { Microbatch microbatch(reducer, {.last = true}); backward(); microbatch.end(); }
+class Microbatch {
+ public:
+  explicit Microbatch(Reducer& reducer, const MicrobatchOptions& options = {});
+  ~Microbatch();
+  Microbatch(const Microbatch&) = delete;
+  Microbatch& operator=(const Microbatch&) = delete;
+  void end();
+
+ private:
+  Reducer* reducer_;
+};
+
+}  // namespace hsdp

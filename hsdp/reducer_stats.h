@@ -1,0 +1,38 @@
+// What a Reducer did and holds, so that claims can be counted by tests. Plain data.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace hsdp {
+
+struct ReducerStats {
+  int bucket_count = 0;
+  std::int64_t microbatch_count = 0;  // since construction
+  std::int64_t step_count = 0;        // finished steps
+  std::int64_t begun_step_count = 0;  // dropped ones too
+  std::int64_t reduce_scatter_count = 0;
+  std::int64_t all_reduce_count = 0;  // replica hops
+  std::int64_t all_gather_count = 0;
+  std::int64_t shard_hop_bytes = 0;    // wire bytes of this rank's buckets handed to the hop
+  std::int64_t replica_hop_bytes = 0;  // wire bytes of this rank's shards handed to the hop
+
+  std::int64_t carry_bytes = 0;        // fp32 carry, also the result
+  std::int64_t total_bytes = 0;        // replica-summed totals of groups that are `all` mid-step
+  std::int64_t staging_bytes = 0;      // two buckets
+  std::int64_t accumulator_bytes = 0;  // full-size, sync = none
+  std::int64_t replica_hop_state_bytes = 0;
+  std::int64_t retained_bytes = 0;  // gradients kept by reference until there is staging
+  std::int64_t peak_retained_bytes = 0;
+  std::int64_t snapshot_bytes = 0;  // copies not yet written
+  std::int64_t resident_bytes = 0;  // sum of the above, without the retained references
+  std::int64_t peak_resident_bytes = 0;
+
+  std::string engine;
+  std::string reduction;
+  std::string replica_hop;
+  std::string shard_transport;
+  std::string replica_transport;
+};
+
+}  // namespace hsdp

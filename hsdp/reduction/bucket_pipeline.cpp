@@ -1,0 +1,285 @@
+#include "hsdp/reduction/bucket_pipeline.h"
+
+#include <array>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/kernels/scale_and_cast.h"
+#include "hsdp/kernels/sum_rows.h"
+
+namespace hsdp::reduction {
+namespace {
+
+constexpr int kAfterBuckets = std::numeric_limits<int>::max();                    // a place
+constexpr std::int64_t kNeverDropped = std::numeric_limits<std::int64_t>::max();  // an epoch
+
+}  // namespace
+
+BucketPipeline::BucketPipeline(Parts parts)
+    : parts_(std::move(parts)),
+      has_shard_hop_(parts_.shard_group.size() > 1),
+      has_replica_hop_(parts_.replicate_group.size() > 1),
+      shard_(make_lane("hsdp-shard")),
+      replica_(make_second_lane()) {
+  if (!on_host()) watcher_ = Stream::host_worker("hsdp-watch");
+}
+
+void BucketPipeline::drain() noexcept {
+  const auto quietly = [](const auto& call) {
+    try {
+      call();
+    } catch (...) {  // was reported when it happened
+    }
+  };
+  send_delayed();
+  quietly([this] { replica_.host.synchronize(); });
+  quietly([this] { shard_.host.synchronize(); });
+  quietly([this] { wait_watcher(); });
+  quietly([this] { wait(shard_.device.record()); });
+  quietly([this] { wait(replica_.device.record()); });
+}
+
+BucketPipeline::Lane BucketPipeline::make_lane(const char* name) const {
+  if (on_host()) return {Stream::host_worker(name), Stream::inline_host()};
+  return {parts_.issuer->stream(), Stream::create(parts_.device, name)};
+}
+
+// A second lane pays only when both hops exist. A GPU's has the same thread: collectives must be
+// issued in one order on every rank.
+BucketPipeline::Lane BucketPipeline::make_second_lane() const {
+  if (!has_shard_hop_ || !has_replica_hop_) return shard_;
+  return make_lane("hsdp-replica");
+}
+
+void BucketPipeline::guarded(std::int64_t epoch, const std::function<void()>& task) {
+  if (parts_.outcome.skips(epoch)) return;
+  std::exception_ptr error;
+  try {
+    task();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Told after the handler, when this thread holds no share of the exception any more.
+  if (error) parts_.outcome.fail(std::move(error));
+}
+
+bool BucketPipeline::needs_completion(const GroupLaunch& group) const {
+  if (group.sync != Sync::kAll) return false;
+  const bool divided_already =
+      group.reduce && has_shard_hop_ && !has_replica_hop_ && group.final && !group.adds_total;
+  return !divided_already;
+}
+
+void BucketPipeline::run_ordered(int place, std::int64_t epoch, std::function<void()> task) {
+  if (on_host()) {
+    shard_.host.run(std::move(task));
+  } else {
+    parts_.issuer->run_ordered(std::move(task), place,
+                               [this, epoch] { return parts_.outcome.skips(epoch); });
+  }
+}
+
+void BucketPipeline::launch(const Launch& launch) {
+  if (launch.slot != kNoSlot) send_to_shard_hop(launch);
+  if (on_host()) {
+    if (needs_completion(launch.group)) send_to_replica_hop(launch);
+    return;
+  }
+  send_delayed();
+  if (!needs_completion(launch.group)) return;
+  const std::lock_guard lock(delayed_mutex_);
+  delayed_ = launch;
+}
+
+// So that the shard hop of a bucket and the replica hop of the one before run beside each other.
+void BucketPipeline::send_delayed() {
+  const std::lock_guard lock(delayed_mutex_);
+  if (const auto launch = std::exchange(delayed_, std::nullopt)) send_to_replica_hop(*launch);
+}
+
+void BucketPipeline::send_to_shard_hop(const Launch& launch) {
+  run_ordered(launch.bucket, launch.epoch, [this, launch] {
+    guarded(launch.epoch, [&] {
+      shard_.stream().wait(launch.packed);
+      reduce_scatter(launch);
+    });
+    // After a failure a peer may still be reading the slot, and nothing is sent any more.
+    if (!parts_.outcome.failed()) parts_.slot_free(launch.slot, shard_.stream().record());
+  });
+}
+
+void BucketPipeline::send_to_replica_hop(const Launch& launch) {
+  const auto complete_bucket = [this, launch] {
+    guarded(launch.epoch, [&] {
+      Stream stream = replica_.stream();
+      stream.wait(launch.packed);
+      stream.wait(shard_.stream().record());
+      complete(launch);
+    });
+  };
+  if (!on_host()) return run_ordered(launch.bucket, launch.epoch, complete_bucket);
+  if (!replica_.host.same_queue(shard_.host)) replica_.host.wait(shard_.host.record());
+  replica_.host.run(complete_bucket);
+}
+
+void BucketPipeline::reduce_scatter(const Launch& launch) {
+  const Bucket& b = bucket(launch.bucket);
+  const GroupLaunch& group = launch.group;
+  ReduceScatter args;
+  args.in = parts_.memory.staging(launch.slot, b);
+  args.out = parts_.memory.carry(b);
+  args.cut = b.rows;
+  args.accumulate = group.accumulate;
+  args.sum_exponent = group.send_exponent(b.wire_dtype);
+  args.divisor = group.final && !needs_completion(group) ? group.divisor : 1.0F;
+  args.nonfinite = launch.nonfinite.get();
+  args.bucket = launch.bucket;
+  args.reduction = parts_.reduction;
+  parts_.shard_group.reduce_scatter(args, shard_.stream());
+  ++counts_.reduce_scatter_count;
+  counts_.shard_hop_bytes += sent_bytes(args.in.count, args.in.dtype);
+}
+
+std::int64_t BucketPipeline::sent_bytes(std::int64_t count, Dtype wire) const {
+  const bool widened = parts_.reduction == Reduction::kNative;
+  return count * static_cast<std::int64_t>(size_bytes(widened ? Dtype::kF32 : wire));
+}
+
+// Sums the shard over the replicas, joins an earlier total, divides at the step's end.
+void BucketPipeline::complete(const Launch& launch) {
+  const Bucket& b = bucket(launch.bucket);
+  const GroupLaunch& group = launch.group;
+  const TensorView carry = parts_.memory.carry(b);
+  const bool divides_here = group.final && !group.adds_total;
+  const float divisor = divides_here ? group.divisor : 1.0F;
+  const bool has_carry = group.carry_count > 0;
+  if (has_carry && has_replica_hop_) {
+    ReplicaShard shard;
+    shard.data = carry;
+    shard.wire = parts_.replica_dtype.value_or(b.wire_dtype);
+    shard.bucket = launch.bucket;
+    shard.shard_size = parts_.shard_group.size();
+    shard.microbatch_count = group.carry_count;
+    shard.divisor = divisor;
+    const std::vector<ParameterRange> ranges =
+        shard_ranges(parts_.layout, launch.bucket, parts_.shard_group.rank());
+    shard.parameters = ranges;
+    shard.nonfinite = launch.nonfinite.get();
+    shard.reduction = parts_.reduction;
+    Stream stream = replica_.stream();
+    parts_.hop->reduce(parts_.replicate_group, shard, stream);
+    ++counts_.all_reduce_count;
+    counts_.replica_hop_bytes += sent_bytes(carry.count, shard.wire);
+  } else if (has_carry && divides_here) {
+    kernels::ScaleAndCast args;
+    args.in = args.out = carry.data;
+    args.count = carry.count;
+    args.divisor = divisor;
+    args.nonfinite = launch.nonfinite.get();
+    kernels::scale_and_cast(args, replica_.stream());
+  }
+  if (!group.final || group.adds_total) add_total(launch);
+}
+
+void BucketPipeline::add_total(const Launch& launch) {
+  const Bucket& b = bucket(launch.bucket);
+  const GroupLaunch& group = launch.group;
+  const TensorView carry = parts_.memory.carry(b);
+  const TensorView total = parts_.memory.total(b);
+  const TensorView out = group.final ? carry : total;
+  const bool has_carry = group.carry_count > 0;
+  const std::array<const void*, 1> rows{has_carry ? carry.data : total.data};
+  const std::array<void*, 1> outs{out.data};
+  kernels::SumRows args;
+  args.rows = rows;
+  args.outs = outs;
+  args.add = has_carry && group.adds_total ? GradientMemory::floats(total) : nullptr;
+  args.spec.divisor = group.final ? group.divisor : 1.0F;
+  args.count = carry.count;
+  args.nonfinite = launch.nonfinite.get();
+  kernels::sum_rows(args, replica_.stream());
+}
+
+void BucketPipeline::join_streams() {
+  send_delayed();
+  if (!replica_.host.same_queue(shard_.host)) shard_.host.wait(replica_.host.record());
+  if (!on_host()) shard_.host.run([this] { shard_.stream().wait(replica_.stream().record()); });
+}
+
+void BucketPipeline::run_after(Scope scope, std::int64_t epoch, std::function<void()> task) {
+  auto guarded_task = [this, epoch, task = std::move(task)] { guarded(epoch, task); };
+  if (scope == Scope::kThisRank) return shard_.host.run(std::move(guarded_task));
+  // After all buckets: of several Reducers the others' buckets come first.
+  run_ordered(kAfterBuckets, epoch, std::move(guarded_task));
+}
+
+void BucketPipeline::run_when_done(std::function<void()> task) {
+  if (on_host()) {
+    task();
+    return;
+  }
+  watcher_->run([this, done = shard_.stream().record(), task = std::move(task)] {
+    guarded(kNeverDropped, [&] {
+      wait(done);
+      task();
+    });
+  });
+}
+
+void BucketPipeline::run_now(Scope scope, const std::function<void(Stream&)>& task) {
+  if (on_host()) {
+    Stream stream = shard_.stream();
+    task(stream);
+    return;
+  }
+  std::exception_ptr error;
+  const auto run_it = [&] {
+    try {
+      Stream stream = shard_.stream();
+      task(stream);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  if (scope == Scope::kAllRanks) {
+    run_ordered(kAfterBuckets, kNeverDropped, run_it);
+  } else {
+    shard_.host.run(run_it);
+  }
+  shard_.host.synchronize();
+  if (error) std::rethrow_exception(error);
+}
+
+void BucketPipeline::wait_launched() {
+  replica_.host.synchronize();
+  shard_.host.synchronize();
+}
+
+void BucketPipeline::wait_watched() {
+  wait_launched();
+  wait_watcher();
+}
+
+void BucketPipeline::wait_watcher() {
+  if (watcher_) watcher_->synchronize();
+}
+
+Event BucketPipeline::done() {
+  Stream stream = shard_.stream();
+  stream.wait(replica_.stream().record());
+  return stream.record();
+}
+
+void BucketPipeline::wait_idle() {
+  wait_watched();
+  wait_done();
+  in_flight_.reap();
+}
+
+void BucketPipeline::hold(std::shared_ptr<const void> memory) {
+  if (!on_host()) in_flight_.hold(shard_.stream().record(), std::move(memory));
+}
+
+}  // namespace hsdp::reduction

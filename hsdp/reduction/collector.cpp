@@ -1,0 +1,332 @@
+#include "hsdp/reduction/collector.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace hsdp::reduction {
+
+Collector::Collector(Parts parts)
+    : parameters_(parts.parameters),
+      layout_(parts.layout),
+      memory_(parts.memory),
+      options_(parts.options),
+      has_shard_hop_(layout_.shard_size() > 1),
+      launch_(std::move(parts.launch)),
+      fail_(std::move(parts.fail)),
+      packs_(parts.device, parts.wait),
+      pieces_(static_cast<std::size_t>(parameters_.size())),
+      arrived_(pieces_.size()),
+      accumulated_(pieces_.size()),
+      kept_(pieces_.size()),
+      states_(layout_.buckets().size()) {
+  for (int b = 0; b < static_cast<int>(layout_.buckets().size()); ++b) {
+    for (const BucketSegment& segment : layout_.buckets()[static_cast<std::size_t>(b)].segments) {
+      std::vector<Piece>& pieces = pieces_[static_cast<std::size_t>(segment.parameter)];
+      if (pieces.empty() || pieces.back().bucket != b) pieces.push_back({b, {}});
+      pieces.back().segments.push_back(segment);
+    }
+  }
+  if (has_shard_hop_) {
+    for (int slot = 0; slot < slot_count(options_.order); ++slot) {
+      free_slots_.emplace_back(slot, Event());
+    }
+  }
+}
+
+const GroupLaunch& Collector::group_of(int parameter) const {
+  return groups_[static_cast<std::size_t>(parameters_.group_of(parameter))];
+}
+
+// True when a fresh gradient of that parameter is added locally instead of being packed.
+bool Collector::accumulates(int parameter) const {
+  return group_of(parameter).sync == Sync::kNone || options_.many_backwards;
+}
+
+void Collector::begin(std::vector<GroupLaunch> groups) {
+  const std::scoped_lock lock(mutex_);
+  packs_.join();  // local sums are written for one slot and read for another
+  open_ = true;
+  groups_ = std::move(groups);
+  std::ranges::fill(arrived_, 0);
+  order_.clear();
+  next_slot_ = next_launch_ = 0;
+  unpacked_ = 0;
+  for (std::size_t b = 0; b < states_.size(); ++b) {
+    const Bucket& bucket = layout_.buckets()[b];
+    const GroupLaunch& group = groups_[static_cast<std::size_t>(bucket.group)];
+    states_[b] = {};
+    if (group.sync == Sync::kNone || bucket.rows.count() == 0) continue;
+    order_.push_back(static_cast<int>(b));
+  }
+  for (std::size_t p = 0; p < pieces_.size(); ++p) {
+    const GroupLaunch& group = group_of(static_cast<int>(p));
+    if (group.sync == Sync::kNone || !group.reduce) continue;
+    for (const Piece& piece : pieces_[p]) {
+      ++states_[static_cast<std::size_t>(piece.bucket)].unpacked;
+      ++unpacked_;
+    }
+  }
+  assign_slots();
+  launch_complete();
+}
+
+bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner owner,
+                       const Event& produced) {
+  const auto p = static_cast<std::size_t>(parameter);
+  Lock lock(mutex_);
+  if (arrived_[p] != 0 && !options_.many_backwards) return false;
+  arrived_[p] = 1;
+  if (accumulates(parameter)) {
+    run_unlocked(lock, [&] {
+      Lock repeats(repeats_mutex_, std::defer_lock);
+      if (options_.many_backwards) repeats.lock();
+      packs_.wait(kNoSlot, produced);
+      accumulate(parameter, {&gradient, {}, false});
+      packs_.hold(owner);
+    });
+    wake_waiter();
+    return true;
+  }
+  kept_[p] = {gradient, std::move(owner), produced, false, 0, 0};
+  accept(lock, parameter);
+  return true;
+}
+
+void Collector::accumulate(int parameter, const Contribution& contribution) {
+  const auto p = static_cast<std::size_t>(parameter);
+  Contribution whole = contribution;
+  const TensorView accumulator = memory_.accumulator(parameter);
+  if (accumulated_[p] != 0) whole.accumulated = accumulator;
+  add_to_accumulator(whole, accumulator, packs_.of(kNoSlot));
+  accumulated_[p] = 1;
+}
+
+void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
+  ++in_flight_;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    pack();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Told after the handler, when this thread holds no share of the exception any more.
+  if (error) fail_(std::move(error));
+  lock.lock();
+  --in_flight_;
+}
+
+// Packs what can be packed of a parameter whose contribution stands in kept_, keeps the rest.
+void Collector::accept(Lock& lock, int parameter) {
+  const auto p = static_cast<std::size_t>(parameter);
+  Kept& kept = kept_[p];
+  kept.unpacked_pieces = static_cast<std::int64_t>(pieces_[p].size());
+  if (pieces_[p].empty()) kept = {};  // no elements: nothing to keep
+  if (!has_shard_hop_) {
+    const StridedView gradient = kept.gradient;
+    const Contribution contribution = contribution_of(parameter, gradient);
+    const bool adds = group_of(parameter).accumulate;
+    const ShardSlice& slice = layout_.slice(parameter, 0);
+    run_unlocked(lock, [&, produced = kept.produced] {
+      packs_.wait(kNoSlot, produced);
+      add_to_carry(contribution, slice.flat_offset, adds, memory_.carry(slice), packs_.of(kNoSlot));
+    });
+    for (const Piece& piece : pieces_[p]) piece_packed(parameter, piece.bucket);
+    launch_complete();
+    wake_waiter();
+    return;
+  }
+  pack_pieces(lock, parameter);
+}
+
+void Collector::pack_pieces(Lock& lock, int parameter) {
+  const auto p = static_cast<std::size_t>(parameter);
+  bool waits = false;
+  std::vector<Work> now;
+  for (int i = 0; i < static_cast<int>(pieces_[p].size()); ++i) {
+    const Piece& piece = pieces_[p][static_cast<std::size_t>(i)];
+    BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
+    if (state.slot >= 0) {
+      now.push_back({parameter, i});
+    } else {
+      state.waiting.push_back(parameter);
+      waits = true;
+    }
+  }
+  Kept& kept = kept_[p];
+  if (waits && kept.gradient.data != nullptr) {
+    kept.bytes = kept.gradient.count() * static_cast<std::int64_t>(size_bytes(kept.gradient.dtype));
+    retained_bytes_ += kept.bytes;
+    peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
+  }
+  for (const Work& work : now) pack_one(lock, work);
+}
+
+// `gradient` is the caller's copy of the kept view: release_gradients() may clear that one while a
+// pack is under way.
+Contribution Collector::contribution_of(int parameter, const StridedView& gradient) const {
+  const auto p = static_cast<std::size_t>(parameter);
+  Contribution contribution;
+  if (gradient.data != nullptr) contribution.fresh = &gradient;
+  contribution.hole = kept_[p].hole;
+  if (accumulated_[p] != 0) contribution.accumulated = memory_.accumulator(parameter);
+  return contribution;
+}
+
+void Collector::pack_one(Lock& lock, Work work) {
+  const auto p = static_cast<std::size_t>(work.parameter);
+  const Piece& piece = pieces_[p][static_cast<std::size_t>(work.piece)];
+  const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(piece.bucket)];
+  const BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
+  const int slot = state.slot;
+  const TensorView staging = memory_.staging(slot, bucket);
+  const int exponent = group_of(work.parameter).send_exponent(bucket.wire_dtype);
+  const StridedView gradient = kept_[p].gradient;
+  const Contribution contribution = contribution_of(work.parameter, gradient);
+  run_unlocked(lock, [&, free = state.slot_free, produced = kept_[p].produced] {
+    packs_.wait(slot, free);
+    packs_.wait(slot, produced);
+    for (const BucketSegment& segment : piece.segments) {
+      pack_segment(contribution, segment, exponent, staging, packs_.of(slot));
+    }
+  });
+  piece_packed(work.parameter, piece.bucket);
+  launch_complete();
+  wake_waiter();
+}
+
+void Collector::piece_packed(int parameter, int bucket) {
+  if (!open_) return;  // dropped while the pack was in flight
+  --states_[static_cast<std::size_t>(bucket)].unpacked;
+  --unpacked_;
+  Kept& kept = kept_[static_cast<std::size_t>(parameter)];
+  if (--kept.unpacked_pieces == 0) {
+    retained_bytes_ -= kept.bytes;
+    packs_.hold(kept.owner);
+    kept = {};
+  }
+}
+
+std::vector<int> Collector::missing() const {
+  const std::scoped_lock lock(mutex_);
+  std::vector<int> result;
+  for (int p = 0; p < parameters_.size(); ++p) {
+    if (arrived_[static_cast<std::size_t>(p)] == 0) result.push_back(p);
+  }
+  return result;
+}
+
+void Collector::fill_holes() {
+  static const StridedView kNothing;
+  packs_.join();
+  for (int parameter = 0; parameter < parameters_.size(); ++parameter) {
+    const auto p = static_cast<std::size_t>(parameter);
+    const GroupLaunch& group = group_of(parameter);
+    if (group.sync != Sync::kNone && !group.reduce) continue;
+    Lock lock(mutex_);
+    const bool hole = arrived_[p] == 0 && group.fresh;
+    if (group.sync == Sync::kNone) {
+      if (!hole) continue;
+      arrived_[p] = 1;
+      lock.unlock();
+      accumulate(parameter, {nullptr, {}, true});
+      continue;
+    }
+    const bool packed_on_arrival = arrived_[p] != 0 && !options_.many_backwards;
+    if (packed_on_arrival) continue;
+    arrived_[p] = 1;
+    kept_[p] = {kNothing, {}, {}, hole || accumulated_[p] == 0, 0, 0};
+    accept(lock, parameter);
+  }
+}
+
+void Collector::pack_until(const std::function<bool()>& done) {
+  Lock lock(mutex_);
+  const WaiterScope waiter(done_, done);
+  while (true) {
+    pack_ready(lock);
+    if (done()) return;
+    if (ready_.empty()) changed_.wait(lock);
+  }
+}
+
+bool Collector::leaves_packing_to_caller() const {
+  return options_.order == PackOrder::kAhead && done_ != nullptr && reducing_ > 0;
+}
+
+// A waiter that is woken for nothing costs its core, and this thread the lock.
+void Collector::wake_waiter() {
+  const bool for_done = done_ != nullptr && (*done_)();
+  const bool for_help = leaves_packing_to_caller() && !ready_.empty();
+  const bool for_quiet = awaits_quiet_ && in_flight_ == 0;
+  if (for_done || for_help || for_quiet) changed_.notify_all();
+}
+
+void Collector::wait_for_packs_in_flight(Lock& lock) {
+  awaits_quiet_ = true;
+  changed_.wait(lock, [&] { return in_flight_ == 0; });
+  awaits_quiet_ = false;
+}
+
+void Collector::end() {
+  const std::scoped_lock lock(mutex_);
+  open_ = false;
+  for (int p = 0; p < parameters_.size(); ++p) {
+    const GroupLaunch& group = group_of(p);
+    if (group.sync != Sync::kNone && group.reduce) accumulated_[static_cast<std::size_t>(p)] = 0;
+  }
+}
+
+void Collector::release_gradients() {
+  Lock lock(mutex_);
+  for (Kept& kept : kept_) {
+    if (kept.unpacked_pieces == 0) continue;
+    retained_bytes_ -= kept.bytes;
+    kept.bytes = 0;
+    kept.gradient = {};
+    kept.hole = true;
+  }
+  wait_for_packs_in_flight(lock);
+  lock.unlock();
+  packs_.wait_idle();
+}
+
+void Collector::drop() {
+  Lock lock(mutex_);
+  open_ = false;
+  ready_.clear();
+  wait_for_packs_in_flight(lock);
+  for (std::size_t i = next_launch_; i < order_.size(); ++i) {
+    BucketState& state = states_[static_cast<std::size_t>(order_[i])];
+    if (state.slot >= 0) free_slots_.emplace_back(state.slot, state.slot_free);
+    state = {};
+  }
+  for (Kept& kept : kept_) {
+    retained_bytes_ -= kept.bytes;
+    packs_.hold(kept.owner);
+    kept = {};
+  }
+  next_slot_ = next_launch_ = order_.size();
+}
+
+void Collector::clear_accumulators() {
+  const std::scoped_lock lock(mutex_);
+  std::ranges::fill(accumulated_, 0);
+}
+
+void Collector::notify() {
+  const std::scoped_lock lock(mutex_);
+  changed_.notify_all();
+}
+
+std::int64_t Collector::retained_bytes() const {
+  const std::scoped_lock lock(mutex_);
+  return retained_bytes_;
+}
+
+std::int64_t Collector::peak_retained_bytes() const {
+  const std::scoped_lock lock(mutex_);
+  return peak_retained_bytes_;
+}
+
+}  // namespace hsdp::reduction

@@ -1,0 +1,176 @@
+// Collects the gradients of one microbatch: packs each as soon as there is room, keeps a reference
+// where there is none, and hands complete buckets on in layout order.
+//
+// arrive() may be called from any thread and never waits. On CUDA "packed" means enqueued on a
+// stream of PackStreams; events tell the pipeline and the caller when it is done.
+// slot_free() is called by the pipeline's
+// thread and packs what was kept for the next bucket. The other calls come from one thread at a
+// time.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "hsdp/reduction/gradient_memory.h"
+#include "hsdp/reduction/group_launch.h"
+#include "hsdp/reduction/pack_streams.h"
+#include "hsdp/reduction/packing.h"
+
+namespace hsdp::reduction {
+
+class Collector {
+ public:
+  // Called with the collector's lock held: must only enqueue.
+  // `packed`: the bucket's row is complete.
+  using LaunchBucket = std::function<void(int bucket, int slot, const Event& packed)>;
+
+  struct Options {
+    bool many_backwards = false;
+    PackOrder order = PackOrder::kAhead;
+  };
+  struct Parts {
+    const ParameterTable& parameters;
+    const BucketLayout& layout;
+    GradientMemory& memory;
+    Device device;
+    Options options;
+    LaunchBucket launch;
+    std::function<void(std::exception_ptr)> fail;  // a pack failed: the Reducer is to end
+    std::function<void(const Event&)> wait;        // as PackStreams
+  };
+  explicit Collector(Parts parts);
+
+  // Opens a microbatch: one GroupLaunch per group.
+  void begin(std::vector<GroupLaunch> groups);
+
+  // False when that parameter has arrived before and repeats are not allowed; nothing changed then.
+  // The gradient is read after `produced`.
+  [[nodiscard]] bool arrive(int parameter, const StridedView& gradient, GradientOwner owner,
+                            const Event& produced);
+
+  [[nodiscard]] std::vector<int> missing() const;
+  // Counts parameters without a gradient as zeros, and sends the local sums of repeats.
+  void fill_holes();
+  // Packs what was kept until `done`, which is called with the lock held and looked at after every
+  // change; notify() makes it look again.
+  void pack_until(const std::function<bool()>& done);
+  [[nodiscard]] bool all_packed() const { return unpacked_ == 0; }  // for `done`
+  // Closes the microbatch: the local sums that were sent are spent.
+  void end();
+  // Forgets kept gradients: their memory may be dying. They count as zeros from here on.
+  void release_gradients();
+  // Closes the microbatch without sending the rest. Waits for packs in flight.
+  void drop();
+  // Forgets local sums (the step was dropped).
+  void clear_accumulators();
+
+  void slot_free(int slot, const Event& free);
+  // Completes when every gradient so far was read.
+  [[nodiscard]] Event packed() { return packs_.record_all(); }
+  [[nodiscard]] const std::vector<Stream>& pack_streams() const { return packs_.all(); }
+  // Lets go of gradients that the GPU reads before `packs`, events of record_packs(). Waits.
+  void let_go_of_read(const std::vector<Event>& packs) { packs_.reap_after(packs); }
+  [[nodiscard]] std::vector<Event> record_packs() { return packs_.record_each(); }
+  // Packs of the next microbatch come after `event`.
+  void wait_for(const Event& event) { packs_.wait_on_all(event); }
+  void notify();
+
+  [[nodiscard]] std::int64_t retained_bytes() const;
+  [[nodiscard]] std::int64_t peak_retained_bytes() const;
+
+ private:
+  // One parameter in one bucket.
+  struct Piece {
+    int bucket = 0;
+    std::vector<BucketSegment> segments;
+  };
+  struct Kept {
+    StridedView gradient;
+    GradientOwner owner;
+    Event produced;
+    bool hole = false;
+    std::int64_t unpacked_pieces = 0;
+    std::int64_t bytes = 0;
+  };
+  struct BucketState {
+    int slot = -1;
+    Event slot_free;
+    int unpacked = 0;
+    std::vector<int> waiting;  // parameters that arrived before the slot did
+  };
+  struct Work {
+    int parameter = 0;
+    int piece = 0;
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+  using Done = std::function<bool()>;
+  // Holds what pack_until() waits for, with the lock held at both ends.
+  class WaiterScope {
+   public:
+    WaiterScope(const Done*& place, const Done& done) : place_(place) { place_ = &done; }
+    ~WaiterScope() { place_ = nullptr; }
+    WaiterScope(const WaiterScope&) = delete;
+    WaiterScope& operator=(const WaiterScope&) = delete;
+
+   private:
+    const Done*& place_;
+  };
+  [[nodiscard]] const GroupLaunch& group_of(int parameter) const;
+  [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
+  void accept(Lock& lock, int parameter);
+  // Runs `pack` without the lock; an error ends the Reducer.
+  void run_unlocked(Lock& lock, const std::function<void()>& pack);
+  void accumulate(int parameter, const Contribution& contribution);
+  void pack_pieces(Lock& lock, int parameter);
+  void pack_ready(Lock& lock);
+  void pack_one(Lock& lock, Work work);
+  void piece_packed(int parameter, int bucket);
+  void assign_slots();
+  void launch_complete();
+  [[nodiscard]] bool accumulates(int parameter) const;
+  // True when the thread in pack_until() packs while the pipeline's thread reduces.
+  [[nodiscard]] bool leaves_packing_to_caller() const;
+  void wake_waiter();
+  void wait_for_packs_in_flight(Lock& lock);
+
+  const ParameterTable& parameters_;
+  const BucketLayout& layout_;
+  GradientMemory& memory_;
+  const Options options_;
+  const bool has_shard_hop_;
+  const LaunchBucket launch_;
+  const std::function<void(std::exception_ptr)> fail_;
+  PackStreams packs_;
+  std::vector<std::vector<Piece>> pieces_;  // [parameter]
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  const Done* done_ = nullptr;  // of the thread in pack_until()
+  bool awaits_quiet_ = false;
+  std::mutex repeats_mutex_;  // many_backwards: two threads may add to one accumulator
+  bool open_ = false;
+  std::vector<GroupLaunch> groups_;
+  std::vector<char> arrived_;
+  std::vector<char> accumulated_;
+  std::vector<Kept> kept_;
+  std::vector<BucketState> states_;
+  std::vector<int> order_;  // the buckets of this microbatch
+  std::size_t next_slot_ = 0;
+  std::size_t next_launch_ = 0;
+  std::deque<Work> ready_;
+  std::vector<std::pair<int, Event>> free_slots_;  // and after what they may be packed again
+  std::int64_t unpacked_ = 0;
+  int in_flight_ = 0;  // packs
+  int reducing_ = 0;   // buckets launched with a slot that is not free yet
+  std::int64_t retained_bytes_ = 0;
+  std::int64_t peak_retained_bytes_ = 0;
+};
+
+}  // namespace hsdp::reduction

@@ -1,0 +1,89 @@
+#include "hsdp/reduction/gradient_memory.h"
+
+namespace hsdp::reduction {
+namespace {
+
+constexpr std::int64_t kAccumulatorAlignment = 64;  // bytes: a cache line
+
+}  // namespace
+
+GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
+                               Communicator& shard_group, Communicator& replicate_group,
+                               Device device, AccumulateDtype accumulate_dtype)
+    : parameters_(parameters),
+      shard_rank_(shard_group.rank()),
+      device_(device),
+      accumulate_dtype_(accumulate_dtype) {
+  carry_ = replicate_group.allocate(layout.shard_count(shard_rank_), Dtype::kF32);
+  if (layout.shard_size() > 1) {
+    for (SharedMemory& slot : staging_) {
+      slot = shard_group.allocate(layout.max_bucket_bytes(), Dtype::kU8);
+    }
+  }
+}
+
+TensorView GradientMemory::carry(const Bucket& bucket) const {
+  return carry_.view().slice(bucket.shard_offsets[static_cast<std::size_t>(shard_rank_)],
+                             bucket.rows.length(shard_rank_));
+}
+
+TensorView GradientMemory::carry(const ShardSlice& slice) const {
+  return carry_.view().slice(slice.shard_offset, slice.count);
+}
+
+void GradientMemory::require_totals() {
+  if (total_.size() == 0) total_ = Buffer(device_, carry_.view().size_in_bytes());
+}
+
+TensorView GradientMemory::total(const Bucket& bucket) const {
+  return total_.view(Dtype::kF32)
+      .slice(bucket.shard_offsets[static_cast<std::size_t>(shard_rank_)],
+             bucket.rows.length(shard_rank_));
+}
+
+TensorView GradientMemory::staging(int slot, const Bucket& bucket) const {
+  const TensorView bytes = staging_[static_cast<std::size_t>(slot)].view();
+  return {bytes.data, bucket.rows.count(), bucket.wire_dtype, bytes.device};
+}
+
+void GradientMemory::require_accumulators() {
+  if (!accumulator_offsets_.empty()) return;
+  std::int64_t bytes = 0;
+  for (int p = 0; p < parameters_.size(); ++p) {
+    accumulator_offsets_.push_back(bytes);
+    const Dtype dtype =
+        accumulate_dtype_ == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(p).dtype;
+    bytes += parameters_.count(p) * static_cast<std::int64_t>(size_bytes(dtype));
+    bytes += (kAccumulatorAlignment - bytes % kAccumulatorAlignment) % kAccumulatorAlignment;
+  }
+  accumulators_ = Buffer(device_, static_cast<std::size_t>(bytes));
+}
+
+TensorView GradientMemory::accumulator(int parameter) const {
+  const Dtype dtype =
+      accumulate_dtype_ == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(parameter).dtype;
+  return {accumulators_.data() + accumulator_offsets_[static_cast<std::size_t>(parameter)],
+          parameters_.count(parameter), dtype, device_};
+}
+
+std::int64_t GradientMemory::carry_bytes() const {
+  return static_cast<std::int64_t>(carry_.view().size_in_bytes());
+}
+
+std::int64_t GradientMemory::staging_bytes() const {
+  std::int64_t bytes = 0;
+  for (const SharedMemory& slot : staging_) {
+    bytes += static_cast<std::int64_t>(slot.view().size_in_bytes());
+  }
+  return bytes;
+}
+
+std::int64_t GradientMemory::total_bytes() const {
+  return static_cast<std::int64_t>(total_.size());
+}
+
+std::int64_t GradientMemory::accumulator_bytes() const {
+  return static_cast<std::int64_t>(accumulators_.size());
+}
+
+}  // namespace hsdp::reduction

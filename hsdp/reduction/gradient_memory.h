@@ -1,0 +1,70 @@
+// The memory of one Reducer: fp32 carry (also the result), mid-step totals, two staging buckets and
+// the full-size accumulators of sync = none. Sized once from the layout; the rest on first need.
+//
+// The carry is allocated from the replicate group and staging from the shard group, so that peers
+// on the host read them directly. Not thread-safe, but for the views, which never move.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "hsdp/bucket_layout.h"
+#include "hsdp/comm/communicator.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/reduction/parameter_table.h"
+
+namespace hsdp::reduction {
+
+constexpr int kStagingSlots = 2;
+constexpr int kNoSlot = -1;  // of a bucket that is not staged
+
+// Ahead: the next bucket is packed while one is reduced, in two slots. In turn: it is packed after
+// that into the same slot, and reduced from the cache.
+enum class PackOrder : std::uint8_t { kAhead, kInTurn };
+
+inline int slot_count(PackOrder order) { return order == PackOrder::kAhead ? kStagingSlots : 1; }
+
+class GradientMemory {
+ public:
+  // Collective over both groups.
+  GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
+                 Communicator& shard_group, Communicator& replicate_group, Device device,
+                 AccumulateDtype accumulate_dtype);
+
+  // This rank's fp32 carry of a bucket, and of a parameter's slice.
+  [[nodiscard]] TensorView carry(const Bucket& bucket) const;
+  [[nodiscard]] TensorView carry(const ShardSlice& slice) const;
+  // The first fp32 element of that carry.
+  [[nodiscard]] static float* floats(TensorView view) { return static_cast<float*>(view.data); }
+
+  // Replica-summed totals of groups that are all before the step's end. Call require_totals()
+  // first, before tasks are launched.
+  void require_totals();
+  [[nodiscard]] TensorView total(const Bucket& bucket) const;
+
+  // Staging slot `slot`, as the bucket's wire elements.
+  [[nodiscard]] TensorView staging(int slot, const Bucket& bucket) const;
+
+  // The local accumulator of a whole parameter. Call require_accumulators() first.
+  void require_accumulators();
+  [[nodiscard]] TensorView accumulator(int parameter) const;
+
+  [[nodiscard]] std::int64_t carry_bytes() const;
+  [[nodiscard]] std::int64_t staging_bytes() const;
+  [[nodiscard]] std::int64_t total_bytes() const;
+  [[nodiscard]] std::int64_t accumulator_bytes() const;
+
+ private:
+  const ParameterTable& parameters_;
+  int shard_rank_;
+  Device device_;
+  AccumulateDtype accumulate_dtype_;
+  SharedMemory carry_;
+  std::array<SharedMemory, kStagingSlots> staging_;
+  Buffer total_;
+  Buffer accumulators_;
+  std::vector<std::int64_t> accumulator_offsets_;  // bytes
+};
+
+}  // namespace hsdp::reduction

@@ -1,0 +1,34 @@
+// Turns gradients into rows of a bucket: the arithmetic of one parameter, without any state.
+// Everything runs inside a task of `stream`: done when it returns on the host, enqueued on CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "hsdp/bucket_layout.h"
+#include "hsdp/device/stream.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp::reduction {
+
+// What one parameter contributes: the fresh gradient, the local sum of earlier microbatches, both,
+// or neither (a hole: zeros).
+struct Contribution {
+  const StridedView* fresh = nullptr;
+  TensorView accumulated{};  // data == nullptr: none
+  bool hole = false;  // no fresh gradient although the microbatch has one: it counts as zeros
+};
+
+// local sum <- local sum + fresh, in the accumulator's dtype.
+void add_to_accumulator(const Contribution& contribution, TensorView accumulator,
+                        const Stream& stream);
+
+// row <- round((local sum + fresh) * 2^-exponent, wire dtype), for one segment of a bucket.
+void pack_segment(const Contribution& contribution, const BucketSegment& segment, int exponent,
+                  TensorView staging, const Stream& stream);
+
+// A shard group of one rounds nothing: carry <- carry + (local sum + fresh), all fp32.
+// `flat_offset` is the flat offset of carry's first element in the parameter.
+void add_to_carry(const Contribution& contribution, std::int64_t flat_offset, bool accumulate,
+                  TensorView carry, const Stream& stream);
+
+}  // namespace hsdp::reduction

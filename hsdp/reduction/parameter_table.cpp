@@ -1,0 +1,125 @@
+#include "hsdp/reduction/parameter_table.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "hsdp/error.h"
+
+namespace hsdp::reduction {
+namespace {
+
+void check_gradient_dtype(Dtype dtype, std::string_view what, const std::string& parameter) {
+  if (is_gradient_dtype(dtype)) return;
+  throw UsageError("reducer: parameter '" + parameter + "': expected " + std::string(what) +
+                   " of f32, bf16 or f16, got " + std::string(name(dtype)));
+}
+
+// A name has to fit into a snapshot, which may be written long after.
+void check_name(const std::string& parameter) {
+  constexpr std::size_t kMaxNameBytes = 4096;
+  if (parameter.empty()) throw UsageError("reducer: expected a parameter name, got ''");
+  if (parameter.size() > kMaxNameBytes) {
+    throw UsageError("reducer: parameter '" + parameter.substr(0, 32) +
+                     "...': expected a name of at most " + std::to_string(kMaxNameBytes) +
+                     " bytes, got " + std::to_string(parameter.size()));
+  }
+  try {
+    static_cast<void>(nlohmann::json(parameter).dump());
+  } catch (const nlohmann::json::exception&) {
+    throw UsageError("reducer: parameter '" + parameter + "': expected a name in UTF-8");
+  }
+}
+
+void check_shape(const ParameterSpec& spec) {
+  constexpr std::int64_t kMaxCount = std::int64_t{1} << 40;
+  const auto refuse = [&](const std::string& expected) {
+    throw UsageError("reducer: parameter '" + spec.name + "': expected " + expected + ", got " +
+                     to_string(spec.shape));
+  };
+  const auto negative = [](std::int64_t extent) { return extent < 0; };
+  if (std::ranges::any_of(spec.shape, negative)) refuse("extents of at least 0");
+  std::int64_t count = 1;
+  for (const std::int64_t extent : spec.shape) {
+    if (extent > kMaxCount || (count > 0 && extent > kMaxCount / count)) {
+      refuse("at most 2^40 elements");
+    }
+    count *= extent;
+  }
+}
+
+}  // namespace
+
+ParameterTable::ParameterTable(const ReducerOptions& options)
+    : reduce_dtype_(options.reduce_dtype) {}
+
+int ParameterTable::add(const ParameterSpec& spec) {
+  check_name(spec.name);
+  if (index_.contains(spec.name)) {
+    throw UsageError("reducer: parameter '" + spec.name +
+                     "': expected a new name, got one registered already; register a shared "
+                     "parameter once");
+  }
+  check_shape(spec);
+  check_gradient_dtype(spec.dtype, "a gradient dtype", spec.name);
+  if (spec.reduce_dtype) check_gradient_dtype(*spec.reduce_dtype, "a reduce_dtype", spec.name);
+  const int parameter = size();
+  index_.emplace(spec.name, parameter);
+  specs_.push_back(spec);
+  counts_.push_back(element_count(spec.shape));
+  const auto known = std::ranges::find(groups_, spec.group);
+  group_of_.push_back(static_cast<int>(known - groups_.begin()));
+  if (known == groups_.end()) groups_.push_back(spec.group);
+  return parameter;
+}
+
+int ParameterTable::find(std::string_view name) const {
+  const auto found = index_.find(std::string(name));
+  if (found != index_.end()) return found->second;
+  std::string message = "reducer: expected a registered parameter, got '" + std::string(name) + "'";
+  for (const ParameterSpec& spec : specs_) {
+    if (spec.name.ends_with(name) || name.ends_with(spec.name)) {
+      message += "; did you mean '" + spec.name + "'?";
+      break;
+    }
+  }
+  throw UsageError(message);
+}
+
+Dtype ParameterTable::wire_dtype(int parameter) const {
+  const ParameterSpec& s = spec(parameter);
+  return s.reduce_dtype.value_or(reduce_dtype_.value_or(s.dtype));
+}
+
+int ParameterTable::find_group(const std::string& name) const {
+  const auto found = std::ranges::find(groups_, name);
+  if (found == groups_.end()) {
+    std::string known;
+    for (const std::string& group : groups_) {
+      known += known.empty() ? "'" : ", '";
+      known += group + "'";
+    }
+    throw UsageError("reducer: expected one of the groups " + known + ", got '" + name + "'");
+  }
+  return static_cast<int>(found - groups_.begin());
+}
+
+std::vector<LayoutParameter> ParameterTable::layout_parameters() const {
+  std::vector<LayoutParameter> result;
+  result.reserve(specs_.size());
+  for (int p = 0; p < size(); ++p) result.push_back({spec(p).shape, wire_dtype(p), group_of(p)});
+  return result;
+}
+
+std::vector<std::string> ParameterTable::describe() const {
+  std::vector<std::string> lines;
+  lines.reserve(specs_.size());
+  for (int p = 0; p < size(); ++p) {
+    const ParameterSpec& s = spec(p);
+    lines.push_back("'" + s.name + "' " + to_string(s.shape) + " " + std::string(name(s.dtype)) +
+                    " reduced in " + std::string(name(wire_dtype(p))) + ", group '" + s.group +
+                    "'");
+  }
+  return lines;
+}
+
+}  // namespace hsdp::reduction

@@ -1,0 +1,55 @@
+// The registered parameters of one Reducer, their groups and wire dtypes.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "hsdp/bucket_layout.h"
+#include "hsdp/reducer.h"
+
+namespace hsdp::reduction {
+
+class ParameterTable {
+ public:
+  explicit ParameterTable(const ReducerOptions& options);
+
+  int add(const ParameterSpec& spec);
+  // UsageError when the name is unknown; names a near one when there is one.
+  [[nodiscard]] int find(std::string_view name) const;
+  [[nodiscard]] const std::vector<ParameterSpec>& specs() const { return specs_; }
+  [[nodiscard]] const ParameterSpec& spec(int parameter) const {
+    return specs_[static_cast<std::size_t>(parameter)];
+  }
+  [[nodiscard]] std::int64_t count(int parameter) const {
+    return counts_[static_cast<std::size_t>(parameter)];
+  }
+  [[nodiscard]] int size() const { return static_cast<int>(specs_.size()); }
+  [[nodiscard]] Dtype wire_dtype(int parameter) const;
+
+  // Group 0 is the unnamed one. UsageError for an unknown name.
+  [[nodiscard]] int group_of(int parameter) const {
+    return group_of_[static_cast<std::size_t>(parameter)];
+  }
+  [[nodiscard]] int find_group(const std::string& name) const;
+  [[nodiscard]] int group_count() const { return static_cast<int>(groups_.size()); }
+  [[nodiscard]] const std::string& group_name(int group) const {
+    return groups_[static_cast<std::size_t>(group)];
+  }
+
+  [[nodiscard]] std::vector<LayoutParameter> layout_parameters() const;
+  // One line per parameter; equal on all ranks, or the first differing line is the news.
+  [[nodiscard]] std::vector<std::string> describe() const;
+
+ private:
+  std::optional<Dtype> reduce_dtype_;
+  std::vector<ParameterSpec> specs_;
+  std::vector<std::int64_t> counts_;
+  std::vector<int> group_of_;
+  std::vector<std::string> groups_;
+  std::unordered_map<std::string, int> index_;
+};
+
+}  // namespace hsdp::reduction

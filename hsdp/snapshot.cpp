@@ -1,0 +1,236 @@
+#include "hsdp/snapshot.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <map>
+#include <system_error>
+
+#include "hsdp/error.h"
+#include "hsdp/snapshot/parameter_reader.h"
+#include "hsdp/snapshot/snapshot_file_writer.h"
+#include "hsdp/snapshot/snapshot_files.h"
+
+namespace hsdp {
+namespace {
+
+constexpr std::size_t kMaxNamed = 8;  // in messages
+
+[[noreturn]] void fail(const std::filesystem::path& path, const std::string& what) {
+  throw SnapshotError("snapshot: " + printable(path.string()) + ": " + what);
+}
+
+// The rank in "rank_<digits>.h5", or -1.
+int rank_of(const std::string& file_name) {
+  constexpr std::string_view kPrefix = "rank_";
+  constexpr std::string_view kSuffix = ".h5";
+  std::string_view text = file_name;
+  if (!text.starts_with(kPrefix) || !text.ends_with(kSuffix)) return -1;
+  text.remove_prefix(kPrefix.size());
+  text.remove_suffix(std::min(kSuffix.size(), text.size()));
+  int rank = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
+  if (error != std::errc() || end != text.data() + text.size() || rank < 0) return -1;
+  return rank_file_name(rank) == file_name ? rank : -1;
+}
+
+std::map<int, std::filesystem::path> find_rank_files(const std::filesystem::path& directory) {
+  std::map<int, std::filesystem::path> found;
+  std::error_code error;
+  for (std::filesystem::directory_iterator it(directory, error), end; !error && it != end;
+       it.increment(error)) {
+    const int rank = rank_of(it->path().filename().string());
+    if (rank >= 0) found.emplace(rank, it->path());
+  }
+  if (error) fail(directory, "cannot read the directory: " + error.message());
+  if (found.empty()) fail(directory, "holds no snapshot: no rank_00000.h5");
+  return found;
+}
+
+void check_complete(const std::filesystem::path& directory,
+                    const std::map<int, std::filesystem::path>& found, int file_count) {
+  std::string missing;
+  std::size_t missing_count = 0;
+  for (int rank = 0; rank < file_count; ++rank) {
+    if (found.count(rank) != 0) continue;
+    if (++missing_count <= kMaxNamed) {
+      missing += (missing_count == 1 ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  if (missing_count != 0) {
+    if (missing_count > kMaxNamed) missing += ", ...";
+    fail(directory, "incomplete: expected " + std::to_string(file_count) + " files, missing " +
+                        std::to_string(missing_count) + " (rank " + missing + ")");
+  }
+  if (found.rbegin()->first >= file_count) {
+    fail(directory, "mixed: " + found.rbegin()->second.filename().string() +
+                        " is of another run; expected " + std::to_string(file_count) + " files");
+  }
+}
+
+std::vector<SnapshotFile> open_directory(const std::filesystem::path& directory) {
+  const auto found = find_rank_files(directory);
+  std::vector<SnapshotFile> files;
+  files.push_back(SnapshotFile::open(found.begin()->second));
+  check_complete(directory, found, files.front().header().file_count);
+  for (auto it = std::next(found.begin()); it != found.end(); ++it) {
+    files.push_back(SnapshotFile::open(it->second));
+  }
+  for (std::size_t rank = 0; rank < files.size(); ++rank) {
+    const int written = files[rank].header().info.rank;
+    if (written != static_cast<int>(rank)) {
+      files[rank].fail("mixed: the file is of rank " + std::to_string(written));
+    }
+  }
+  return files;
+}
+
+std::vector<SnapshotFile> open_single(const std::filesystem::path& path) {
+  std::vector<SnapshotFile> files;
+  files.push_back(SnapshotFile::open(path));
+  const int file_count = files.front().header().file_count;
+  if (file_count != 1) {
+    files.front().fail("one of " + std::to_string(file_count) +
+                       " files: give the directory that holds them all");
+  }
+  return files;
+}
+
+// The first fact in which two files of one snapshot differ, or nothing.
+std::string find_difference(const SnapshotHeader& a, const SnapshotHeader& b) {
+  const SnapshotInfo& x = a.info;
+  const SnapshotInfo& y = b.info;
+  if (x.id != y.id) return "id " + printable(x.id) + " and " + printable(y.id);
+  if (x.step != y.step) return "step " + std::to_string(x.step) + " and " + std::to_string(y.step);
+  if (x.replicate_size != y.replicate_size || x.shard_size != y.shard_size ||
+      a.file_count != b.file_count) {
+    return "mesh";
+  }
+  if (x.partial != y.partial) return "partial and result";
+  if (x.microbatch_count != y.microbatch_count) return "microbatch count";
+  if (x.divide_factor != y.divide_factor) return "divide factor";
+  if (x.loss_scale != y.loss_scale) return "loss scale";
+  if (x.replica_dtype != y.replica_dtype) return "replica dtype";
+  if (x.replica_hop != y.replica_hop) return "replica hop";
+  if (x.reduction != y.reduction) return "reduction";
+  if (x.layout != y.layout) return "layout";
+  if (x.engine != y.engine) return "engine";
+  if (a.slices.size() != b.slices.size()) return "number of parameters";
+  for (std::size_t i = 0; i < a.slices.size(); ++i) {
+    const SnapshotSlice& p = a.slices[i];
+    const SnapshotSlice& q = b.slices[i];
+    if (p.name != q.name)
+      return "parameter '" + printable(p.name) + "' and '" + printable(q.name) + "'";
+    if (p.shape != q.shape) return "shape of '" + printable(p.name) + "'";
+    if (p.dtype != q.dtype || p.reduce_dtype != q.reduce_dtype || p.data_dtype != q.data_dtype) {
+      return "dtypes of '" + printable(p.name) + "'";
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+void Snapshot::Files::check_agreement() const {
+  for (const SnapshotFile& file : files) {
+    const std::string difference = find_difference(files.front().header(), file.header());
+    if (!difference.empty()) {
+      fail(path, "mixed: " + files.front().path().filename().string() + " and " +
+                     file.path().filename().string() + " differ: " + printable(difference));
+    }
+  }
+}
+
+void Snapshot::Files::place_slices() {
+  const auto per_copy = files.size() / static_cast<std::size_t>(copy_count);
+  for (std::size_t copy = 0; copy < static_cast<std::size_t>(copy_count); ++copy) {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      std::vector<SlicePlace>& slices = places.emplace_back();
+      for (std::size_t file = copy * per_copy; file < (copy + 1) * per_copy; ++file) {
+        const SnapshotSlice& slice = files[file].header().slices[i];
+        if (slice.count != 0) {
+          slices.push_back({slice.offset, slice.offset + slice.count, file});
+        }
+      }
+      std::sort(slices.begin(), slices.end(),
+                [](const SlicePlace& x, const SlicePlace& y) { return x.begin < y.begin; });
+      std::int64_t covered = 0;
+      for (const SlicePlace& slice : slices) {
+        if (slice.begin != covered) break;
+        covered = slice.end;
+      }
+      const bool tiles =
+          covered == parameters[i].count && (slices.empty() ? 0 : slices.back().end) == covered;
+      if (!tiles) {
+        fail(path, "the slices of '" + printable(parameters[i].name) + "' in copy " +
+                       std::to_string(copy) + " do not tile its " +
+                       std::to_string(parameters[i].count) + " elements");
+      }
+    }
+  }
+}
+
+Snapshot Snapshot::open(const std::filesystem::path& path) {
+  std::error_code error;
+  const auto files = std::make_shared<Files>();
+  files->path = path;
+  files->files =
+      std::filesystem::is_directory(path, error) ? open_directory(path) : open_single(path);
+  files->check_agreement();
+  const SnapshotHeader& first = files->files.front().header();
+  for (const SnapshotSlice& slice : first.slices) {
+    files->parameters.push_back(
+        {slice.name, slice.shape, slice.dtype, slice.reduce_dtype, element_count(slice.shape)});
+  }
+  files->copy_count = first.info.layout == "full" ? first.file_count : first.info.replicate_size;
+  files->place_slices();
+  Snapshot snapshot;
+  snapshot.files_ = files;
+  return snapshot;
+}
+
+const SnapshotInfo& Snapshot::info() const { return files_->files.front().header().info; }
+
+const std::vector<SnapshotParameter>& Snapshot::parameters() const { return files_->parameters; }
+
+const std::filesystem::path& Snapshot::path() const { return files_->path; }
+
+int Snapshot::copy_count() const { return files_->copy_count; }
+
+namespace {
+
+template <class Out>
+void read_elements(const Snapshot& snapshot, std::size_t parameter, int replica, std::int64_t begin,
+                   std::span<Out> out) {
+  const SnapshotInfo& info = snapshot.info();
+  if (parameter >= snapshot.parameters().size() || replica < 0 || replica >= info.replicate_size ||
+      begin < 0 || begin > snapshot.parameters()[parameter].count ||
+      static_cast<std::int64_t>(out.size()) > snapshot.parameters()[parameter].count - begin) {
+    throw UsageError("snapshot: read outside of the snapshot");
+  }
+  // "full": one file, or every rank's; the first rank of the replica stands for it.
+  int copy = replica;
+  if (info.layout == "full") copy = snapshot.copy_count() == 1 ? 0 : replica * info.shard_size;
+  ParameterReader reader(snapshot);
+  while (!out.empty()) {
+    const StoredElements stored = reader.read(parameter, copy, begin);
+    const auto count = std::min(out.size(), static_cast<std::size_t>(stored.count));
+    convert(stored, stored_divisor(info), out.first(count));
+    out = out.subspan(count);
+    begin += static_cast<std::int64_t>(count);
+  }
+}
+
+}  // namespace
+
+void Snapshot::read(std::size_t parameter, int replica, std::int64_t begin,
+                    std::span<float> out) const {
+  read_elements(*this, parameter, replica, begin, out);
+}
+
+void Snapshot::read(std::size_t parameter, int replica, std::int64_t begin,
+                    std::span<double> out) const {
+  read_elements(*this, parameter, replica, begin, out);
+}
+
+}  // namespace hsdp

@@ -1,0 +1,123 @@
+// Gradients on disk: one HDF5 file per rank, or one for all. docs/snapshot_format.md describes the
+// bytes for other readers.
+//
+// A file is written under a temporary name, synced, then renamed: a killed writer never leaves a
+// file that passes. Bad or foreign files throw SnapshotError; nothing crashes on any input.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/tensor_view.h"
+
+namespace hsdp {
+
+constexpr int kSnapshotSchemaVersion = 1;
+
+class ParameterReader;
+
+// What every file of a snapshot says about the run; equal in all files but for `rank`.
+struct SnapshotInfo {
+  std::string id;  // random, agreed by the ranks; mixed ids are refused
+  std::int64_t step = 0;
+  int replicate_size = 1;
+  int shard_size = 1;
+  int rank = 0;  // in the mesh's world: replica * shard_size + shard
+  std::int64_t microbatch_count = 0;
+  double divide_factor = 1.0;         // f
+  double loss_scale = 1.0;            // s
+  Dtype replica_dtype = Dtype::kF32;  // wire of the replica hop
+  std::string replica_hop = "plain";  // "plain" or "loco"
+  std::string reduction = "exact";    // "exact" or "native"
+  std::string layout = "flat";        // "flat", "dim0" or "full" (plain named arrays)
+  std::string engine = "host";
+  bool partial = false;  // the data is the undivided shard-group sum; the divisor is apart
+};
+
+// One parameter's slice as this rank holds it: elements [offset, offset + data.count) of the
+// flattened gradient. `data` is f32 (f64, bf16, f16 for plain arrays), contiguous, host memory.
+struct SnapshotEntry {
+  std::string name;
+  Shape shape;
+  Dtype dtype = Dtype::kF32;         // the parameter's gradient dtype
+  Dtype reduce_dtype = Dtype::kF32;  // wire of the shard hop
+  std::int64_t offset = 0;
+  ConstTensorView data;
+};
+
+// Writes one rank's file now: `path/rank_00003.h5` (the directory is made), or `path` itself when
+// it ends in .h5 and the snapshot has one file. Blocks until it is durable.
+void write_snapshot_file(const std::filesystem::path& path, const SnapshotInfo& info,
+                         std::span<const SnapshotEntry> entries);
+
+// Writes plain named arrays (layout "full": every entry is a whole parameter) as one file, or as
+// this rank's file when `path` is a directory. An empty info.id is replaced by a random one.
+void write_snapshot(const std::filesystem::path& path, SnapshotInfo info,
+                    std::span<const SnapshotEntry> entries);
+
+// A random id for SnapshotInfo: one rank draws it, the others are told.
+[[nodiscard]] std::string new_snapshot_id();
+
+// Copies the data at memory bandwidth and writes in the background, one file after another; the
+// caller may overwrite its gradients when submit() returns. Keeps the memory of one copy for the
+// next.
+class SnapshotWriter {
+ public:
+  SnapshotWriter();
+  ~SnapshotWriter();  // waits for what was submitted; errors not fetched by flush() are lost
+  SnapshotWriter(const SnapshotWriter&) = delete;
+  SnapshotWriter& operator=(const SnapshotWriter&) = delete;
+
+  // Throws SnapshotError at once for what can be known at once (no such directory, no permission)
+  // and rethrows the error of an earlier background write.
+  void submit(const std::filesystem::path& path, const SnapshotInfo& info,
+              std::span<const SnapshotEntry> entries);
+  // Waits until everything submitted is durable; throws the first error.
+  void flush();
+  // Bytes of copies not yet written.
+  [[nodiscard]] std::size_t pending_bytes() const;
+
+ private:
+  class Queue;
+  std::unique_ptr<Queue> queue_;
+};
+
+// One parameter of a whole snapshot, over all its files.
+struct SnapshotParameter {
+  std::string name;
+  Shape shape;
+  Dtype dtype = Dtype::kF32;
+  Dtype reduce_dtype = Dtype::kF32;
+  std::int64_t count = 0;
+};
+
+// A snapshot opened for reading: the directory or the single file. Checks on opening that the files
+// belong together, that none is missing, and that the slices tile every parameter; data is read on
+// demand and checksums are checked by read() and validation.
+class Snapshot {
+ public:
+  [[nodiscard]] static Snapshot open(const std::filesystem::path& path);
+
+  [[nodiscard]] const SnapshotInfo& info() const;  // of the first file
+  [[nodiscard]] const std::vector<SnapshotParameter>& parameters() const;
+  [[nodiscard]] const std::filesystem::path& path() const;
+  // Whole sets of slices in the snapshot: one per replica ("full": one per file).
+  [[nodiscard]] int copy_count() const;
+  // Elements [begin, begin + out.size()) of the flattened mean gradient of a parameter as replica
+  // `replica` holds it (partials: divided by f s), reassembled from shards, in fp64 or fp32.
+  void read(std::size_t parameter, int replica, std::int64_t begin, std::span<float> out) const;
+  void read(std::size_t parameter, int replica, std::int64_t begin, std::span<double> out) const;
+
+ private:
+  Snapshot() = default;
+  friend class ParameterReader;
+  struct Files;
+  std::shared_ptr<const Files> files_;
+};
+
+}  // namespace hsdp

@@ -1,0 +1,73 @@
+#include "hsdp/snapshot/atomic_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <system_error>
+
+#include "hsdp/error.h"
+#include "hsdp/snapshot.h"
+
+namespace hsdp {
+namespace {
+
+constexpr std::size_t kMaxWriteBytes = std::size_t{64} << 20;
+
+std::string temporary_name(const std::filesystem::path& path) {
+  std::string name = ".";
+  name += path.filename().string();
+  name += '.';
+  name += new_snapshot_id();
+  name += ".tmp";
+  return name;
+}
+
+std::filesystem::path folder_of(const std::filesystem::path& path) {
+  return path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(const std::filesystem::path& path)
+    : path_(path),
+      temporary_(folder_of(path) / temporary_name(path)),
+      fd_(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+  if (!fd_) fail("cannot create", errno);
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_) ::unlink(temporary_.c_str());
+}
+
+void AtomicFile::fail(const char* what, int error) const {
+  throw SnapshotError("snapshot: " + std::string(what) + " " + path_.string() + ": " +
+                      std::generic_category().message(error));
+}
+
+void AtomicFile::write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written =
+        ::pwrite(fd_.get(), bytes.data(), std::min(bytes.size(), kMaxWriteBytes),
+                 static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) fail("cannot write", written < 0 ? errno : EIO);
+    offset += static_cast<std::uint64_t>(written);
+    bytes = bytes.subspan(static_cast<std::size_t>(written));
+  }
+}
+
+void AtomicFile::commit() {
+  if (::fsync(fd_.get()) != 0) fail("cannot sync", errno);
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot rename", errno);
+  fd_.reset();
+  const comm::UniqueFd folder(::open(folder_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  // Some file systems cannot sync a folder; they answer EINVAL and need not.
+  if (!folder || (::fsync(folder.get()) != 0 && errno != EINVAL)) {
+    fail("cannot sync the folder of", errno);
+  }
+}
+
+}  // namespace hsdp

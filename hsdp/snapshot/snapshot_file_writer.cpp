@@ -1,0 +1,170 @@
+#include "hsdp/snapshot/snapshot_file_writer.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdio>
+#include <limits>
+#include <random>
+#include <string>
+#include <system_error>
+
+#include "hsdp/error.h"
+#include "hsdp/snapshot/block_checksums.h"
+#include "hsdp/snapshot/hdf5_structure.h"
+
+namespace hsdp {
+namespace {
+
+constexpr std::size_t kMinUserBlockBytes = 512;
+
+SnapshotSlice to_slice(const SnapshotEntry& entry) {
+  if (entry.data.device.type != DeviceType::kHost) {
+    throw UsageError("snapshot: data of '" + printable(entry.name) +
+                     "' must be in host memory, got " + to_string(entry.data.device));
+  }
+  if (entry.data.count > 0 && entry.data.data == nullptr) {
+    throw UsageError("snapshot: data of '" + printable(entry.name) + "' is a null pointer");
+  }
+  SnapshotSlice slice;
+  slice.name = entry.name;
+  slice.shape = entry.shape;
+  slice.dtype = entry.dtype;
+  slice.reduce_dtype = entry.reduce_dtype;
+  slice.data_dtype = entry.data.dtype;
+  slice.offset = entry.offset;
+  slice.count = entry.data.count;
+  return slice;
+}
+
+bool names_a_file(const std::filesystem::path& path) { return path.extension() == ".h5"; }
+
+// The file to write; makes the snapshot's directory.
+std::filesystem::path place_file(const std::filesystem::path& path, int rank) {
+  if (names_a_file(path)) return path;
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) {
+    throw SnapshotError("snapshot: cannot make the directory " + path.string() + ": " +
+                        error.message());
+  }
+  return path / rank_file_name(rank);
+}
+
+// The offsets in the header are not known before HDF5 has placed the data, whose place depends on
+// the header's size: leave room for the longest.
+std::size_t user_block_bytes(SnapshotHeader header) {
+  constexpr auto kLongest = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+  header.checksums_offset = kLongest;
+  for (SnapshotSlice& slice : header.slices) slice.data_offset = kLongest;
+  const std::size_t json_bytes = encode_json(header).size();
+  if (json_bytes > kMaxHeaderJsonBytes) {
+    throw UsageError("snapshot: names and shapes take " + std::to_string(json_bytes) +
+                     " bytes, more than " + std::to_string(kMaxHeaderJsonBytes));
+  }
+  return std::max(kMinUserBlockBytes, std::bit_ceil(kHeaderPrefixBytes + json_bytes));
+}
+
+// Writes the parts of the structure between the data; returns their checksum.
+std::uint64_t write_structure(const Hdf5Structure& structure, const std::vector<ByteRange>& ranges,
+                              AtomicFile& file) {
+  static constexpr std::array<std::byte, 4096> kZeros{};
+  const std::uint64_t front_bytes = structure.front.size();
+  RunningChecksum sum;
+  for (ByteRange range : ranges) {
+    while (range.begin < range.end) {
+      auto bytes = std::span<const std::byte>(kZeros);
+      if (range.begin < front_bytes) bytes = std::span(structure.front).subspan(range.begin);
+      bytes = bytes.first(std::min<std::uint64_t>(bytes.size(), range.end - range.begin));
+      sum.add(bytes);
+      file.write_at(range.begin, bytes);
+      range.begin += bytes.size();
+    }
+  }
+  return sum.value();
+}
+
+}  // namespace
+
+std::string rank_file_name(int rank) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "rank_%05d.h5", rank);
+  return text.data();
+}
+
+std::span<const std::byte> bytes_of(const ConstTensorView& view) {
+  return {static_cast<const std::byte*>(view.data), view.size_in_bytes()};
+}
+
+SnapshotFileWriter SnapshotFileWriter::open(const std::filesystem::path& path,
+                                            const SnapshotInfo& info,
+                                            std::span<const SnapshotEntry> entries) {
+  SnapshotHeader header;
+  header.info = info;
+  if (!names_a_file(path) && info.replicate_size > 0 && info.shard_size > 0 &&
+      info.replicate_size <= kMaxSnapshotRanks / info.shard_size) {
+    header.file_count = info.replicate_size * info.shard_size;
+  }
+  for (const SnapshotEntry& entry : entries) header.slices.push_back(to_slice(entry));
+  if (const auto fault = find_fault(header)) throw UsageError("snapshot: " + *fault);
+  static_cast<void>(user_block_bytes(header));
+  return {std::move(header), AtomicFile(place_file(path, info.rank))};
+}
+
+void SnapshotFileWriter::write(std::span<const std::span<const std::byte>> data) {
+  std::vector<std::uint64_t> checksums;
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    header_.slices[i].first_block = checksums.size();
+    append_block_checksums(data[i], checksums);
+  }
+  header_.block_count = checksums.size();
+  const Hdf5Structure structure =
+      build_hdf5_structure(header_, checksums, user_block_bytes(header_));
+
+  const std::string json = encode_json(header_);
+  HeaderPrefix prefix;
+  prefix.json_bytes = static_cast<std::uint32_t>(json.size());
+  prefix.file_bytes = structure.file_bytes;
+  prefix.structure_checksum = write_structure(
+      structure, structure_ranges(header_, kHeaderPrefixBytes + json.size(), prefix.file_bytes),
+      file_);
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    file_.write_at(header_.slices[i].data_offset, data[i]);
+  }
+  file_.write_at(kHeaderPrefixBytes, std::as_bytes(std::span(json)));
+  file_.write_at(0, encode_prefix(prefix, json));
+  file_.commit();
+}
+
+void write_snapshot_file(const std::filesystem::path& path, const SnapshotInfo& info,
+                         std::span<const SnapshotEntry> entries) {
+  std::vector<std::span<const std::byte>> data;
+  for (const SnapshotEntry& entry : entries) data.push_back(bytes_of(entry.data));
+  SnapshotFileWriter::open(path, info, entries).write(data);
+}
+
+void write_snapshot(const std::filesystem::path& path, SnapshotInfo info,
+                    std::span<const SnapshotEntry> entries) {
+  info.layout = "full";
+  if (info.id.empty()) {
+    if (!names_a_file(path) && info.replicate_size * info.shard_size > 1) {
+      throw UsageError("snapshot: a snapshot of several files needs an id that its ranks share");
+    }
+    info.id = new_snapshot_id();
+  }
+  write_snapshot_file(path, info, entries);
+}
+
+std::string new_snapshot_id() {
+  constexpr std::string_view kHex = "0123456789abcdef";
+  std::random_device device;
+  std::string id;
+  for (int word = 0; word < 4; ++word) {
+    for (std::uint32_t bits = device(), digit = 0; digit < 8; ++digit, bits >>= 4U) {
+      id += kHex[bits & 15U];
+    }
+  }
+  return id;
+}
+
+}  // namespace hsdp

@@ -1,0 +1,38 @@
+// One snapshot file in the making, in two steps: open() finds what can be wrong at once, write()
+// makes it durable, later and on any thread.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hsdp/snapshot.h"
+#include "hsdp/snapshot/atomic_file.h"
+#include "hsdp/snapshot/snapshot_header.h"
+
+namespace hsdp {
+
+class SnapshotFileWriter {
+ public:
+  // UsageError for impossible facts; SnapshotError when the folder or file cannot be made.
+  static SnapshotFileWriter open(const std::filesystem::path& path, const SnapshotInfo& info,
+                                 std::span<const SnapshotEntry> entries);
+
+  // `data` holds the bytes of the entries, in their order.
+  void write(std::span<const std::span<const std::byte>> data);
+
+ private:
+  SnapshotFileWriter(SnapshotHeader header, AtomicFile file)
+      : header_(std::move(header)), file_(std::move(file)) {}
+
+  SnapshotHeader header_;
+  AtomicFile file_;
+};
+
+[[nodiscard]] std::string rank_file_name(int rank);
+[[nodiscard]] std::span<const std::byte> bytes_of(const ConstTensorView& view);
+
+}  // namespace hsdp

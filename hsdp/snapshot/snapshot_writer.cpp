@@ -1,0 +1,201 @@
+#include <sys/mman.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "hsdp/error.h"
+#include "hsdp/snapshot/snapshot_file_writer.h"
+
+namespace hsdp {
+namespace {
+
+// Owner of anonymous memory. No huge pages: waiting for them costs more than they save.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(std::size_t size_bytes) : size_bytes_(size_bytes) {
+    void* data =
+        ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) {
+      throw SnapshotError("snapshot: no memory for a copy of " + std::to_string(size_bytes) +
+                          " bytes; flush() earlier or write_snapshot_file() without a copy");
+    }
+    data_ = static_cast<std::byte*>(data);
+  }
+  Memory(Memory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)),
+        size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_bytes_, other.size_bytes_);
+    return *this;
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() {
+    if (data_ != nullptr) ::munmap(data_, size_bytes_);
+  }
+
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] std::size_t size_in_bytes() const { return size_bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_bytes_ = 0;
+};
+
+// A private copy of the data of one file.
+struct DataCopy {
+  Memory memory;
+  std::size_t size_bytes = 0;
+  std::vector<std::span<const std::byte>> parts;
+};
+
+std::size_t total_bytes(std::span<const SnapshotEntry> entries) {
+  std::size_t total = 0;
+  for (const SnapshotEntry& entry : entries) total += entry.data.size_in_bytes();
+  return total;
+}
+
+DataCopy copy_data(std::span<const SnapshotEntry> entries, Memory memory) {
+  DataCopy copy{std::move(memory), 0, {}};
+  for (const SnapshotEntry& entry : entries) {
+    const auto bytes = bytes_of(entry.data);
+    std::byte* const place = copy.memory.data() + copy.size_bytes;
+    if (!bytes.empty()) std::memcpy(place, bytes.data(), bytes.size());
+    copy.parts.emplace_back(place, bytes.size());
+    copy.size_bytes += bytes.size();
+  }
+  return copy;
+}
+
+struct Job {
+  SnapshotFileWriter file;
+  DataCopy data;
+};
+
+}  // namespace
+
+class SnapshotWriter::Queue {
+ public:
+  Queue() : thread_([this] { run(); }) {}
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+  ~Queue() {
+    {
+      const std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  // Memory for a copy: that of an earlier one if it is large enough, as its pages are there
+  // already.
+  Memory memory(std::size_t size_bytes) {
+    if (size_bytes == 0) return {};
+    Memory spare;
+    {
+      const std::lock_guard lock(mutex_);
+      spare = std::move(spare_);
+    }
+    if (spare.size_in_bytes() >= size_bytes) return spare;
+    return Memory(size_bytes);
+  }
+
+  void push(Job job) {
+    {
+      const std::lock_guard lock(mutex_);
+      pending_bytes_ += job.data.size_bytes;
+      jobs_.push_back(std::move(job));
+    }
+    changed_.notify_all();
+  }
+
+  void flush() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return jobs_.empty() && !writing_; });
+    rethrow(lock);
+  }
+
+  void rethrow_earlier_error() {
+    std::unique_lock lock(mutex_);
+    rethrow(lock);
+  }
+
+  [[nodiscard]] std::size_t pending_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return pending_bytes_;
+  }
+
+ private:
+  void rethrow(std::unique_lock<std::mutex>& lock) {
+    if (const std::exception_ptr error = std::exchange(error_, nullptr)) {
+      lock.unlock();
+      std::rethrow_exception(error);
+    }
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
+      if (jobs_.empty()) return;
+      writing_ = true;
+      {
+        Job job = std::move(jobs_.front());
+        jobs_.pop_front();
+        lock.unlock();
+        const std::exception_ptr error = write(job);
+        lock.lock();
+        if (error && !error_) error_ = error;
+        pending_bytes_ -= job.data.size_bytes;
+        if (job.data.memory.size_in_bytes() > spare_.size_in_bytes()) {
+          spare_ = std::move(job.data.memory);
+        }
+      }
+      writing_ = false;
+      changed_.notify_all();
+    }
+  }
+
+  static std::exception_ptr write(Job& job) {
+    try {
+      job.file.write(job.data.parts);
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;
+  std::size_t pending_bytes_ = 0;
+  Memory spare_;
+  std::exception_ptr error_;
+  bool writing_ = false;
+  bool closing_ = false;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+SnapshotWriter::SnapshotWriter() : queue_(std::make_unique<Queue>()) {}
+
+SnapshotWriter::~SnapshotWriter() = default;
+
+void SnapshotWriter::submit(const std::filesystem::path& path, const SnapshotInfo& info,
+                            std::span<const SnapshotEntry> entries) {
+  queue_->rethrow_earlier_error();
+  SnapshotFileWriter file = SnapshotFileWriter::open(path, info, entries);
+  queue_->push({std::move(file), copy_data(entries, queue_->memory(total_bytes(entries)))});
+}
+
+void SnapshotWriter::flush() { queue_->flush(); }
+
+std::size_t SnapshotWriter::pending_bytes() const { return queue_->pending_bytes(); }
+
+}  // namespace hsdp

@@ -1,0 +1,23 @@
+// From collected differences to measures and a verdict.
+#pragma once
+
+#include "hsdp/compare.h"
+#include "hsdp/snapshot/difference.h"
+
+namespace hsdp {
+
+// The coarser dtype: the one with the larger rounding error.
+[[nodiscard]] Dtype coarser(Dtype a, Dtype b);
+
+// The coarsest wire that the gradients of a parameter crossed.
+[[nodiscard]] Dtype coarsest_wire(const SnapshotInfo& info, const SnapshotParameter& parameter);
+[[nodiscard]] bool loco_ran(const SnapshotInfo& info);
+
+// Fills in measures and verdict; `judged` is false for LoCo without a tolerance.
+void judge(const Difference& difference, Criterion criterion, bool judged,
+           ParameterDifference& result);
+
+// How bad a parameter is beside others of its comparison.
+[[nodiscard]] bool is_worse(const ParameterDifference& x, const ParameterDifference& y);
+
+}  // namespace hsdp

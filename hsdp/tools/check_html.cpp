@@ -1,0 +1,25 @@
+#include "hsdp/tools/check_html.h"
+
+#include <string_view>
+
+#include "check_report.h"
+#include "hsdp/tools/check_json.h"
+
+namespace hsdp {
+
+std::string to_html(const nlohmann::ordered_json& findings) {
+  constexpr std::string_view kPlace = "@FINDINGS@";
+  std::string data;
+  // A text cannot end the script element it lies in.
+  for (const char c : dump(findings, -1)) {
+    if (c == '<') {
+      data += "\\u003c";
+    } else {
+      data += c;
+    }
+  }
+  std::string page(kCheckReport);
+  return page.replace(page.find(kPlace), kPlace.size(), data);
+}
+
+}  // namespace hsdp

@@ -1,0 +1,115 @@
+#include "hsdp/tools/check_options.h"
+
+#include <boost/program_options.hpp>
+#include <charconv>
+#include <cmath>
+#include <sstream>
+#include <vector>
+
+#include "hsdp/error.h"
+
+namespace hsdp {
+namespace {
+
+namespace po = boost::program_options;
+
+constexpr const char* kUsage =
+    R"(usage: hsdp_check A B [options]   are two snapshots the same gradients?
+       hsdp_check A [options]     is a snapshot whole and sound?
+
+A and B are snapshot directories or single files. Mesh shapes, layouts and
+dtypes of A and B may differ. By default a parameter is the same when relative
+L2 and max|a-b| / max|b| are at most 2^-20 (f32 wire), 2^-9 (f16), 2^-6 (bf16).
+
+exit status: 0 same or sound, 1 different or unsound, 2 cannot tell
+
+)";
+
+po::options_description visible_options() {
+  po::options_description options("options", 78, 40);
+  options.add_options()                                                                      //
+      ("rtol", po::value<std::string>()->value_name("X"), "same: |a-b| <= atol + rtol |b|")  //
+      ("atol", po::value<std::string>()->value_name("X"), "see --rtol")                      //
+      ("ulp", po::value<std::string>()->value_name("N"),
+       "same: at most N units in the last place of the coarser dtype")  //
+      ("bitwise", po::bool_switch(), "same: equal bits")                //
+      ("json", po::bool_switch(), "print JSON instead of the table")    //
+      ("html", po::value<std::string>()->value_name("FILE"),
+       "write a report to look at, one file")                                  //
+      ("all", po::bool_switch(), "print every parameter, not the worst only")  //
+      ("help,h", po::bool_switch(), "print this text")                         //
+      ("version", po::bool_switch(), "print the version");
+  return options;
+}
+
+std::optional<double> get_number(const po::variables_map& values, const char* option) {
+  if (values.count(option) == 0) return std::nullopt;
+  const auto& text = values[option].as<std::string>();
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(number) ||
+      number < 0) {
+    throw UsageError(std::string("--") + option + ": expected a number >= 0, got '" + text + "'");
+  }
+  return number;
+}
+
+po::variables_map parse(int argc, const char* const* argv) {
+  po::options_description all = visible_options();
+  all.add_options()("snapshot", po::value<std::vector<std::string>>());
+  po::positional_options_description positions;
+  positions.add("snapshot", -1);
+  po::variables_map values;
+  try {
+    // No guessing: --bit is not --bitwise, lest a later option change what a script means.
+    const auto style =
+        po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
+    po::store(
+        po::command_line_parser(argc, argv).options(all).positional(positions).style(style).run(),
+        values);
+    po::notify(values);
+  } catch (const po::error& error) {
+    throw UsageError(std::string(error.what()) + "; see hsdp_check --help");
+  }
+  return values;
+}
+
+}  // namespace
+
+CheckOptions parse_check_options(int argc, const char* const* argv) {
+  const po::variables_map values = parse(argc, argv);
+  CheckOptions options;
+  if (values["help"].as<bool>()) {
+    std::ostringstream text;
+    text << kUsage << visible_options();
+    options.message = text.str();
+    return options;
+  }
+  if (values["version"].as<bool>()) {
+    options.message = "hsdp_check " HSDP_VERSION "\n";
+    return options;
+  }
+  std::vector<std::string> paths;
+  if (values.count("snapshot") != 0) paths = values["snapshot"].as<std::vector<std::string>>();
+  if (paths.empty() || paths.size() > 2) {
+    throw UsageError("expected one or two snapshots, got " + std::to_string(paths.size()) +
+                     "; see hsdp_check --help");
+  }
+  options.a = paths[0];
+  if (paths.size() == 2) options.b = paths[1];
+  options.compare.rtol = get_number(values, "rtol");
+  options.compare.atol = get_number(values, "atol");
+  options.compare.ulp = get_number(values, "ulp");
+  options.compare.bitwise = values["bitwise"].as<bool>();
+  options.json = values["json"].as<bool>();
+  options.all_rows = values["all"].as<bool>();
+  if (values.count("html") != 0) options.html = values["html"].as<std::string>();
+  options.compare.detail = options.html.has_value();
+  const bool limits = options.compare.rtol || options.compare.atol || options.compare.ulp ||
+                      options.compare.bitwise;
+  if (limits && !options.b)
+    throw UsageError("--rtol, --atol, --ulp and --bitwise need two snapshots");
+  return options;
+}
+
+}  // namespace hsdp

@@ -1,0 +1,25 @@
+// The command line of hsdp_check.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "hsdp/compare.h"
+
+namespace hsdp {
+
+struct CheckOptions {
+  std::filesystem::path a;
+  std::optional<std::filesystem::path> b;  // absent: validate `a`
+  CompareOptions compare;
+  bool json = false;
+  std::optional<std::filesystem::path> html;
+  bool all_rows = false;
+  std::string message;  // not empty: print it and exit 0 (--help, --version)
+};
+
+// UsageError for what cannot be understood.
+[[nodiscard]] CheckOptions parse_check_options(int argc, const char* const* argv);
+
+}  // namespace hsdp

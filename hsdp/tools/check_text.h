@@ -1,0 +1,23 @@
+// The findings of hsdp_check for people: a table that fits the terminal, the verdict last.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "hsdp/compare.h"
+#include "hsdp/validate.h"
+
+namespace hsdp {
+
+struct TextStyle {
+  std::size_t width = 0;  // columns
+  bool colour = false;
+  bool all_rows = false;
+};
+
+// For standard output: its width and colour if it is a terminal, $COLUMNS or ample width otherwise.
+[[nodiscard]] TextStyle detect_text_style();
+[[nodiscard]] std::string to_text(const Comparison& comparison, const TextStyle& style);
+[[nodiscard]] std::string to_text(const Validation& validation, const TextStyle& style);
+
+}  // namespace hsdp

@@ -1,0 +1,97 @@
+// hsdp_check: compares two snapshots, or validates one. docs/hsdp_check.md describes it.
+#include <cstdio>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <string>
+
+#include "hsdp/compare.h"
+#include "hsdp/error.h"
+#include "hsdp/tools/check_facts.h"
+#include "hsdp/tools/check_html.h"
+#include "hsdp/tools/check_json.h"
+#include "hsdp/tools/check_options.h"
+#include "hsdp/tools/check_text.h"
+#include "hsdp/tools/progress_bar.h"
+#include "hsdp/validate.h"
+
+namespace hsdp {
+namespace {
+
+// A report must not take the place of what it is about.
+void check_report_path(const CheckOptions& options) {
+  if (!options.html) return;
+  const auto report = std::filesystem::weakly_canonical(*options.html);
+  for (const auto& snapshot : {std::optional(options.a), options.b}) {
+    if (!snapshot) continue;
+    const auto input = std::filesystem::weakly_canonical(*snapshot);
+    if (report != input && report.parent_path() != input) continue;
+    throw UsageError("--html: expected a file apart from the snapshots, got " +
+                     options.html->string());
+  }
+}
+
+void write_report(const std::filesystem::path& path, const nlohmann::ordered_json& findings) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << to_html(findings);
+  file.close();
+  if (!file) throw Error("cannot write the report " + path.string());
+}
+
+void print(const std::string& text) {
+  std::cout << text << std::flush;
+  if (!std::cout) throw Error("cannot write to standard output");
+}
+
+ExitStatus compare(const CheckOptions& options, const Snapshot& a) {
+  const Snapshot b = Snapshot::open(*options.b);
+  const Comparison comparison = [&] {
+    ProgressBar bar;
+    CompareOptions compare_options = options.compare;
+    compare_options.progress = [&bar](double fraction) { bar.show(fraction); };
+    return compare_snapshots(a, b, compare_options);
+  }();
+  if (options.html) write_report(*options.html, to_json(comparison, true));
+  TextStyle style = detect_text_style();
+  style.all_rows = options.all_rows;
+  print(options.json ? dump(to_json(comparison), 2) + "\n" : to_text(comparison, style));
+  return exit_status(comparison.verdict);
+}
+
+ExitStatus validate(const CheckOptions& options, const Snapshot& a) {
+  const Validation validation = [&] {
+    ProgressBar bar;
+    ValidateOptions validate_options;
+    validate_options.progress = [&bar](double fraction) { bar.show(fraction); };
+    return validate_snapshot(a, validate_options);
+  }();
+  if (options.html) write_report(*options.html, to_json(validation));
+  TextStyle style = detect_text_style();
+  style.all_rows = options.all_rows;
+  print(options.json ? dump(to_json(validation), 2) + "\n" : to_text(validation, style));
+  return validation.sound() ? ExitStatus::kSame : ExitStatus::kDifferent;
+}
+
+ExitStatus check(int argc, const char* const* argv) {
+  bool json = false;
+  try {
+    const CheckOptions options = parse_check_options(argc, argv);
+    json = options.json;
+    if (!options.message.empty()) {
+      print(options.message);
+      return ExitStatus::kSame;
+    }
+    check_report_path(options);
+    const Snapshot a = Snapshot::open(options.a);
+    return options.b ? compare(options, a) : validate(options, a);
+  } catch (const std::exception& error) {
+    if (json) std::cout << dump(error_to_json(error.what()), 2) << std::endl;
+    std::cerr << "hsdp_check: cannot tell: " << error.what() << std::endl;
+    return ExitStatus::kCannotTell;
+  }
+}
+
+}  // namespace
+}  // namespace hsdp
+
+int main(int argc, char** argv) { return static_cast<int>(hsdp::check(argc, argv)); }

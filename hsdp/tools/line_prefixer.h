@@ -1,0 +1,39 @@
+// Cuts a stream of bytes into lines and puts a prefix before each.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace hsdp::tools {
+
+class LinePrefixer {
+ public:
+  // A longer line is broken, so that a program that never ends its line cannot fill the memory.
+  static constexpr std::size_t kMaxLineBytes = 1U << 20U;
+
+  explicit LinePrefixer(std::string prefix) : prefix_(std::move(prefix)) {}
+
+  // The lines that are complete now, each with prefix and newline; the rest is kept.
+  [[nodiscard]] std::string feed(std::string_view bytes) {
+    std::string ready;
+    for (const char c : bytes) {
+      line_ += c;
+      if (c == '\n' || line_.size() >= kMaxLineBytes) ready += finish();
+    }
+    return ready;
+  }
+
+  // The last line, if it has no newline yet.
+  [[nodiscard]] std::string finish() {
+    if (line_.empty()) return {};
+    std::string whole = prefix_ + line_ + (line_.back() == '\n' ? "" : "\n");
+    line_.clear();
+    return whole;
+  }
+
+ private:
+  std::string prefix_;
+  std::string line_;
+};
+
+}  // namespace hsdp::tools

@@ -1,0 +1,81 @@
+"""Reduces gradients over a two-dimensional mesh of processes, replicate x shard.
+
+You keep your own training loop; hsdp does the gradient traffic of hybrid-sharded data parallelism.
+Start with `init_mesh` and `Reducer`.
+"""
+
+from __future__ import annotations
+
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+import numpy as _numpy  # before the extension: it is the one thing that must be there
+
+from hsdp import plot
+from hsdp._hsdp import PlainHop, ReplicaHop, __version__
+from hsdp.array import Array
+from hsdp.communicator import Communicator
+from hsdp.comparison import Comparison, ErrorHistogram, ParameterDifference, compare_snapshots
+from hsdp.errors import (
+    Error,
+    MismatchError,
+    PeerLostError,
+    SnapshotError,
+    StepAbortedError,
+    TimeoutError,
+    UsageError,
+)
+from hsdp.mesh import Mesh, init_mesh, job_size
+from hsdp.microbatch import Microbatch
+from hsdp.parameter import Parameter, Slice
+from hsdp.reducer import Reducer
+from hsdp.reducer_results import clip_grad_norm_
+from hsdp.reducer_stats import ReducerStats
+from hsdp.same_weights import broadcast_parameters
+from hsdp.snapshot import Snapshot, SnapshotInfo, read_snapshot, write_snapshot
+
+__all__ = [
+    "Array",
+    "Communicator",
+    "Comparison",
+    "Error",
+    "ErrorHistogram",
+    "Mesh",
+    "Microbatch",
+    "MismatchError",
+    "Parameter",
+    "ParameterDifference",
+    "PeerLostError",
+    "PlainHop",
+    "Reducer",
+    "ReducerStats",
+    "ReplicaHop",
+    "Slice",
+    "Snapshot",
+    "SnapshotError",
+    "SnapshotInfo",
+    "StepAbortedError",
+    "TimeoutError",
+    "UsageError",
+    "__version__",
+    "broadcast_parameters",
+    "clip_grad_norm_",
+    "compare_snapshots",
+    "init_mesh",
+    "job_size",
+    "plot",
+    "read_snapshot",
+    "write_snapshot",
+]
+del _numpy
+
+if _TYPE_CHECKING:
+    from hsdp import torch as torch
+else:
+
+    def __getattr__(name: str) -> _Any:
+        # hsdp.torch is there without being imported before somebody asks for it.
+        if name == "torch":
+            return _importlib.import_module("hsdp.torch")
+        raise AttributeError(f"module 'hsdp' has no attribute '{name}'")

@@ -1,0 +1,30 @@
+"""What a framework's layer does with the microbatches of a Reducer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Attachment(Protocol):
+    """Follows a Reducer's microbatches; knows a framework's parameters and where gradients lie."""
+
+    def microbatch_began(self) -> None:
+        """Raises when the microbatch cannot be; it is then dropped on every rank."""
+
+    def microbatch_ending(self) -> None:
+        """The last chance to hand gradients over."""
+
+    def microbatch_ended(self, completed: bool) -> None:
+        """All is packed, or the step was dropped."""
+
+    def step_dropped(self) -> None:
+        """What was pending was discarded."""
+
+    def gather_gradients(self) -> None:
+        """Puts the whole mean where the framework's optimizers look for it."""
+
+    def gather_parameters(self) -> None:
+        """Completes the parameters, of which this rank updated its slices."""
+
+    def close(self) -> None:
+        """The Reducer is closed."""

@@ -1,0 +1,123 @@
+"""The collectives of one group of ranks."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any, TypeVar, overload
+
+from hsdp import _hsdp
+from hsdp.array import Array
+from hsdp.dtypes import DtypeLike, dtype_text
+
+ArrayT = TypeVar("ArrayT")
+
+
+class Communicator:
+    """A group of ranks of a mesh: `mesh.world`, `mesh.shard_group` or `mesh.replicate_group`.
+
+    Every collective is called by every rank of the group, in the same order. Sums are fp32 for f32,
+    bf16 and f16, in ascending rank: the same inputs give the same bits. Arrays are NumPy arrays,
+    anything with `__dlpack__` (torch, JAX, CuPy) or `hsdp.Array`; they are read and written in
+    place, contiguous, and what is written must be writable.
+
+    All of them wait for the other ranks with the GIL released. Every wait ends: PeerLostError,
+    TimeoutError or MismatchError on every rank name the rank at fault, after which every call on
+    this mesh repeats the error. Ctrl-C in a wait raises KeyboardInterrupt here and ends the mesh:
+    the other ranks get an `hsdp.Error` that names this rank.
+    """
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: _hsdp.Communicator) -> None:
+        self._handle = handle
+
+    @property
+    def rank(self) -> int:
+        """This process' rank in the group."""
+        return self._handle.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return self._handle.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, as ranks of the job, in the order of the group."""
+        return tuple(self._handle.ranks)
+
+    @property
+    def transport(self) -> str:
+        """Which way the bytes go: "shared memory", "tcp", "mixed", "nccl", "mpi" or "none"."""
+        return self._handle.transport
+
+    def all_reduce(self, x: ArrayT) -> ArrayT:
+        """Sums `x` over the ranks, in place, and returns it. f32, bf16, f16, f64 or i64."""
+        self._handle.all_reduce(x)
+        return x
+
+    @overload
+    def mean(self, x: float) -> float: ...
+    @overload
+    def mean(self, x: ArrayT) -> ArrayT: ...
+    def mean(self, x: Any) -> Any:
+        """The mean over the ranks: of a number as a new float (fp64); of an array in place.
+
+        Arrays are f32, bf16 or f16; the sum is divided once, in fp32.
+        """
+        if isinstance(x, Real):  # NumPy's scalars too
+            return self._handle.mean_number(float(x))
+        self._handle.mean(x)
+        return x
+
+    @overload
+    def reduce_scatter(self, x: Any, out: None = None) -> Array: ...
+    @overload
+    def reduce_scatter(self, x: Any, out: ArrayT) -> ArrayT: ...
+    def reduce_scatter(self, x: Any, out: Any = None) -> Any:
+        """This rank's row of the sum of `x` over the ranks.
+
+        n elements are cut into rows of c = ceil(n / size), the last ones shorter or empty. Without
+        `out` the row is a new `hsdp.Array` of the dtype of `x`; `out` may also be f32 where `x` is
+        bf16 or f16, and then holds the sum unrounded. Returns the row.
+        """
+        result = self._handle.reduce_scatter(x, out)
+        return Array(result) if out is None else result
+
+    @overload
+    def all_gather(self, x: Any, out: None = None) -> Array: ...
+    @overload
+    def all_gather(self, x: Any, out: ArrayT) -> ArrayT: ...
+    def all_gather(self, x: Any, out: Any = None) -> Any:
+        """The rows `x` of all ranks, joined in rank order. Any dtype.
+
+        Without `out` (on every rank, or on none) rows may have any lengths, which the ranks tell
+        each other first. With `out`, which holds n elements, rows are those of `reduce_scatter`.
+        Returns the joined array.
+        """
+        result = self._handle.all_gather(x, out)
+        return Array(result) if out is None else result
+
+    def broadcast(self, x: ArrayT, root: int = 0) -> ArrayT:
+        """Copies `x` of rank `root` (of this group) into `x` of all others; returns it."""
+        self._handle.broadcast(x, root)
+        return x
+
+    def barrier(self) -> None:
+        """Returns when every rank of the group has called it."""
+        self._handle.barrier()
+
+    def allocate(self, count: int, dtype: DtypeLike = "f32") -> Array:
+        """Memory of `count` zeros that the group's peers on this host read and write directly.
+
+        Collectives on it cost no copy into shared memory. Collective; each rank may ask for its own
+        count. It lives as long as the array, or anything made from it.
+        """
+        return Array(self._handle.allocate(count, dtype_text(dtype)))
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """What the group was asked to do so far: collective -> (calls, bytes that travelled)."""
+        return self._handle.counts()
+
+    def __repr__(self) -> str:
+        return f"hsdp.Communicator(rank {self.rank} of {self.size}, {self.transport})"

@@ -1,0 +1,49 @@
+"""What hsdp raises. Everything is an `hsdp.Error`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Error(Exception):
+    """Base of everything that hsdp raises.
+
+    `ranks` are the ranks at fault, as ranks of the job; empty where the error concerns no rank. A
+    job that another rank ended on purpose (Ctrl-C in a wait) raises this class and names that rank.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[type[Error], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class PeerLostError(Error):
+    """A peer process ended or its link broke; `ranks` names it. The mesh is over on every rank."""
+
+
+class TimeoutError(Error):  # noqa: A001
+    """A peer did not arrive, or stopped, within the mesh's `timeout_s`. The mesh is over."""
+
+
+class MismatchError(Error):
+    """The ranks did not agree: different calls, counts, shapes, factors or sync modes."""
+
+
+class StepAbortedError(Error):
+    """Another rank dropped the step. It is dropped on every rank, and all stay usable."""
+
+
+class UsageError(Error, ValueError):
+    """A call that breaks the rules: wrong shape, dtype, device, name or order of calls.
+
+    The message says what was wrong and what to do.
+    """
+
+
+class SnapshotError(Error):
+    """A snapshot could not be written, read or understood."""

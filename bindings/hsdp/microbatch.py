@@ -1,0 +1,46 @@
+"""The block in which one microbatch's gradients arrive."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hsdp.reducer import Reducer
+
+
+class Microbatch:
+    """The block of `with reducer.microbatch(...)`: ends the microbatch, or drops the step.
+
+    When the block raises, this rank sends zeros for what its peers still wait for, the step is
+    dropped on every rank, and the exception goes on. The other ranks get a StepAbortedError that
+    names this rank, in this microbatch or a later call; all stay usable, and begin a new step.
+    """
+
+    __slots__ = ("_last", "_reducer", "_sync")
+
+    def __init__(self, reducer: Reducer, last: bool | None, sync: str | None) -> None:
+        self._reducer = reducer
+        self._last = last
+        self._sync = sync
+
+    def __enter__(self) -> Reducer:
+        self._reducer.begin_microbatch(self._last, self._sync)
+        return self._reducer
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._reducer.end_microbatch()
+        else:
+            self._reducer.abandon_microbatch(_reason(kind, error))
+
+
+def _reason(kind: type[BaseException], error: BaseException | None) -> str:
+    text = f"its block raised {kind.__name__}"
+    detail = str(error).partition("\n")[0] if error is not None else ""
+    return f"{text}: {detail[:200]}" if detail else text

@@ -1,0 +1,283 @@
+"""The Reducer: microbatches of gradients in, shards of their mean out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hsdp import _hsdp
+from hsdp.array import as_shape
+from hsdp.dtypes import DtypeLike, dtype_text, wire_text
+from hsdp.errors import UsageError
+from hsdp.mesh import as_mesh
+from hsdp.microbatch import Microbatch
+from hsdp.open_reducers import open_reducers
+from hsdp.parameter import Parameter
+from hsdp.reducer_results import ReducerResults
+
+if TYPE_CHECKING:
+    import torch
+
+    from hsdp.attachment import Attachment
+
+
+class Reducer(ReducerResults):
+    """Reduces gradients over a mesh: each microbatch is reduce-scattered in the shard group and
+    added to an fp32 carry, the step's last one goes over the replicas too.
+
+        mesh = hsdp.init_mesh(replicate=2, shard=2)
+        reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
+        reducer.register("w", (128, 64))
+        for m in range(4):
+            with reducer.microbatch(last=m == 3):
+                reducer.gradient_ready("w", gradient)
+        mean = reducer.shard("w")
+
+    Result = (sum over microbatches and ranks) / f; f is the number of ranks, unless
+    `set_gradient_divide_factor` says otherwise. So microbatches are summed, not averaged.
+
+    - `mesh`: an `hsdp.Mesh`, or a torch DeviceMesh.
+    - `reduce_dtype`: what travels in the shard group: "f32", "bf16", "f16"; None: each gradient's
+      own dtype. Sums are fp32 in any case.
+    - `replica_dtype`: what travels between replicas; None: the reduce dtype.
+    - `layout`: "flat" cuts parameters into even ranges; "dim0" into rows of their first dimension.
+    - `bucket_bytes`: wire bytes that travel together; default 2 MiB on the host, which a cache
+      holds between packing and summing, 32 MiB on GPUs.
+    - `missing`: "error": each parameter gets one gradient per microbatch; "zero": holes are zeros.
+    - `backwards`: "many" adds the gradients of several backward passes within a microbatch.
+    - `accumulate_dtype`: of the local sums of sync="none": "f32", or "param" for the gradient's.
+    - `reduction`: "exact" (the same bits everywhere), or "native" (nccl only).
+    - `replica_hop`: another way over the replicas, as `hsdp.quant.LocoHop`; None: the plain one.
+
+    Construction, the first `begin_microbatch`, microbatches, `finish`, `discard`, `grad_norm`,
+    `clip_grad_norm_`, `gather_*` and `close` are called by every rank of the mesh in the same
+    order. `gradient_ready` may be called from any thread; everything else from one at a time.
+
+    Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
+    (all stay usable). It may come as late as the call that reads the step's result: put `try`
+    around a whole step, and let every rank go on with a new one. PeerLostError, TimeoutError and
+    MismatchError end the Reducer, and every later call repeats them, but for `stats`, `close` and
+    reading the last finished result. Ctrl-C raises KeyboardInterrupt: in your own code within a
+    microbatch it drops the step and all ranks stay usable; in a wait for other ranks it ends the
+    mesh, and they get an `hsdp.Error` that names this rank. In a forked child every call is a
+    UsageError.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        reduce_dtype: DtypeLike | None = None,
+        replica_dtype: DtypeLike | None = None,
+        layout: str = "flat",
+        bucket_bytes: int | None = None,
+        missing: str = "error",
+        backwards: str = "one",
+        accumulate_dtype: str = "f32",
+        reduction: str = "exact",
+        replica_hop: _hsdp.ReplicaHop | None = None,
+    ) -> None:
+        self._mesh = as_mesh(mesh)
+        options = {
+            "reduce_dtype": wire_text(reduce_dtype),
+            "replica_dtype": wire_text(replica_dtype),
+            "layout": layout,
+            "bucket_bytes": None if bucket_bytes is None else int(bucket_bytes),
+            "missing": missing,
+            "backwards": backwards,
+            "accumulate_dtype": accumulate_dtype,
+            "reduction": reduction,
+            "replica_hop": replica_hop,
+        }
+        self._handle = _hsdp.Reducer(self._mesh._handle, options)
+        self._layout = layout
+        self._attachment = None
+        open_reducers.add(self)
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh that gradients are reduced over."""
+        return self._mesh
+
+    @property
+    def layout(self) -> str:
+        """How parameters are cut into slices: "flat" or "dim0"."""
+        return self._layout
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The registered parameters, in order."""
+        return tuple(Parameter(*row) for row in self._handle.parameters())
+
+    def register(
+        self,
+        name: str,
+        shape: int | Iterable[int],
+        dtype: DtypeLike = "f32",
+        reduce_dtype: DtypeLike | None = None,
+        group: str | None = None,
+    ) -> int:
+        """Makes a parameter known; returns its index, which `gradient_ready` takes too.
+
+        Before the first microbatch, in the same order on every rank (which the ranks compare).
+        `dtype` is that of its gradients: f32, bf16 or f16. Parameters of one `group` get their sync
+        flags together and have buckets of their own.
+        """
+        return self._handle.register(
+            name, as_shape(shape), dtype_text(dtype), wire_text(reduce_dtype), group or ""
+        )
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        groups: Mapping[str, torch.nn.Module | Iterable[torch.nn.Module]] | None = None,
+        keep_grads: bool = False,
+    ) -> None:
+        """Takes the gradients of a torch model as its backward passes produce them.
+
+            reducer.attach(model)
+            for m, batch in enumerate(microbatches):
+                with reducer.microbatch(last=m == len(microbatches) - 1):
+                    loss(model(batch)).backward()
+            reducer.gather_gradients()
+            optimizer.step()
+
+        Registers every parameter that requires a gradient, each once (tied ones under their first
+        name), in reverse order. `begin_microbatch` takes `p.grad` out, and each gradient is freed
+        once it is packed. A gradient that is assigned to `p.grad` within a microbatch, without a
+        backward pass, is taken by `end_microbatch`. Activation checkpointing works; with several
+        backward passes in a microbatch, or reentrant checkpointing of shared parameters, make the
+        Reducer with `backwards="many"`.
+
+        - `groups`: name -> a module, or several. Their parameters form a group, whose sync flags
+          are set apart, but for those of modules within that have a group of their own: as FSDP2
+          treats modules that were sharded one by one.
+        - `keep_grads`: `end_microbatch` puts this rank's own sum over the step's microbatches into
+          `p.grad`.
+
+        torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
+        here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
+        closure that `optimizer.step` is given), or update the shards.
+
+        Raises UsageError for parameters that are DTensors (see `hsdp.torch.replica_hook`), sparse,
+        complex or on another device, and for a model in DistributedDataParallel; later for sparse
+        gradients, gradients that come outside of a microbatch, and, when a step begins, for
+        parameters that were added or began to require a gradient since: make another Reducer then.
+        """
+        if self._attachment is not None:
+            raise UsageError(
+                "reducer: attach: expected one model per Reducer, got a second; join them in a "
+                "torch.nn.ModuleList, or make another Reducer"
+            )
+        make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
+        self._attachment = make(self._handle, self._mesh.device, model, groups, bool(keep_grads))
+
+    def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
+        """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""
+        self._handle.set_requires_gradient_sync(bool(flag), group)
+
+    def set_requires_all_reduce(self, flag: bool, group: str | None = None) -> None:
+        """False: microbatches stop at the shard group. Counts where `last` is not given."""
+        self._handle.set_requires_all_reduce(bool(flag), group)
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """What sums are divided by, for results and partials; None: the number of ranks that were
+        summed over. Outside a microbatch, until the step's last one begins; stays until changed.
+        The same on every rank.
+        """
+        self._handle.set_gradient_divide_factor(None if factor is None else float(factor))
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Divides by the loss scale in the same division. Between steps only."""
+        self._handle.set_loss_scale(float(scale))
+
+    def microbatch(self, last: bool | None = None, sync: str | None = None) -> Microbatch:
+        """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
+        drops the step on every rank when the block raises. `last` and `sync` as there.
+        """
+        return Microbatch(self, last, sync)
+
+    def begin_microbatch(self, last: bool | None = None, sync: str | None = None) -> None:
+        """Opens a microbatch; the previous result is over.
+
+        `last=True` ends the step: the gradients are reduced over the replicas as well. `sync` says
+        the same in full: "none" adds locally, "shard" reduce-scatters, "all" goes over the replicas
+        and ends the step. With neither given the flags decide.
+        """
+        self._handle.begin_microbatch(None if last is None else bool(last), sync)
+        if self._attachment is None:
+            return
+        try:
+            self._attachment.microbatch_began()
+        except BaseException as error:
+            self._handle.abandon_microbatch(str(error))
+            raise
+
+    def gradient_ready(self, parameter: str | int, gradient: Any) -> None:
+        """Hands over a gradient: a NumPy array, or anything with `__dlpack__`; read-only or with
+        any strides, never copied but for the packing.
+
+        `parameter` is a name or the index from `register`. Shape and dtype are the registered
+        ones. Never waits. From any thread, in any order. The gradient must not change until
+        `end_microbatch` returns; it is kept alive for as long as it is needed. On a GPU it is read
+        after what the thread's current stream has been given, and may change by what that stream is
+        given after `end_microbatch` (see `Mesh.set_stream`).
+
+        Raises UsageError for a gradient that does not fit, comes twice or is unknown; the step is
+        then dropped on every rank at `end_microbatch`.
+        """
+        self._handle.gradient_ready(parameter, gradient)
+
+    def end_microbatch(self) -> None:
+        """Returns when every gradient is packed, not when it is reduced; on a GPU when the packing
+        is enqueued.
+
+        Raises UsageError when a gradient is missing or was wrong (the step is dropped on every
+        rank), StepAbortedError when another rank dropped it.
+        """
+        try:
+            if self._attachment is not None:
+                self._attachment.microbatch_ending()
+            self._handle.end_microbatch()
+        except BaseException:
+            self._ended(completed=False)
+            raise
+        self._ended(completed=True)
+
+    def abandon_microbatch(self, reason: str = "it was abandoned") -> None:
+        """Drops the step on every rank; the others get a StepAbortedError with the reason.
+
+        What `with reducer.microbatch()` does when its block raises. Nothing without a microbatch.
+        """
+        try:
+            self._handle.abandon_microbatch(reason)
+        finally:
+            self._ended(completed=False)
+
+    def _ended(self, completed: bool) -> None:
+        if self._attachment is not None:
+            self._attachment.microbatch_ended(completed)
+
+    def finish(self) -> None:
+        """Completes a step whose microbatches are pending, without fresh gradients.
+
+        Nothing when none is pending, so it is safe to call twice.
+        """
+        self._handle.finish()
+
+    def discard(self) -> None:
+        """Drops what is pending of a step. Nothing when nothing is."""
+        self._handle.discard()
+        if self._attachment is not None:
+            self._attachment.step_dropped()
+
+    def close(self) -> None:
+        """Waits for own work and snapshots; then every call but `stats` is a UsageError.
+
+        Safe to call twice. Arrays that `shard` returned keep their memory.
+        """
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.close()
+        self._handle.close()
+        open_reducers.discard(self)

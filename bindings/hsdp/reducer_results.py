@@ -1,0 +1,170 @@
+"""What a Reducer's microbatches left: shards of the mean gradient, and what becomes of them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hsdp import _hsdp
+from hsdp.array import Array
+from hsdp.errors import UsageError
+from hsdp.parameter import Slice
+from hsdp.reducer_stats import ReducerStats
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from hsdp.attachment import Attachment
+    from hsdp.mesh import Mesh
+    from hsdp.reducer import Reducer
+
+
+class ReducerResults:
+    """The half of a Reducer that reads results. `Reducer` is the class to use."""
+
+    _mesh: Mesh
+    _handle: _hsdp.Reducer
+    _attachment: Attachment | None
+
+    def shard(self, name: str) -> Array:
+        """This rank's slice of the mean gradient: fp32, writable, `slice(name).count` elements, on
+        the mesh's device.
+
+        A view, valid until the next `begin_microbatch`, after which its content is that of a later
+        step. Slices of the ranks of a shard group, joined in rank order, are the flattened
+        gradient. Waits for the reduction; on a GPU the current stream does, and what is written to
+        the view comes before the next step on the current stream of its `begin_microbatch`.
+        UsageError while microbatches are pending.
+        """
+        return Array(self._handle.shard(name))
+
+    def shard_dtensor(self, name: str, device_mesh: DeviceMesh | None = None) -> DTensor:
+        """This rank's slice of the mean gradient as the torch DTensor that users of `fully_shard`
+        would have: placements (Replicate(), Shard(0)), fp32. Needs layout "dim0".
+
+        The same memory as `shard(name)`, valid as long. Its device mesh has the ranks of this
+        Reducer's mesh and needs torch.distributed on the same ranks: pass the (replicate, shard)
+        one that there is, or None, and the first such call on a mesh makes one (collective).
+
+        Raises UsageError for layout "flat", a scalar, and where torch.distributed has other ranks.
+        """
+        module = importlib.import_module("hsdp.torch.dtensor")
+        found: DTensor = module.shard_dtensor(self, name, device_mesh)
+        return found
+
+    def partial_shard(self, name: str) -> Array:
+        """A copy of this rank's slice of what is pending: the mean over the shard group so far,
+        fp32. UsageError when nothing is pending.
+        """
+        return Array(self._handle.partial_shard(name))
+
+    def slice(self, name: str) -> Slice:
+        """Where this rank's slice lies in the flattened parameter: offset and count, in elements.
+
+        With layout "flat" it is settled by the first microbatch.
+        """
+        return Slice(*self._handle.slice(name))
+
+    def gather_gradients(self, arrays: Mapping[str, Any] | None = None) -> None:
+        """Fills in the whole mean gradient of parameters.
+
+        `arrays` are f32, bf16 or f16, writable and contiguous, of the parameters' shapes, by name;
+        the same names on every rank. Without it the gradients of an attached model are set
+        (`p.grad`).
+        """
+        if arrays is not None:
+            self._handle.gather_gradients(dict(arrays))
+            return
+        self._attached("gather_gradients").gather_gradients()
+
+    def _attached(self, call: str) -> Attachment:
+        if self._attachment is None:
+            raise UsageError(
+                f"reducer: {call}: expected arrays by name, or an attached model, got neither; "
+                "pass {name: array}"
+            )
+        return self._attachment
+
+    def gather_parameters(self, arrays: Mapping[str, Any] | None = None) -> None:
+        """Completes whole parameters of which this rank updated its own slice, in place.
+
+        `arrays` are writable and contiguous, of the parameters' shapes and any dtype, by name; the
+        same names and dtypes on every rank. Without it those of an attached model are completed.
+        """
+        if arrays is not None:
+            self._handle.gather_parameters(dict(arrays))
+            return
+        self._attached("gather_parameters").gather_parameters()
+
+    def grad_norm(self) -> Any:
+        """The L2 norm of the whole mean gradient, over all parameters. Collective.
+
+        A float; on a GPU a number there, which nothing waits for until it is looked at: a torch
+        tensor of no dimensions where torch uses the GPU, else an `hsdp.Array` of one element.
+        """
+        return _as_number(self._handle.grad_norm())
+
+    def clip_grad_norm_(self, max_norm: float) -> Any:
+        """Scales the shards in place so that the norm is at most `max_norm`; returns the norm that
+        was, as `grad_norm` does. Collective.
+        """
+        return _as_number(_hsdp.clip_grad_norm([self._handle], float(max_norm)))
+
+    def found_inf(self) -> bool:
+        """Whether a sum of the step was not finite on any rank. The same answer on all.
+
+        Waits for a GPU; `found_inf_tensor` does not.
+        """
+        return self._handle.found_inf()
+
+    def found_inf_tensor(self, out: Any = None) -> Any:
+        """`found_inf` as 1 or 0 in one f32 on the mesh's device, as torch.amp keeps it. Collective.
+
+        On a GPU nothing waits: the value is there for what the current stream is given next. `out`
+        is where it goes, anything with `__dlpack__`, and is returned; without it that is a new
+        torch tensor of no dimensions. Between microbatches.
+        """
+        if out is None:
+            torch = importlib.import_module("torch")
+            out = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
+        self._handle.found_inf_word(out)
+        return out
+
+    def stats(self) -> ReducerStats:
+        """Counts of collectives, bytes and memory. Also after `close` and after an error."""
+        return ReducerStats(**self._handle.stats())
+
+    def save_snapshot(self, path: str | os.PathLike[str], step: int) -> None:
+        """Writes this rank's file of the result (or of what is pending) into the folder `path`.
+
+        Returns when the data is copied; the file is written in the background. `flush` waits and
+        raises its error, as do the next `save_snapshot` and `close`. Every rank of the mesh writes
+        its own; `hsdp_check` and `read_snapshot` read the folder.
+        """
+        self._handle.save_snapshot(os.fspath(path), int(step))
+
+    def flush(self) -> None:
+        """Waits until every snapshot is on disk; raises SnapshotError when one could not be."""
+        self._handle.flush()
+
+
+def clip_grad_norm_(reducers: Iterable[Reducer], max_norm: float) -> Any:
+    """As `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers of one
+    mesh. Returns the norm that was. Collective.
+    """
+    handles = [reducer._handle for reducer in reducers]
+    return _as_number(_hsdp.clip_grad_norm(handles, float(max_norm)))
+
+
+# Of a GPU it is not waited for.
+def _as_number(memory: _hsdp.Memory) -> Any:
+    if memory.device == "cpu":
+        return memory.number()
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return Array(memory)
+    return torch.from_dlpack(Array(memory)).reshape(())

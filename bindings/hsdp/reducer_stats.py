@@ -1,0 +1,59 @@
+"""What a Reducer did and holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducerStats:
+    """Counts since the Reducer was made, and the memory it holds now. Bytes are of this rank."""
+
+    #: buckets that hold at least one element
+    bucket_count: int
+    microbatch_count: int
+    #: finished steps
+    step_count: int
+    #: dropped steps too
+    begun_step_count: int
+    reduce_scatter_count: int
+    #: replica hops
+    all_reduce_count: int
+    all_gather_count: int
+    #: wire bytes of this rank's buckets handed to the shard hop
+    shard_hop_bytes: int
+    #: wire bytes of this rank's shards handed to the replica hop
+    replica_hop_bytes: int
+    #: fp32 carry, which is also the result
+    carry_bytes: int
+    #: replica-summed totals of groups that are reduced before the step ends
+    total_bytes: int
+    #: two buckets
+    staging_bytes: int
+    #: full-size local sums of sync="none"
+    accumulator_bytes: int
+    replica_hop_state_bytes: int
+    #: gradients kept by reference until there is room to pack them
+    retained_bytes: int
+    peak_retained_bytes: int
+    #: copies of snapshots not yet written
+    snapshot_bytes: int
+    #: the sum of the above, without the retained references
+    resident_bytes: int
+    peak_resident_bytes: int
+    engine: str
+    reduction: str
+    replica_hop: str
+    shard_transport: str
+    replica_transport: str
+
+    def __str__(self) -> str:
+        rows = dataclasses.asdict(self)
+        width = max(map(len, rows))
+        return "\n".join(f"{key:<{width}}  {_text(key, value)}" for key, value in rows.items())
+
+
+def _text(key: str, value: int | str) -> str:
+    if not key.endswith("_bytes") or isinstance(value, str):
+        return str(value)
+    return f"{value} ({value / 2**20:.1f} MiB)" if value >= 2**20 else str(value)

@@ -1,0 +1,208 @@
+"""Gradients on disk: writing, reading and comparing snapshots."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hsdp import _hsdp
+from hsdp.dtypes import DtypeLike, optional_dtype_text
+from hsdp.errors import SnapshotError, UsageError
+from hsdp.mesh import Mesh, as_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInfo:
+    """What a snapshot says about the run that wrote it."""
+
+    #: random, agreed by the ranks
+    id: str
+    step: int
+    replicate_size: int
+    shard_size: int
+    microbatch_count: int
+    divide_factor: float
+    loss_scale: float
+    #: what travelled between replicas
+    replica_dtype: str
+    replica_hop: str
+    reduction: str
+    #: "flat", "dim0", or "full" for plain named arrays
+    layout: str
+    engine: str
+    #: written before the replica hop: a mean over the shard group only
+    partial: bool
+
+
+class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
+    """A snapshot opened for reading: a mapping from parameter names to whole gradients.
+
+    `snapshot["w"]` reads that gradient from disk, now: an fp32 NumPy array of the parameter's
+    shape, reassembled from the shards of the first replica (partials: divided). Made by
+    `read_snapshot`.
+    """
+
+    def __init__(self, handle: _hsdp.Snapshot) -> None:
+        self._handle = handle
+        rows = handle.parameters()
+        self._index = {row[0]: i for i, row in enumerate(rows)}
+        self._shapes = {row[0]: row[1] for row in rows}
+        self._dtypes = {row[0]: row[2] for row in rows}
+        self.info = SnapshotInfo(**handle.info())
+
+    @property
+    def path(self) -> str:
+        """The folder or file."""
+        return self._handle.path
+
+    @property
+    def copy_count(self) -> int:
+        """How many replicas of every gradient there are."""
+        return self._handle.copy_count
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a parameter's gradients, as "bf16"."""
+        return self._dtypes[name]
+
+    def read(self, name: str, replica: int = 0, dtype: str = "f32") -> np.ndarray[Any, Any]:
+        """The gradient of `name` as replica `replica` holds it, in "f32" or "f64".
+
+        Raises KeyError for an unknown name, SnapshotError for damaged data.
+        """
+        index, shape = self._index[name], self._shapes[name]
+        memory = self._handle.read(index, int(replica), 0, math.prod(shape), dtype)
+        array: np.ndarray[Any, Any] = memory.numpy().reshape(shape)
+        return array
+
+    def to_torch(self, name: str, replica: int = 0) -> Any:
+        """As `read`, as a torch tensor."""
+        import torch
+
+        return torch.from_numpy(self.read(name, replica))
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __repr__(self) -> str:
+        return f"hsdp.Snapshot({self.path!r}, step {self.info.step}, {len(self)} parameters)"
+
+
+def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
+    """Opens the snapshot in the folder or file `path`; gradients are read when they are asked for.
+
+    Raises SnapshotError when files are missing, damaged or of different runs.
+    """
+    return Snapshot(_hsdp.Snapshot.open(os.fspath(path)))
+
+
+#: name, shape, dtype, offset in the flattened parameter, array; None: those of the array
+Entry = tuple[str, tuple[int, ...] | None, str | None, int, Any]
+
+
+def write_snapshot(
+    path: str | os.PathLike[str],
+    named_gradients: Mapping[str, Any],
+    mesh: Any = None,
+    step: int = 0,
+    reduce_dtype: DtypeLike | None = None,
+) -> None:
+    """Writes gradients by name, so that runs without a Reducer (FSDP2, DDP) can be compared too.
+
+        hsdp.write_snapshot(path, {n: p.grad for n, p in model.named_parameters()}, mesh)
+
+    Arrays are f32, f64, bf16 or f16: NumPy arrays and the like, contiguous and in host memory, or
+    torch tensors of any device, DTensors included. Without a `mesh` one file is written: `path`
+    itself when it ends in ".h5", else into the folder. With one every rank of it writes its own
+    file into the folder (collective). Whole gradients are the same on every rank. Of DTensors with
+    `Shard(0)` each rank writes its own rows, which needs the mesh; even or not, and of one or two
+    dimensions (replicas first). When there is one of these, the rows of all others are cut alike.
+
+    `reduce_dtype` is what travelled, if not the arrays' dtype: the coarsest one settles how close
+    `hsdp_check` and `compare_snapshots` expect two runs to be.
+
+    Blocks until the file is durable. Raises UsageError for what cannot be stored, SnapshotError
+    when it cannot be written.
+    """
+    own_mesh = None if mesh is None else as_mesh(mesh)
+    try:
+        entries, layout = _entries(named_gradients, own_mesh)
+    except UsageError:
+        if own_mesh is not None:
+            own_mesh.world._handle.exchange("")  # what the others wait for
+        raise
+    write_entries(path, entries, own_mesh, step, layout, optional_dtype_text(reduce_dtype))
+
+
+def _entries(named_gradients: Mapping[str, Any], mesh: Mesh | None) -> tuple[list[Entry], str]:
+    if not isinstance(named_gradients, Mapping):
+        raise UsageError(
+            "snapshot: expected gradients by name, {name: array}, got an object of type "
+            f"{type(named_gradients).__name__}; pass dict() of pairs"
+        )
+    for name, x in named_gradients.items():
+        if x is None:
+            raise UsageError(
+                f"snapshot: array of '{name}': expected a gradient, got None; leave out parameters "
+                "without one"
+            )
+    torch = sys.modules.get("torch")  # without it nothing here is a tensor
+    if torch is None or not any(isinstance(x, torch.Tensor) for x in named_gradients.values()):
+        return [(name, None, None, 0, x) for name, x in named_gradients.items()], "full"
+    dtensor = importlib.import_module("hsdp.torch.dtensor")
+    found: tuple[list[Entry], str] = dtensor.snapshot_entries(named_gradients, mesh)
+    return found
+
+
+# A random id that all files of a snapshot carry. A rank that refused its gradients sends nothing.
+def _agreed_id(mesh: Mesh) -> str:
+    words = mesh.world._handle.exchange(_hsdp.new_snapshot_id())
+    for rank, word in enumerate(words):
+        if not word:
+            raise SnapshotError(
+                f"snapshot: expected gradients from every rank, got an error on rank {rank} "
+                f"(of {mesh.size}); see the message there",
+                [mesh.world.ranks[rank]],
+            )
+    return words[0]
+
+
+def write_entries(
+    path: str | os.PathLike[str],
+    entries: list[Entry],
+    mesh: Mesh | None,
+    step: int,
+    layout: str,
+    reduce_dtype: str | None,
+) -> None:
+    """Writes this rank's slices of parameters. `layout` is "full", "flat" or "dim0"."""
+    info: dict[str, Any] = {"step": int(step), "layout": layout, "id": _hsdp.new_snapshot_id()}
+    if reduce_dtype is not None:
+        info["reduce_dtype"] = reduce_dtype
+    if mesh is not None:
+        info["id"] = _agreed_id(mesh)
+        info["rank"] = mesh.rank
+        info["replicate_size"] = mesh.replicate_size
+        info["shard_size"] = mesh.shard_size
+        if os.fspath(path).endswith(".h5") and mesh.size > 1:
+            raise UsageError(
+                "snapshot: expected a folder for the files of several ranks, got a path that ends "
+                f"in .h5: {os.fspath(path)}"
+            )
+    _hsdp.write_snapshot(os.fspath(path), info, entries)

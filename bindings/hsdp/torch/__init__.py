@@ -1,0 +1,34 @@
+"""What hsdp does for PyTorch, beside `Reducer.attach` and `broadcast_parameters`.
+
+Imported when it is first asked for: `import hsdp` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "hsdp.torch: expected the package torch, got none; install it with pip install hsdp[torch]",
+        name=error.name,
+    ) from error
+
+from hsdp.torch.device_mesh import mesh_from_torch
+from hsdp.torch.grad_scaler import GradScaler
+
+if _TYPE_CHECKING:
+    from hsdp.torch.replica_hook_handle import ReplicaHookHandle as ReplicaHookHandle
+    from hsdp.torch.replica_hook_handle import replica_hook as replica_hook
+
+__all__ = ["GradScaler", "ReplicaHookHandle", "mesh_from_torch", "replica_hook"]
+
+
+# FSDP2 and DTensor take long to import, and not everyone needs them.
+def __getattr__(name: str) -> _Any:
+    if name in ("ReplicaHookHandle", "replica_hook"):
+        return getattr(_importlib.import_module("hsdp.torch.replica_hook_handle"), name)
+    raise AttributeError(f"module 'hsdp.torch' has no attribute '{name}'")

@@ -1,0 +1,56 @@
+"""The same weights on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hsdp.errors import MismatchError, UsageError
+from hsdp.mesh import as_mesh
+from hsdp.torch.trainable_parameters import is_dtensor
+
+
+def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> None:
+    """Copies parameters and buffers of rank `root` of the mesh to all its ranks. See
+    `hsdp.broadcast_parameters`.
+    """
+    world = as_mesh(mesh).world
+    tensors = _tensors(model)
+    described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    _require_agreement(world.ranks, world._handle.exchange("\n".join(described)))
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.numel() == 0:
+                continue
+            plain = tensor.detach().contiguous()
+            world.broadcast(plain.reshape(-1).view(torch.uint8), root)
+            if plain.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(plain)
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in found.items():
+        if is_dtensor(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise UsageError(
+                f"broadcast_parameters: expected '{name}' to be a plain tensor with memory, got a "
+                f"{'DTensor' if is_dtensor(tensor) else str(tensor.layout)} on {tensor.device}; "
+                "broadcast before the model is sharded, after it is materialized"
+            )
+    return found
+
+
+def _require_agreement(ranks: tuple[int, ...], words: list[str]) -> None:
+    for place, word in enumerate(words):
+        if word == words[0]:
+            continue
+        here, there = words[0].split("\n"), word.split("\n")
+        at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+        at = min(len(here), len(there)) if at is None else at
+        first, other = (lines[at] if at < len(lines) else "nothing" for lines in (here, there))
+        raise MismatchError(
+            f"broadcast_parameters: expected the same model on every rank, got '{first}' on rank "
+            f"{ranks[0]} and '{other}' on rank {ranks[place]}",
+            [ranks[place]],
+        )

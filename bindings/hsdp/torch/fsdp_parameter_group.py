@@ -1,0 +1,186 @@
+"""The parameters of one FSDPModule, which FSDP2 reduces together as one flat tensor.
+
+All that hsdp knows of FSDP2's inside stands here: FSDP2 has no public way to list these groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+
+from hsdp.errors import UsageError
+
+
+class FsdpParameterGroup:
+    """One FSDPModule's own parameters, in the order of its flat tensor."""
+
+    def __init__(self, name: str, module: FSDPModule, group: Any) -> None:
+        self.name = name
+        self._module = module
+        self._group = group
+
+    @property
+    def identity(self) -> int:
+        """Which of FSDP2's own groups it is."""
+        return id(self._group)
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The ranks of torch.distributed that share the parameters."""
+        ranks: list[int] = dist.get_process_group_ranks(self._group.mesh_info.shard_process_group)
+        return ranks
+
+    @property
+    def mesh_text(self) -> str | None:
+        """What keeps a replica hook out; None: a one-dimensional shard mesh, as it should be."""
+        info = self._group.mesh_info
+        if isinstance(info, DDPMeshInfo) or not isinstance(info, FSDPMeshInfo):
+            return f"a {info.mesh.ndim}-D mesh {tuple(info.mesh.shape)}, which has replicas"
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where FSDP2 computes."""
+        device: torch.device = self._group.device
+        return device
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What set_gradient_divide_factor set."""
+        factor: float | None = self._group.gradient_divide_factor
+        return factor
+
+    @property
+    def sums(self) -> bool:
+        """Whether the flat tensor holds sums over the shard group, not means."""
+        forced = self._group.force_sum_reduction_for_comms or self.divide_factor is not None
+        return bool(forced) or self.reduce_dtype == torch.float16
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What FSDP2 sends in the reduce-scatter."""
+        policy = self._group.mp_policy
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.dtype
+        return dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the parameters and their gradients."""
+        dtype: torch.dtype = self._group.fsdp_params[0].sharded_param.dtype
+        return dtype
+
+    @property
+    def hook(self) -> Any:
+        """What set_all_reduce_hook set."""
+        return self._group._all_reduce_hook
+
+    def set_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """As FSDPModule.set_all_reduce_hook; None takes the hook out."""
+        self._module.set_all_reduce_hook(hook)
+
+    def _trainable(self) -> Iterator[Any]:
+        return (p for p in self._group.fsdp_params if p.sharded_param.requires_grad)
+
+    def count(self) -> int:
+        """Elements of the flat tensor when every trainable parameter has a gradient."""
+        return sum(p.padded_sharded_param_size.numel() for p in self._trainable())
+
+    def ranges(self) -> list[tuple[int, int, int, int]]:
+        """Per parameter: its number, offset and count in the flat tensor, offset in itself."""
+        rows, offset = [], 0
+        rank = self._group.mesh_info.shard_mesh_rank
+        for number, p in enumerate(self._trainable()):
+            padded = p.padded_sharded_param_size.numel()
+            rows.append((number, offset, p.sharded_size.numel(), rank * padded))
+            offset += padded
+        return rows
+
+    def add_to_gradients(self, flat: torch.Tensor) -> None:
+        """What FSDP2 does with the flat tensor after its hook: divides, casts, and sets or adds to
+        the gradients.
+        """
+        group = self._group
+        _, divide_after, _, _ = _get_gradient_divide_factors(
+            group._reduce_scatter_process_group, None, self.reduce_dtype, self.device.type,
+            group.gradient_divide_factor, group.force_sum_reduction_for_comms,
+        )
+        if divide_after is not None and divide_after != 1:
+            flat = flat / divide_after
+        flat = flat.to(self.dtype)
+        offset = 0
+        for p in self._trainable():
+            part = torch.as_strided(flat, p.sharded_size, p.contiguous_sharded_stride, offset)
+            offset += p.padded_sharded_param_size.numel()
+            self._add(p, part.to("cpu") if p.offload_to_cpu else part)
+
+    @staticmethod
+    def _add(fsdp_param: Any, part: torch.Tensor) -> None:
+        parameter = fsdp_param.sharded_param
+        if parameter.grad is None:
+            parameter.grad = fsdp_param.to_sharded_dtensor(part)
+        else:
+            parameter.grad.to_local().add_(part)
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)
+
+
+def fsdp_parameter_groups(model: torch.nn.Module) -> list[FsdpParameterGroup]:
+    """The groups of `model`, in module order. UsageError where one cannot take a hook."""
+    found: list[FsdpParameterGroup] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if id(state) in seen:
+            continue
+        seen.add(id(state))
+        groups = state._fsdp_param_groups
+        if len(groups) > 1:
+            raise UsageError(
+                f"replica_hook: expected one mesh for all parameters of {title(name)}, got "
+                f"{len(groups)} (from shard_placement_fn); FSDP2 takes no hook there"
+            )
+        found += [FsdpParameterGroup(title(name), module, group) for group in groups]
+    if not found:
+        raise UsageError(
+            "replica_hook: expected a model that torch.distributed.fsdp.fully_shard has sharded, "
+            f"got a {type(model).__name__} without an FSDPModule; call fully_shard(model, "
+            "mesh=shard_mesh) first, or take reducer.attach(model) for a plain model"
+        )
+    return found
+
+
+def places_within(
+    groups: list[FsdpParameterGroup], module: torch.nn.Module | None, recurse: bool
+) -> list[int]:
+    """Which of the groups are a module's own and, with `recurse`, of modules within it; None: all."""
+    if module is None:
+        return list(range(len(groups)))
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(
+            "replica_hook: set_requires_all_reduce: module: expected an FSDPModule of the model, "
+            f"got an object of type {type(module).__name__}"
+        )
+    modules = module.modules() if recurse else [module]
+    states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
+    theirs = {id(group) for state in states for group in state._fsdp_param_groups}
+    places = [place for place, group in enumerate(groups) if group.identity in theirs]
+    if not places:
+        raise UsageError(
+            "replica_hook: set_requires_all_reduce: module: expected an FSDPModule of the model, "
+            f"with parameters, got a {type(module).__name__} without; pass one that fully_shard was "
+            "called on, or None for all"
+        )
+    return places
+
+
+def title(name: str) -> str:
+    """What a module is called in errors."""
+    return f"'{name}'" if name else "the root module"

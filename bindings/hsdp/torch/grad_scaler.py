@@ -1,0 +1,48 @@
+"""Loss scaling whose verdict is the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hsdp.reducer import Reducer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's GradScaler, but a step is skipped on all ranks or on none.
+
+        scaler = hsdp.torch.GradScaler(reducer, device="cpu")
+        with reducer.microbatch(last=True):
+            scaler.scale(loss).backward()
+        reducer.gather_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+
+    An infinity or NaN that any rank saw in the step (`reducer.found_inf`) counts on every rank,
+    beside what p.grad shows here; so it also works for local sums (`keep_grads=True`) and for
+    optimizers that take shards. Those call `reducer.set_loss_scale(scaler.get_scale())` before the
+    step, because shards have no p.grad that the scaler could unscale. `step`, `unscale_` and
+    `update` are then called by every rank. Other arguments are those of torch.amp.GradScaler.
+    """
+
+    def __init__(self, reducer: Reducer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reducer = reducer
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+            optimizer, inv_scale, found_inf, allow_fp16
+        )
+        if not found:
+            found = {found_inf.device: found_inf}
+        word = self._reducer.found_inf_tensor()
+        for device, flag in found.items():
+            flag.copy_(torch.maximum(flag, word.to(device, non_blocking=True)))
+        return found

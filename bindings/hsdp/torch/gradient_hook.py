@@ -1,0 +1,106 @@
+"""Hooks that hand a parameter's gradient over as soon as it is accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+import torch
+
+from hsdp.errors import UsageError
+
+if TYPE_CHECKING:
+    from hsdp import _hsdp
+
+GradientHook: TypeAlias = Callable[[torch.Tensor], None]
+
+
+def make_hook(
+    handle: _hsdp.Reducer, index: int, name: str, parameter: torch.Tensor
+) -> GradientHook:
+    """Takes p.grad out and hands it over. Runs once per parameter and backward pass: keep it short."""
+    dtype, shape = parameter.dtype, parameter.shape
+    on_host = parameter.is_cpu
+    read_on = None if on_host else PackStreams(handle, parameter.device)
+    take = handle.gradient_of
+    strided = torch.strided
+
+    # What is handed over by address must be what was registered, also when somebody gave the
+    # parameter other data since.
+    def hook(p: torch.Tensor) -> None:
+        grad = p.grad
+        if grad is None:
+            return
+        p.grad = None
+        if (
+            grad.dtype is not dtype or grad.shape != shape or grad.layout is not strided
+            or grad.is_cpu is not on_host
+        ):
+            refuse(handle, name, dtype, shape, grad)
+        if grad.is_neg():  # autograd negates by a mark, and memory does not show it
+            grad = grad.resolve_neg()
+        if read_on is not None:
+            read_on.record(grad)
+        strides = None if grad.is_contiguous() else grad.stride()
+        take(index, grad.data_ptr(), strides, grad)
+
+    return hook
+
+
+class PackStreams:
+    """Tells torch's allocator that a Reducer's streams read a gradient, which may then be freed
+    before they have: its memory is used again when they have.
+    """
+
+    def __init__(self, handle: _hsdp.Reducer, device: torch.device) -> None:
+        self._handle = handle
+        self._device = device
+        self._streams: list[torch.cuda.ExternalStream] | None = None
+
+    def record(self, grad: torch.Tensor) -> None:
+        """Within a microbatch."""
+        if self._streams is None:
+            self._streams = [
+                torch.cuda.ExternalStream(stream, device=self._device)
+                for stream in self._handle.pack_streams()
+            ]
+        for stream in self._streams:
+            grad.record_stream(stream)
+
+
+def keeping_hook(
+    hook: GradientHook, name: str, fresh: dict[str, torch.Tensor]
+) -> GradientHook:
+    """Also adds the gradient to `fresh[name]`; not in place, because it may yet have to be packed."""
+
+    def keep(p: torch.Tensor) -> None:
+        grad = p.grad
+        hook(p)
+        if grad is not None:
+            grad = grad.detach()
+            fresh[name] = fresh[name] + grad if name in fresh else grad
+
+    return keep
+
+
+def refuse(
+    handle: _hsdp.Reducer, name: str, dtype: torch.dtype, shape: torch.Size, grad: torch.Tensor
+) -> NoReturn:
+    """Raises UsageError, and drops the step on all ranks even when somebody catches it."""
+    remedy = "; make another Reducer when the model has changed"
+    if grad.layout is not torch.strided:
+        expected, got = "a dense one", f"a sparse one ({_word(grad.layout)})"
+        remedy = "; embeddings give dense gradients with sparse=False"
+    elif grad.dtype is not dtype:
+        expected, got = _word(dtype), _word(grad.dtype)
+    elif grad.shape != shape:
+        expected, got = f"shape {tuple(shape)}", str(tuple(grad.shape))
+    else:
+        expected, got = "memory of the device that the model was attached on", str(grad.device)
+    message = f"reducer: gradient of '{name}': expected {expected}, got {got}{remedy}"
+    handle.reject_gradient(message)
+    raise UsageError(message)
+
+
+def _word(thing: torch.dtype | torch.layout) -> str:
+    return str(thing).rpartition(".")[2]

@@ -1,0 +1,178 @@
+"""A model whose gradients a Reducer takes as the backward pass produces them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hsdp.errors import UsageError
+from hsdp.torch import unreduced_gradient_guard
+from hsdp.torch.gradient_hook import GradientHook, keeping_hook, make_hook
+from hsdp.torch.trainable_parameters import groups_by_name, trainable_parameters
+
+if TYPE_CHECKING:
+    from hsdp import _hsdp
+
+
+class ModelAttachment:
+    """The parameters of a model, their hooks, and what becomes of `p.grad`. Made by
+    `Reducer.attach`, which says what it does.
+    """
+
+    def __init__(
+        self,
+        handle: _hsdp.Reducer,
+        device: str,
+        model: torch.nn.Module,
+        groups: Mapping[str, Any] | None,
+        keep_grads: bool,
+    ) -> None:
+        self._handle = handle
+        self._model = model
+        self._keep = keep_grads
+        self._placed = False  # whether what is in p.grad was put there by us
+        self._step = -1  # which step the last microbatch was in
+        parameters = trainable_parameters(model, device)
+        group_of = groups_by_name(model, groups or {})
+        for name, parameter in parameters:
+            unreduced_gradient_guard.require_unwatched(name, parameter)
+        # A backward pass produces the last layers' gradients first.
+        self._parameters = dict(reversed(parameters))
+        self._names = {id(p): name for name, p in parameters}
+        self._fresh: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._hooks: dict[str, GradientHook] = {}
+        self._removable: list[Any] = []
+        for name, parameter in self._parameters.items():
+            self._add(name, parameter, group_of.get(name, ""))
+        unreduced_gradient_guard.watch(self)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether p.grad is left to the user, with local sums."""
+        return self._keep
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The name of an attached parameter; None for another one."""
+        return self._names.get(id(parameter))
+
+    def microbatch_began(self) -> None:
+        """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
+        step = self._handle.stats()["begun_step_count"]
+        if step != self._step:
+            self._require_same_parameters()
+        if not self._placed:
+            self._require_no_gradients()
+        elif self._keep and step == self._step:
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    self._sums[name] = parameter.grad
+        self._step = step
+        self._clear()
+
+    def microbatch_ending(self) -> None:
+        """Takes gradients that no backward pass produced: those that are in p.grad now."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                try:
+                    self._hooks[name](parameter)
+                except UsageError as error:
+                    self._handle.reject_gradient(str(error))
+
+    def microbatch_ended(self, completed: bool) -> None:
+        """All is packed, or the step is dropped. With keep_grads the sums go into p.grad."""
+        if not completed:
+            self._clear()
+        elif self._keep:
+            self._handle.wait_packed()  # sums are added to what is being packed
+            for name, parameter in self._parameters.items():
+                grad = self._sums.get(name)
+                fresh = self._fresh.get(name)
+                if grad is not None and fresh is not None:
+                    grad += fresh
+                parameter.grad = fresh if grad is None else grad
+            self._placed = True
+        self._fresh.clear()
+        self._sums.clear()
+
+    def step_dropped(self) -> None:
+        """What was pending is gone, and so are its local sums."""
+        if self._keep:
+            self._clear()
+
+    def gather_gradients(self) -> None:
+        """Sets every p.grad to the whole mean gradient."""
+        whole = {
+            name: torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            for name, p in self._parameters.items()
+        }
+        self._handle.gather_gradients(whole)
+        for name, parameter in self._parameters.items():
+            grad = whole[name]
+            if not parameter.is_contiguous():
+                grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
+            parameter.grad = grad
+        self._placed = True
+
+    def gather_parameters(self) -> None:
+        """Completes every parameter, of which this rank updated its own slice."""
+        whole = {name: p.detach().contiguous() for name, p in self._parameters.items()}
+        self._handle.gather_parameters(whole)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if not parameter.is_contiguous():
+                    parameter.copy_(whole[name])
+
+    def close(self) -> None:
+        """Removes the hooks. Gradients stay where they are."""
+        unreduced_gradient_guard.forget(self)
+        for removable in self._removable:
+            removable.remove()
+        self._removable = []
+
+    # Hooks must not outlive the Reducer, also when nobody closed it.
+    def __del__(self) -> None:
+        for removable in getattr(self, "_removable", ()):
+            removable.remove()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._placed = False
+
+    def _require_no_gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"reducer: begin_microbatch: expected no gradient in '{name}' yet, got one "
+                    "that was put there outside of a microbatch and would be lost; produce it "
+                    "within the microbatch, or drop it with zero_grad(set_to_none=True)"
+                )
+
+    # One that came or was thawed since would be trained by gradients of this rank alone.
+    def _require_same_parameters(self) -> None:
+        for p in self._model.parameters():
+            if p.requires_grad and id(p) not in self._names:
+                self._require_reduced_elsewhere(p)
+
+    def _require_reduced_elsewhere(self, parameter: torch.Tensor) -> None:
+        if unreduced_gradient_guard.is_watched(parameter):
+            return
+        name = next(name for name, p in self._model.named_parameters() if p is parameter)
+        raise UsageError(
+            "reducer: begin_microbatch: expected the parameters that were there at attach, got "
+            f"'{name}', which came or began to require a gradient later and would not be reduced; "
+            "make another Reducer when the model has changed"
+        )
+
+    def _add(self, name: str, parameter: torch.nn.Parameter, group: str) -> None:
+        dtype = parameter.dtype
+        shape = tuple(parameter.shape)
+        index = self._handle.register(name, shape, str(dtype).rpartition(".")[2], None, group)
+        hook = make_hook(self._handle, index, name, parameter)
+        if self._keep:
+            hook = keeping_hook(hook, name, self._fresh)
+        self._hooks[name] = hook
+        self._removable.append(parameter.register_post_accumulate_grad_hook(hook))

@@ -1,0 +1,94 @@
+"""Which parameters of a model are reduced, and in which groups."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from hsdp.errors import UsageError
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+def trainable_parameters(model: torch.nn.Module, device: str) -> Named:
+    """The parameters that require gradients, each once, under their first names."""
+    if not isinstance(model, torch.nn.Module):
+        _fault("a torch.nn.Module", f"an object of type {type(model).__name__}")
+    if any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules()):
+        _fault(
+            "a plain model",
+            "one in DistributedDataParallel, which reduces gradients itself; attach and call the "
+            "model that it wraps",
+        )
+    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not found:
+        _fault("a model with parameters that require gradients", "one without")
+    for name, parameter in found:
+        _require_usable(name, parameter, device)
+    return found
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, without importing what is not imported yet."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def groups_by_name(model: torch.nn.Module, groups: Mapping[str, Any]) -> dict[str, str]:
+    """Parameter name -> group. A module within another one's group may have its own."""
+    names = {id(module): name for name, module in model.named_modules()}
+    group_at: dict[str, str] = {}
+    for group, modules in groups.items():
+        for module in _each(group, modules):
+            path = names.get(id(module))
+            if path is None:
+                _fault(f"modules of the model in group '{group}'", "one that is not part of it")
+            if group_at.setdefault(path, group) != group:
+                _fault("every module in one group", f"'{path}' in '{group_at[path]}' and '{group}'")
+    result = {}
+    for name, _ in model.named_parameters():
+        path = name.rpartition(".")[0]
+        while path and path not in group_at:
+            path = path.rpartition(".")[0]
+        if path in group_at:
+            result[name] = group_at[path]
+    return result
+
+
+def _each(group: str, modules: Any) -> list[torch.nn.Module]:
+    if isinstance(modules, torch.nn.Module):
+        return [modules]
+    if not isinstance(modules, Iterable):
+        _fault(f"a module or modules as group '{group}'", f"a {type(modules).__name__}")
+    return list(modules)
+
+
+def _require_usable(name: str, parameter: torch.nn.Parameter, device: str) -> None:
+    what = f"'{name}' "
+    if isinstance(parameter, torch.nn.UninitializedParameter):
+        _fault(what + "to have a shape", "one that is not initialized; run a forward pass first")
+    if is_dtensor(parameter):
+        _fault(
+            what + "to be a plain tensor",
+            "a DTensor, which its own model reduces; use hsdp.torch.replica_hook(model, mesh)",
+        )
+    if parameter.layout is not torch.strided:
+        _fault(what + "to be dense", str(parameter.layout).rpartition(".")[2])
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        _fault(
+            what + "to be float32, bfloat16 or float16",
+            str(parameter.dtype).rpartition(".")[2]
+            + ("; hold its real and imaginary part as two" if parameter.is_complex() else ""),
+        )
+    if parameter.device != torch.device(device):
+        _fault(
+            f"{what}on the mesh's device, {device}",
+            f"{parameter.device}; move the model, or make the mesh with device=",
+        )
+
+
+def _fault(expected: str, got: str) -> NoReturn:
+    raise UsageError(f"reducer: attach: expected {expected}, got {got}")

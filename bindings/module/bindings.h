@@ -1,0 +1,16 @@
+// The parts of the extension module, each bound by a file of its own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace hsdp::python {
+
+void bind_errors(pybind11::module_& module);
+void bind_mesh(pybind11::module_& module);
+void bind_communicator(pybind11::module_& module);
+void bind_reducer(pybind11::module_& module);
+void bind_replica_reduction(pybind11::module_& module);  // after bind_reducer
+void bind_snapshot(pybind11::module_& module);
+void bind_compare(pybind11::module_& module);
+
+}  // namespace hsdp::python

@@ -1,0 +1,42 @@
+// Where the caller's work on the mesh's device runs: on a GPU a framework's current stream, which
+// may be another one at each call and on each thread; on the host here and now.
+//
+// Needs the GIL. Nothing here waits.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "hsdp/device/stream.h"
+
+namespace hsdp::python {
+
+class CallerStream {
+ public:
+  CallerStream() = default;  // of calls that concern no mesh: the host
+  explicit CallerStream(Device device) : device_(device), of_mesh_(true) {}
+
+  // `source()` is asked at each use: a cudaStream_t as an int.
+  void follow(pybind11::object source) { source_ = std::move(source); }
+
+  // The stream of the calling thread now.
+  [[nodiscard]] Stream now();
+  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
+  [[nodiscard]] bool of_mesh() const { return of_mesh_; }
+
+ private:
+  Device device_;
+  bool of_mesh_ = false;
+  pybind11::object source_;
+  std::optional<Stream> last_;
+};
+
+// A stream as DLPack names it: 1 is the legacy default stream.
+[[nodiscard]] std::uintptr_t dlpack_stream(const Stream& stream);
+[[nodiscard]] Stream stream_of_dlpack(Device device, std::uintptr_t stream);
+
+}  // namespace hsdp::python

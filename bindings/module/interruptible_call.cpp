@@ -1,0 +1,154 @@
+#include "bindings/module/interruptible_call.h"
+
+#include <pthread.h>
+#include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "bindings/module/held_object.h"
+#include "hsdp/comm/fork_guard.h"
+
+namespace hsdp::python {
+namespace {
+
+namespace py = pybind11;
+using Lock = std::unique_lock<std::mutex>;
+
+constexpr std::chrono::milliseconds kLook{100};
+constexpr std::chrono::seconds kReturnsWithin{10};
+
+struct Call {
+  std::function<void()> task;
+  std::exception_ptr error;
+  bool done = false;
+};
+
+// What the main thread and one calling thread share; the thread holds a share of its own, so that
+// it may outlive everything else.
+struct Post {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::shared_ptr<Call> call;
+  bool retired = false;
+};
+
+void serve(const std::shared_ptr<Post>& post) {
+  pthread_setname_np(pthread_self(), "hsdp-call");
+  Lock lock(post->mutex);
+  while (true) {
+    post->changed.wait(lock, [&] { return post->call || post->retired; });
+    if (!post->call) return;
+    const std::shared_ptr<Call> call = post->call;
+    lock.unlock();
+    try {
+      call->task();
+    } catch (...) {
+      call->error = std::current_exception();
+    }
+    call->task = nullptr;
+    lock.lock();
+    call->done = true;
+    if (post->call == call) post->call = nullptr;
+    post->changed.notify_all();
+  }
+}
+
+std::shared_ptr<Post> start_thread() {
+  auto post = std::make_shared<Post>();
+  sigset_t all;
+  sigset_t saved;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &saved);  // signals are for the application's threads
+  std::thread([post] { serve(post); }).detach();
+  pthread_sigmask(SIG_SETMASK, &saved, nullptr);
+  return post;
+}
+
+// The main thread's own; guarded by the GIL.
+struct MainCalls {
+  std::shared_ptr<Post> post;
+  std::uint32_t generation = 0;
+  bool busy = false;  // a signal handler may call us during a call
+};
+
+MainCalls& main_calls() {
+  static auto* const calls = new MainCalls;
+  return *calls;
+}
+
+bool is_main_thread() { return ::syscall(SYS_gettid) == ::getpid(); }
+
+bool wait_done(Post& post, const Call& call, std::chrono::milliseconds limit) {
+  const py::gil_scoped_release released;
+  Lock lock(post.mutex);
+  return post.changed.wait_for(lock, limit, [&] { return call.done; });
+}
+
+// Waits for the call; throws what a signal handler raised meanwhile, after ending the call.
+void attend(MainCalls& calls, const Call& call, const Interrupt& interrupt) {
+  const std::shared_ptr<Post> post = calls.post;
+  while (!wait_done(*post, call, kLook)) {
+    if (PyErr_CheckSignals() == 0) continue;
+    const py::error_already_set raised;
+    if (interrupt) {
+      const py::gil_scoped_release released;
+      interrupt("it was interrupted by a signal");
+    }
+    if (!interrupt || !wait_done(*post, call, kReturnsWithin)) {
+      const std::scoped_lock lock(post->mutex);
+      post->retired = true;
+      calls.post = nullptr;
+    }
+    throw raised;
+  }
+}
+
+}  // namespace
+
+void run_released(std::function<void()> task) {
+  {
+    const py::gil_scoped_release released;
+    task();
+    task = nullptr;
+  }
+  release_held();
+}
+
+void run_interruptibly(std::function<void()> task, const Interrupt& interrupt) {
+  MainCalls& calls = main_calls();
+  if (calls.busy || !is_main_thread()) {
+    run_released(std::move(task));
+    return;
+  }
+  if (!calls.post || calls.generation != comm::fork_generation()) {
+    calls.post = start_thread();
+    calls.generation = comm::fork_generation();
+  }
+  const auto call = std::make_shared<Call>();
+  call->task = std::move(task);
+  {
+    const std::scoped_lock lock(calls.post->mutex);
+    calls.post->call = call;
+  }
+  calls.post->changed.notify_all();
+  calls.busy = true;
+  try {
+    attend(calls, *call, interrupt);
+  } catch (...) {
+    calls.busy = false;
+    throw;
+  }
+  calls.busy = false;
+  release_held();
+  if (call->error) std::rethrow_exception(std::exchange(call->error, nullptr));
+}
+
+}  // namespace hsdp::python

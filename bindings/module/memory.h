@@ -1,0 +1,48 @@
+// Memory of the library as Python sees it: NumPy arrays and DLPack exports without a copy.
+//
+// A Memory and everything exported from it share the owner, so that the memory outlives the Reducer
+// or Mesh it came from. On a GPU its content is there after `ready`.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "hsdp/device/stream.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp::python {
+
+class Memory {
+ public:
+  Memory(TensorView view, Shape shape, std::shared_ptr<const void> owner, Event ready = {});
+  // `count` elements of this process alone: zeros on the host; on a GPU of any content, valid on
+  // `stream`, in whose order they are freed.
+  [[nodiscard]] static Memory create(std::int64_t count, Dtype dtype, const Stream& stream);
+  [[nodiscard]] static Memory zeros(std::int64_t count, Dtype dtype);
+  void set_ready(Event ready) { ready_ = std::move(ready); }
+  [[nodiscard]] const Event& ready() const { return ready_; }
+
+  [[nodiscard]] const TensorView& view() const { return view_; }
+  [[nodiscard]] const Shape& shape() const { return shape_; }
+
+  [[nodiscard]] pybind11::object numpy() const;
+  // Its only element, an f64; waits for it.
+  [[nodiscard]] double number() const;
+  // `stream`, as DLPack names it, waits for the content; -1: it need not.
+  [[nodiscard]] pybind11::capsule dlpack(bool versioned, std::optional<std::int64_t> stream) const;
+  [[nodiscard]] pybind11::tuple dlpack_device() const;
+
+ private:
+  TensorView view_;
+  Shape shape_;
+  std::shared_ptr<const void> owner_;
+  Event ready_;
+};
+
+void bind_memory(pybind11::module_& module);
+
+}  // namespace hsdp::python

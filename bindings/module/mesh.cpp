@@ -1,0 +1,92 @@
+#include "hsdp/mesh.h"
+
+#include <pybind11/stl.h>
+
+#include <utility>
+
+#include "bindings/module/bindings.h"
+#include "bindings/module/mesh_handle.h"
+#include "hsdp/comm/rendezvous/launch_environment.h"
+#include "hsdp/error.h"
+
+namespace hsdp::python {
+namespace {
+
+namespace py = pybind11;
+
+// "cpu", "cuda" or "cuda:1".
+Device parse_device(const std::string& text) {
+  if (text == "cpu" || text == "cpu:0") return {};
+  if (text == "cuda") return {DeviceType::kCuda, 0};
+  if (text.starts_with("cuda:") && text.size() > 5 && text.size() < 9 &&
+      text.find_first_not_of("0123456789", 5) == std::string::npos) {
+    return {DeviceType::kCuda, std::stoi(text.substr(5))};
+  }
+  throw UsageError("mesh: expected a device like 'cpu', 'cuda' or 'cuda:1', got '" + text + "'");
+}
+
+MeshHandle connect(int replicate, int shard, const std::string& engine, const std::string& device,
+                   const std::vector<std::vector<int>>& ranks, double timeout_s) {
+  MeshOptions options;
+  options.replicate = replicate;
+  options.shard = shard;
+  options.engine = engine;
+  options.device = parse_device(device);
+  options.ranks = ranks;
+  options.timeout_s = timeout_s;
+  return MeshHandle(call_interruptibly([options] { return init_mesh(options); }));
+}
+
+template <typename Result>
+auto reader(Result (Mesh::*member)() const) {
+  return [member](const MeshHandle& self) {
+    const Mesh& mesh = self.mesh();
+    static_cast<void>(mesh.world());  // UsageError when it is closed
+    return (mesh.*member)();
+  };
+}
+
+CommunicatorHandle group(const MeshHandle& self, GroupKind kind) { return {self, kind}; }
+
+}  // namespace
+
+Communicator& CommunicatorHandle::group() const {
+  const Mesh& mesh = mesh_.mesh();
+  switch (kind_) {
+    case GroupKind::kShard:
+      return mesh.shard_group();
+    case GroupKind::kReplicate:
+      return mesh.replicate_group();
+    case GroupKind::kWorld:
+      break;
+  }
+  return mesh.world();
+}
+
+void bind_mesh(py::module_& module) {
+  module.def("job_size", [] { return comm::detect_launch().size; });
+  module.def("init_mesh", connect, py::arg("replicate"), py::arg("shard"), py::arg("engine"),
+             py::arg("device"), py::arg("ranks"), py::arg("timeout_s"));
+  py::class_<MeshHandle>(module, "Mesh")
+      .def_property_readonly("rank", reader(&Mesh::rank))
+      .def_property_readonly("size", reader(&Mesh::size))
+      .def_property_readonly("replica", reader(&Mesh::replica))
+      .def_property_readonly("shard_rank", reader(&Mesh::shard_rank))
+      .def_property_readonly("replicate_size", reader(&Mesh::replicate_size))
+      .def_property_readonly("shard_size", reader(&Mesh::shard_size))
+      .def_property_readonly("timeout_s", reader(&Mesh::timeout_s))
+      .def_property_readonly("device",
+                             [](const MeshHandle& self) { return to_string(self.mesh().device()); })
+      .def_property_readonly("closed", [](const MeshHandle& self) { return self.mesh().closed(); })
+      .def("world", [](const MeshHandle& self) { return group(self, GroupKind::kWorld); })
+      .def("shard_group", [](const MeshHandle& self) { return group(self, GroupKind::kShard); })
+      .def("replicate_group",
+           [](const MeshHandle& self) { return group(self, GroupKind::kReplicate); })
+      .def("follow", [](const MeshHandle& self,
+                        py::object source) { self.caller()->follow(std::move(source)); })
+      .def("close", [](const MeshHandle& self) {
+        call_interruptibly([mesh = self.mesh()]() mutable { mesh.close(); });
+      });
+}
+
+}  // namespace hsdp::python

@@ -1,0 +1,323 @@
+#include "hsdp/reducer.h"
+
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "bindings/module/bindings.h"
+#include "bindings/module/held_object.h"
+#include "bindings/module/reducer_handle.h"
+#include "bindings/module/text_argument.h"
+#include "bindings/module/wire_hop.h"
+#include "hsdp/error.h"
+
+namespace hsdp::python {
+namespace {
+
+namespace py = pybind11;
+using Handle = ReducerHandle;
+using OptionalText = std::optional<std::string>;
+
+// One of a few words; UsageError names them.
+template <typename Choice>
+Choice choose(const std::string& option, const std::string& got,
+              const std::vector<std::pair<const char*, Choice>>& choices) {
+  std::string accepted;
+  for (const auto& [word, choice] : choices) {
+    if (got == word) return choice;
+    accepted += (accepted.empty() ? "'" : ", '") + std::string(word) + "'";
+  }
+  throw UsageError("reducer: " + option + ": expected one of " + accepted + ", got '" + got + "'");
+}
+
+std::optional<Dtype> wire_dtype(const std::string& option, const OptionalText& text) {
+  if (!text) return std::nullopt;
+  return choose<Dtype>(option, *text,
+                       {{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}});
+}
+
+// A hop that brings its wire along settles replica_dtype, so that snapshots record what travelled.
+std::optional<Dtype> replica_dtype(std::optional<Dtype> asked, const ReplicaHop& hop) {
+  const auto* plain = dynamic_cast<const WireHop*>(&hop);
+  if (plain == nullptr || !plain->wire()) return asked;
+  if (asked && *asked != *plain->wire()) {
+    throw UsageError("reducer: replica_dtype: expected " + std::string(name(*plain->wire())) +
+                     ", which the replica_hop sends, got " + std::string(name(*asked)) +
+                     "; give one of the two");
+  }
+  return plain->wire();
+}
+
+std::unique_ptr<Handle> make_reducer(const MeshHandle& mesh, const py::dict& given) {
+  const auto text = [&given](const char* key) {
+    return text_argument(given[key], std::string("reducer: ") + key);
+  };
+  ReducerOptions options;
+  options.reduce_dtype = wire_dtype("reduce_dtype", given["reduce_dtype"].cast<OptionalText>());
+  options.replica_dtype = wire_dtype("replica_dtype", given["replica_dtype"].cast<OptionalText>());
+  options.layout =
+      choose<Layout>("layout", text("layout"), {{"flat", Layout::kFlat}, {"dim0", Layout::kDim0}});
+  options.bucket_bytes = given["bucket_bytes"].cast<std::optional<std::int64_t>>();
+  options.missing = choose<Missing>("missing", text("missing"),
+                                    {{"error", Missing::kError}, {"zero", Missing::kZero}});
+  options.backwards = choose<Backwards>("backwards", text("backwards"),
+                                        {{"one", Backwards::kOne}, {"many", Backwards::kMany}});
+  options.accumulate_dtype =
+      choose<AccumulateDtype>("accumulate_dtype", text("accumulate_dtype"),
+                              {{"f32", AccumulateDtype::kF32}, {"param", AccumulateDtype::kParam}});
+  options.reduction = text("reduction");
+  if (const py::object hop = given["replica_hop"]; !hop.is_none()) {
+    if (!py::isinstance<ReplicaHop>(hop)) {
+      throw UsageError("reducer: replica_hop: expected an hsdp.ReplicaHop, got an object of type " +
+                       type_name(hop) + "; take hsdp.PlainHop(\"bf16\")");
+    }
+    options.replica_hop = hop.cast<std::shared_ptr<ReplicaHop>>();
+    options.replica_dtype = replica_dtype(options.replica_dtype, *options.replica_hop);
+  }
+  return std::make_unique<Handle>(mesh, std::move(options));
+}
+
+int register_parameter(Handle& self, py::handle name, const Shape& shape, const std::string& dtype,
+                       const OptionalText& reduce_dtype, const std::string& group) {
+  ParameterSpec spec;
+  spec.name = text_argument(name, "reducer: register: name");
+  spec.shape = shape;
+  spec.dtype = parse_dtype(dtype);
+  spec.reduce_dtype = wire_dtype("reduce_dtype", reduce_dtype);
+  spec.group = group;
+  return self.register_parameter(spec);
+}
+
+py::list parameters(const Handle& self) {
+  py::list result;
+  for (const ParameterSpec& spec : self.reducer().parameters()) {
+    const py::object reduce_dtype =
+        spec.reduce_dtype ? py::cast(std::string(name(*spec.reduce_dtype))) : py::none();
+    result.append(py::make_tuple(spec.name, py::tuple(py::cast(spec.shape)),
+                                 std::string(name(spec.dtype)), reduce_dtype, spec.group));
+  }
+  return result;
+}
+
+void begin_microbatch(Handle& self, std::optional<bool> last, const OptionalText& sync) {
+  MicrobatchOptions options;
+  options.last = last;
+  if (sync) {
+    options.sync = choose<Sync>(
+        "sync", *sync, {{"none", Sync::kNone}, {"shard", Sync::kShard}, {"all", Sync::kAll}});
+  }
+  self.call([options](Reducer& reducer) { reducer.begin_microbatch(options); });
+}
+
+// A tensor by address, of the registered shape and dtype; strides in elements, or None.
+void gradient_of(Handle& self, int parameter, std::uintptr_t address, const py::object& strides,
+                 py::object owner) {
+  StridedView view;
+  view.data = reinterpret_cast<const void*>(address);  // NOLINT(performance-no-int-to-ptr)
+  if (!strides.is_none()) view.strides = strides.cast<Shape>();
+  self.gradient_of(parameter, std::move(view), std::move(owner));
+}
+
+// The found_inf of the step as 1 or 0 in an array of one f32.
+void found_inf_word(Handle& self, py::handle out) {
+  const std::string what = "reducer: found_inf_tensor: out";
+  ArrayArgument argument = array_argument(out, what, self.caller());
+  const TensorView word = writable(argument, what);
+  self.call([word, held = hold(std::move(argument.owner))](Reducer& reducer) {
+    reducer.found_inf(word);
+  });
+}
+
+std::vector<std::uintptr_t> pack_streams(const Handle& self) {
+  std::vector<std::uintptr_t> handles;
+  for (const Stream& stream : self.reducer().pack_streams()) {
+    handles.push_back(reinterpret_cast<std::uintptr_t>(stream.native_handle()));
+  }
+  return handles;
+}
+
+Memory shard(Handle& self, py::handle name) {
+  return self.shard(text_argument(name, "reducer: shard: name"));
+}
+
+Memory partial_shard(Handle& self, py::handle name) {
+  return self.partial_shard(text_argument(name, "reducer: partial_shard: name"));
+}
+
+py::tuple slice(const Handle& self, py::handle name) {
+  const Slice found = self.reducer().slice(text_argument(name, "reducer: slice: name"));
+  return py::make_tuple(found.offset, found.count);
+}
+
+// Arrays of whole parameters by name, kept alive by the task that fills them.
+struct NamedArrays {
+  std::vector<NamedArray> arrays;
+  std::vector<std::shared_ptr<const void>> held;
+
+  NamedArrays(const Handle& self, const py::dict& given, const std::string& call) {
+    std::unordered_map<std::string_view, const Shape*> shapes;
+    for (const ParameterSpec& spec : self.reducer().parameters()) {
+      shapes.emplace(spec.name, &spec.shape);
+    }
+    for (const auto& [key, value] : given) {
+      const std::string name = text_argument(key, "reducer: " + call + ": name");
+      const std::string what = "reducer: " + call + ": array of '" + name + "'";
+      ArrayArgument argument = array_argument(value, what, self.caller());
+      const auto shape = shapes.find(name);
+      if (shape != shapes.end() && *shape->second != argument.view.shape) {
+        throw UsageError(what + ": expected shape " + to_string(*shape->second) + ", got " +
+                         to_string(argument.view.shape));
+      }
+      arrays.push_back({name, writable(argument, what)});
+      held.push_back(hold(std::move(argument.owner)));
+    }
+  }
+};
+
+void gather_gradients(Handle& self, const py::dict& given) {
+  NamedArrays named(self, given, "gather_gradients");
+  self.call(
+      [named = std::move(named)](Reducer& reducer) { reducer.gather_gradients(named.arrays); });
+}
+
+void gather_parameters(Handle& self, const py::dict& given) {
+  NamedArrays named(self, given, "gather_parameters");
+  self.call(
+      [named = std::move(named)](Reducer& reducer) { reducer.gather_parameters(named.arrays); });
+}
+
+// The norm that was: one f64, where the mesh is.
+Memory clip_together(const std::vector<Handle*>& handles, double max_norm) {
+  if (handles.empty()) throw UsageError("reducer: clip_grad_norm: expected Reducers, got none");
+  std::vector<std::shared_ptr<Reducer>> shared;
+  for (const Handle* handle : handles) shared.push_back(handle->share());
+  CallerStream& caller = handles.front()->caller();
+  Memory norm = Memory::create(1, Dtype::kF64, caller.now());
+  handles.front()->call([shared = std::move(shared), max_norm, norm](Reducer&) {
+    std::vector<Reducer*> reducers;
+    for (const std::shared_ptr<Reducer>& reducer : shared) reducers.push_back(reducer.get());
+    hsdp::clip_grad_norm(reducers, max_norm, norm.view());
+  });
+  if (!caller.on_host()) norm.set_ready(caller.now().record());
+  return norm;
+}
+
+py::dict stats(const Handle& self) {
+  const ReducerStats s = self.reducer().stats();
+  py::dict d;
+  d["bucket_count"] = s.bucket_count;
+  d["microbatch_count"] = s.microbatch_count;
+  d["step_count"] = s.step_count;
+  d["begun_step_count"] = s.begun_step_count;
+  d["reduce_scatter_count"] = s.reduce_scatter_count;
+  d["all_reduce_count"] = s.all_reduce_count;
+  d["all_gather_count"] = s.all_gather_count;
+  d["shard_hop_bytes"] = s.shard_hop_bytes;
+  d["replica_hop_bytes"] = s.replica_hop_bytes;
+  d["carry_bytes"] = s.carry_bytes;
+  d["total_bytes"] = s.total_bytes;
+  d["staging_bytes"] = s.staging_bytes;
+  d["accumulator_bytes"] = s.accumulator_bytes;
+  d["replica_hop_state_bytes"] = s.replica_hop_state_bytes;
+  d["retained_bytes"] = s.retained_bytes;
+  d["peak_retained_bytes"] = s.peak_retained_bytes;
+  d["snapshot_bytes"] = s.snapshot_bytes;
+  d["resident_bytes"] = s.resident_bytes;
+  d["peak_resident_bytes"] = s.peak_resident_bytes;
+  d["engine"] = s.engine;
+  d["reduction"] = s.reduction;
+  d["replica_hop"] = s.replica_hop;
+  d["shard_transport"] = s.shard_transport;
+  d["replica_transport"] = s.replica_transport;
+  return d;
+}
+
+using Class = py::class_<Handle>;
+
+void bind_settings(Class& bound) {
+  bound.def(py::init(&make_reducer))
+      .def("register", register_parameter)
+      .def("parameters", parameters)
+      .def("set_requires_gradient_sync",
+           [](const Handle& self, bool flag, const OptionalText& group) {
+             self.reducer().set_requires_gradient_sync(flag, group);
+           })
+      .def("set_requires_all_reduce",
+           [](const Handle& self, bool flag, const OptionalText& group) {
+             self.reducer().set_requires_all_reduce(flag, group);
+           })
+      .def("set_gradient_divide_factor",
+           [](const Handle& self, std::optional<double> factor) {
+             self.reducer().set_gradient_divide_factor(factor);
+           })
+      .def("set_loss_scale",
+           [](const Handle& self, double scale) { self.reducer().set_loss_scale(scale); })
+      .def("stats", stats);
+}
+
+void bind_step(Class& bound) {
+  bound.def("begin_microbatch", begin_microbatch)
+      .def("gradient_ready", &Handle::gradient_ready)
+      .def("gradient_of", gradient_of)
+      .def("reject_gradient",
+           [](const Handle& self, const std::string& message) {
+             self.reducer().reject_gradient(message);
+           })
+      .def("pack_streams", pack_streams)
+      .def("wait_packed", &Handle::wait_packed)
+      .def("end_microbatch", &Handle::end_microbatch)
+      .def("abandon_microbatch",
+           [](Handle& self, const std::string& reason) {
+             self.call([reason](Reducer& reducer) { reducer.abandon_microbatch(reason); });
+           })
+      .def("finish", [](Handle& self) { self.call([](Reducer& reducer) { reducer.finish(); }); })
+      .def("discard", [](Handle& self) { self.call([](Reducer& reducer) { reducer.discard(); }); })
+      .def("close", [](Handle& self) { self.call([](Reducer& reducer) { reducer.close(); }); });
+}
+
+void bind_results(Class& bound) {
+  bound.def("shard", shard)
+      .def("partial_shard", partial_shard)
+      .def("slice", slice)
+      .def("gather_gradients", gather_gradients)
+      .def("gather_parameters", gather_parameters)
+      .def("grad_norm", &Handle::grad_norm)
+      .def("found_inf",
+           [](Handle& self) {
+             return self.call([](Reducer& reducer) { return reducer.found_inf(); });
+           })
+      .def("found_inf_word", found_inf_word)
+      .def("save_snapshot",
+           [](Handle& self, const std::filesystem::path& path, std::int64_t step) {
+             self.call([path, step](Reducer& reducer) { reducer.save_snapshot(path, step); });
+           })
+      .def("flush", [](Handle& self) {
+        self.call_alone([](Reducer& reducer) { reducer.flush_snapshots(); });
+      });
+}
+
+}  // namespace
+
+void bind_reducer(py::module_& module) {
+  py::class_<ReplicaHop, std::shared_ptr<ReplicaHop>>(
+      module, "ReplicaHop",
+      "What the replica all-reduce does to a shard. A hop belongs to one Reducer,\n"
+      "or to one `hsdp.torch.replica_hook`.")
+      .def_property_readonly(
+          "name", [](const ReplicaHop& self) { return std::string(self.name()); },
+          "What stats and snapshots call it.");
+  Class bound(module, "Reducer");
+  bind_settings(bound);
+  bind_step(bound);
+  bind_results(bound);
+  module.def("clip_grad_norm", clip_together);
+}
+
+}  // namespace hsdp::python

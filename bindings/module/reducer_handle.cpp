@@ -1,0 +1,152 @@
+#include "bindings/module/reducer_handle.h"
+
+#include <algorithm>
+#include <cstddef>
+
+#include "bindings/module/held_object.h"
+#include "bindings/module/text_argument.h"
+#include "hsdp/error.h"
+
+namespace hsdp::python {
+namespace {
+
+namespace py = pybind11;
+
+// From here on a copy takes so long that other Python threads should run meanwhile.
+constexpr std::int64_t kReleasesGilFromBytes = 16 << 10;
+
+}  // namespace
+
+ReducerHandle::InUse::InUse(ReducerHandle& handle) : handle_(handle) {
+  handle.process_.require("reducer");
+  if (handle.in_use_) {
+    throw UsageError(
+        "reducer: expected one call at a time, got one while another thread (or the code that a "
+        "signal handler interrupted) is in one; only gradient_ready may be called from any thread");
+  }
+  handle.in_use_ = true;
+}
+
+ReducerHandle::ReducerHandle(const MeshHandle& mesh, ReducerOptions options)
+    : interrupt_(mesh.interrupt()), caller_(mesh.caller()) {
+  reducer_ = call_interruptibly(
+      [mesh = mesh.mesh(), options = std::move(options)]() mutable {
+        return make_owned_by_process(Reducer(mesh, std::move(options)));
+      },
+      interrupt_);
+}
+
+int ReducerHandle::register_parameter(const ParameterSpec& spec) {
+  const int index = reducer().register_parameter(spec);
+  indices_[py::str(spec.name)] = index;
+  titles_.push_back("reducer: gradient of '" + spec.name + "'");
+  return index;
+}
+
+// An index that is out of range is the library's to refuse.
+int ReducerHandle::index_of(py::handle key) {
+  if (PyObject* const found = PyDict_GetItemWithError(indices_.ptr(), key.ptr())) {
+    return static_cast<int>(PyLong_AsLong(found));
+  }
+  PyErr_Clear();  // an unhashable key
+  if (PyLong_Check(key.ptr()) != 0) {
+    int overflow = 0;
+    const long index = PyLong_AsLongAndOverflow(key.ptr(), &overflow);
+    return overflow != 0 || index < 0 ? -1 : static_cast<int>(std::min(index, 1L << 30));
+  }
+  if (PyUnicode_Check(key.ptr()) == 0) {
+    throw UsageError(
+        "reducer: gradient_ready: expected a parameter's name or index, got an object of type " +
+        type_name(key));
+  }
+  throw UsageError("reducer: gradient_ready: expected a registered parameter, got '" +
+                   text_argument(key, "reducer: gradient_ready: name") +
+                   "'; register it before the first microbatch");
+}
+
+void ReducerHandle::gradient_ready(py::handle key, py::handle gradient) {
+  process_.require("reducer");
+  int parameter = 0;
+  ArrayArgument argument;
+  try {
+    parameter = index_of(key);
+    const auto place = static_cast<std::size_t>(parameter);
+    argument = array_argument(
+        gradient, place < titles_.size() ? std::string_view(titles_[place]) : "reducer: gradient",
+        *caller_);
+  } catch (const UsageError& error) {
+    reducer_->reject_gradient(error.what());
+    throw;
+  }
+  overwritable_ = true;
+  hand_over(parameter, std::move(argument));
+}
+
+void ReducerHandle::gradient_of(int parameter, StridedView gradient, py::object owner) {
+  process_.require("reducer");
+  const ParameterSpec& spec = reducer_->parameters().at(static_cast<std::size_t>(parameter));
+  gradient.dtype = spec.dtype;
+  gradient.shape = spec.shape;
+  gradient.device = caller_->device();
+  hand_over(parameter, {std::move(gradient), false, std::move(owner)}, KeptUntil::kEnqueued);
+}
+
+void ReducerHandle::hand_over(int parameter, ArrayArgument argument, KeptUntil until) {
+  std::shared_ptr<const void> keep_alive = hold(std::move(argument.owner));
+  const Event produced = caller_event();
+  const std::int64_t bytes =
+      argument.view.count() * static_cast<std::int64_t>(size_bytes(argument.view.dtype));
+  if (bytes < kReleasesGilFromBytes) {
+    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), produced, until);
+  } else {
+    const py::gil_scoped_release released;
+    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), produced, until);
+  }
+  release_held();
+}
+
+void ReducerHandle::end_microbatch() {
+  call([](Reducer& reducer) { reducer.end_microbatch(); });
+  if (overwritable_.exchange(false)) wait_packed();
+}
+
+void ReducerHandle::wait_packed() {
+  if (!caller_->on_host()) caller_->now().wait(reducer().packed());
+}
+
+void ReducerHandle::follow_caller() {
+  if (!caller_->on_host()) reducer_->set_stream(caller_->now());
+}
+
+Event ReducerHandle::caller_event() const {
+  return caller_->on_host() ? Event() : caller_->now().record();
+}
+
+Memory ReducerHandle::shard(const std::string& name) {
+  TensorView view;
+  if (settled_) {
+    const InUse in_use(*this);
+    follow_caller();
+    view = reducer_->shard(name);
+  } else {
+    view = call([name](Reducer& reducer) { return reducer.shard(name); });
+    settled_ = true;
+  }
+  return {view, {view.count}, reducer_, caller_event()};
+}
+
+Memory ReducerHandle::partial_shard(const std::string& name) {
+  Memory memory = Memory::create(reducer().slice(name).count, Dtype::kF32, caller_->now());
+  call([name, memory](Reducer& reducer) { reducer.partial_shard(name, memory.view()); });
+  memory.set_ready(caller_event());
+  return memory;
+}
+
+Memory ReducerHandle::grad_norm() {
+  Memory memory = Memory::create(1, Dtype::kF64, caller_->now());
+  call([memory](Reducer& reducer) { reducer.grad_norm(memory.view()); });
+  memory.set_ready(caller_event());
+  return memory;
+}
+
+}  // namespace hsdp::python

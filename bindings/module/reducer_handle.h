@@ -1,0 +1,100 @@
+// A Reducer as Python holds it: checks the process, lets no two calls in at a time that the library
+// does not allow together, and keeps arrays alive for as long as it reads them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/module/array_argument.h"
+#include "bindings/module/interruptible_call.h"
+#include "bindings/module/memory.h"
+#include "bindings/module/mesh_handle.h"
+#include "bindings/module/own_process.h"
+#include "hsdp/reducer.h"
+
+namespace hsdp::python {
+
+class ReducerHandle {
+ public:
+  ReducerHandle(const MeshHandle& mesh, ReducerOptions options);
+
+  int register_parameter(const ParameterSpec& spec);
+  // `key`: a name or an index.
+  void gradient_ready(pybind11::handle key, pybind11::handle gradient);
+  // For callers that know the array well: no conversion, no protocol. Of the registered shape and
+  // dtype, which the view lacks. On a GPU the owner knows of pack_streams(), and nobody overwrites
+  // the gradient before its packs.
+  void gradient_of(int parameter, StridedView gradient, pybind11::object owner);
+  void end_microbatch();
+  // On a GPU: the caller's stream goes on after the gradients so far are packed.
+  void wait_packed();
+
+  // Runs `task(reducer)`, which may wait, with the GIL released; one at a time.
+  template <typename Task>
+  auto call(Task task) {
+    const InUse in_use(*this);
+    settled_ = false;
+    follow_caller();
+    return call_interruptibly(
+        [reducer = reducer_, task = std::move(task)]() mutable { return task(*reducer); },
+        interrupt_);
+  }
+  // For waits that concern no other rank: Ctrl-C leaves the task behind and the mesh alone.
+  template <typename Task>
+  auto call_alone(Task task) {
+    const InUse in_use(*this);
+    return call_interruptibly(
+        [reducer = reducer_, task = std::move(task)]() mutable { return task(*reducer); });
+  }
+  // For calls that return at once.
+  [[nodiscard]] Reducer& reducer() const {
+    process_.require("reducer");
+    return *reducer_;
+  }
+  [[nodiscard]] std::shared_ptr<Reducer> share() const {
+    process_.require("reducer");
+    return reducer_;
+  }
+  // This rank's slice of the result; keeps the Reducer's memory alive.
+  [[nodiscard]] Memory shard(const std::string& name);
+  [[nodiscard]] Memory partial_shard(const std::string& name);
+  // One f64, where the mesh is.
+  [[nodiscard]] Memory grad_norm();
+  [[nodiscard]] CallerStream& caller() const { return *caller_; }
+
+ private:
+  class InUse {
+   public:
+    explicit InUse(ReducerHandle& handle);
+    ~InUse() { handle_.in_use_ = false; }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+
+   private:
+    ReducerHandle& handle_;
+  };
+
+  [[nodiscard]] int index_of(pybind11::handle key);
+  void hand_over(int parameter, ArrayArgument argument, KeptUntil until = KeptUntil::kRead);
+  // The Reducer works beside the stream that is the caller's now.
+  void follow_caller();
+  [[nodiscard]] Event caller_event() const;
+
+  OwnProcess process_;
+  std::shared_ptr<Reducer> reducer_;
+  Interrupt interrupt_;
+  std::shared_ptr<CallerStream> caller_;
+  std::atomic<bool> overwritable_{false};  // a gradient of the open microbatch may be written to
+  bool in_use_ = false;                    // guarded by the GIL, as is:
+  bool settled_ = false;    // the result stands, and nothing was called since that could change it
+  pybind11::dict indices_;  // by name
+  std::vector<std::string> titles_;  // of the parameters' gradients, in errors
+};
+
+}  // namespace hsdp::python

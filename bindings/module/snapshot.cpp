@@ -1,0 +1,154 @@
+#include "hsdp/snapshot.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/module/array_argument.h"
+#include "bindings/module/bindings.h"
+#include "bindings/module/held_object.h"
+#include "bindings/module/interruptible_call.h"
+#include "bindings/module/memory.h"
+#include "bindings/module/snapshot_info.h"
+#include "bindings/module/text_argument.h"
+#include "hsdp/error.h"
+
+namespace hsdp::python {
+namespace {
+
+namespace py = pybind11;
+
+// One named array as Python passes it: (name, shape, dtype or None, offset, array).
+struct GivenEntry {
+  SnapshotEntry entry;
+  std::shared_ptr<const void> held;
+};
+
+GivenEntry given_entry(const py::tuple& given) {
+  GivenEntry result;
+  SnapshotEntry& entry = result.entry;
+  entry.name = text_argument(given[0], "snapshot: name");
+  const std::string what = "snapshot: array of '" + entry.name + "'";
+  ArrayArgument argument = host_array_argument(given[4], what);
+  if (argument.view.device.type != DeviceType::kHost) {
+    throw UsageError(what + ": expected host memory, got " + to_string(argument.view.device) +
+                     "; copy it to the host first");
+  }
+  entry.data = contiguous(argument, what);
+  entry.shape = given[1].is_none() ? argument.view.shape : given[1].cast<Shape>();
+  entry.dtype = given[2].is_none() ? entry.data.dtype : parse_dtype(given[2].cast<std::string>());
+  entry.reduce_dtype = is_gradient_dtype(entry.dtype) ? entry.dtype : Dtype::kF32;
+  entry.offset = given[3].cast<std::int64_t>();
+  result.held = hold(std::move(argument.owner));
+  return result;
+}
+
+void write(const std::filesystem::path& path, const py::dict& info, const py::list& given) {
+  std::vector<SnapshotEntry> entries;
+  std::vector<std::shared_ptr<const void>> held;
+  for (const py::handle item : given) {
+    GivenEntry one = given_entry(py::reinterpret_borrow<py::tuple>(item));
+    entries.push_back(std::move(one.entry));
+    held.push_back(std::move(one.held));
+  }
+  SnapshotInfo parsed = parse_info(info);
+  if (info.contains("reduce_dtype")) {
+    parsed.replica_dtype = parse_dtype(info["reduce_dtype"].cast<std::string>());
+    for (SnapshotEntry& entry : entries) entry.reduce_dtype = parsed.replica_dtype;
+  }
+  const bool whole = parsed.layout == "full";
+  call_interruptibly([path, parsed, whole, entries = std::move(entries), held = std::move(held)] {
+    whole ? write_snapshot(path, parsed, entries) : write_snapshot_file(path, parsed, entries);
+  });
+}
+
+py::list parameters(const Snapshot& self) {
+  py::list result;
+  for (const SnapshotParameter& p : self.parameters()) {
+    result.append(py::make_tuple(p.name, py::tuple(py::cast(p.shape)), std::string(name(p.dtype)),
+                                 std::string(name(p.reduce_dtype))));
+  }
+  return result;
+}
+
+// Elements [begin, begin + count) of the flattened mean gradient, in new memory.
+Memory read(const Snapshot& self, std::size_t parameter, int replica, std::int64_t begin,
+            std::int64_t count, const std::string& dtype) {
+  const Dtype parsed = parse_dtype(dtype);
+  if (parsed != Dtype::kF32 && parsed != Dtype::kF64) {
+    throw UsageError("snapshot: read: expected dtype f32 or f64, got '" + dtype + "'");
+  }
+  if (count < 0) throw UsageError("snapshot: read: expected a count of at least 0");
+  return call_interruptibly([self, parameter, replica, begin, count, parsed] {
+    Memory memory = Memory::zeros(count, parsed);
+    const auto elements = static_cast<std::size_t>(count);
+    void* const data = memory.view().data;
+    if (parsed == Dtype::kF32) {
+      self.read(parameter, replica, begin, std::span(static_cast<float*>(data), elements));
+    } else {
+      self.read(parameter, replica, begin, std::span(static_cast<double*>(data), elements));
+    }
+    return memory;
+  });
+}
+
+}  // namespace
+
+SnapshotInfo parse_info(const py::dict& given) {
+  SnapshotInfo info;
+  const auto take = [&given](const char* key, auto& value) {
+    if (given.contains(key)) value = given[key].cast<std::remove_reference_t<decltype(value)>>();
+  };
+  take("id", info.id);
+  take("step", info.step);
+  take("replicate_size", info.replicate_size);
+  take("shard_size", info.shard_size);
+  take("rank", info.rank);
+  take("microbatch_count", info.microbatch_count);
+  take("divide_factor", info.divide_factor);
+  take("loss_scale", info.loss_scale);
+  take("layout", info.layout);
+  take("engine", info.engine);
+  return info;
+}
+
+py::dict info_dict(const SnapshotInfo& info) {
+  py::dict d;
+  d["id"] = info.id;
+  d["step"] = info.step;
+  d["replicate_size"] = info.replicate_size;
+  d["shard_size"] = info.shard_size;
+  d["microbatch_count"] = info.microbatch_count;
+  d["divide_factor"] = info.divide_factor;
+  d["loss_scale"] = info.loss_scale;
+  d["replica_dtype"] = std::string(name(info.replica_dtype));
+  d["replica_hop"] = info.replica_hop;
+  d["reduction"] = info.reduction;
+  d["layout"] = info.layout;
+  d["engine"] = info.engine;
+  d["partial"] = info.partial;
+  return d;
+}
+
+void bind_snapshot(py::module_& module) {
+  module.def("new_snapshot_id", &new_snapshot_id);
+  module.def("write_snapshot", write);
+  py::class_<Snapshot>(module, "Snapshot")
+      .def_static("open",
+                  [](const std::filesystem::path& path) {
+                    return call_interruptibly([path] { return Snapshot::open(path); });
+                  })
+      .def_property_readonly("path", [](const Snapshot& self) { return self.path().string(); })
+      .def("info", [](const Snapshot& self) { return info_dict(self.info()); })
+      .def("parameters", parameters)
+      .def_property_readonly("copy_count", &Snapshot::copy_count)
+      .def("read", read);
+}
+
+}  // namespace hsdp::python

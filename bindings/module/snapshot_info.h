@@ -1,0 +1,13 @@
+// What a snapshot says about its run, as a dict and back.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "hsdp/snapshot.h"
+
+namespace hsdp::python {
+
+[[nodiscard]] SnapshotInfo parse_info(const pybind11::dict& given);
+[[nodiscard]] pybind11::dict info_dict(const SnapshotInfo& info);
+
+}  // namespace hsdp::python

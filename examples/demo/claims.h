@@ -1,0 +1,31 @@
+// The demo's claims. Each runs what it needs and measures; what cannot be run throws.
+#pragma once
+
+#include <vector>
+
+#include "examples/demo/demo_runs.h"
+#include "examples/demo/screen.h"
+#include "examples/digits/training_result.h"
+
+namespace examples {
+
+// The training on the mesh follows the one in a single process.
+[[nodiscard]] Claim loss_claim(const TrainingResult& mesh, const TrainingResult& alone);
+[[nodiscard]] Claim accuracy_claim(const TrainingResult& mesh, const TrainingResult& alone);
+// 4 reduce-scatters and 1 all-reduce per bucket and step: the replica hop waits for the last
+// microbatch.
+[[nodiscard]] Claim collectives_claim(const TrainingResult& mesh);
+// All end with the same bits, and the runs did take the ways that they should.
+[[nodiscard]] Claim same_bits_claim(const std::vector<TrainingResult>& runs);
+
+// The mesh's gradients, from snapshots in `mesh`, are those recomputed in float64.
+[[nodiscard]] Claim gradient_claim(const DemoOptions& options, const MeshRun& mesh);
+// Those of the training in the wrong order are not, and hsdp_check says which.
+[[nodiscard]] Claim wrong_order_claim(const DemoOptions& options, const MeshRun& wrong);
+[[nodiscard]] std::filesystem::path report_path(const DemoOptions& options,
+                                                const std::string& name);
+
+// A rank is killed in the middle of a training; the others say so at once.
+[[nodiscard]] Claim kill_claim(const DemoOptions& options);
+
+}  // namespace examples

@@ -1,0 +1,207 @@
+"""From samples to medians, and from medians to claims: a ratio, its target, a verdict."""
+
+import dataclasses
+import statistics
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
+
+from programs import Key, Report
+
+KIB = 1 << 10
+MIB = 1 << 20
+PEERS = ("openmpi", "mpich", "gloo")
+OPS = ("reduce_scatter", "all_reduce")
+TORCH_CASES = {"six_2048": "6 layers of 2048 x 2048", "twentyfour_256": "24 layers of 256 x 256"}
+
+
+@dataclasses.dataclass
+class Claim:
+    """`ratio` is good when it is at least (or, with at_most, at most) `target`."""
+
+    name: str
+    ratio: Optional[float]  # None: something needed was not measured
+    target: float
+    detail: str
+    at_most: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.ratio is None:
+            return "not measured"
+        held = self.ratio <= self.target if self.at_most else self.ratio >= self.target
+        return "held" if held else "MISSED"
+
+
+class Samples:
+    """All times of a run. A variant with one wrong result is never quoted."""
+
+    def __init__(self) -> None:
+        self.times: Dict[Key, List[float]] = {}
+        self.wrong: Dict[Key, int] = {}
+        self.values: Dict[str, List[float]] = {}
+
+    def add(self, report: Report) -> None:
+        for key, time_us, checked in report.times:
+            self.times.setdefault(key, []).append(time_us)
+            if not checked:
+                self.wrong[key] = self.wrong.get(key, 0) + 1
+        for name, number in report.values.items():
+            self.values.setdefault(name, []).append(number)
+
+    def median(self, key: Key) -> Optional[float]:
+        if key in self.wrong or key not in self.times:
+            return None
+        return statistics.median(self.times[key])
+
+    def value(self, name: str) -> Optional[float]:
+        return statistics.median(self.values[name]) if name in self.values else None
+
+    def best(self, system: str, op: str, dtype: str, size: int,
+             ranks: int) -> Optional[Tuple[float, str]]:
+        """The fastest right variant of a system: its time and its name."""
+        found = [(time, key.variant) for key in self.times
+                 if (key.system, key.op, key.dtype, key.bytes, key.ranks) ==
+                 (system, op, dtype, size, ranks)
+                 for time in [self.median(key)] if time is not None]
+        return min(found) if found else None
+
+    def time(self, *case) -> Optional[float]:
+        best = self.best(*case)
+        return best[0] if best else None
+
+    def fastest_peer(self, op: str, dtype: str, size: int,
+                     ranks: int) -> Optional[Tuple[float, str]]:
+        found = [(best[0], f"{peer}/{best[1]}") for peer in PEERS
+                 for best in [self.best(peer, op, dtype, size, ranks)] if best]
+        return min(found) if found else None
+
+
+def size_text(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def quotient(a: Optional[float], b: Optional[float]) -> Optional[float]:
+    return a / b if a is not None and b else None
+
+
+def against_peers(samples: Samples, system: str, sizes: Dict[int, float]) -> Iterator[Claim]:
+    for op in OPS:
+        for size, target in sizes.items():
+            peer = samples.fastest_peer(op, "f32", size, 4)
+            ratio = quotient(peer[0] if peer else None, samples.time(system, op, "f32", size, 4))
+            yield Claim(f"{op} {size_text(size)}, 4 ranks, {system.replace('ours_', '')} memory: "
+                        "fastest peer / ours", ratio, target, peer[1] if peer else "no peer")
+
+
+def against_roofline(samples: Samples, sizes: List[int]) -> Iterator[Claim]:
+    for op in OPS:
+        for size in sizes:
+            case = (op, "f32", size, 4)
+            yield Claim(f"{op} {size_text(size)}, 4 ranks: roofline / ours",
+                        quotient(samples.time("roofline", *case),
+                                 samples.time("ours_shared", *case)), 0.95, "shared memory")
+
+
+def sixteen_bit(samples: Samples, size: int) -> Iterator[Claim]:
+    for op, target in (("reduce_scatter", 1.5), ("all_reduce", 1.7)):
+        for dtype in ("bf16", "f16"):
+            wide = samples.time("ours_shared", op, "f32", size, 4)
+            narrow = samples.time("ours_shared", op, dtype, size, 4)
+            # Twice the elements in the same bytes.
+            ratio = quotient(wide, narrow)
+            yield Claim(f"{op} {size_text(size)}, {dtype}: f32 / {dtype}, time per element",
+                        ratio * 2 if ratio is not None else None, target, "4 ranks, shared")
+
+
+def bytes_moved(op: str, size: int, ranks: int) -> float:
+    """Over all ranks: everybody's input is read once; sums are written once, or to everybody."""
+    return float(size * ranks + size) if op == "reduce_scatter" else float(2 * size * ranks)
+
+
+def four_against_two(samples: Samples, sizes: List[int]) -> Iterator[Claim]:
+    for op in OPS:
+        for size in sizes:
+            per_byte = [quotient(samples.time("ours_shared", op, "f32", size, ranks),
+                                 bytes_moved(op, size, ranks)) for ranks in (4, 2)]
+            yield Claim(f"{op} {size_text(size)}: 4 ranks / 2 ranks, time per byte moved",
+                        quotient(per_byte[0], per_byte[1]), 1.3, "shared memory", at_most=True)
+
+
+def step(samples: Samples, dtype: str, size: int) -> Iterator[Claim]:
+    ours = samples.time("ours_step", "step", dtype, size, 4)
+    peer = samples.best("openmpi_step", "step", dtype, size, 4)
+    yield Claim(f"Reducer step, {dtype} gradients: Open MPI / ours",
+                quotient(peer[0] if peer else None, ours), 3.0, peer[1] if peer else "no peer")
+    yield Claim(f"Reducer step, {dtype} gradients: roofline / ours",
+                quotient(samples.time("roofline", "step", dtype, size, 4), ours), 0.7,
+                "same reads and writes, no synchronisation")
+
+
+def step_memory(samples: Samples) -> Iterator[Claim]:
+    for source in ("stats", "process"):
+        over = samples.value(f"step_memory_over_by_{source}_bytes")
+        yield Claim(f"Reducer memory beyond gradients, carry, two buckets, by {source}: MiB",
+                    None if over is None else over / MIB, 8.0, "most of any rank", at_most=True)
+
+
+def snapshots(samples: Samples) -> Iterator[Claim]:
+    check = samples.value("snapshot_hsdp_check_s")
+    yield Claim("two snapshots of 1 GiB: h5diff / hsdp_check",
+                quotient(samples.value("snapshot_h5diff_s"), check), 5.0, "page cache warm")
+    yield Claim("two snapshots of 1 GiB: reading them / hsdp_check",
+                quotient(samples.value("snapshot_read_s"), check), 0.5, "cat, page cache warm")
+    peak = samples.value("hsdp_check_peak_bytes")
+    yield Claim("hsdp_check on two snapshots of 1 GiB: peak memory, MiB",
+                None if peak is None else peak / MIB, 256.0, "", at_most=True)
+    yield Claim("handing a 1 GiB snapshot to the writer: time / plain copy",
+                quotient(samples.value("snapshot_submit_us"), samples.value("snapshot_copy_us")),
+                1.1, "both into fresh memory", at_most=True)
+
+
+def torch_steps(samples: Samples) -> Iterator[Claim]:
+    """What reduction adds to a step, ours as a share of theirs, on the same schedule."""
+    def added(case: str, *names: str) -> Optional[float]:
+        found = [samples.value(f"torch_{case}_{name}_added_ms") for name in names]
+        times = [time for time in found if time is not None]
+        return max(min(times), 1e-3) if times else None
+
+    def claim(case: str, peer: str, ours: Tuple[str, ...], target: float) -> Claim:
+        theirs, own = added(case, peer), added(case, *ours)
+        detail = "" if None in (theirs, own) else f"{theirs:.0f} ms and {own:.1f} ms"
+        return Claim(f"reduction in a torch step, {TORCH_CASES[case]}: {peer} / ours",
+                     quotient(theirs, own), target, detail)
+
+    for case, targets in (("six_2048", {"bf16": 8.0, "f32": 10.0}),
+                          ("twentyfour_256", {"bf16": 25.0, "f32": 25.0})):
+        for dtype, target in targets.items():
+            yield claim(case, f"fsdp2_{dtype}", (f"ours_{dtype}",), target)
+        yield claim(case, "ddp", ("ours_last_only", "ours_one_microbatch"), 5.0)
+    yield Claim("attached model of 1000 small parameters, one rank: us per parameter and step",
+                samples.value("torch_overhead_per_parameter_us"), 10.0, "", at_most=True)
+
+
+def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
+    """`has` tells whether a size was asked for."""
+    shared = {64 * KIB: 1.5, MIB: 4.0, 16 * MIB: 4.0, 64 * MIB: 4.0, 256 * MIB: 3.5}
+    private = {size: 2.0 for size in shared if size >= MIB}
+    large = [size for size in shared if size >= 16 * MIB and has(size)]
+    found: List[Claim] = []
+    found += against_peers(samples, "ours_shared", {s: t for s, t in shared.items() if has(s)})
+    found += against_roofline(samples, large)
+    found += against_peers(samples, "ours_private", {s: t for s, t in private.items() if has(s)})
+    if has(256 * MIB):
+        found += sixteen_bit(samples, 256 * MIB)
+        found.append(Claim(
+            "all_reduce 256 MiB over TCP, 2 ranks: Open MPI / ours",
+            quotient(samples.time("openmpi_tcp", "all_reduce", "f32", 256 * MIB, 2),
+                     samples.time("ours_tcp", "all_reduce", "f32", 256 * MIB, 2)), 1.0,
+            "loopback, btl tcp,self"))
+    found += four_against_two(samples, large)
+    found.append(Claim("idle waiting rank, percent of a core",
+                       samples.value("idle_rank_cpu_percent"), 5.0, "a peer 2 s late",
+                       at_most=True))
+    for dtype in ("f32", "bf16"):
+        found += step(samples, dtype, 256 * MIB)
+    found += step_memory(samples)
+    found += snapshots(samples)
+    found += torch_steps(samples)
+    return found

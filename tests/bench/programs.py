@@ -1,0 +1,154 @@
+"""Starts the benchmark programs and reads what they report."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from typing import Dict, List, Optional, Tuple
+
+TIMEOUT_S = 600
+
+# Without these, the temporaries of the MPI libraries are fresh pages in every call.
+KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+RUN_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+OPENMPI = ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none"]
+OPENMPI_TCP = OPENMPI + ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
+                         "--mca", "btl_tcp_if_include", "lo"]
+
+BENCH_LINE = re.compile(
+    r"\bbench (?P<system>\S+) (?P<variant>\S+) (?P<op>\S+) (?P<dtype>\S+) (?P<bytes>\d+) "
+    r"(?P<ranks>\d+) (?P<time_us>[\d.]+) (?P<checked>[01])\s*$")
+VALUE_LINE = re.compile(r"\bvalue (?P<name>\w+) (?P<number>-?[\d.]+(?:e[-+]?\d+)?)\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What was timed."""
+
+    system: str
+    variant: str
+    op: str
+    dtype: str
+    bytes: int
+    ranks: int
+
+
+@dataclasses.dataclass
+class Report:
+    """What one run of a program said."""
+
+    times: List[Tuple[Key, float, bool]] = dataclasses.field(default_factory=list)
+    values: Dict[str, float] = dataclasses.field(default_factory=dict)
+    error: Optional[str] = None
+
+
+def parse(output: str, system: str) -> Report:
+    """Lines are kept under the launch's name `system`, because two launches may differ in settings
+    only; a program may report a roofline of its own beside its time."""
+    report = Report()
+    for line in output.splitlines():
+        found = BENCH_LINE.search(line)
+        if found:
+            named = "roofline" if found["system"] == "roofline" else system
+            key = Key(named, found["variant"], found["op"], found["dtype"], int(found["bytes"]),
+                      int(found["ranks"]))
+            report.times.append((key, float(found["time_us"]), found["checked"] == "1"))
+        found = VALUE_LINE.search(line)
+        if found:
+            report.values[found["name"]] = float(found["number"])
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One way to start one program."""
+
+    system: str
+    file: str  # in tests/bench of the build folder
+    launcher: str  # "openmpi", "mpich", "files" (Gloo's store) or "hsdp_run"
+    flags: Tuple[str, ...] = ()
+    tcp: bool = False
+
+
+def end(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+class Launcher:
+    """Runs programs of one build folder."""
+
+    def __init__(self, build: pathlib.Path):
+        self._bench = build / "tests" / "bench"
+        found = sorted(path for path in build.rglob("hsdp_run") if os.access(path, os.X_OK)
+                       and path.is_file())
+        self._hsdp_run = str(found[0]) if found else None
+
+    def missing(self, program: Program) -> Optional[str]:
+        """Why the program cannot run here, or None."""
+        if not (self._bench / program.file).is_file():
+            return f"{program.file} was not built"
+        needed = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}.get(program.launcher)
+        if needed and not shutil.which(needed):
+            return f"{needed} is not installed"
+        if program.launcher == "hsdp_run" and self._hsdp_run is None:
+            return "hsdp_run was not built"
+        return None
+
+    def run(self, program: Program, ranks: int, arguments: List[str]) -> Report:
+        command = [str(self._bench / program.file), *program.flags, *arguments]
+        environment = dict(os.environ)
+        if program.launcher == "files":
+            return self._run_with_store(program, command, ranks, environment)
+        if program.launcher == "openmpi":
+            environment.update(KEEP_PAGES)
+            environment.update(RUN_AS_ROOT)
+            launch = [*(OPENMPI_TCP if program.tcp else OPENMPI), "-n", str(ranks)]
+        elif program.launcher == "mpich":
+            environment.update(KEEP_PAGES)
+            launch = ["mpirun.mpich", "-n", str(ranks)]
+        else:
+            if program.tcp:
+                environment["HSDP_TRANSPORT"] = "tcp"
+            launch = [self._hsdp_run, "-n", str(ranks)]
+        return self._collect(program, [self._start(launch + command, environment)])
+
+    def _run_with_store(self, program: Program, command: List[str], ranks: int,
+                        environment: Dict[str, str]) -> Report:
+        with tempfile.TemporaryDirectory(prefix="hsdp-bench-") as store:
+            environment.update(KEEP_PAGES, HSDP_BENCH_STORE=store, WORLD_SIZE=str(ranks))
+            processes = [self._start(command, {**environment, "RANK": str(rank)})
+                         for rank in range(ranks)]
+            return self._collect(program, processes)
+
+    @staticmethod
+    def _start(command: List[str], environment: Dict[str, str]) -> subprocess.Popen:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                start_new_session=True)
+
+    @staticmethod
+    def _collect(program: Program, processes: List[subprocess.Popen]) -> Report:
+        output = ""
+        error = None
+        try:
+            for process in processes:
+                output += process.communicate(timeout=TIMEOUT_S)[0]
+        except subprocess.TimeoutExpired:
+            error = f"{program.system}: no end within {TIMEOUT_S} s"
+        finally:
+            for process in processes:
+                end(process)
+        failed = [process.returncode for process in processes if process.returncode != 0]
+        report = parse(output, program.system)
+        if error is None and failed:
+            error = f"{program.system}: status {failed[0]}: {output.strip()[-800:]}"
+        report.error = error
+        return report

@@ -1,0 +1,137 @@
+"""The driver without the programs: reading reports, medians, claims."""
+
+import pathlib
+import tempfile
+import unittest
+
+import claims
+import programs
+import run
+
+
+def line(system="ours_shared", variant="v", op="all_reduce", dtype="f32", size=1 << 20, ranks=4,
+         time_us=10.0, checked=1):
+    return f"bench {system} {variant} {op} {dtype} {size} {ranks} {time_us} {checked}\n"
+
+
+def samples_of(*reports):
+    samples = claims.Samples()
+    for output, system in reports:
+        samples.add(programs.parse(output, system))
+    return samples
+
+
+class Reports(unittest.TestCase):
+    def test_lines_are_found_behind_a_rank_prefix_and_between_noise(self):
+        report = programs.parse("hello\n[0] " + line(time_us=12.5) + "[1] value cpu_percent 3.25\n",
+                                "ours_tcp")
+        key = programs.Key("ours_tcp", "v", "all_reduce", "f32", 1 << 20, 4)
+        self.assertEqual([(key, 12.5, True)], report.times)
+        self.assertEqual({"cpu_percent": 3.25}, report.values)
+
+    def test_a_roofline_inside_another_program_keeps_its_name(self):
+        report = programs.parse(line(system="roofline"), "ours_step")
+        self.assertEqual("roofline", report.times[0][0].system)
+
+    def test_torn_lines_are_no_reports(self):
+        self.assertEqual([], programs.parse("bench ours v all_reduce f32 10 4 12.0\n", "x").times)
+
+
+class Medians(unittest.TestCase):
+    def test_median_over_rounds_then_fastest_variant(self):
+        samples = samples_of(*[(line(variant="a", time_us=t) + line(variant="b", time_us=7), "mpich")
+                               for t in (1, 100, 9)])
+        self.assertEqual((7.0, "b"), samples.best("mpich", "all_reduce", "f32", 1 << 20, 4))
+
+    def test_one_wrong_result_disqualifies(self):
+        samples = samples_of((line(time_us=5), "gloo"), (line(time_us=1, checked=0), "gloo"),
+                             (line(time_us=8), "mpich"))
+        self.assertEqual((8.0, "mpich/v"), samples.fastest_peer("all_reduce", "f32", 1 << 20, 4))
+
+
+class Claims(unittest.TestCase):
+    def verdicts(self, samples, sizes=(1 << 20,)):
+        return {claim.name: claim for claim in claims.claims(samples, lambda size: size in sizes)}
+
+    def test_steps_in_torch(self):
+        name = "reduction in a torch step, 24 layers of 256 x 256: {} / ours"
+        values = {"fsdp2_f32": 260, "ours_f32": 10, "ddp": 30, "ours_last_only": 9,
+                  "ours_one_microbatch": 5, "fsdp2_bf16": 100, "ours_bf16": -3}
+        samples = samples_of(("".join(f"value torch_twentyfour_256_{key}_added_ms {number}\n"
+                                      for key, number in values.items()), "torch"))
+        found = self.verdicts(samples)
+        for peer, ratio in (("fsdp2_f32", 26), ("ddp", 6), ("fsdp2_bf16", 1e5)):
+            self.assertAlmostEqual(ratio, found[name.format(peer)].ratio)
+            self.assertEqual("held", found[name.format(peer)].verdict)
+        other = "reduction in a torch step, 6 layers of 2048 x 2048: ddp / ours"
+        self.assertEqual("not measured", found[other].verdict)
+
+    def test_peer_ratio(self):
+        name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"
+        for ours, verdict in ((10, "held"), (11, "MISSED")):
+            with self.subTest(ours=ours):
+                samples = samples_of((line(time_us=40), "openmpi"), (line(time_us=50), "gloo"),
+                                     (line(time_us=ours), "ours_shared"))
+                claim = self.verdicts(samples)[name]
+                self.assertAlmostEqual(40 / ours, claim.ratio)
+                self.assertEqual(verdict, claim.verdict)
+
+    def test_what_is_missing_is_not_measured(self):
+        for claim in self.verdicts(claims.Samples()).values():
+            self.assertEqual("not measured", claim.verdict)
+
+    def test_sixteen_bit_counts_elements(self):
+        size = 256 << 20
+        samples = samples_of((line(size=size, time_us=100) +
+                              line(size=size, dtype="bf16", time_us=110), "ours_shared"))
+        claim = self.verdicts(samples, (size,))[
+            "all_reduce 256 MiB, bf16: f32 / bf16, time per element"]
+        self.assertAlmostEqual(200 / 110, claim.ratio)
+
+    def test_four_ranks_against_two_counts_bytes(self):
+        size = 16 << 20
+        samples = samples_of((line(size=size, time_us=20) +
+                              line(size=size, ranks=2, time_us=10), "ours_shared"))
+        claim = self.verdicts(samples, (size,))[
+            "all_reduce 16 MiB: 4 ranks / 2 ranks, time per byte moved"]
+        self.assertAlmostEqual(1.0, claim.ratio)
+        self.assertEqual("held", claim.verdict)
+
+    def test_idle_is_an_upper_bound(self):
+        for percent, verdict in ((4.9, "held"), (5.1, "MISSED")):
+            samples = samples_of((f"value idle_rank_cpu_percent {percent}\n", "ours_idle"))
+            self.assertEqual(verdict, self.verdicts(samples)[
+                "idle waiting rank, percent of a core"].verdict)
+
+    def test_step(self):
+        size = 256 << 20
+        samples = samples_of((line(op="step", size=size, time_us=900), "openmpi_step"),
+                             (line(op="step", size=size, time_us=300) +
+                              line(system="roofline", op="step", size=size, time_us=240),
+                              "ours_step"))
+        verdicts = self.verdicts(samples)
+        self.assertAlmostEqual(3.0, verdicts["Reducer step, f32 gradients: Open MPI / ours"].ratio)
+        self.assertAlmostEqual(0.8, verdicts["Reducer step, f32 gradients: roofline / ours"].ratio)
+
+
+class Plan(unittest.TestCase):
+    def test_every_round_runs_every_program_at_both_sizes(self):
+        runs = run.plan_of_round([1 << 20], with_steps=False)
+        self.assertEqual(2 * len(run.PROGRAMS) + 1, len(runs))
+
+    def test_step_peer_is_narrowed_to_its_fastest_variant(self):
+        samples = samples_of((line(variant="a", op="step", size=256 << 20, time_us=9) +
+                              line(variant="b", op="step", size=256 << 20, time_us=8),
+                              "openmpi_step"))
+        step = [one for one in run.plan_of_round([1 << 20], with_steps=True)
+                if one.program.system == "openmpi_step"][0]
+        self.assertEqual(["--gradient=f32", "--variant=b"], run.narrowed(step, samples))
+
+    def test_a_program_that_was_not_built_is_named(self):
+        with tempfile.TemporaryDirectory() as folder:
+            launcher = programs.Launcher(pathlib.Path(folder))
+            self.assertIn("was not built", launcher.missing(run.PROGRAMS[0]))
+
+
+if __name__ == "__main__":
+    unittest.main()

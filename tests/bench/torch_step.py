@@ -1,0 +1,142 @@
+"""What reducing gradients adds to a training step in torch: ours, FSDP2 and DDP over gloo.
+
+Run by hsdp_run on 4 ranks, which form a mesh of 2x2. Every step has four microbatches; all systems
+take turns within every round. What reduction adds is the median over rounds of the step's time less
+that of the same step without any reduction; the slowest rank counts. FSDP2 keeps its parameters
+whole between steps, so that it is not charged for gathering them. Prints `value NAME NUMBER` lines.
+
+    hsdp_run -n 4 python torch_step.py [--rounds N] [--cases six_2048,...]
+    python torch_step.py --overhead
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hsdp
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+import beside_fsdp2 as example  # noqa: E402
+
+ROWS = 8
+CASES = {"six_2048": (6, 2048), "twentyfour_256": (24, 256)}
+SMALL_PARAMETERS = 1000
+
+
+def ddp(model: nn.Module, inputs: torch.Tensor) -> example.Step:
+    parallel = DistributedDataParallel(model)
+    last = example.MICROBATCHES - 1
+
+    def step() -> None:
+        parallel.zero_grad()
+        with parallel.no_sync():
+            for m in range(last):
+                example.backward(parallel, inputs, m)
+        example.backward(parallel, inputs, last)
+
+    return step
+
+
+def in_one_microbatch(
+    reducer: hsdp.Reducer, model: nn.Module, inputs: torch.Tensor
+) -> example.Step:
+    """DDP's schedule in another way: several backward passes, one microbatch."""
+    reducer.attach(model)
+    names = [parameter.name for parameter in reducer.parameters]
+
+    def step() -> None:
+        with reducer.microbatch(last=True):
+            for m in range(example.MICROBATCHES):
+                example.backward(model, inputs, m)
+        for name in names:
+            reducer.shard(name)
+
+    return step
+
+
+def measure_case(case: str, mesh: hsdp.Mesh, rounds: int) -> None:
+    layers, width = CASES[case]
+    inputs = torch.randn(ROWS, width)
+
+    def model() -> nn.Sequential:
+        return example.make_model(layers, width)
+
+    def ours(dtype: str, first: str = "shard") -> example.Step:
+        reducer = hsdp.Reducer(mesh, reduce_dtype=dtype)
+        return example.reduced_by_hsdp(reducer, model(), inputs, first)
+
+    systems = {
+        "none": example.without_reduction(model(), inputs),
+        "ours_bf16": ours("bf16"),
+        "ours_f32": ours("f32"),
+        "ours_last_only": ours("f32", "none"),
+        "ours_one_microbatch": in_one_microbatch(
+            hsdp.Reducer(mesh, backwards="many"), model(), inputs
+        ),
+        "fsdp2_bf16": example.reduced_by_fsdp2(model(), inputs, torch.bfloat16)[0],
+        "fsdp2_f32": example.reduced_by_fsdp2(model(), inputs, torch.float32)[0],
+        "ddp": ddp(model(), inputs),
+    }
+    seconds = example.time_steps(systems, rounds)
+    if mesh.rank > 0:
+        return
+    for name in systems:
+        print(f"value torch_{case}_{name}_step_ms {1e3 * statistics.median(seconds[name]):.3f}")
+        if name != "none":
+            added = example.added_ms(seconds, name)
+            print(f"value torch_{case}_{name}_added_ms {added:.3f}", flush=True)
+
+
+def measure_overhead(rounds: int) -> None:
+    """A step of many tiny parameters on one rank, with the Reducer and without, in turns."""
+    model, other = (
+        nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(SMALL_PARAMETERS)])
+        for _ in range(2)
+    )
+    with hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        added = []
+        for number in range(rounds + 3):
+            start = time.perf_counter()
+            with reducer.microbatch(last=True):
+                torch.cat(list(model)).sum().backward()
+            reducer.shard("0")
+            middle = time.perf_counter()
+            torch.cat(list(other)).sum().backward()
+            other.zero_grad()
+            end = time.perf_counter()
+            if number >= 3:
+                added.append((middle - start) - (end - middle))
+    overhead = 1e6 * statistics.median(added) / SMALL_PARAMETERS
+    print(f"value torch_overhead_per_parameter_us {overhead:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--overhead", action="store_true", help="of many small parameters, alone")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.overhead:
+        measure_overhead(10 * asked.rounds)
+        return
+    with hsdp.init_mesh(replicate=2, shard=2) as mesh:
+        example.join_gloo(mesh)
+        for case in asked.cases.split(","):
+            measure_case(case, mesh, asked.rounds)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+// What every engine and transport owes its callers, exactly.
+#include "tests/comm/contract_suite.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+
+#include "hsdp/error.h"
+#include "tests/comm/elements.h"
+
+namespace hsdp::test {
+namespace {
+
+constexpr std::array kReducible{Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kF64, Dtype::kI64};
+constexpr std::array<std::int64_t, 6> kCounts{0, 1, 7, 33, 1000, 70'001};
+
+// All elements of rank r's row first, then the rows after it: uneven, one of them empty.
+RowCut uneven_cut(std::int64_t count, int size) {
+  std::vector<std::int64_t> offsets{0};
+  for (int r = 0; r < size; ++r) {
+    const std::int64_t left = count - offsets.back();
+    offsets.push_back(r + 1 == size ? count : offsets.back() + (r == 0 ? 0 : (left + 1) / 2));
+  }
+  return RowCut(offsets);
+}
+
+void expect_integers(TensorView out, std::int64_t first, int ranks) {
+  for (std::int64_t i = 0; i < out.count; ++i) {
+    double sum = 0.0;
+    for (int r = 0; r < ranks; ++r) sum += small_integer(r, first + i);
+    ASSERT_EQ(get(out, i), sum) << name(out.dtype) << " element " << i << " of " << out.count;
+  }
+}
+
+void fill_integers(TensorView view, int rank) {
+  for (std::int64_t i = 0; i < view.count; ++i) set(view, i, small_integer(rank, i));
+}
+
+TEST_P(Contract, ReduceScatterIsExactOnIntegers) {
+  run([](Communicator& world) {
+    for (const Dtype dtype : kReducible) {
+      for (const std::int64_t count : kCounts) {
+        for (const RowCut& cut : {RowCut(count, size()), uneven_cut(count, size())}) {
+          const Memory in(world, path(), count, dtype);
+          const Memory out(world, path(), cut.length(world.rank()), dtype);
+          fill_integers(in.view(), world.rank());
+          world.reduce_scatter({.in = in.view(), .out = out.view(), .cut = cut});
+          expect_integers(out.view(), cut.begin(world.rank()), size());
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Contract, AllReduceIsExactOnIntegers) {
+  run([](Communicator& world) {
+    for (const Dtype dtype : kReducible) {
+      for (const std::int64_t count : kCounts) {
+        const Memory data(world, path(), count, dtype);
+        fill_integers(data.view(), world.rank());
+        world.all_reduce(data.view());
+        expect_integers(data.view(), 0, size());
+      }
+    }
+  });
+}
+
+TEST_P(Contract, ReduceScatterWidensAddsScalesAndDivides) {
+  run([](Communicator& world) {
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      const std::int64_t count = 5'003;
+      const RowCut cut(count, size());
+      const std::int64_t begin = cut.begin(world.rank());
+      const Memory in(world, path(), count, dtype);
+      const Memory out(world, path(), cut.length(world.rank()), Dtype::kF32);
+      for (std::int64_t i = 0; i < count; ++i) set(in.view(), i, noise(world.rank(), i));
+      for (std::int64_t i = 0; i < out.view().count; ++i) set(out.view(), i, noise(99, begin + i));
+      world.reduce_scatter({.in = in.view(),
+                            .out = out.view(),
+                            .accumulate = true,
+                            .sum_exponent = 3,
+                            .divisor = 7.0F});
+      for (std::int64_t i = 0; i < out.view().count; ++i) {
+        float sum = round_to(dtype, noise(0, begin + i));
+        for (int r = 1; r < size(); ++r) sum += round_to(dtype, noise(r, begin + i));
+        const float expected = (noise(99, begin + i) + sum * 8.0F) / 7.0F;
+        ASSERT_EQ(get(out.view(), i), expected) << name(dtype) << " element " << i;
+      }
+    }
+  });
+}
+
+TEST_P(Contract, AllReduceRoundsOnceEachWayOnSixteenBitWires) {
+  run([](Communicator& world) {
+    for (const Dtype wire : {Dtype::kBf16, Dtype::kF16, Dtype::kF32}) {
+      const int k = wire == Dtype::kF16 ? 2 : 0;
+      const int total_k = wire == Dtype::kF16 ? 4 : 0;
+      const Memory data(world, path(), 150'001, Dtype::kF32);
+      for (std::int64_t i = 0; i < data.view().count; ++i) {
+        set(data.view(), i, noise(world.rank(), i));
+      }
+      world.all_reduce({.data = data.view(),
+                        .wire = wire,
+                        .send_exponent = k,
+                        .total_exponent = total_k,
+                        .divisor = 3.0F});
+      for (std::int64_t i = 0; i < data.view().count; ++i) {
+        float sum = round_to(wire, std::ldexp(noise(0, i), -k));
+        for (int r = 1; r < size(); ++r) sum += round_to(wire, std::ldexp(noise(r, i), -k));
+        const float total = round_to(wire, std::ldexp(sum, k - total_k));
+        // A group of one sends nothing and rounds nothing.
+        const float expected = (size() == 1 ? noise(0, i) : std::ldexp(total, total_k)) / 3.0F;
+        ASSERT_EQ(get(data.view(), i), expected) << name(wire) << " element " << i;
+      }
+    }
+  });
+}
+
+TEST_P(Contract, NonfiniteResultsAreSeenOnEveryRankThatReceivesThem) {
+  run([](Communicator& world) {
+    const std::int64_t count = 40'000;
+    for (const Dtype wire : {Dtype::kF32, Dtype::kF16}) {
+      for (const bool poisoned : {false, true}) {
+        const Memory data(world, path(), count, Dtype::kF32);
+        fill_integers(data.view(), world.rank());
+        if (poisoned && world.rank() == size() - 1) set(data.view(), 17, INFINITY);
+        std::atomic<std::uint32_t> flag{0};
+        world.all_reduce({.data = data.view(), .wire = wire, .nonfinite = &flag});
+        EXPECT_EQ(flag.load(), poisoned ? 1U : 0U) << name(wire);
+      }
+    }
+    const Memory in(world, path(), count, Dtype::kF32);
+    const RowCut cut(count, size());
+    const Memory out(world, path(), cut.length(world.rank()), Dtype::kF32);
+    set(in.view(), count - 1, NAN);
+    std::atomic<std::uint32_t> flag{0};
+    world.reduce_scatter({.in = in.view(), .out = out.view(), .nonfinite = &flag});
+    EXPECT_EQ(flag.load(), world.rank() == size() - 1 ? 1U : 0U);
+  });
+}
+
+TEST_P(Contract, AllGatherJoinsRowsAlsoInPlace) {
+  run([](Communicator& world) {
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF64, Dtype::kU8}) {
+      for (const std::int64_t count : kCounts) {
+        for (const RowCut& cut : {RowCut(count, size()), uneven_cut(count, size())}) {
+          for (const bool in_place : {false, true}) {
+            const Memory in(world, path(), cut.length(world.rank()), dtype);
+            const Memory out(world, path(), count, dtype);
+            const std::int64_t begin = cut.begin(world.rank());
+            const TensorView row =
+                in_place ? out.view().slice(begin, cut.length(world.rank())) : in.view();
+            for (std::int64_t i = 0; i < row.count; ++i) set(row, i, small_integer(5, begin + i));
+            world.all_gather(row, out.view(), Stream::inline_host(), cut);
+            for (std::int64_t i = 0; i < count; ++i) {
+              ASSERT_EQ(get(out.view(), i), small_integer(5, i)) << name(dtype) << " " << i;
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Contract, AllToAllTransposesRows) {
+  run([](Communicator& world) {
+    for (const std::int64_t row : {std::int64_t{0}, std::int64_t{1}, std::int64_t{50'001}}) {
+      const Memory in(world, path(), row * size(), Dtype::kU8);
+      const Memory out(world, path(), row * size(), Dtype::kU8);
+      for (std::int64_t i = 0; i < row * size(); ++i) {
+        set(in.view(), i, small_integer(world.rank(), i));
+      }
+      world.all_to_all(in.view(), out.view());
+      for (int r = 0; r < size(); ++r) {
+        for (std::int64_t i = 0; i < row; ++i) {
+          ASSERT_EQ(get(out.view(), r * row + i), small_integer(r, world.rank() * row + i));
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Contract, BroadcastSendsTheRootsBytesFromAnyRoot) {
+  run([](Communicator& world) {
+    for (int root = 0; root < size(); ++root) {
+      for (const std::int64_t count : kCounts) {
+        const Memory data(world, path(), count, Dtype::kBf16);
+        fill_integers(data.view(), world.rank());
+        world.broadcast(data.view(), root);
+        for (std::int64_t i = 0; i < count; ++i) {
+          ASSERT_EQ(get(data.view(), i), small_integer(root, i));
+        }
+      }
+    }
+  });
+}
+
+// One clock for all ranks, be they threads or processes of this host.
+std::int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+TEST_P(Contract, BarrierHoldsEveryoneUntilTheLastArrives) {
+  run([](Communicator& world) {
+    for (int round = 1; round <= 50; ++round) {
+      const std::int64_t arrived = now_ns();
+      world.barrier();
+      const std::int64_t left = now_ns();
+      const Memory all(world, path(), size(), Dtype::kI64);
+      world.all_gather({&arrived, 1, Dtype::kI64}, all.view());
+      const auto* const arrivals = static_cast<const std::int64_t*>(all.view().data);
+      ASSERT_GE(left, *std::max_element(arrivals, arrivals + size())) << "round " << round;
+    }
+  });
+}
+
+TEST_P(Contract, MessagesLargerThanAnyBuffer) {
+  run([](Communicator& world) {
+    const std::int64_t count = (std::int64_t{3} << 20) + 5;
+    const Memory data(world, path(), count, Dtype::kF32);
+    for (std::int64_t i = 0; i < count; i += 1'001) {
+      set(data.view(), i, small_integer(world.rank(), i));
+    }
+    world.all_reduce(data.view());
+    for (std::int64_t i = 0; i < count; i += 1'001) {
+      double sum = 0.0;
+      for (int r = 0; r < size(); ++r) sum += small_integer(r, i);
+      ASSERT_EQ(get(data.view(), i), sum);
+    }
+    ASSERT_EQ(get(data.view(), count - 2), 0.0);
+  });
+}
+
+TEST_P(Contract, AsynchronousStreamsKeepTheOrder) {
+  run([](Communicator& world) {
+    Stream stream = Stream::host_worker("comm");
+    std::vector<std::unique_ptr<Memory>> all;
+    for (int call = 0; call < 8; ++call) {
+      all.push_back(std::make_unique<Memory>(world, path(), 3'000 + call, Dtype::kF32));
+      fill_integers(all.back()->view(), world.rank());
+    }
+    for (const auto& data : all) world.all_reduce(data->view(), stream);
+    stream.synchronize();
+    for (const auto& data : all) expect_integers(data->view(), 0, size());
+  });
+}
+
+TEST_P(Contract, CountsCallsAndBytes) {
+  run([](Communicator& world) {
+    const Memory data(world, path(), 100, Dtype::kF32);
+    world.all_reduce({.data = data.view(), .wire = Dtype::kBf16});
+    world.barrier();
+    world.barrier();
+    const CollectiveCounts counts = world.stats();
+    const std::int64_t ones = size() > 1 ? 1 : 0;
+    EXPECT_EQ(counts[CollectiveKind::kAllReduce].calls, ones);
+    EXPECT_EQ(counts[CollectiveKind::kAllReduce].bytes, 200 * ones);
+    EXPECT_EQ(counts[CollectiveKind::kBarrier].calls, 2 * ones);
+    EXPECT_EQ(counts[CollectiveKind::kReduceScatter].calls, 0);
+  });
+}
+
+}  // namespace
+}  // namespace hsdp::test

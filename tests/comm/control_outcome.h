@@ -1,0 +1,99 @@
+// What the tests of Control share: how a rank tells what it threw, and what a message must name.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/rendezvous/launch_environment.h"
+#include "hsdp/comm/world.h"
+#include "hsdp/error.h"
+#include "tests/support/private_runtime.h"
+#include "tests/support/process_ranks.h"
+
+namespace hsdp::comm {
+
+using std::chrono::milliseconds;
+using test::note;
+using test::ProcessOptions;
+using test::ProcessRanks;
+using test::RankOutcome;
+using test::run_processes;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+inline constexpr milliseconds kTimeout{2'000};
+inline constexpr int kPeerLost = 11;
+inline constexpr int kTimedOut = 12;
+inline constexpr int kMismatched = 13;
+inline constexpr int kUsage = 14;
+
+inline std::shared_ptr<Control> connect(milliseconds timeout = kTimeout) {
+  return connect_control(detect_launch(), timeout);
+}
+
+inline std::vector<int> everyone(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// Runs `body` and tells by exit code what it threw; the message goes to the notes.
+inline int outcome_of(const std::function<void()>& body) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto noted = [&](const RankError& error, int code) {
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    note(error.what());
+    note("took " + std::to_string(took.count()));
+    for (const int rank : error.ranks()) note("at fault " + std::to_string(rank));
+    return code;
+  };
+  try {
+    body();
+  } catch (const PeerLostError& error) {
+    return noted(error, kPeerLost);
+  } catch (const TimeoutError& error) {
+    return noted(error, kTimedOut);
+  } catch (const MismatchError& error) {
+    return noted(error, kMismatched);
+  } catch (const UsageError& error) {
+    note(error.what());
+    return kUsage;
+  }
+  return 0;
+}
+
+inline double seconds_noted(const RankOutcome& outcome) {
+  for (const std::string& line : outcome.notes) {
+    if (line.starts_with("took ")) return std::stod(line.substr(5));
+  }
+  return -1;
+}
+
+// The rank raised the expected error in time, with everything that a message must name.
+inline void expect_failure(const RankOutcome& outcome, int code,
+                           const std::vector<std::string>& named, double at_most_seconds = 1e9) {
+  EXPECT_EQ(outcome.exit_code, code) << ::testing::PrintToString(outcome.notes) << outcome.error;
+  ASSERT_FALSE(outcome.notes.empty()) << outcome.error;
+  const std::string all = ::testing::PrintToString(outcome.notes);
+  for (const std::string& text : named) EXPECT_THAT(all, HasSubstr(text));
+  EXPECT_GE(seconds_noted(outcome), 0) << all;
+  EXPECT_LT(seconds_noted(outcome), at_most_seconds) << all;
+}
+
+// Nothing may be left in the runtime directory.
+class ControlTest : public ::testing::Test {
+ protected:
+  void TearDown() override { EXPECT_THAT(runtime_.leftovers(), ::testing::IsEmpty()); }
+  test::PrivateRuntime runtime_;
+};
+
+}  // namespace hsdp::comm

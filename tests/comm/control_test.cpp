@@ -1,0 +1,144 @@
+// Control between real processes of one host: exchanges, descriptors, and every way to fail.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <string>
+#include <vector>
+
+#include "tests/comm/control_outcome.h"
+
+namespace hsdp::comm {
+namespace {
+
+TEST_F(ControlTest, ExchangesReachEveryMemberInRankOrder) {
+  for (const int size : {1, 2, 3, 5}) {
+    const auto outcomes = run_processes(size, {}, [size](int rank) {
+      const auto control = connect();
+      if (control->rank() != rank || control->size() != size) return 1;
+      for (int round = 0; round < 50; ++round) {
+        const auto answers = control->exchange("round " + std::to_string(round), everyone(size),
+                                               std::to_string(rank * 100 + round), {"test"});
+        if (static_cast<int>(answers.size()) != size) return 2;
+        for (int peer = 0; peer < size; ++peer) {
+          if (answers[static_cast<std::size_t>(peer)] != std::to_string(peer * 100 + round)) {
+            return 3;
+          }
+        }
+      }
+      return 0;
+    });
+    for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+  }
+}
+
+TEST_F(ControlTest, GroupsWithoutRankZeroExchangeToo) {
+  const auto outcomes = run_processes(4, {}, [](int rank) {
+    const auto control = connect(milliseconds(20'000));
+    const std::vector<int> group = rank % 2 == 0 ? std::vector<int>{0, 2} : std::vector<int>{1, 3};
+    // Posted long before it is collected, and a message of some size with zero bytes in it.
+    const std::string message(1 << 20, '\0');
+    control->post("late", group, message + std::to_string(rank));
+    const auto early = control->exchange("early", group, std::to_string(rank), {"test"});
+    const auto late = control->collect("late", group, {"test"});
+    const auto peer = static_cast<std::size_t>(rank < 2 ? 1 : 0);
+    const std::string expected = std::to_string(rank < 2 ? rank + 2 : rank - 2);
+    return early[peer] == expected && late[peer] == message + expected ? 0 : 1;
+  });
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+TEST_F(ControlTest, DescriptorsReachTheMembers) {
+  const auto outcomes = run_processes(4, {}, [](int rank) {
+    const auto control = connect();
+    for (int peer = 0; peer < 4; ++peer) {
+      if (!control->shares_memory_with(peer)) return 1;
+    }
+    for (const std::vector<int>& group : {std::vector<int>{0, 1, 2, 3}, {1, 2, 3}, {1, 3}}) {
+      if (std::find(group.begin(), group.end(), rank) == group.end()) continue;
+      UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
+      const char own = static_cast<char>('a' + rank);
+      if (::write(memory.get(), &own, 1) != 1) return 2;
+      const auto fds = control->exchange_descriptors("memory", group, memory.get());
+      if (fds.size() != group.size()) return 3;
+      for (std::size_t i = 0; i < group.size(); ++i) {
+        if (group[i] == rank) {
+          if (fds[i]) return 4;
+          continue;
+        }
+        char theirs = 0;
+        if (::pread(fds[i].get(), &theirs, 1, 0) != 1) return 5;
+        if (theirs != static_cast<char>('a' + group[i])) return 6;
+      }
+    }
+    return 0;
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_TRUE(outcome.ok()) << outcome.exit_code << outcome.error;
+  }
+}
+
+TEST_F(ControlTest, EveryRankSharesOneSecret) {
+  const auto outcomes = run_processes(3, {}, [](int) {
+    const auto control = connect();
+    note(control->secret());
+    return control->secret().size() >= 32 ? 0 : 1;
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_TRUE(outcome.ok());
+    EXPECT_EQ(outcome.notes, outcomes[0].notes);
+  }
+}
+
+TEST_F(ControlTest, MisuseIsAnErrorAtOnce) {
+  const auto outcomes = run_processes(2, {}, [](int rank) {
+    const auto control = connect(milliseconds(20'000));
+    const auto is_refused = [&](const std::function<void()>& call) {
+      try {
+        call();
+      } catch (const UsageError&) {
+        return true;
+      }
+      return false;
+    };
+    const std::vector<int> nobody;
+    const std::vector<int> others{1 - rank};
+    const std::vector<int> outside{0, 1, 2};
+    const std::vector<int> twice{0, 0, 1};
+    for (const auto& group : {nobody, others, outside, twice}) {
+      if (!is_refused([&] { control->post("key", group, ""); })) return 1;
+      if (!is_refused([&] { static_cast<void>(control->collect("key", group, {"test"})); })) {
+        return 2;
+      }
+    }
+    const std::string huge(33U << 20U, 'x');
+    if (!is_refused([&] { control->post("huge", everyone(2), huge); })) return 3;
+    // The largest that fits, after all that.
+    const std::string large(30U << 20U, 'x');
+    const auto answers = control->exchange("large", everyone(2), large, {"test"});
+    return answers[0] == large && answers[1] == large ? 0 : 4;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+TEST_F(ControlTest, RanksThatGoOneByOneDisturbNobody) {
+  const auto outcomes = run_processes(4, {}, [](int rank) {
+    auto control = connect();
+    for (int last = 0; last < 3; ++last) {
+      // Rank 0 leaves first, while the others still talk through it.
+      if (rank == last) return 0;
+      std::vector<int> rest;
+      for (int peer = last + 1; peer < 4; ++peer) rest.push_back(peer);
+      static_cast<void>(control->exchange("step", rest, "", {"test"}));
+    }
+    return control->failed() ? 1 : 0;
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_TRUE(outcome.ok()) << outcome.exit_code << outcome.error;
+  }
+}
+
+}  // namespace
+}  // namespace hsdp::comm

@@ -1,0 +1,77 @@
+// Element access by dtype, and the arithmetic of the reductions written down once more, naively.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "hsdp/comm/communicator.h"
+
+namespace hsdp::test {
+
+inline double get(ConstTensorView view, std::int64_t i) {
+  const auto* const at = static_cast<const std::byte*>(view.data) +
+                         static_cast<std::size_t>(i) * size_bytes(view.dtype);
+  const auto load = [at]<typename T>(T value) {
+    std::memcpy(&value, at, sizeof value);
+    return value;
+  };
+  switch (view.dtype) {
+    case Dtype::kF32:
+      return load(0.0F);
+    case Dtype::kBf16:
+      return to_float(load(Bf16{}));
+    case Dtype::kF16:
+      return to_float(load(F16{}));
+    case Dtype::kF64:
+      return load(0.0);
+    case Dtype::kI64:
+      return static_cast<double>(load(std::int64_t{0}));
+    case Dtype::kU8:
+      return load(std::uint8_t{0});
+  }
+  return 0.0;
+}
+
+inline void set(TensorView view, std::int64_t i, double value) {
+  auto* const at =
+      static_cast<std::byte*>(view.data) + static_cast<std::size_t>(i) * size_bytes(view.dtype);
+  const auto store = [at](auto stored) { std::memcpy(at, &stored, sizeof stored); };
+  switch (view.dtype) {
+    case Dtype::kF32:
+      return store(static_cast<float>(value));
+    case Dtype::kBf16:
+      return store(to_bf16(static_cast<float>(value)));
+    case Dtype::kF16:
+      return store(to_f16(static_cast<float>(value)));
+    case Dtype::kF64:
+      return store(value);
+    case Dtype::kI64:
+      return store(static_cast<std::int64_t>(value));
+    case Dtype::kU8:
+      return store(static_cast<std::uint8_t>(value));
+  }
+}
+
+inline float round_to(Dtype dtype, float value) {
+  if (dtype == Dtype::kBf16) return to_float(to_bf16(value));
+  if (dtype == Dtype::kF16) return to_float(to_f16(value));
+  return value;
+}
+
+// Small integers: their sums over a few ranks are exact in every dtype, bf16 included.
+inline double small_integer(int rank, std::int64_t i) {
+  return static_cast<double>((i * 7 + rank * 3) % 13);
+}
+
+// Any magnitude and sign, the same for the same arguments.
+inline float noise(int rank, std::int64_t i) {
+  std::uint64_t x = static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15U +
+                    static_cast<std::uint64_t>(rank + 1) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27U)) * 0x94d049bb133111ebU;
+  x ^= x >> 31;
+  const auto fraction = static_cast<float>(x % 20001) / 10000.0F - 1.0F;
+  return std::ldexp(fraction, static_cast<int>((x >> 40) % 24) - 12);
+}
+
+}  // namespace hsdp::test

@@ -1,0 +1,247 @@
+// How the ranks of one host find each other, and what they do when some do not come.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/rendezvous/job_directory.h"
+#include "tests/comm/control_outcome.h"
+
+namespace hsdp::comm {
+namespace {
+
+class RendezvousTest : public ControlTest {};
+
+// The I/O thread runs from the moment that the rank has a connection.
+bool wait_for_threads(pid_t pid, int count) {
+  const std::filesystem::path tasks = "/proc/" + std::to_string(pid) + "/task";
+  for (int attempt = 0; attempt < 2000; ++attempt) {
+    const auto entries = std::filesystem::directory_iterator(tasks);
+    if (std::distance(begin(entries), end(entries)) >= count) return true;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return false;
+}
+
+TEST_F(RendezvousTest, MissingRanksAreNamed) {
+  const auto outcomes = run_processes(4, {}, [](int rank) {
+    if (rank == 1 || rank == 3) return 0;
+    return outcome_of([] { static_cast<void>(connect(milliseconds(700))); });
+  });
+  for (const int rank : {0, 2}) {
+    expect_failure(
+        outcomes[static_cast<std::size_t>(rank)], kTimedOut,
+        {"rendezvous", "ranks 1, 3 of 4 did not join within 0.70 s", "at fault 1", "at fault 3"},
+        2.5);
+  }
+}
+
+TEST_F(RendezvousTest, AMissingRankZeroIsNamed) {
+  const auto outcomes = run_processes(2, {}, [](int rank) {
+    if (rank == 0) return 0;
+    return outcome_of([] { static_cast<void>(connect(milliseconds(500))); });
+  });
+  expect_failure(outcomes[1], kTimedOut, {"rendezvous: rank 0 of 2 did not answer", "at fault 0"},
+                 2.0);
+}
+
+TEST_F(RendezvousTest, ARankKilledAfterItJoinedIsNamedByAll) {
+  for (const int victim : {0, 1}) {
+    ProcessRanks ranks(4, {}, [](int rank) {
+      if (rank == 3) {
+        for (;;) ::pause();  // keeps the rendezvous open
+      }
+      note("connecting");
+      return outcome_of([] { static_cast<void>(connect(milliseconds(20'000))); });
+    });
+    for (const int rank : {0, 1, 2}) {
+      ASSERT_TRUE(ranks.wait_for_note(rank, "connecting"));
+      ASSERT_TRUE(wait_for_threads(ranks.pid(rank), 2));
+    }
+    std::this_thread::sleep_for(milliseconds(200));  // until the joins have been read
+    ranks.signal(victim, SIGKILL);
+    for (const int rank : {0, 1, 2}) {
+      if (rank == victim) continue;
+      EXPECT_TRUE(ranks.wait_for_end(rank));
+    }
+    ranks.signal(3, SIGKILL);
+    const auto outcomes = ranks.finish();
+    for (const int rank : {0, 1, 2}) {
+      if (rank == victim) continue;
+      expect_failure(outcomes[static_cast<std::size_t>(rank)], kPeerLost,
+                     {"rendezvous: rank " + std::to_string(victim) + " of 4 was lost",
+                      "at fault " + std::to_string(victim)},
+                     2.2);
+    }
+  }
+}
+
+TEST_F(RendezvousTest, ASocketIsSweptWhenItsHolderIsDead) {
+  LaunchEnvironment launch;
+  launch.job = "swept";
+  const auto path = job_socket_path(launch, "rank0");
+  ProcessRanks ranks(1, {}, [&path](int) {
+    const auto held = JobSocket::claim(path, SOCK_STREAM);
+    note("holding");
+    for (;;) ::pause();
+    return 0;
+  });
+  ASSERT_TRUE(ranks.wait_for_note(0, "holding"));
+  EXPECT_FALSE(sweep_job_socket(path));
+  EXPECT_TRUE(std::filesystem::exists(path));
+  ranks.signal(0, SIGKILL);
+  static_cast<void>(ranks.finish());
+  EXPECT_TRUE(sweep_job_socket(path));
+  EXPECT_FALSE(std::filesystem::exists(path.parent_path()));
+  EXPECT_TRUE(sweep_job_socket(path)) << "nothing there";
+}
+
+TEST_F(RendezvousTest, WhoComesALittleLateIsToldOfTheLoss) {
+  ProcessRanks ranks(3, {}, [](int rank) {
+    if (rank == 2) {
+      note("waiting");
+      ::raise(SIGSTOP);
+    }
+    note("connecting");
+    return outcome_of([] { static_cast<void>(connect(milliseconds(20'000))); });
+  });
+  ASSERT_TRUE(ranks.wait_for_note(2, "waiting"));
+  for (const int rank : {0, 1}) ASSERT_TRUE(wait_for_threads(ranks.pid(rank), 2));
+  std::this_thread::sleep_for(milliseconds(200));  // until the join has been read
+  ranks.signal(1, SIGKILL);
+  ranks.signal(2, SIGCONT);
+  const auto outcomes = ranks.finish();
+  expect_failure(outcomes[0], kPeerLost, {"at fault 1"}, 2.2);
+  expect_failure(outcomes[2], kPeerLost, {"at fault 1"}, 2.0);
+}
+
+TEST_F(RendezvousTest, WhatADeadRankZeroLeftIsReplaced) {
+  const ProcessOptions options{.environment = {{"HSDP_JOB", "same name"}}};
+  ProcessRanks dead(1, options, [](int) {
+    ::setenv("WORLD_SIZE", "2", 1);
+    ::setenv("LOCAL_WORLD_SIZE", "2", 1);
+    static_cast<void>(connect(milliseconds(20'000)));
+    return 1;
+  });
+  while (runtime_.leftovers().size() < 2) std::this_thread::sleep_for(milliseconds(1));
+  dead.signal(0, SIGKILL);
+  static_cast<void>(dead.finish());
+  EXPECT_EQ(runtime_.leftovers().size(), 2U);  // nobody is left who could have swept it
+  const auto outcomes =
+      run_processes(2, options, [](int) { return connect()->size() == 2 ? 0 : 1; });
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+TEST_F(RendezvousTest, DirectoriesOfOthersAreRefused) {
+  LaunchEnvironment launch;
+  launch.job = "hostile";
+  const auto directory = job_socket_path(launch, "rank0").parent_path();
+  const auto expect_refused = [&] {
+    const auto outcomes = run_processes(2, {.environment = {{"HSDP_JOB", "hostile"}}}, [](int) {
+      static_cast<void>(connect());
+      return 0;
+    });
+    for (const auto& outcome : outcomes) {
+      EXPECT_THAT(outcome.error, AllOf(HasSubstr(directory.string()), HasSubstr("0700")));
+      EXPECT_LT(outcome.seconds, 1.5);
+    }
+    std::filesystem::remove_all(directory);
+  };
+  std::filesystem::create_directory(directory);
+  ::chmod(directory.c_str(), 0777);
+  expect_refused();
+  std::filesystem::create_directory(runtime_.path() / "elsewhere");
+  ::chmod((runtime_.path() / "elsewhere").c_str(), 0700);
+  std::filesystem::create_directory_symlink(runtime_.path() / "elsewhere", directory);
+  expect_refused();
+  std::filesystem::remove_all(runtime_.path() / "elsewhere");
+  if (::geteuid() == 0) {
+    std::filesystem::create_directory(directory);
+    ::chmod(directory.c_str(), 0700);
+    ASSERT_EQ(::chown(directory.c_str(), 1, 1), 0);
+    expect_refused();
+  }
+}
+
+TEST_F(RendezvousTest, ASecondProcessOfARankIsRefusedAlone) {
+  const auto outcomes = run_processes(4, {}, [](int rank) {
+    // Processes 0, 1, 2 are the world; process 3 says that it is rank 1 too.
+    ::setenv("WORLD_SIZE", "3", 1);
+    ::setenv("LOCAL_WORLD_SIZE", "3", 1);
+    if (rank == 3) ::setenv("RANK", "1", 1);
+    if (rank == 3) ::setenv("LOCAL_RANK", "1", 1);
+    if (rank == 2) std::this_thread::sleep_for(milliseconds(300));
+    return outcome_of([] {
+      const auto control = connect();
+      static_cast<void>(control->exchange("all", everyone(3), "", {"test"}));
+      static_cast<void>(control->exchange("all done", everyone(3), "", {"test"}));
+    });
+  });
+  EXPECT_TRUE(outcomes[0].ok()) << outcomes[0].error;
+  EXPECT_TRUE(outcomes[2].ok()) << outcomes[2].error;
+  const RankOutcome& refused = outcomes[1].ok() ? outcomes[3] : outcomes[1];
+  EXPECT_NE(outcomes[1].ok(), outcomes[3].ok());
+  expect_failure(refused, kMismatched, {"rank 1 has already joined"}, 1.5);
+}
+
+TEST_F(RendezvousTest, RanksThatDisagreeAboutTheSizeAreNamed) {
+  const auto outcomes = run_processes(3, {}, [](int rank) {
+    if (rank == 2) {
+      ::setenv("WORLD_SIZE", "4", 1);
+      ::setenv("LOCAL_WORLD_SIZE", "4", 1);
+    }
+    return outcome_of([] { static_cast<void>(connect()); });
+  });
+  for (const auto& outcome : outcomes) {
+    expect_failure(outcome, kMismatched,
+                   {"world size: expected 3 (rank 0), got 4 (rank 2)", "at fault 2"}, 2.0);
+  }
+}
+
+TEST_F(RendezvousTest, RestartsOfAJobDoNotMix) {
+  const auto outcomes = run_processes(4, {}, [](int rank) {
+    ::setenv("RANK", std::to_string(rank % 2).c_str(), 1);
+    ::setenv("LOCAL_RANK", std::to_string(rank % 2).c_str(), 1);
+    ::setenv("WORLD_SIZE", "2", 1);
+    ::setenv("LOCAL_WORLD_SIZE", "2", 1);
+    ::setenv("TORCHELASTIC_RESTART_COUNT", std::to_string(rank / 2).c_str(), 1);
+    const auto control = connect();
+    const std::string own = std::to_string(rank / 2);
+    const auto all = control->exchange("restart", everyone(2), own, {"test"});
+    return all[0] == own && all[1] == own ? 0 : 1;
+  });
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+// More ranks at once than strangers are let in over TCP.
+TEST_F(RendezvousTest, ManyRanksComeAtOnce) {
+  constexpr int kSize = 80;
+  const auto outcomes = run_processes(kSize, {}, [](int) {
+    const auto control = connect(milliseconds(25'000));
+    static_cast<void>(control->exchange("all", everyone(kSize), "", {"test"}));
+    return 0;
+  });
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+TEST_F(RendezvousTest, AWorldCanBeLeftAndJoinedAgain) {
+  const auto outcomes = run_processes(3, {}, [](int) {
+    for (int round = 0; round < 5; ++round) {
+      const auto control = connect();
+      static_cast<void>(control->exchange("round", everyone(3), "", {"test"}));
+    }
+    return 0;
+  });
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+}  // namespace
+}  // namespace hsdp::comm

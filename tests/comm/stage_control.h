@@ -1,0 +1,63 @@
+// A Control that passes everything on to another, and plays several hosts or a secret on the way.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hsdp/comm/control.h"
+
+namespace hsdp::test {
+
+struct Stage {
+  int ranks_per_host = 0;  // 0: all ranks on one host
+  std::string secret;
+  // Sees the addresses that ranks tell each other before they connect.
+  std::function<void(const std::string& address)> on_address;
+};
+
+class StageControl : public comm::Control {
+ public:
+  StageControl(std::shared_ptr<comm::Control> inner, Stage stage)
+      : inner_(std::move(inner)), stage_(std::move(stage)) {}
+
+  [[nodiscard]] int rank() const override { return inner_->rank(); }
+  [[nodiscard]] int size() const override { return inner_->size(); }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
+  [[nodiscard]] bool shares_memory_with(int peer) const override {
+    return stage_.ranks_per_host == 0 ||
+           peer / stage_.ranks_per_host == rank() / stage_.ranks_per_host;
+  }
+  [[nodiscard]] bool in_process() const override { return inner_->in_process(); }
+  [[nodiscard]] std::string address() const override { return inner_->address(); }
+  [[nodiscard]] const std::string& secret() const override { return stage_.secret; }
+  void post(std::string_view key, std::span<const int> members, std::string_view message) override {
+    if (stage_.on_address && key.ends_with("/tcp")) stage_.on_address(std::string(message));
+    inner_->post(key, members, message);
+  }
+  [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
+                                                 comm::WaitState waiting) override {
+    return inner_->collect(key, members, waiting);
+  }
+  [[nodiscard]] std::vector<comm::UniqueFd> exchange_descriptors(std::string_view key,
+                                                                 std::span<const int> members,
+                                                                 int fd) override {
+    return inner_->exchange_descriptors(key, members, fd);
+  }
+  [[nodiscard]] int begin_wait(comm::WaitState state) override { return inner_->begin_wait(state); }
+  void end_wait(int slot) override { inner_->end_wait(slot); }
+  void fail(const comm::Failure& failure) override { inner_->fail(failure); }
+  [[nodiscard]] bool failed() const override { return inner_->failed(); }
+  void throw_if_failed() const override { inner_->throw_if_failed(); }
+  [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override {
+    return inner_->on_failure(std::move(wake));
+  }
+
+ private:
+  std::shared_ptr<comm::Control> inner_;
+  Stage stage_;
+};
+
+}  // namespace hsdp::test

@@ -1,0 +1,230 @@
+// The rendezvous over TCP, with strangers at the door.
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/control/control_frames.h"
+#include "hsdp/comm/rendezvous/handshake.h"
+#include "hsdp/comm/rendezvous/join_listener.h"
+#include "hsdp/comm/unique_fd.h"
+#include "tests/comm/control_outcome.h"
+
+namespace hsdp::comm {
+namespace {
+
+sockaddr_in loopback(int port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  return address;
+}
+
+int free_port() {
+  const UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address = loopback(0);
+  socklen_t length = sizeof address;
+  EXPECT_EQ(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
+  EXPECT_EQ(::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
+  return ntohs(address.sin_port);
+}
+
+// Retries until rank 0 listens.
+UniqueFd connect_to(int port) {
+  const sockaddr_in address = loopback(port);
+  for (int attempt = 0; attempt < 2000; ++attempt) {
+    UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
+      return socket;
+    }
+    std::this_thread::sleep_for(milliseconds(2));
+  }
+  ADD_FAILURE() << "nobody listens at port " << port;
+  return {};
+}
+
+void send_text(const UniqueFd& socket, const std::string& text) {
+  static_cast<void>(::send(socket.get(), text.data(), text.size(), MSG_NOSIGNAL));
+}
+
+class TcpRendezvousTest : public ControlTest {
+ protected:
+  // Every rank alone on its host, as far as the launcher tells.
+  [[nodiscard]] ProcessOptions hosts() const {
+    return {.environment = {{"LOCAL_RANK", "0"},
+                            {"LOCAL_WORLD_SIZE", "1"},
+                            {"HSDP_ADDR", "127.0.0.1"},
+                            {"HSDP_PORT", std::to_string(port_)},
+                            {"HSDP_SECRET", "the secret of this job"}}};
+  }
+  int port_ = free_port();
+};
+
+int exchange_twice(milliseconds timeout, int size) {
+  const auto control = connect(timeout);
+  for (const char* key : {"one", "two"}) {
+    const auto all =
+        control->exchange(key, everyone(size), std::to_string(control->rank()), {"test"});
+    for (int rank = 0; rank < size; ++rank) {
+      if (all[static_cast<std::size_t>(rank)] != std::to_string(rank)) return 1;
+    }
+  }
+  if (control->address() != "127.0.0.1") return 2;
+  return control->secret() == "the secret of this job" ? 0 : 3;
+}
+
+TEST_F(TcpRendezvousTest, RanksMeetAndShareMemoryWhereTheyCan) {
+  const auto outcomes = run_processes(3, hosts(), [](int) {
+    if (const int code = exchange_twice(kTimeout, 3); code != 0) return code;
+    const auto control = connect();
+    for (int peer = 0; peer < 3; ++peer) {
+      if (!control->shares_memory_with(peer)) return 4;
+    }
+    const auto fds = control->exchange_descriptors("fds", everyone(3), STDIN_FILENO);
+    return fds.size() == 3 ? 0 : 5;
+  });
+  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+TEST_F(TcpRendezvousTest, StrangersNeitherStallNorJoin) {
+  ProcessRanks ranks(2, hosts(), [](int rank) {
+    if (rank == 1) {
+      ::raise(SIGSTOP);
+    }
+    return exchange_twice(milliseconds(20'000), 2);
+  });
+  ASSERT_TRUE(ranks.wait_until_stopped(1));
+  std::vector<UniqueFd> strangers;
+  for (int i = 0; i < 300; ++i) strangers.push_back(connect_to(port_));  // half-open
+  const std::string hello = "hsdphsk1" + std::string(32, 'n');
+  for (const std::string& text :
+       {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(1 << 16, '\xff'), std::string("h"),
+        hello, hello + std::string(32, 'm'), std::string(1 << 16, '\0'),
+        std::string("\xff\xff\xff\x7f\x01", 5)}) {
+    strangers.push_back(connect_to(port_));
+    send_text(strangers.back(), text);
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  ranks.signal(1, SIGCONT);
+  const auto outcomes = ranks.finish();
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(3));
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+// One that knows the secret, but then talks nonsense, is dropped too.
+TEST_F(TcpRendezvousTest, NonsenseAfterTheProofIsDropped) {
+  ProcessRanks ranks(2, hosts(), [](int rank) {
+    if (rank == 1) {
+      ::raise(SIGSTOP);
+    }
+    return exchange_twice(milliseconds(20'000), 2);
+  });
+  ASSERT_TRUE(ranks.wait_until_stopped(1));
+  JoinFrame foreign;
+  foreign.rank = 1;
+  foreign.size = 2;
+  foreign.job = "another job";
+  std::vector<UniqueFd> strangers;
+  for (const std::string& text :
+       {std::string(100, '\0'), std::string("\xff\xff\xff\x7f\x01", 5),
+        *make_frame(FrameType::kJoin, "no join"), *make_frame(FrameType::kFail, ""),
+        *make_frame(FrameType::kJoin, std::string(kMaxJoinBytes + 1, 'x')),
+        *make_frame(FrameType::kJoin, foreign.encode())}) {
+    strangers.push_back(connect_to(port_));
+    ASSERT_TRUE(prove_secret(strangers.back().get(), HandshakeRole::kConnecting,
+                             "the secret of this job", kControlContext, milliseconds(5'000)));
+    send_text(strangers.back(), text);
+  }
+  ranks.signal(1, SIGCONT);
+  for (const auto& outcome : ranks.finish()) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+TEST_F(TcpRendezvousTest, AWrongSecretIsTurnedAwayAndToldWhy) {
+  const auto outcomes = run_processes(3, hosts(), [](int rank) {
+    ::setenv("WORLD_SIZE", "2", 1);
+    if (rank != 2) return exchange_twice(milliseconds(20'000), 2);
+    ::setenv("RANK", "1", 1);
+    ::setenv("HSDP_SECRET", "a guess", 1);
+    return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
+  });
+  EXPECT_EQ(outcomes[0].exit_code, 0) << outcomes[0].error;
+  EXPECT_EQ(outcomes[1].exit_code, 0) << outcomes[1].error;
+  EXPECT_EQ(outcomes[2].exit_code, kTimedOut) << outcomes[2].error;
+}
+
+TEST_F(TcpRendezvousTest, AWrongSecretNamesTheVariable) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    if (rank == 1) ::setenv("HSDP_SECRET", "a guess", 1);
+    return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
+  });
+  expect_failure(outcomes[0], kTimedOut, {"rank 1 of 2 did not join within"}, 3.0);
+  expect_failure(outcomes[1], kTimedOut, {"HSDP_SECRET"}, 3.0);
+}
+
+TEST_F(TcpRendezvousTest, WhatIsNotSetIsNamed) {
+  ProcessOptions without_secret = hosts();
+  without_secret.environment.erase("HSDP_SECRET");
+  ProcessOptions without_address = hosts();
+  without_address.environment.erase("HSDP_ADDR");
+  without_address.environment.erase("HSDP_PORT");
+  ProcessOptions masters = hosts();
+  masters.environment["MASTER_ADDR"] = masters.environment["HSDP_ADDR"];
+  masters.environment["MASTER_PORT"] = masters.environment["HSDP_PORT"];
+  const auto expect_usage = [](const ProcessOptions& options,
+                               const std::vector<std::string>& named) {
+    const auto outcomes = run_processes(
+        2, options, [](int) { return outcome_of([] { static_cast<void>(connect()); }); });
+    for (const auto& outcome : outcomes) {
+      EXPECT_EQ(outcome.exit_code, kUsage) << outcome.error;
+      for (const std::string& name : named) {
+        EXPECT_THAT(outcome.notes, ::testing::Contains(HasSubstr(name)));
+      }
+    }
+  };
+  expect_usage(without_secret, {"HSDP_SECRET", "HSDP_SECRET_FILE"});
+  expect_usage(without_address, {"HSDP_ADDR", "HSDP_PORT"});
+  expect_usage(masters, {"MASTER_PORT"});
+}
+
+TEST_F(TcpRendezvousTest, ATakenPortIsAClearError) {
+  const UniqueFd holder(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const sockaddr_in address = loopback(port_);
+  ASSERT_EQ(::bind(holder.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  ASSERT_EQ(::listen(holder.get(), 1), 0);
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    if (rank == 0) static_cast<void>(connect());
+    return 0;
+  });
+  EXPECT_THAT(outcomes[0].error,
+              AllOf(HasSubstr("HSDP_ADDR:HSDP_PORT"), HasSubstr(std::to_string(port_))));
+}
+
+// An idle stranger that stays connected is cut off, so that it holds nothing.
+TEST_F(TcpRendezvousTest, AnIdleStrangerIsCutOff) {
+  ProcessRanks ranks(2, hosts(), [](int rank) {
+    if (rank == 1) {
+      for (;;) ::pause();
+    }
+    return outcome_of([] { static_cast<void>(connect(milliseconds(1'000))); });
+  });
+  const UniqueFd stranger = connect_to(port_);
+  const auto begin = std::chrono::steady_clock::now();
+  char byte = 0;
+  EXPECT_LE(::recv(stranger.get(), &byte, 1, 0), 0);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(4));
+  EXPECT_TRUE(ranks.wait_for_end(0));
+  ranks.signal(1, SIGKILL);
+  static_cast<void>(ranks.finish());
+}
+
+}  // namespace
+}  // namespace hsdp::comm

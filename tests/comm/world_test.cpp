@@ -1,0 +1,115 @@
+// connect_world: the choice of engine, and one set of connections per process.
+#include "hsdp/comm/world.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+#include "tests/comm/control_outcome.h"
+
+namespace hsdp {
+namespace {
+
+using comm::ControlTest;
+using test::run_processes;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::string usage_error_of(const WorldOptions& options) {
+  try {
+    static_cast<void>(connect_world(options));
+    return "no error";
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+}
+
+TEST(WorldTest, AnEngineThatCannotServeIsNamed) {
+  WorldOptions options;
+  options.engine = "host";
+  options.device.type = DeviceType::kCuda;
+  EXPECT_THAT(usage_error_of(options), AllOf(HasSubstr("cuda:0"), HasSubstr("nccl")));
+  options.engine = "gloo";
+  EXPECT_THAT(usage_error_of(options), HasSubstr("auto, host, nccl, mpi, got 'gloo'"));
+}
+
+TEST(WorldTest, AWrongTransportIsNamed) {
+  ::setenv("HSDP_TRANSPORT", "pigeon", 1);
+  EXPECT_THAT(usage_error_of({}), AllOf(HasSubstr("HSDP_TRANSPORT"), HasSubstr("pigeon")));
+  ::unsetenv("HSDP_TRANSPORT");
+}
+
+// Sums of 1 + 2 + ... over the ranks.
+bool adds_up(Communicator& world) {
+  std::array<float, 5> data{};
+  data.fill(static_cast<float>(world.rank() + 1));
+  world.all_reduce(TensorView{data.data(), static_cast<std::int64_t>(data.size()), Dtype::kF32});
+  const auto expected = static_cast<float>(world.size() * (world.size() + 1) / 2);
+  for (const float value : data) {
+    if (value != expected) return false;
+  }
+  return true;
+}
+
+TEST_F(ControlTest, ASecondCallSharesTheConnections) {
+  const auto outcomes = run_processes(3, {}, [](int) {
+    for (int round = 0; round < 2; ++round) {  // and all can begin anew
+      std::optional<Communicator> first = connect_world();
+      Communicator second = connect_world();
+      if (first->engine() != second.engine()) return 1;
+      if (!adds_up(*first)) return 2;
+      first.reset();
+      if (!adds_up(second)) return 3;
+    }
+    return 0;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+TEST_F(ControlTest, ACallThatContradictsTheFirstIsAnError) {
+  const auto outcomes = run_processes(2, {}, [](int rank) {
+    const Communicator world = connect_world();
+    WorldOptions other;
+    other.launch = comm::detect_launch();
+    other.launch->rank = 1 - rank;
+    test::note(usage_error_of(other));
+    return 0;
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+    EXPECT_THAT(outcome.notes, ::testing::Contains(HasSubstr("already rank")));
+  }
+}
+
+TEST_F(ControlTest, AForkedChildCannotConnectBesideItsParent) {
+  const auto outcomes = run_processes(2, {}, [](int) {
+    Communicator world = connect_world();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const std::string message = usage_error_of({});
+      ::_exit(message.find("forked child") == std::string::npos ? 1 : 0);
+    }
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    if (!adds_up(world)) return 2;
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? 0 : 1;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+TEST_F(ControlTest, AWorldOfOneNeedsNobody) {
+  const auto outcomes = run_processes(1, {}, [](int) {
+    Communicator world = connect_world();
+    return world.size() == 1 && adds_up(world) ? 0 : 1;
+  });
+  EXPECT_EQ(outcomes[0].exit_code, 0) << outcomes[0].error;
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,278 @@
+// Every element lies in exactly one place of one bucket and of one rank's shard memory.
+#include "hsdp/bucket_layout.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <ostream>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace hsdp {
+namespace {
+
+constexpr std::int64_t kAllInOne = std::int64_t{1} << 30;
+
+std::vector<LayoutParameter> mixed_parameters() {
+  return {{.shape = {5, 3}},
+          {.shape = {7}, .wire_dtype = Dtype::kBf16},
+          {.shape = {2049, 2, 2}},
+          {.shape = {0}},
+          {.shape = {}},
+          {.shape = {300, 3}, .wire_dtype = Dtype::kBf16, .group = 1},
+          {.shape = {64}, .group = 1},
+          {.shape = {3, 1000}, .wire_dtype = Dtype::kF16},
+          {.shape = {1}, .wire_dtype = Dtype::kBf16},
+          {.shape = {31, 33}}};
+}
+
+struct LayoutCase {
+  int shard_size = 1;
+  Layout layout = Layout::kFlat;
+  std::int64_t bucket_bytes = 0;
+};
+
+void PrintTo(const LayoutCase& row, std::ostream* out) {
+  *out << name(row.layout) << ", " << row.shard_size << " ranks, " << row.bucket_bytes << " bytes";
+}
+
+std::string case_name(const testing::TestParamInfo<LayoutCase>& info) {
+  return std::string(name(info.param.layout)) + "_" + std::to_string(info.param.shard_size) +
+         "_ranks_" + std::to_string(info.param.bucket_bytes) + "_bytes";
+}
+
+std::vector<LayoutCase> every_case() {
+  std::vector<LayoutCase> cases;
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+    for (int shard_size = 1; shard_size <= 8; ++shard_size) {
+      for (const std::int64_t bucket_bytes :
+           {std::int64_t{1} << 10, std::int64_t{5000}, kAllInOne}) {
+        cases.push_back({shard_size, layout, bucket_bytes});
+      }
+    }
+  }
+  return cases;
+}
+
+std::vector<LayoutCase> cases_where(const std::function<bool(const LayoutCase&)>& fits) {
+  std::vector<LayoutCase> cases = every_case();
+  std::erase_if(cases, [&fits](const LayoutCase& c) { return !fits(c); });
+  return cases;
+}
+
+class EveryLayout : public testing::TestWithParam<LayoutCase> {
+ protected:
+  [[nodiscard]] std::int64_t count_of(int parameter) const {
+    return element_count(parameters_[static_cast<std::size_t>(parameter)].shape);
+  }
+  [[nodiscard]] int parameter_count() const { return static_cast<int>(parameters_.size()); }
+
+  std::vector<LayoutParameter> parameters_ = mixed_parameters();
+  BucketLayout layout_{parameters_, GetParam().shard_size, GetParam().layout,
+                       GetParam().bucket_bytes};
+};
+
+TEST_P(EveryLayout, SlicesTileEachParameterInRankOrder) {
+  for (int p = 0; p < parameter_count(); ++p) {
+    std::int64_t next = 0;
+    const RowCut cut = layout_.slices(p);
+    ASSERT_EQ(cut.size(), GetParam().shard_size);
+    EXPECT_EQ(cut.count(), count_of(p));
+    for (int rank = 0; rank < GetParam().shard_size; ++rank) {
+      const ShardSlice& slice = layout_.slice(p, rank);
+      if (slice.count > 0) {
+        EXPECT_EQ(slice.flat_offset, next) << "parameter " << p;
+      }
+      EXPECT_EQ(cut.length(rank), slice.count);
+      next += slice.count;
+    }
+    EXPECT_EQ(next, count_of(p));
+  }
+}
+
+// Walks every element of every bucket: its row's rank owns it, and it lies in that rank's shard
+// memory where the slice says.
+TEST_P(EveryLayout, BucketsAndShardMemoryAgreeOnEveryElement) {
+  std::set<std::pair<int, std::int64_t>> seen;  // (parameter, flat element)
+  std::vector<std::set<std::int64_t>> used(static_cast<std::size_t>(GetParam().shard_size));
+  for (const Bucket& bucket : layout_.buckets()) {
+    ASSERT_EQ(bucket.rows.size(), GetParam().shard_size);
+    ASSERT_EQ(bucket.shard_offsets.size(), used.size());
+    std::int64_t next = 0;
+    for (const BucketSegment& segment : bucket.segments) {
+      ASSERT_GE(segment.bucket_offset, next) << "segments overlap";
+      next = segment.bucket_offset + segment.count;
+      ASSERT_LE(next, bucket.rows.count());
+      for (std::int64_t i = 0; i < segment.count; ++i) {
+        const std::int64_t at = segment.bucket_offset + i;
+        int rank = 0;
+        while (bucket.rows.begin(rank + 1) <= at) ++rank;
+        const auto r = static_cast<std::size_t>(rank);
+        const ShardSlice& slice = layout_.slice(segment.parameter, rank);
+        const std::int64_t flat = segment.flat_offset + i;
+        const std::int64_t shard = bucket.shard_offsets[r] + at - bucket.rows.begin(rank);
+        ASSERT_GE(flat, slice.flat_offset);
+        ASSERT_LT(flat, slice.flat_offset + slice.count);
+        ASSERT_EQ(shard, slice.shard_offset + flat - slice.flat_offset);
+        ASSERT_LT(shard, layout_.shard_count(rank));
+        ASSERT_TRUE(seen.emplace(segment.parameter, flat).second) << "element travels twice";
+        ASSERT_TRUE(used[r].insert(shard).second) << "two elements share shard memory";
+      }
+    }
+  }
+  std::int64_t total = 0;
+  for (int p = 0; p < parameter_count(); ++p) total += count_of(p);
+  EXPECT_EQ(static_cast<std::int64_t>(seen.size()), total);
+}
+
+TEST_P(EveryLayout, BucketsHoldOneGroupAndOneWireAndTheirParametersInOrder) {
+  std::set<int> listed;
+  for (const Bucket& bucket : layout_.buckets()) {
+    EXPECT_TRUE(std::is_sorted(bucket.parameters.begin(), bucket.parameters.end()));
+    EXPECT_EQ(std::adjacent_find(bucket.parameters.begin(), bucket.parameters.end()),
+              bucket.parameters.end());
+    for (const int p : bucket.parameters) {
+      const LayoutParameter& parameter = parameters_[static_cast<std::size_t>(p)];
+      EXPECT_EQ(parameter.group, bucket.group);
+      EXPECT_EQ(parameter.wire_dtype, bucket.wire_dtype);
+      listed.insert(p);
+    }
+    for (const BucketSegment& segment : bucket.segments) {
+      EXPECT_TRUE(std::binary_search(bucket.parameters.begin(), bucket.parameters.end(),
+                                     segment.parameter));
+    }
+  }
+  EXPECT_EQ(static_cast<int>(listed.size()), parameter_count()) << "the empty one too";
+}
+
+TEST_P(EveryLayout, BucketsOfAParameterAreThoseThatListIt) {
+  for (int p = 0; p < parameter_count(); ++p) {
+    std::vector<int> want;
+    for (std::size_t b = 0; b < layout_.buckets().size(); ++b) {
+      const std::vector<int>& in = layout_.buckets()[b].parameters;
+      if (std::find(in.begin(), in.end(), p) != in.end()) want.push_back(static_cast<int>(b));
+    }
+    const std::span<const int> got = layout_.buckets_of(p);
+    EXPECT_EQ(std::vector<int>(got.begin(), got.end()), want);
+  }
+}
+
+TEST_P(EveryLayout, NoBucketIsLargerThanAskedAndTheWireIsNotPadded) {
+  std::int64_t largest = 0;
+  std::int64_t travelling = 0;
+  for (const Bucket& bucket : layout_.buckets()) {
+    const auto bytes =
+        bucket.rows.count() * static_cast<std::int64_t>(size_bytes(bucket.wire_dtype));
+    EXPECT_LE(bytes, GetParam().bucket_bytes);
+    largest = std::max(largest, bytes);
+    travelling += bucket.rows.count();
+  }
+  EXPECT_EQ(layout_.max_bucket_bytes(), largest);
+  std::int64_t total = 0;
+  for (int p = 0; p < parameter_count(); ++p) total += count_of(p);
+  std::int64_t in_shards = 0;
+  for (int r = 0; r < GetParam().shard_size; ++r) in_shards += layout_.shard_count(r);
+  EXPECT_EQ(travelling, total);
+  // In memory, where it costs no wire bytes, each bucket's row may start on a cache line.
+  const auto row_count =
+      static_cast<std::int64_t>(layout_.buckets().size()) * GetParam().shard_size;
+  EXPECT_GE(in_shards, total);
+  EXPECT_LE(in_shards, total + row_count * 15);
+}
+
+class Dim0Layout : public EveryLayout {};
+TEST_P(Dim0Layout, GivesWholeRows) {
+  const int shard_size = GetParam().shard_size;
+  for (int p = 0; p < parameter_count(); ++p) {
+    const Shape& shape = parameters_[static_cast<std::size_t>(p)].shape;
+    const std::int64_t rows = shape.empty() ? 1 : shape[0];
+    const std::int64_t row_size = rows == 0 ? 0 : count_of(p) / rows;
+    const std::int64_t c = (rows + shard_size - 1) / shard_size;
+    for (int rank = 0; rank < shard_size; ++rank) {
+      const std::int64_t begin = std::min(rank * c, rows);
+      const std::int64_t end = std::min((rank + 1) * c, rows);
+      EXPECT_EQ(layout_.slice(p, rank).count, (end - begin) * row_size)
+          << "parameter " << p << ", rank " << rank;
+    }
+  }
+}
+
+class SplittingFlatLayout : public EveryLayout {};
+TEST_P(SplittingFlatLayout, CutsALargeParameterEvenly) {
+  constexpr int kLarge = 2;
+  ASSERT_GT(count_of(kLarge) * 4, GetParam().bucket_bytes) << "joined with others";
+  const std::int64_t even = (count_of(kLarge) + GetParam().shard_size - 1) / GetParam().shard_size;
+  for (int rank = 0; rank < GetParam().shard_size; ++rank) {
+    EXPECT_LE(layout_.slice(kLarge, rank).count, (even + 31) / 32 * 32);
+  }
+}
+
+TEST_P(EveryLayout, IsTheSameEveryTime) {
+  const BucketLayout again(parameters_, GetParam().shard_size, GetParam().layout,
+                           GetParam().bucket_bytes);
+  ASSERT_EQ(again.buckets().size(), layout_.buckets().size());
+  for (std::size_t b = 0; b < again.buckets().size(); ++b) {
+    const auto a = again.buckets()[b].rows.offsets();
+    const auto o = layout_.buckets()[b].rows.offsets();
+    EXPECT_TRUE(std::equal(a.begin(), a.end(), o.begin(), o.end()));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, EveryLayout, testing::ValuesIn(every_case()), case_name);
+INSTANTIATE_TEST_SUITE_P(Layouts, Dim0Layout,
+                         testing::ValuesIn(cases_where([](const LayoutCase& c) {
+                           return c.layout == Layout::kDim0;
+                         })),
+                         case_name);
+INSTANTIATE_TEST_SUITE_P(Layouts, SplittingFlatLayout,
+                         testing::ValuesIn(cases_where([](const LayoutCase& c) {
+                           return c.layout == Layout::kFlat && c.bucket_bytes < kAllInOne;
+                         })),
+                         case_name);
+
+TEST(BucketLayout, AllInOneMakesOneBucketPerGroupAndWire) {
+  const std::vector<LayoutParameter> parameters = mixed_parameters();
+  const BucketLayout layout(parameters, 2, Layout::kFlat, kAllInOne);
+  // Group 0: f32, bf16, f16. Group 1: f32, bf16.
+  EXPECT_EQ(layout.buckets().size(), 5U);
+}
+
+TEST(BucketLayout, JoinsSmallParametersAndSplitsLargeOnes) {
+  const std::vector<LayoutParameter> small(16, LayoutParameter{.shape = {16}});
+  EXPECT_EQ(BucketLayout(small, 2, Layout::kFlat, 256).buckets().size(), 4U);
+  const std::vector<LayoutParameter> large(1, LayoutParameter{.shape = {1 << 16}});
+  EXPECT_EQ(BucketLayout(large, 2, Layout::kFlat, 1 << 14).buckets().size(), 16U);
+}
+
+TEST(BucketLayout, Dim0SlicesDoNotDependOnTheBucketSize) {
+  const std::vector<LayoutParameter> parameters = mixed_parameters();
+  const BucketLayout small(parameters, 3, Layout::kDim0, 1 << 10);
+  const BucketLayout large(parameters, 3, Layout::kDim0, kAllInOne);
+  for (int p = 0; p < static_cast<int>(parameters.size()); ++p) {
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(small.slice(p, rank).count, large.slice(p, rank).count);
+    }
+  }
+}
+
+TEST(BucketLayout, EvenATinyBucketSizeMakesProgress) {
+  const std::vector<LayoutParameter> parameters{{.shape = {100}}, {.shape = {3, 3}}};
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+    const BucketLayout tiny(parameters, 4, layout, 1);
+    std::int64_t total = 0;
+    for (const Bucket& bucket : tiny.buckets()) total += bucket.rows.count();
+    EXPECT_EQ(total, 109);
+  }
+}
+
+TEST(BucketLayout, NothingButEmptyParameters) {
+  const std::vector<LayoutParameter> parameters{{.shape = {0}}, {.shape = {4, 0}}};
+  const BucketLayout layout(parameters, 2, Layout::kFlat, 1 << 10);
+  EXPECT_EQ(layout.slice(0, 1).count, 0);
+  EXPECT_EQ(layout.shard_count(0), 0);
+  for (const Bucket& bucket : layout.buckets()) EXPECT_EQ(bucket.rows.count(), 0);
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,96 @@
+// Elements on a device at any alignment, with guards around, and a copy of them on the host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "hostile_value.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/device/copy.h"
+#include "hsdp/device/stream.h"
+#include "hsdp/kernels/arithmetic.h"
+
+namespace hsdp::gpu {
+
+class DeviceRow {
+ public:
+  // They start `offset` elements after an address that is aligned.
+  DeviceRow(Dtype dtype, std::int64_t count, std::size_t offset, const Stream& stream)
+      : dtype_(dtype),
+        count_(count),
+        begin_(kGuardBytes + offset * size_bytes(dtype)),
+        stream_(stream),
+        bytes_(begin_ + static_cast<std::size_t>(count) * size_bytes(dtype) + kGuardBytes, kGuard),
+        memory_(stream.device(), bytes_.size()) {
+    upload();
+  }
+
+  void fill(std::mt19937& random) {
+    for (std::int64_t i = 0; i < count_; ++i) {
+      kernels::encode(kernels::hostile_value(random), host(), i, dtype_);
+    }
+    upload();
+  }
+  // What was changed on the host goes to the device, and back.
+  void upload() {
+    copy_bytes(memory_.data(), bytes_.data(), bytes_.size(), stream_);
+    stream_.synchronize();
+  }
+  void download() {
+    copy_bytes(bytes_.data(), memory_.data(), bytes_.size(), stream_);
+    stream_.synchronize();
+  }
+  // The other's elements.
+  void copy_from(const DeviceRow& other) {
+    std::memcpy(host(), other.host(), static_cast<std::size_t>(count_) * size_bytes(dtype_));
+    upload();
+  }
+
+  [[nodiscard]] std::byte* data() { return memory_.data() + begin_; }
+  [[nodiscard]] std::byte* host() { return bytes_.data() + begin_; }
+  [[nodiscard]] const std::byte* host() const { return bytes_.data() + begin_; }
+  [[nodiscard]] float at(std::int64_t i) const { return kernels::decode(host(), i, dtype_); }
+  [[nodiscard]] std::int64_t count() const { return count_; }
+  [[nodiscard]] Dtype dtype() const { return dtype_; }
+  [[nodiscard]] ConstTensorView view() { return {data(), count_, dtype_, stream_.device()}; }
+  [[nodiscard]] ConstTensorView host_view() const { return {host(), count_, dtype_}; }
+
+  // What the device wrote against the host's elements of `expected`: bit for bit, but for the
+  // payloads of NaN; and nothing outside.
+  [[nodiscard]] std::string difference(const DeviceRow& expected) {
+    download();
+    const std::byte* const end = host() + static_cast<std::size_t>(count_) * size_bytes(dtype_);
+    for (const std::byte& value : bytes_) {
+      if ((&value < host() || &value >= end) && value != kGuard) return "it wrote outside";
+    }
+    const std::size_t width = size_bytes(dtype_);
+    for (std::int64_t i = 0; i < count_; ++i) {
+      const auto at_byte = static_cast<std::size_t>(i) * width;
+      if (std::memcmp(host() + at_byte, expected.host() + at_byte, width) == 0) continue;
+      const float a = at(i);
+      const float b = expected.at(i);
+      if (a != a && b != b) continue;
+      return "element " + std::to_string(i) + " of " + std::to_string(count_) + ": expected " +
+             std::to_string(b) + ", got " + std::to_string(a);
+    }
+    return {};
+  }
+
+ private:
+  static constexpr std::size_t kGuardBytes = 64;
+  static constexpr std::byte kGuard{0xa5};
+  Dtype dtype_;
+  std::int64_t count_;
+  std::size_t begin_;
+  Stream stream_;
+  std::vector<std::byte> bytes_;
+  Buffer memory_;
+};
+
+constexpr Dtype kGradientDtypes[] = {Dtype::kF32, Dtype::kBf16, Dtype::kF16};
+
+}  // namespace hsdp::gpu

@@ -1,0 +1,81 @@
+// A Control between processes of one host that needs no library: messages are files in a folder
+// that the ranks share. For checks only: it polls.
+//
+// A rank that fails leaves a file that the others see. A wait that lasts longer than `timeout`
+// fails.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/control.h"
+
+namespace hsdp::gpu {
+
+class FileControl : public comm::Control {
+ public:
+  FileControl(std::filesystem::path folder, int rank, int size, std::chrono::milliseconds timeout);
+  ~FileControl() override;
+  FileControl(const FileControl&) = delete;
+  FileControl& operator=(const FileControl&) = delete;
+
+  [[nodiscard]] int rank() const override { return rank_; }
+  [[nodiscard]] int size() const override { return size_; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
+  [[nodiscard]] bool shares_memory_with(int peer) const override { return peer == rank_; }
+  [[nodiscard]] bool in_process() const override { return false; }
+  [[nodiscard]] std::string address() const override { return "127.0.0.1"; }
+  [[nodiscard]] const std::string& secret() const override { return secret_; }
+
+  void post(std::string_view key, std::span<const int> members, std::string_view message) override;
+  [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
+                                                 comm::WaitState waiting) override;
+  [[nodiscard]] std::vector<comm::UniqueFd> exchange_descriptors(std::string_view key,
+                                                                 std::span<const int> members,
+                                                                 int fd) override;
+  [[nodiscard]] int begin_wait(comm::WaitState state) override;
+  void end_wait(int slot) override;
+  void fail(const comm::Failure& failure) override;
+  [[nodiscard]] bool failed() const override { return failed_.load(std::memory_order_relaxed); }
+  void throw_if_failed() const override;
+  [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Wait {
+    comm::WaitState state;
+    Clock::time_point since;
+  };
+
+  [[nodiscard]] std::filesystem::path file(std::string_view key, std::span<const int> members,
+                                           int rank) const;
+  void write(const std::filesystem::path& path, std::string_view text) const;
+  void watch();
+  void look();
+  void accept(const comm::Failure& failure);
+
+  std::filesystem::path folder_;
+  int rank_;
+  int size_;
+  std::chrono::milliseconds timeout_;
+  std::string secret_;
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> closing_{false};
+  mutable std::mutex mutex_;
+  std::optional<comm::Failure> failure_;
+  std::map<int, Wait> waits_;
+  int next_slot_ = 0;
+  std::map<int, std::function<void()>> callbacks_;
+  int next_callback_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace hsdp::gpu

@@ -1,0 +1,26 @@
+// In place of what the checks of a bare machine have no libraries for: snapshots and rendezvous.
+#include "hsdp/comm/rendezvous/host_identity.h"
+#include "hsdp/comm/world.h"
+#include "hsdp/error.h"
+#include "hsdp/snapshot.h"
+
+namespace hsdp {
+
+class SnapshotWriter::Queue {};
+SnapshotWriter::SnapshotWriter() = default;
+SnapshotWriter::~SnapshotWriter() = default;
+void SnapshotWriter::submit(const std::filesystem::path& path, const SnapshotInfo& /*info*/,
+                            std::span<const SnapshotEntry> /*entries*/) {
+  throw SnapshotError("snapshot: cannot write " + path.string() + ": built without files");
+}
+void SnapshotWriter::flush() {}
+std::size_t SnapshotWriter::pending_bytes() const { return 0; }
+std::string new_snapshot_id() { return "none"; }
+
+std::string comm::host_identity() { return "this host"; }
+
+Communicator connect_world(const WorldOptions& /*options*/) {
+  throw UsageError("world: built without a rendezvous");
+}
+
+}  // namespace hsdp

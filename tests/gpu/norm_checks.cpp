@@ -1,0 +1,168 @@
+#include <array>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "check.h"
+#include "device_row.h"
+#include "hsdp/device/flag.h"
+#include "hsdp/kernels/clip.h"
+#include "hsdp/kernels/indicate.h"
+#include "hsdp/kernels/norm.h"
+
+namespace hsdp::gpu {
+namespace {
+
+double norm_on(const Stream& stream, DeviceRow& row) {
+  const Buffer sum(stream.device(), sizeof(double));
+  kernels::squared_norm(row.view(), reinterpret_cast<double*>(sum.data()), stream);
+  double got = -1.0;
+  copy_bytes(&got, sum.data(), sizeof(got), stream);
+  Stream(stream).synchronize();
+  return got;
+}
+
+std::string check_norm(DeviceRow& row, const Stream& stream) {
+  const double expected = kernels::squared_norm_reference(row.host_view());
+  const double got = norm_on(stream, row);
+  if (got == expected || (std::isnan(got) && std::isnan(expected))) return {};
+  return "norm of " + std::to_string(row.count()) + " " + std::string(name(row.dtype())) +
+         ": expected " + std::to_string(expected) + ", got " + std::to_string(got);
+}
+
+// Finite values of very different sizes, so that another order of additions shows.
+void fill_finite(DeviceRow& row, std::mt19937& random) {
+  for (std::int64_t i = 0; i < row.count(); ++i) {
+    const auto bits = static_cast<std::uint32_t>(random());
+    const auto value =
+        std::bit_cast<float>((bits & 0x807fffffU) | ((107U + (bits >> 8) % 30U) << 23));
+    kernels::encode(value, row.host(), i, row.dtype());
+  }
+  row.upload();
+}
+
+std::string check_norms(std::int64_t largest, const Stream& stream) {
+  std::mt19937 random(1);
+  for (const Dtype dtype : kGradientDtypes) {
+    for (const std::int64_t count :
+         {std::int64_t{0}, std::int64_t{1}, std::int64_t{7}, std::int64_t{15}, std::int64_t{16},
+          std::int64_t{1023}, std::int64_t{1024}, std::int64_t{1025}, std::int64_t{50000},
+          std::int64_t{1024 * 1024 + 1}, largest}) {
+      DeviceRow row(dtype, count, random() % 16, stream);
+      fill_finite(row, random);
+      const std::string found = check_norm(row, stream);
+      if (!found.empty()) return found;
+    }
+    for (int repeat = 0; repeat < 60; ++repeat) {
+      DeviceRow row(dtype, static_cast<std::int64_t>(random() % 3000), random() % 16, stream);
+      fill_finite(row, random);
+      if (repeat % 3 == 0) row.fill(random);
+      const std::string found = check_norm(row, stream);
+      if (!found.empty()) return found;
+    }
+  }
+  return {};
+}
+
+bool finds(DeviceRow& row, const Stream& stream) {
+  const Flag flag = make_flag(stream.device());
+  kernels::find_nonfinite(row.view(), flag.get(), stream);
+  Stream(stream).synchronize();
+  return *flag != 0;
+}
+
+std::string check_nonfinite(const Stream& stream) {
+  std::mt19937 random(2);
+  for (const Dtype dtype : kGradientDtypes) {
+    for (const std::int64_t count : {1, 7, 64, 130, 255, 40000}) {
+      DeviceRow row(dtype, count, random() % 16, stream);
+      const float largest = dtype == Dtype::kF16    ? 65504.0F
+                            : dtype == Dtype::kBf16 ? std::bit_cast<float>(0x7f7f0000U)
+                                                    : std::numeric_limits<float>::max();
+      for (std::int64_t i = 0; i < count; ++i) kernels::encode(-largest, row.host(), i, dtype);
+      row.upload();
+      if (finds(row, stream)) return "the largest finite values were called non-finite";
+      for (int repeat = 0; repeat < 12; ++repeat) {
+        const auto place = static_cast<std::int64_t>(random()) % count;
+        const float bad = repeat % 2 == 0 ? std::numeric_limits<float>::quiet_NaN()
+                                          : -std::numeric_limits<float>::infinity();
+        kernels::encode(bad, row.host(), place, dtype);
+        row.upload();
+        if (!finds(row, stream)) {
+          return "element " + std::to_string(place) + " of " + std::to_string(count) +
+                 " was not found";
+        }
+        kernels::encode(largest, row.host(), place, dtype);
+      }
+    }
+  }
+  return {};
+}
+
+std::string check_product(DeviceRow& row, float by, const float* factor, const Stream& stream) {
+  DeviceRow expected(Dtype::kF32, row.count(), 0, stream);
+  for (std::int64_t i = 0; i < row.count(); ++i) {
+    kernels::encode(row.at(i) * by, expected.host(), i, Dtype::kF32);
+  }
+  kernels::scale_by({row.data(), row.count(), Dtype::kF32, stream.device()}, factor, stream);
+  return row.difference(expected);
+}
+
+// Clipping: the ordered sum, the factor, and the product, against the host's.
+std::string check_clip(const Stream& stream) {
+  std::mt19937 random(3);
+  for (const std::int64_t count : {1, 3, 7, 8, 9, 31, 4097, 100003}) {
+    for (const double max_norm : {0.5, 1e30}) {
+      DeviceRow row(Dtype::kF32, count, random() % 16, stream);
+      fill_finite(row, random);
+      std::vector<double> squares(5);
+      double sum = 0.0;
+      for (double& square : squares) sum += square = static_cast<double>(random()) * 1e-3;
+      const Buffer words(stream.device(), 8 * sizeof(double));
+      auto* const on_device = reinterpret_cast<double*>(words.data());
+      copy_bytes(on_device, squares.data(), 5 * sizeof(double), stream);
+      kernels::sum_in_order(on_device, 5, on_device + 5, stream);
+      auto* const factor = reinterpret_cast<float*>(on_device + 7);
+      kernels::clip_factor({on_device, 5, max_norm, 1e-6, on_device + 6, factor}, stream);
+      std::array<double, 2> got{};
+      copy_bytes(got.data(), on_device + 5, sizeof(got), stream);
+      Stream(stream).synchronize();
+      if (got[0] != sum || got[1] != std::sqrt(sum)) return "the sum or its root is another";
+      const double clip = max_norm / (std::sqrt(sum) + 1e-6);
+      const float by = clip < 1.0 ? static_cast<float>(clip) : 1.0F;
+      const std::string wrong = check_product(row, by, factor, stream);
+      if (!wrong.empty()) return wrong;
+    }
+  }
+  return {};
+}
+
+std::string check_indicate(const Stream& stream) {
+  for (const std::uint32_t word : {0U, 1U, 0x80000000U, 0x3f800000U, 0x40400000U}) {
+    const Buffer memory(stream.device(), sizeof(float));
+    auto* const out = reinterpret_cast<float*>(memory.data());
+    copy_bytes(out, &word, sizeof(word), stream);
+    kernels::indicate(out, out, stream);
+    float got = -1.0F;
+    copy_bytes(&got, out, sizeof(got), stream);
+    Stream(stream).synchronize();
+    if (got != ((word & 0x7fffffffU) != 0 ? 1.0F : 0.0F)) return "word " + std::to_string(word);
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<Check> norm_checks(Effort effort) {
+  const std::int64_t largest = effort == Effort::kFull ? 40'000'007 : 1'200'007;
+  return {
+      {"squared norm: the bits of the host",
+       [largest](const Stream& stream) { return check_norms(largest, stream); }},
+      {"non-finite elements are found anywhere", check_nonfinite},
+      {"clipping: the bits of the host", check_clip},
+      {"flags as numbers", check_indicate},
+  };
+}
+
+}  // namespace hsdp::gpu

@@ -1,0 +1,272 @@
+#include "hsdp/kernels/cast_and_pack.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+#include "caller_environment.h"
+#include "hsdp/error.h"
+#include "kernel_test_data.h"
+
+namespace hsdp::kernels {
+namespace {
+
+using CastAndPackOn = OnTarget;
+
+// A gradient in memory of its own. Strides may be negative: the data start inside the memory.
+struct Gradient {
+  Gradient(Dtype dtype, Shape shape, Shape strides, std::mt19937& random)
+      : memory(dtype, extent_of(shape, strides), random() % 8) {
+    memory.fill(random);
+    std::int64_t first = 0;
+    for (std::size_t i = 0; i < strides.size(); ++i) {
+      if (strides[i] < 0) first -= strides[i] * std::max<std::int64_t>(shape[i] - 1, 0);
+    }
+    view.data = memory.data() + first * static_cast<std::int64_t>(size_bytes(dtype));
+    view.dtype = dtype;
+    view.shape = std::move(shape);
+    view.strides = std::move(strides);
+  }
+
+  static std::int64_t extent_of(const Shape& shape, const Shape& strides) {
+    if (strides.empty()) return element_count(shape);
+    std::int64_t extent = 1;
+    for (std::size_t i = 0; i < shape.size(); ++i) {
+      extent += std::abs(strides[i]) * std::max<std::int64_t>(shape[i] - 1, 0);
+    }
+    return extent;
+  }
+
+  Row memory;
+  StridedView view;
+};
+
+struct Options {
+  bool has_add = false;
+  Dtype add_dtype = Dtype::kF32;
+  int exponent = 0;
+  bool streaming_stores = false;
+};
+
+// Packs one window both ways.
+std::string check_window(const StridedView* gradient, std::int64_t begin, std::int64_t count,
+                         Dtype out_dtype, const Options& options, std::mt19937& random) {
+  Row out(out_dtype, count, random() % 40);
+  Row expected(out_dtype, count, 0);
+  Row add(options.add_dtype, count, random() % 40);
+  add.fill(random);
+  CastAndPack args;
+  args.gradient = gradient;
+  args.begin = begin;
+  args.count = count;
+  args.add = options.has_add ? add.data() : nullptr;
+  args.add_dtype = options.add_dtype;
+  args.exponent = options.exponent;
+  args.out_dtype = out_dtype;
+  args.streaming_stores = options.streaming_stores;
+  args.out = expected.data();
+  cast_and_pack_reference(args);
+  args.out = out.data();
+  cast_and_pack(args);
+  return out.guards_hold() ? out.difference(expected) : "it wrote outside the output";
+}
+
+Options random_options(std::mt19937& random) {
+  Options options;
+  options.has_add = random() % 2 == 0;
+  options.add_dtype = kGradientDtypes[random() % 3];
+  options.exponent = random() % 2 == 0 ? 0 : 5;
+  options.streaming_stores = random() % 2 == 0;
+  return options;
+}
+
+// Strides of a dense tensor whose dimensions lie in memory in the given order, outermost first.
+Shape permuted_strides(const Shape& shape, const std::vector<std::size_t>& order) {
+  Shape strides(shape.size());
+  std::int64_t step = 1;
+  for (std::size_t i = order.size(); i-- > 0;) {
+    strides[order[i]] = step;
+    step *= std::max<std::int64_t>(shape[order[i]], 1);
+  }
+  return strides;
+}
+
+TEST_P(CastAndPackOn, ContiguousEqualsTheReferenceForEveryDtypeAndCount) {
+  std::mt19937 random(1);
+  for (const Dtype from : kGradientDtypes) {
+    for (const Dtype to : kGradientDtypes) {
+      for (std::int64_t count = 0; count < 150; ++count) {
+        Gradient gradient(from, {count + 9}, {}, random);
+        const auto begin = static_cast<std::int64_t>(random() % 10);
+        ASSERT_EQ(check_window(&gradient.view, begin, count, to, random_options(random), random),
+                  "")
+            << name(from) << " to " << name(to) << ", " << count;
+      }
+    }
+  }
+}
+
+TEST_P(CastAndPackOn, AnyPermutationAndWindowEqualsTheReference) {
+  std::mt19937 random(2);
+  for (int repeat = 0; repeat < 600; ++repeat) {
+    Shape shape(random() % 6);
+    for (std::int64_t& extent : shape) {
+      extent = 1 + static_cast<std::int64_t>(random() % (shape.size() > 3 ? 7 : 40));
+    }
+    if (!shape.empty() && random() % 16 == 0) shape[random() % shape.size()] = 0;
+    std::vector<std::size_t> order(shape.size());
+    std::iota(order.begin(), order.end(), 0U);
+    std::shuffle(order.begin(), order.end(), random);
+    Shape strides = permuted_strides(shape, order);
+    for (std::int64_t& stride : strides) {
+      const auto kind = random() % 12;
+      if (kind == 0) stride = -stride;
+      if (kind == 1) stride = 0;
+      if (kind == 2) stride *= 2;
+    }
+    Gradient gradient(kGradientDtypes[random() % 3], shape, strides, random);
+    const std::int64_t total = gradient.view.count();
+    std::int64_t begin = 0;
+    std::int64_t count = total;
+    if (random() % 3 != 0 && total > 0) {
+      begin = static_cast<std::int64_t>(random()) % (total + 1);
+      count = static_cast<std::int64_t>(random()) % (total - begin + 1);
+    }
+    ASSERT_EQ(check_window(&gradient.view, begin, count, kGradientDtypes[random() % 3],
+                           random_options(random), random),
+              "")
+        << to_string(shape) << " strides " << to_string(strides) << ", " << count << " from "
+        << begin;
+  }
+}
+
+TEST_P(CastAndPackOn, LargeTransposesEqualTheReference) {
+  std::mt19937 random(3);
+  for (const Dtype dtype : kGradientDtypes) {
+    Gradient matrix(dtype, {301, 523}, {1, 301}, random);
+    ASSERT_EQ(check_window(&matrix.view, 0, 301 * 523, Dtype::kBf16, {}, random), "");
+    ASSERT_EQ(check_window(&matrix.view, 777, 100000, dtype, {}, random), "");
+    // channels_last: (N, C, H, W) with C innermost in memory.
+    Gradient image(dtype, {3, 70, 9, 11}, permuted_strides({3, 70, 9, 11}, {0, 2, 3, 1}), random);
+    ASSERT_EQ(check_window(&image.view, 0, image.view.count(), dtype, {}, random), "");
+    Gradient slices(dtype, {5, 3000}, {3100, 1}, random);
+    ASSERT_EQ(check_window(&slices.view, 100, 14000, dtype, {.streaming_stores = true}, random),
+              "");
+  }
+}
+
+TEST_P(CastAndPackOn, ReadsRowMajorLogicalOrder) {
+  // Element (i, j) of the transposed view holds 10 i + j.
+  std::vector<float> memory(60);
+  for (std::size_t i = 0; i < 6; ++i) {
+    for (std::size_t j = 0; j < 10; ++j) memory[j * 6 + i] = static_cast<float>(10 * i + j);
+  }
+  const StridedView view{memory.data(), Dtype::kF32, {}, {6, 10}, {1, 6}};
+  std::vector<float> out(37);
+  CastAndPack args;
+  args.gradient = &view;
+  args.begin = 13;
+  args.count = 37;
+  args.out = out.data();
+  cast_and_pack(args);
+  for (std::size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(13 + i));
+}
+
+TEST_P(CastAndPackOn, AMissingGradientIsZeros) {
+  std::mt19937 random(4);
+  for (const Dtype to : kGradientDtypes) {
+    for (const bool has_add : {false, true}) {
+      ASSERT_EQ(check_window(nullptr, 0, 333, to, {has_add, to, 2, false}, random), "");
+    }
+    Row out(to, 100, 1);
+    CastAndPack args;
+    args.count = 100;
+    args.out_dtype = to;
+    args.out = out.data();
+    cast_and_pack(args);
+    for (std::size_t i = 0; i < 100; ++i) {
+      ASSERT_EQ(out.at(i), 0.0F);
+      ASSERT_FALSE(std::signbit(out.at(i)));
+    }
+  }
+}
+
+TEST_P(CastAndPackOn, AccumulatesInPlaceInAnyEnvironment) {
+  std::mt19937 random(5);
+  for (const Dtype dtype : kGradientDtypes) {
+    Gradient gradient(dtype, {40, 30}, {1, 40}, random);
+    Row sum(Dtype::kF32, 1200, 3);
+    sum.fill(random);
+    Row expected = sum;
+    CastAndPack args;
+    args.gradient = &gradient.view;
+    args.count = 1200;
+    args.out = expected.data();
+    args.add = expected.data();
+    cast_and_pack_reference(args);
+    args.out = sum.data();
+    args.add = sum.data();
+    {
+      const SpoiltEnvironment environment;
+      cast_and_pack(args);
+      EXPECT_TRUE(environment.unchanged());
+    }
+    ASSERT_EQ(sum.difference(expected), "");
+  }
+}
+
+TEST_P(CastAndPackOn, RoundsOnceAfterTheScaledSum) {
+  const std::vector<float> gradient(70, 1.0F);
+  const std::vector<float> add(70, 256.0F);
+  const StridedView view{gradient.data(), Dtype::kF32, {}, {70}, {}};
+  Row out(Dtype::kBf16, 70, 0);
+  CastAndPack args;
+  args.gradient = &view;
+  args.count = 70;
+  args.add = add.data();
+  args.exponent = 3;
+  args.out_dtype = Dtype::kBf16;
+  args.out = out.data();
+  cast_and_pack(args);
+  for (std::size_t i = 0; i < 70; ++i) ASSERT_EQ(out.at(i), 32.0F);  // 257 / 8, a tie, to even
+}
+
+TEST_P(CastAndPackOn, RefusesWhatItCannotDo) {
+  float value = 0.0F;
+  const StridedView view{&value, Dtype::kF32, {}, {3, 4}, {}};
+  CastAndPack good;
+  good.gradient = &view;
+  good.out = &value;
+  EXPECT_NO_THROW(cast_and_pack(good));
+  const auto refuses = [](const CastAndPack& args) {
+    EXPECT_THROW(cast_and_pack(args), UsageError);
+    EXPECT_THROW(cast_and_pack_reference(args), UsageError);
+  };
+  CastAndPack wrong = good;
+  wrong.count = 13;
+  refuses(wrong);
+  wrong = good;
+  wrong.begin = 13;
+  refuses(wrong);
+  wrong = good;
+  wrong.begin = -1;
+  refuses(wrong);
+  wrong = good;
+  wrong.out_dtype = Dtype::kF64;
+  refuses(wrong);
+  const StridedView strides{&value, Dtype::kF32, {}, {3, 4}, {1}};
+  wrong = good;
+  wrong.gradient = &strides;
+  refuses(wrong);
+  const StridedView dtype{&value, Dtype::kI64, {}, {3, 4}, {}};
+  wrong = good;
+  wrong.gradient = &dtype;
+  refuses(wrong);
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, CastAndPackOn, ::testing::ValuesIn(simd_targets()), target_name);
+
+}  // namespace
+}  // namespace hsdp::kernels

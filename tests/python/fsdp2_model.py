@@ -1,0 +1,181 @@
+"""A small model, its data, and its gradients in float64: what runs on FSDP2 are held to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+MICROBATCHES = 3
+Gradients = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    """Widths 3, 16 and 17, which no shard group divides; two layers share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 16)
+        self.second = nn.Linear(16, 17)
+        self.again = nn.Linear(16, 17)
+        self.again.weight = self.second.weight
+        self.last = nn.Linear(17, 5)
+
+    def forward(self, x: torch.Tensor, skip_first: bool = False) -> torch.Tensor:
+        x = torch.cat([x] * 6, dim=1)[:, :16] if skip_first else torch.tanh(self.first(x))
+        x = torch.tanh(self.second(x))
+        x = torch.tanh(self.again(x[:, :16]))
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+def start_torch(folder: str) -> None:
+    """torch.distributed over gloo on the ranks of the launcher."""
+    import os
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store",
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def device_mesh(replicate: int, shard: int) -> Any:
+    """A DeviceMesh over all ranks."""
+    return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def make_model(
+    mesh: Any, reduce_dtype: torch.dtype | None = None, model: nn.Module | None = None
+) -> Any:
+    """A Net (the same on every rank) under fully_shard: `first` and `last` apart from the rest."""
+    torch.manual_seed(5)
+    net: Any = Net() if model is None else model
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for module in (net.first, net.last, net):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return net
+
+
+def batch(step: int, microbatch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one rank."""
+    make = torch.Generator().manual_seed(1000 * step + 10 * microbatch + rank)
+    x = torch.randn(6, 3, generator=make, dtype=torch.float64)
+    return x, torch.randn(6, 5, generator=make, dtype=torch.float64)
+
+
+def loss_of(model: Any, step: int, microbatch: int, rank: int, **how: Any) -> torch.Tensor:
+    """In the precision of the model's parameters."""
+    dtype = next(model.parameters()).dtype
+    x, y = (t.to(dtype) for t in batch(step, microbatch, rank))
+    return nn.functional.mse_loss(model(x, **how), y)
+
+
+Skips = Callable[[int, int], bool]
+
+
+def expected_gradients(
+    weights: Mapping[str, torch.Tensor], step: int, size: int,
+    skips: Skips = lambda microbatch, rank: False,
+) -> Gradients:
+    """In float64: the sum over microbatches of the mean over ranks."""
+    model = Net().double()
+    for name, p in model.named_parameters():
+        p.data = weights[name].double()
+    for rank in range(size):
+        for m in range(MICROBATCHES):
+            loss_of(model, step, m, rank, skip_first=skips(m, rank)).backward()
+    return {n: p.grad / size for n, p in model.named_parameters() if p.grad is not None}
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, gathered."""
+    return {n: p.detach().full_tensor() for n, p in model.named_parameters()}  # type: ignore
+
+
+def whole_gradients(model: nn.Module) -> Gradients:
+    """Gradients, gathered."""
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore
+
+
+def squared_error(got: Gradients, expected: Gradients) -> float:
+    """Over all parameters, relative to what was expected."""
+    assert list(got) == list(expected)
+    off = sum(float((got[n].double() - expected[n]).square().sum()) for n in got)
+    return off / sum(float(g.square().sum()) for g in expected.values())
+
+
+def worst_error(got: Gradients, expected: Gradients) -> float:
+    """The relative L2 distance of the worst parameter."""
+    assert list(got) == list(expected)
+    return max(float((got[n].double() - e).norm() / e.norm()) for n, e in expected.items())
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Of the bits of this rank's gradients."""
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        assert p.grad is not None
+        digest.update(p.grad.to_local().contiguous().numpy().tobytes())  # type: ignore
+    return digest.hexdigest()
+
+
+class TwoParts(nn.Module):
+    """`late` is left out where a microbatch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor, skips_late: bool) -> torch.Tensor:
+        result: torch.Tensor = self.early(x)
+        return result if skips_late else result + self.late(x)
+
+
+def two_parts(shard_mesh: Any) -> Any:
+    """Each part apart under fully_shard; the same on every rank."""
+    torch.manual_seed(3)
+    model: Any = TwoParts()
+    for module in (model.early, model.late, model):
+        fully_shard(module, mesh=shard_mesh)
+    return model
+
+
+def x_of(microbatch: int, rank: int) -> torch.Tensor:
+    """Small integers, whose sums are exact."""
+    return torch.arange(6.0).view(2, 3) + 10 * microbatch + rank
+
+
+def mlp(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+
+class CountedNet(nn.Sequential):
+    """A layer of the root's own and three MLPs, as PyTorch counts collectives of."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(7, 7), mlp(7), mlp(7), mlp(7))
+
+    def parts(self) -> dict[str, nn.Module]:
+        """What is sharded apart, and has flags of its own."""
+        return {"root": self, "mlp1": self[1], "mlp2": self[2], "mlp3": self[3]}
+
+
+# Of three microbatches: whose flag is off but in the last one, and how many reduce-scatters and
+# all-reduces there are.
+ALL = ["root", "mlp1", "mlp2", "mlp3"]
+COUNTS = [
+    ("all_reduce", ALL, [12, 4]),
+    ("gradient_sync", ALL, [4, 4]),
+    ("all_reduce", ["root"], [12, 10]),
+    ("gradient_sync", ["root"], [10, 10]),
+    ("all_reduce", ["mlp1", "mlp2"], [12, 8]),
+    ("gradient_sync", ["mlp1", "mlp2"], [8, 8]),
+]

@@ -1,0 +1,63 @@
+"""Arrays on a GPU of the stand-in for the CUDA runtime, as CuPy's look from here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from dlpack_only import Handmade
+
+from hsdp import _hsdp
+
+stand_in: Any = getattr(_hsdp, "stand_in")
+
+CODES = {"float32": (2, 32, 1), "float16": (2, 16, 1), "int64": (0, 64, 1), "float64": (2, 64, 1)}
+CUDA = 2
+
+
+class GpuArray:
+    """`values` once `stream` has come to it; before, rubbish."""
+
+    def __init__(self, values: Any, stream: int, index: int = 0) -> None:
+        self.memory = np.full_like(values, 99)
+        self.stream = stream
+        self.streams: list[int] = []  # what consumers passed
+        self._index = index
+        self._alive: list[Any] = []  # until everything is done
+        self.write(values)
+
+    def write(self, values: np.ndarray[Any, Any]) -> None:
+        """Enqueued."""
+        source = np.array(values, self.memory.dtype)
+        self._alive.append(source)
+        stand_in.copy(self.stream, self.memory.ctypes.data, source.ctypes.data, source.nbytes)
+
+    def read(self) -> np.ndarray[Any, Any]:
+        """What is there when its stream is done."""
+        stand_in.synchronize(self.stream)
+        return self.memory.copy()
+
+    def __dlpack__(self, *, stream: int) -> Any:
+        self.streams.append(stream)
+        stand_in.order(stream, self.stream)
+        exported = Handmade(self.memory, (CUDA, self._index), CODES[str(self.memory.dtype)])
+        self._alive.append(exported)
+        return exported.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CUDA, self._index)
+
+
+class Reader:
+    """Copies of memory of hsdp, made by a stream that takes it by DLPack."""
+
+    def __init__(self, array: Any, stream: int) -> None:
+        assert array.__dlpack_device__() == (CUDA, 0)
+        self._capsule = array.__dlpack__(stream=stream)
+        self._stream = stream
+        self._copy = np.full(array.size, np.nan, {"f32": "float32"}[array.dtype])
+        stand_in.copy(stream, self._copy.ctypes.data, array.data_ptr, self._copy.nbytes)
+
+    def values(self) -> np.ndarray[Any, Any]:
+        stand_in.synchronize(self._stream)
+        return self._copy

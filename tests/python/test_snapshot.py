@@ -1,0 +1,207 @@
+"""Snapshots: written by ranks, read and compared in Python and by hsdp_check."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Launcher, program
+
+import hsdp
+
+SHAPES = {"bias": (3,), "weight": (40, 7)}
+
+
+def gradient(name: str, rank: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([len(name), rank]).standard_normal(SHAPES[name], np.float32)
+
+
+def mean_gradients(size: int) -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        name: (sum(gradient(name, r).astype(np.float64) for r in range(size)) / size)
+        for name in SHAPES
+    }
+
+
+def write(folder: str) -> None:
+    with hsdp.init_mesh(2, 2) as mesh:
+        reducer = hsdp.Reducer(mesh, bucket_bytes=256)
+        for name, shape in SHAPES.items():
+            reducer.register(name, shape)
+        with reducer.microbatch(last=True):
+            for name in SHAPES:
+                reducer.gradient_ready(name, gradient(name, mesh.rank))
+        reducer.save_snapshot(pathlib.Path(folder) / "mesh", step=7)
+        reducer.flush()
+        whole = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}
+        reducer.gather_gradients(whole)
+        hsdp.write_snapshot(f"{folder}/all_ranks", whole, mesh, step=7)
+        with pytest.raises(hsdp.UsageError, match="folder"):
+            hsdp.write_snapshot(f"{folder}/x.h5", whole, mesh)
+        reducer.close()
+    mean = mean_gradients(4)
+    if mesh_rank() == 0:
+        hsdp.write_snapshot(f"{folder}/reference.h5", mean)
+        mean["weight"][3, 4] += 0.5
+        hsdp.write_snapshot(f"{folder}/off", mean, step=8)
+
+
+def mesh_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def hsdp_check(*arguments: Any) -> int:
+    command = [program("hsdp_check"), *map(str, arguments)]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60).returncode
+
+
+def test_a_round_trip(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    ranks(4, write, str(tmp_path))
+    mean = mean_gradients(4)
+    snapshot = hsdp.read_snapshot(tmp_path / "mesh")
+    assert list(snapshot) == sorted(SHAPES) or set(snapshot) == set(SHAPES)
+    assert (snapshot.info.step, snapshot.info.replicate_size, snapshot.info.shard_size) == (7, 2, 2)
+    assert snapshot.info.divide_factor == 4 and not snapshot.info.partial
+    assert snapshot.copy_count == 2 and snapshot.dtype("bias") == "f32"
+    for name in SHAPES:
+        assert snapshot[name].dtype == np.float32 and snapshot[name].shape == SHAPES[name]
+        np.testing.assert_allclose(snapshot[name], mean[name], rtol=1e-5, atol=1e-6)
+        assert (snapshot.read(name, replica=1) == snapshot[name]).all()
+        assert snapshot.read(name, dtype="f64").dtype == np.float64
+    compare(tmp_path)
+
+
+def compare(folder: pathlib.Path) -> None:
+    same = hsdp.compare_snapshots(folder / "mesh", folder / "reference.h5", detail=True)
+    assert same.same and same.verdict == "same" and same.criterion == "relative"
+    assert {p.name for p in same.parameters} == set(SHAPES)
+    assert max(p.relative_l2 for p in same.parameters) < 1e-6
+    assert same.parameters[0].heat and sum(same.parameters[0].histogram.counts) > 0
+    assert hsdp.compare_snapshots(folder / "mesh", folder / "all_ranks", bitwise=True).same
+    off = hsdp.compare_snapshots(folder / "mesh", folder / "off")
+    worst = off.parameters[0]
+    assert not off.same and worst.name == "weight" and worst.verdict == "different"
+    assert worst.worst_index == 3 * 7 + 4 and worst.max_absolute == pytest.approx(0.5, rel=1e-4)
+    assert "weight" in str(off) and "different" in str(off)
+    assert hsdp.compare_snapshots(folder / "mesh", folder / "off", atol=0.6).same
+    assert hsdp_check(folder / "mesh", folder / "reference.h5") == 0
+    assert hsdp_check(folder / "mesh", folder / "off") == 1
+    assert hsdp_check(folder / "all_ranks") == 0
+    draw(same, off, folder)
+
+
+def draw(same: hsdp.Comparison, off: hsdp.Comparison, folder: pathlib.Path) -> None:
+    for name, comparison in {"same": same, "off": off}.items():
+        figure = hsdp.plot.comparison(comparison, folder / f"{name}.png")
+        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert labels == [p.name for p in comparison.parameters]
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(hsdp.plot.comparison(same).axes) == 2
+    hsdp.plot.comparison(off, folder / "off.svg", most=1)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hsdp.write_snapshot(tmp_path / "a", {"w": np.ones(3)})
+    comparison = hsdp.compare_snapshots(tmp_path / "a", tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(hsdp.UsageError, match=r"pip install hsdp\[plot\]"):
+        hsdp.plot.comparison(comparison)
+
+
+def test_plain_arrays_of_every_dtype(tmp_path: pathlib.Path) -> None:
+    values = np.arange(12).reshape(3, 4)
+    arrays = {
+        "f32": values.astype(np.float32),
+        "f64": values.astype(np.float64) / 3,
+        "f16": values.astype(np.float16),
+        "bf16": values.astype(ml_dtypes.bfloat16),
+        "none": np.empty((0, 2), np.float32),
+    }
+    hsdp.write_snapshot(tmp_path / "all.h5", arrays, step=3)
+    snapshot = hsdp.read_snapshot(tmp_path / "all.h5")
+    assert snapshot.info.layout == "full" and snapshot.info.step == 3 and len(snapshot) == 5
+    for name, array in arrays.items():
+        assert snapshot.shape(name) == array.shape and (name == "none" or name in snapshot)
+        assert (snapshot.read(name, dtype="f64") == array.astype(np.float64)).all()
+
+
+def test_what_cannot_be_written_or_read(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(hsdp.UsageError, match="'w'.*list"):
+        hsdp.write_snapshot(tmp_path / "a", {"w": [1.0]})
+    with pytest.raises(hsdp.UsageError, match="'w'.*contiguous"):
+        hsdp.write_snapshot(tmp_path / "a", {"w": np.ones((4, 4))[:, 1]})
+    with pytest.raises(hsdp.Error, match="i64"):
+        hsdp.write_snapshot(tmp_path / "a", {"w": np.ones(4, np.int64)})
+    with pytest.raises(hsdp.UsageError, match="by name.*type list"):
+        hsdp.write_snapshot(tmp_path / "a", [np.ones(4)])
+    with pytest.raises(hsdp.UsageError, match="name.*type int"):
+        hsdp.write_snapshot(tmp_path / "a", {1: np.ones(4)})
+    with pytest.raises(hsdp.SnapshotError):
+        hsdp.read_snapshot(tmp_path / "nothing")
+    with pytest.raises(hsdp.SnapshotError):
+        hsdp.write_snapshot("/proc/no", {"w": np.ones(4)})
+    hsdp.write_snapshot(tmp_path / "b", {"w": np.ones(4)})
+    snapshot = hsdp.read_snapshot(tmp_path / "b")
+    with pytest.raises(KeyError):
+        snapshot["v"]
+    with pytest.raises(hsdp.UsageError, match="f16"):
+        snapshot.read("w", dtype="f16")
+    with pytest.raises(hsdp.Error):
+        snapshot.read("w", replica=1)
+    hsdp.write_snapshot(tmp_path / "c", {"v": np.ones(4)})
+    with pytest.raises(hsdp.SnapshotError):
+        hsdp.compare_snapshots(tmp_path / "b", tmp_path / "c")
+    with pytest.raises(hsdp.UsageError):
+        hsdp.compare_snapshots(tmp_path / "b", tmp_path / "b", bitwise=True, rtol=0.1)
+    file = next((tmp_path / "b").iterdir())
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(hsdp.SnapshotError):
+        hsdp.read_snapshot(tmp_path / "b")["w"]
+
+
+def test_names_of_any_characters(tmp_path: pathlib.Path) -> None:
+    names = ["a/b", "/", "..", "a b", "ü", "\n", "\0x", "\0y", "%s", "'\"\\", "x" * 4096]
+    with hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        for count, name in enumerate(names, 1):
+            reducer.register(name, count)
+        with reducer.microbatch(last=True):
+            for count, name in enumerate(names, 1):
+                reducer.gradient_ready(name, np.full(count, count, np.float32))
+        reducer.save_snapshot(tmp_path / "s", step=1)
+        reducer.close()
+    snapshot = hsdp.read_snapshot(tmp_path / "s")
+    assert sorted(snapshot) == sorted(names)
+    for count, name in enumerate(names, 1):
+        assert snapshot[name].tolist() == [count] * count
+
+
+ENDS = """
+import sys, numpy as np, hsdp
+reducer = hsdp.Reducer(hsdp.init_mesh())
+reducer.register("w", 1000)
+with reducer.microbatch(last=True):
+    reducer.gradient_ready("w", np.arange(1000, dtype=np.float32))
+reducer.save_snapshot(sys.argv[1], step=1)
+"""
+
+
+def test_a_program_that_just_ends_still_writes(tmp_path: pathlib.Path) -> None:
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path / "s")], check=True, timeout=60)
+    assert hsdp.read_snapshot(tmp_path / "s")["w"].tolist() == list(range(1000))
+
+
+def test_a_program_that_ends_says_what_it_could_not_write(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "s" / "rank_00000.h5" / "in the way").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "s")], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "" and "hsdp: a snapshot was lost: snapshot:" in done.stderr

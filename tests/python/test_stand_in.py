@@ -1,0 +1,283 @@
+"""The package on GPUs, on the stand-in for the CUDA runtime: what comes on which stream, that the
+host does not wait, exact results, and what is refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Launcher
+from gpu_array import GpuArray, Reader, stand_in
+
+import hsdp
+from hsdp import _hsdp
+
+SHAPE = (37, 5)
+
+
+def gpu_mesh(replicate: int = 1, shard: int = 1) -> hsdp.Mesh:
+    return hsdp.Mesh(stand_in.init_mesh(replicate, shard, 0))
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with gpu_mesh() as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def stream(mesh: hsdp.Mesh) -> Iterator[int]:
+    handle = stand_in.make_stream()
+    mesh.set_stream(handle)
+    yield handle
+    stand_in.synchronize(handle)
+
+
+def gradient(rank: int, microbatch: int) -> np.ndarray[Any, Any]:
+    """Integers, so that sums are exact."""
+    return (np.arange(np.prod(SHAPE)).reshape(SHAPE) * (1 + rank) + microbatch).astype(np.float32)
+
+
+def mean(size: int, microbatches: int) -> np.ndarray[Any, Any]:
+    parts = [gradient(r, m) for r in range(size) for m in range(microbatches)]
+    return np.sum(parts, axis=0, dtype=np.float32).reshape(-1) / np.float32(size)
+
+
+def run_step(reducer: hsdp.Reducer, stream: int, microbatches: int = 2) -> list[GpuArray]:
+    """Gradients are overwritten as soon as hsdp allows it."""
+    made = []
+    for m in range(microbatches):
+        array = GpuArray(gradient(reducer.mesh.rank, m), stream)
+        with reducer.microbatch(last=m == microbatches - 1):
+            reducer.gradient_ready("w", array)
+        array.write(np.full(SHAPE, np.nan))
+        made.append(array)
+    return made
+
+
+def step_of_rank(replicate: int, shard: int) -> None:
+    with gpu_mesh(replicate, shard) as mesh:
+        stream = stand_in.make_stream()
+        mesh.set_stream(stream)
+        reducer = hsdp.Reducer(mesh, bucket_bytes=128)
+        reducer.register("w", SHAPE)
+        want = mean(mesh.size, 2)
+        for _ in range(2):
+            alive = run_step(reducer, stream)
+            offset, count = reducer.slice("w")
+            whole = GpuArray(np.zeros(SHAPE, np.float32), stream)
+            found = GpuArray(np.array(-1, np.float32), stream)
+            reducer.gather_gradients({"w": whole})
+            assert reducer.found_inf_tensor(found) is found
+            got = Reader(reducer.shard("w"), stream).values()
+            np.testing.assert_array_equal(got, want[offset : offset + count])
+            np.testing.assert_array_equal(whole.read().reshape(-1), want)
+            assert found.read() == 0.0
+            norm = float(np.linalg.norm(want.astype("f8")))
+            assert float(reducer.grad_norm()) == pytest.approx(norm)
+            assert float(reducer.clip_grad_norm_(norm / 2)) == pytest.approx(norm)
+            got = Reader(reducer.shard("w"), stream).values()
+            np.testing.assert_allclose(got, want[offset : offset + count] / 2, rtol=1e-5)
+            assert len(alive) == 2
+        infinite = GpuArray(np.full(SHAPE, np.inf, np.float32), stream)
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", infinite)
+        reducer.found_inf_tensor(found)
+        assert found.read() == 1.0
+        assert reducer.found_inf()
+        reducer.close()
+
+
+@pytest.mark.parametrize("replicate,shard", [(1, 2), (2, 1), (2, 2)])
+def test_steps_are_exact_on_every_mesh(ranks: Launcher, replicate: int, shard: int) -> None:
+    ranks(replicate * shard, step_of_rank, replicate, shard)
+
+
+def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", SHAPE)
+    alive = run_step(reducer, stream)
+    assert not reducer.found_inf()
+    whole = GpuArray(np.zeros(SHAPE, np.float32), stream)
+    found = GpuArray(np.array(-1, np.float32), stream)
+    with stand_in.Standstill():
+        alive += run_step(reducer, stream)
+        reducer.finish()
+        shard = Reader(reducer.shard("w"), stream)
+        reducer.gather_gradients({"w": whole})
+        reducer.found_inf_tensor(found)
+        norm = reducer.clip_grad_norm_(1e9)
+        last = GpuArray(gradient(0, 0), stream)
+        with reducer.microbatch(last=False):
+            reducer.gradient_ready("w", last)
+        partial = Reader(reducer.partial_shard("w"), stream)
+        assert not stand_in.is_done(stream)
+    np.testing.assert_array_equal(shard.values(), mean(1, 2))
+    np.testing.assert_array_equal(whole.read().reshape(-1), mean(1, 2))
+    np.testing.assert_array_equal(partial.values(), gradient(0, 0).reshape(-1))
+    assert found.read() == 0.0
+    assert float(norm) == pytest.approx(float(np.linalg.norm(mean(1, 2).astype("f8"))))
+    assert repr(norm) == "hsdp.Array(1 x f64, cuda:0)"
+    assert len(alive) == 4
+
+
+def test_producers_are_told_the_stream(mesh: hsdp.Mesh) -> None:
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", SHAPE)
+    first, second = stand_in.make_stream(), stand_in.make_stream()
+    array = GpuArray(gradient(0, 0), stand_in.make_stream())
+    for source, want in [
+        (None, 1), (first, first), (type("Torch", (), {"cuda_stream": second})(), second),
+        (type("CuPy", (), {"ptr": first})(), first), (1, 1), (lambda: second, second),
+    ]:
+        mesh.set_stream(source)
+        array.streams.clear()
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", array)
+        assert array.streams == [want]
+    for wrong in ["main", -1, True, 1.5]:
+        with pytest.raises(hsdp.UsageError, match="set_stream: expected None, a cudaStream_t"):
+            mesh.set_stream(wrong)
+    reducer.close()
+    stand_in.synchronize(array.stream)
+
+
+def test_another_stream_may_take_the_result(mesh: hsdp.Mesh, stream: int) -> None:
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", SHAPE)
+    alive = run_step(reducer, stream)
+    other = stand_in.make_stream()
+    with stand_in.Standstill():
+        alive += run_step(reducer, stream)
+        got = Reader(reducer.shard("w"), other)
+    np.testing.assert_array_equal(got.values(), mean(1, 2))
+    assert len(alive) == 4
+
+
+def test_gradients_are_let_go(mesh: hsdp.Mesh, stream: int) -> None:
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", SHAPE)
+
+    class Export:
+        def __init__(self, array: GpuArray) -> None:
+            self.capsule = array.__dlpack__(stream=array.stream)
+
+        def __dlpack__(self, **_: object) -> object:
+            return self.capsule
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+        def references(self) -> int:
+            return sys.getrefcount(self.capsule)
+
+    array = GpuArray(gradient(0, 0), stream)
+    for ordered in [False, True]:
+        export = Export(array)
+        count = export.references()
+        with stand_in.Standstill():
+            reducer.begin_microbatch(last=True)
+            if ordered:
+                assert len(reducer._handle.pack_streams()) == 2
+                address = array.memory.ctypes.data
+                reducer._handle.gradient_of(0, address, None, export.capsule)
+            else:
+                reducer.gradient_ready("w", export)
+            reducer.end_microbatch()
+            shard = reducer.shard("w")
+            gc.collect()
+            assert (export.references() == count) == ordered
+        reducer.found_inf()  # the GPU is done
+        reducer.grad_norm()  # any call looks whom the library has put aside
+        assert export.references() == count
+        assert shard.size == array.memory.size
+
+
+def test_memory_of_another_device_is_refused(mesh: hsdp.Mesh, stream: int) -> None:
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", SHAPE)
+    on_host = gradient(0, 0)
+    elsewhere = GpuArray(on_host, stream, index=1)
+    remedy = "; move it there, or make the mesh with its device"
+    for array, where in [(on_host, "cpu"), (elsewhere, "cuda:1")]:
+        message = f"expected memory on cuda:0, the mesh's device, got {where}{remedy}"
+        with pytest.raises(hsdp.UsageError, match=f"gradient of 'w': {message}"):
+            with reducer.microbatch(last=True):
+                reducer.gradient_ready("w", array)
+        with pytest.raises(hsdp.UsageError, match=message):
+            reducer.gather_gradients({"w": array})
+        with pytest.raises(hsdp.UsageError, match=message):
+            reducer.found_inf_tensor(array)
+        with pytest.raises(hsdp.UsageError, match=message):
+            mesh.world.all_reduce(array)
+    assert elsewhere.streams == []  # not even asked
+    on_gpu = GpuArray(on_host, stream)
+    with hsdp.init_mesh() as host:
+        other = hsdp.Reducer(host)
+        other.register("w", SHAPE)
+        message = f"expected memory on cpu, the mesh's device, got cuda:0{remedy}"
+        with pytest.raises(hsdp.UsageError, match=f"gradient of 'w': {message}"):
+            with other.microbatch(last=True):
+                other.gradient_ready("w", on_gpu)
+        with pytest.raises(hsdp.UsageError, match=message):
+            host.world.all_reduce(on_gpu)
+        with pytest.raises(hsdp.UsageError, match="set_stream: expected a mesh on a CUDA device"):
+            host.set_stream(None)
+        other.close()
+    alive = run_step(reducer, stream)  # still usable
+    with pytest.raises(hsdp.UsageError, match="expected host memory for NumPy, got cuda:0"):
+        np.asarray(reducer.shard("w"))
+    assert len(alive) == 2
+
+
+def test_the_groups_work_on_the_stream(ranks: Launcher) -> None:
+    ranks(2, collectives_of_rank)
+
+
+def collectives_of_rank() -> None:
+    with gpu_mesh(1, 2) as mesh:
+        stream = stand_in.make_stream()
+        mesh.set_stream(stream)
+        world, rank = mesh.world, mesh.rank
+        array = GpuArray(np.full(3, 1 + rank, np.float32), stream)
+        root = GpuArray(np.full(2, rank, np.float32), stream)
+        world.barrier()
+        with stand_in.Standstill():
+            gathered = Reader(world.all_gather(array), stream)
+            scattered = Reader(world.reduce_scatter(array), stream)
+            world.all_reduce(array)
+            world.broadcast(root, 1)
+            world.barrier()
+            assert not stand_in.is_done(stream)
+        np.testing.assert_array_equal(gathered.values(), [1, 1, 1, 2, 2, 2])
+        np.testing.assert_array_equal(scattered.values(), [3, 3] if rank == 0 else [3])
+        np.testing.assert_array_equal(array.read(), [3, 3, 3])
+        np.testing.assert_array_equal(root.read(), [1, 1])
+        assert world.mean(rank) == 0.5
+        world.mean(array)
+        np.testing.assert_array_equal(array.read(), [3, 3, 3])
+
+
+def test_the_replica_hop_alone_works_on_the_stream(ranks: Launcher) -> None:
+    ranks(2, replica_hop_of_rank)
+
+
+def replica_hop_of_rank() -> None:
+    with gpu_mesh(2, 1) as mesh:
+        mesh.set_stream(stand_in.make_stream())
+        reduction = _hsdp.ReplicaReduction(mesh._handle, None)
+        how = {"wire": "f32", "bucket": 0, "shard_size": 1, "microbatch_count": 1}
+        how["parameters"] = [(0, 0, 3, 0)]
+        for value, bad in [(1.0, False), (np.inf, True), (3.0, False)]:
+            array = GpuArray(np.full(3, value * (1 + 2 * mesh.rank), np.float32), stand_in.make_stream())
+            reduction.reduce(array, how)
+            stand_in.order(array.stream, mesh._stream())
+            np.testing.assert_array_equal(array.read(), np.full(3, value * 2))
+            assert reduction.nonfinite == bad
+            reduction.end_step(not bad)
+            assert not reduction.nonfinite

@@ -1,0 +1,549 @@
+"""An attached model: which gradients come, where they go, and what is refused. One rank."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import hsdp
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(3, 2)
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(5, 3)).square().mean().backward()
+
+
+def expected(model: nn.Module, seeds: list[int]) -> dict[str, torch.Tensor]:
+    """What torch itself accumulates."""
+    for seed in seeds:
+        backward(model, seed)
+    result = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return result
+
+
+def shards(reducer: hsdp.Reducer) -> dict[str, torch.Tensor]:
+    return {
+        p.name: torch.from_dlpack(reducer.shard(p.name)).reshape(p.shape).clone()
+        for p in reducer.parameters
+    }
+
+
+def require_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(want)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def test_microbatches_are_summed(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    want = expected(model, [0, 1, 2])
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    assert [p.name for p in reducer.parameters] == ["bias", "weight"]
+    for step in range(3):
+        for m in range(3):
+            with reducer.microbatch(last=m == 2):
+                backward(model, m)
+                assert model.weight.grad is None
+        require_equal(shards(reducer), want)
+
+
+def test_gradients_are_freed_when_packed(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    storages: list[StorageWeakRef] = []
+    model.weight.register_post_accumulate_grad_hook(
+        lambda p: storages.append(StorageWeakRef(p.grad.untyped_storage()))
+    )
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    for m in range(2):
+        with reducer.microbatch(last=m == 1):
+            backward(model, m)
+        assert all(p.grad is None for p in model.parameters())
+        assert len(storages) == m + 1 and storages[m].expired()
+
+
+def test_keep_grads_gives_the_local_sum(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    sums = [expected(model, list(range(m + 1))) for m in range(3)]
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model, keep_grads=True)
+    for step in range(2):
+        for m in range(3):
+            with reducer.microbatch(last=m == 2):
+                assert model.weight.grad is None
+                backward(model, m)
+            require_equal({n: p.grad for n, p in model.named_parameters()}, sums[m])
+        require_equal(shards(reducer), sums[2])
+        torch.optim.SGD(model.parameters(), 0.0).step()
+    with reducer.microbatch(last=False):
+        backward(model, 0)
+    reducer.discard()
+    with reducer.microbatch(last=False):
+        backward(model, 0)
+    require_equal({n: p.grad for n, p in model.named_parameters()}, sums[0])
+    reducer.finish()
+    require_equal(shards(reducer), sums[0])
+    with reducer.microbatch(last=True):
+        backward(model, 0)
+    require_equal({n: p.grad for n, p in model.named_parameters()}, sums[0])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.frozen(self.first(x)).relu())
+
+
+def test_tied_parameters_come_once_and_frozen_ones_not(mesh: hsdp.Mesh) -> None:
+    model = Tied()
+    want = expected(model, [3])
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    assert [p.name for p in reducer.parameters] == ["second.bias", "first.bias", "first.weight"]
+    with reducer.microbatch(last=True):
+        backward(model, 3)
+    require_equal(shards(reducer), want)
+
+
+def test_channels_last(mesh: hsdp.Mesh) -> None:
+    model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    image = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    model(image).square().mean().backward()
+    assert not model.weight.grad.is_contiguous()
+    want = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        model(image).square().mean().backward()
+    require_equal(shards(reducer), want)
+    reducer.gather_gradients()
+    assert model.weight.grad.stride() == model.weight.stride()
+    require_equal({n: p.grad for n, p in model.named_parameters()}, want)
+    reducer.gather_parameters()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(mesh: hsdp.Mesh, reentrant: bool) -> None:
+    class Checkpointed(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            for module in (self.first, self.frozen, self.second):
+                x = checkpoint(module, x, use_reentrant=reentrant)
+            return x
+
+    model = Checkpointed()
+    want = expected(model, [1])
+    # A tied weight gets one gradient from each reentrant block.
+    reducer = hsdp.Reducer(mesh, backwards="many" if reentrant else "one")
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        backward(model, 1)
+    require_equal(shards(reducer), want)
+
+
+def test_several_backwards(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    want = expected(model, [0, 1])
+    reducer = hsdp.Reducer(mesh, backwards="many")
+    reducer.attach(model, keep_grads=True)
+    with reducer.microbatch(last=True):
+        backward(model, 0)
+        backward(model, 1)
+    require_equal(shards(reducer), want)
+    require_equal({n: p.grad for n, p in model.named_parameters()}, want)
+
+
+def test_a_second_backward_is_refused(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="'bias'.*backwards"):
+        with reducer.microbatch(last=True):
+            backward(model, 0)
+            backward(model, 1)
+    assert model.weight.grad is None and model.bias.grad is None
+    with reducer.microbatch(last=True):
+        backward(model, 0)
+
+
+def test_gradients_without_a_backward(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        model.weight.grad = torch.full((2, 3), 7.0).t().contiguous().t()
+        model.bias.grad = torch.ones(2)
+    assert model.weight.grad is None
+    require_equal(
+        shards(reducer), {"weight": torch.full((2, 3), 7.0), "bias": torch.ones(2)}
+    )
+    weight, bias = torch.autograd.grad(model(torch.ones(1, 3)).sum(), list(model.parameters()))
+    with reducer.microbatch(last=True):
+        reducer.gradient_ready("weight", weight)
+        model.bias.grad = bias
+    require_equal(shards(reducer), {"weight": weight, "bias": bias})
+
+
+def test_gradients_from_before_are_refused(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    model.bias.grad = torch.ones(2)
+    with pytest.raises(hsdp.UsageError, match=r"'bias'.*zero_grad\(set_to_none=True\)"):
+        reducer.begin_microbatch(last=True)
+    model.zero_grad()
+    with reducer.microbatch(last=True):
+        backward(model)
+
+
+def test_a_backward_outside_of_a_microbatch_is_refused(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="begin_microbatch"):
+        backward(model)
+    model.zero_grad()
+    reducer.close()
+    backward(model)
+    assert model.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    want = expected(model, [0])
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        torch.manual_seed(0)
+        model(torch.randn(5, 3)).square().mean().backward(create_graph=True)
+    require_equal(shards(reducer), want)
+
+
+@pytest.mark.parametrize("catch", [False, True])
+def test_sparse_gradients_are_refused(mesh: hsdp.Mesh, catch: bool) -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    reducer = hsdp.Reducer(mesh, missing="zero")
+    reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="'0.weight'.*sparse"):
+        with reducer.microbatch(last=True):
+            try:
+                model(torch.tensor([1, 2])).sum().backward()
+            except hsdp.UsageError:
+                if not catch:
+                    raise
+    with reducer.microbatch(last=True):
+        pass
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """Without the process group that a real one asks for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def wrong_models() -> dict[str, tuple[Any, str]]:
+    weight = torch.ones(2, dtype=torch.complex64)
+    complex_model = nn.ParameterDict({"c": nn.Parameter(weight)})
+    return {
+        "complex": (complex_model, "'c'.*complex64"),
+        "double": (linear().double(), "'weight'.*float64"),
+        "meta": (nn.Linear(2, 2, device="meta"), "'weight'.*meta"),
+        "wrapped": (Wrapped(linear()), "plain model.*DistributedDataParallel"),
+        "lazy": (nn.LazyLinear(2), "'weight'.*not initialized.*forward pass"),
+        "frozen": (linear().requires_grad_(False), "require gradients"),
+        "no module": ([torch.ones(2)], "torch.nn.Module.*list"),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(wrong_models()))
+def test_wrong_models(mesh: hsdp.Mesh, kind: str) -> None:
+    model, message = wrong_models()[kind]
+    reducer = hsdp.Reducer(mesh)
+    with pytest.raises(hsdp.UsageError, match=message):
+        reducer.attach(model)
+    reducer.attach(linear())
+
+
+def test_one_reducer_per_model(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    first, second = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
+    first.attach(model)
+    with pytest.raises(hsdp.UsageError, match="one model per Reducer"):
+        first.attach(linear())
+    with pytest.raises(hsdp.UsageError, match="'weight'.*another Reducer"):
+        second.attach(model)
+    first.close()
+    second.attach(model)
+    with second.microbatch(last=True):
+        backward(model)
+
+
+def test_a_dropped_reducer_lets_go_of_the_model(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    alive = weakref.ref(reducer)
+    del reducer
+    gc.collect()
+    assert alive() is None
+    backward(model)
+    assert model.weight.grad is not None
+
+
+def test_an_exception_drops_the_step(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    want = expected(model, [0])
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with pytest.raises(KeyError):
+        with reducer.microbatch(last=True):
+            model.bias.grad = torch.ones(2)
+            raise KeyError("user code")
+    assert model.bias.grad is None
+    with reducer.microbatch(last=True):
+        backward(model, 0)
+    require_equal(shards(reducer), want)
+
+
+def test_groups() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model, groups={"inner": model[1], "leaf": [model[1][0]]})
+        groups = {p.name: p.group for p in reducer.parameters}
+        assert groups == {
+            "0.weight": "", "0.bias": "", "1.0.weight": "leaf", "1.0.bias": "leaf",
+            "1.1.weight": "inner", "1.1.bias": "inner",
+        }
+        reducer.set_requires_all_reduce(False, group="leaf")
+        for wrong, message in [
+            ({"a": nn.Linear(1, 1)}, "group 'a'.*not part"),
+            ({"a": model[0], "b": model[0]}, "'0' in 'a' and 'b'"),
+            ({"a": 3}, "group 'a'.*int"),
+        ]:
+            with pytest.raises(hsdp.UsageError, match=message):
+                hsdp.Reducer(mesh).attach(model, groups=wrong)
+
+
+def test_gather_gradients_feeds_any_optimizer(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    want = expected(model, [0, 1])
+    optimizer = torch.optim.AdamW(model.parameters())
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    for _ in range(2):
+        for m in range(2):
+            with reducer.microbatch(last=m == 1):
+                backward(model, m)
+        reducer.gather_gradients()
+        require_equal({n: p.grad for n, p in model.named_parameters()}, want)
+    optimizer.step()
+    with pytest.raises(hsdp.UsageError, match="neither"):
+        hsdp.Reducer(mesh).gather_gradients()
+
+
+imported_before = nn.utils.clip_grad_norm_
+
+
+def test_what_would_skip_parameters_raises(mesh: hsdp.Mesh) -> None:
+    model, other = linear(), linear()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        backward(model)
+    remedies = "gather_gradients.*ShardedOptimizer.*keep_grads"
+    with pytest.raises(hsdp.UsageError, match=f"SGD.step.*'weight'.*{remedies}"):
+        optimizer.step()
+    with pytest.raises(hsdp.UsageError, match=f"clip_grads_with_norm_.*'weight'.*{remedies}"):
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))
+    for clip in (imported_before, nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with pytest.raises(hsdp.UsageError, match=f"clip_grad.*'weight'.*{remedies}"):
+            clip(model.parameters(), 1.0)
+    with pytest.raises(hsdp.UsageError, match="clip_grad_norm_.*'bias'"):
+        nn.utils.clip_grad_norm_(model.bias, 1.0)
+    # Nobody else is disturbed.
+    backward(other)
+    assert imported_before(other.parameters(), 1e-3) > 0
+    nn.utils.clip_grad_value_(list(other.parameters()), 1.0)
+    torch.optim.SGD(other.parameters(), 1.0).step()
+    reducer.gather_gradients()
+    before = reducer.grad_norm()
+    assert float(imported_before(model.parameters(), 1e-3)) == pytest.approx(before)
+    optimizer.step()
+    with reducer.microbatch(last=True):
+        backward(model)
+    with pytest.raises(hsdp.UsageError):
+        optimizer.step()
+    reducer.close()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SGD])
+@pytest.mark.parametrize("named", [False, True])
+def test_closures_make_the_gradients(mesh: hsdp.Mesh, make: Any, named: bool) -> None:
+    model, alone = linear(), linear()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    ours, theirs = make(model.parameters(), lr=0.1), make(alone.parameters(), lr=0.1)
+
+    def closure(gather: bool = True) -> torch.Tensor:
+        with reducer.microbatch(last=True):
+            loss = model(torch.ones(1, 3)).square().sum()
+            loss.backward()
+        if gather:
+            reducer.gather_gradients()
+        return loss
+
+    def alone_closure() -> torch.Tensor:
+        theirs.zero_grad()
+        loss = alone(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        got = ours.step(closure=closure) if named else ours.step(closure)
+        assert torch.equal(got, theirs.step(alone_closure))
+    require_equal(dict(model.named_parameters()), dict(alone.named_parameters()))
+    with pytest.raises(hsdp.UsageError, match="step: expected a gradient in 'weight'"):
+        ours.step(lambda: closure(gather=False))
+
+
+@pytest.mark.parametrize("kind", ["torch", "hsdp"])
+def test_loss_scaling(mesh: hsdp.Mesh, kind: str) -> None:
+    model = linear()
+    want = expected(model, [0])
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    options = {"init_scale": 1024.0, "growth_interval": 1}
+    scaler = (
+        torch.amp.GradScaler("cpu", **options) if kind == "torch"
+        else hsdp.torch.GradScaler(reducer, "cpu", **options)
+    )
+    for bad in (True, False):
+        with reducer.microbatch(last=True):
+            torch.manual_seed(0)
+            loss = model(torch.randn(5, 3)).square().mean()
+            scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+        reducer.gather_gradients()
+        assert reducer.found_inf() == bad
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (512.0 if bad else 1024.0)
+        step = 0.0 if bad else 1.0
+        for name, p in model.named_parameters():
+            assert torch.equal(p.detach(), start[name] - step * want[name])
+
+
+def test_many_parameters_cost_little(mesh: hsdp.Mesh) -> None:
+    """Not a measurement: that nothing is quadratic."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2000)])
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        torch.stack(list(model)).sum().backward()
+    assert float(reducer.shard("1999")[0]) == 1
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+def test_parameters_that_changed_since(mesh: hsdp.Mesh, change: str) -> None:
+    """Their gradients are handed over by address: what does not fit must not be read."""
+    model = linear()
+    reducer = hsdp.Reducer(mesh, missing="zero")
+    reducer.attach(model)
+    data, message = {
+        "shape": (torch.zeros(2, 1), r"'weight': expected shape \(2, 3\), got \(2, 1\).*another"),
+        "dtype": (torch.zeros(2, 3).bfloat16(), "'weight': expected float32, got bfloat16"),
+    }[change]
+    with pytest.raises(hsdp.UsageError, match=message):
+        with reducer.microbatch(last=True):
+            model.weight.data = data
+            model.weight.sum().backward()
+
+
+def test_marked_negative_gradients(mesh: hsdp.Mesh) -> None:
+    """Autograd negates an imaginary part by a mark on the tensor."""
+    model = nn.ParameterDict({"s": nn.Parameter(torch.tensor(2.0)), "t": nn.Parameter(torch.ones(2))})
+
+    def run() -> None:
+        y = torch.complex(torch.tensor(1.0), model["s"]).conj().resolve_conj()
+        (torch.view_as_real(y) * torch.tensor([1.0, 3.0])).sum().backward()
+        model["t"].grad = torch._neg_view(torch.ones(2))
+
+    run()
+    assert model["s"].grad.is_neg()
+    model.zero_grad()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        run()
+    require_equal(shards(reducer), {"s": torch.tensor(-3.0), "t": -torch.ones(2)})
+
+
+@pytest.mark.parametrize("change", ["thawed", "replaced", "added"])
+def test_parameters_that_nobody_would_reduce(mesh: hsdp.Mesh, change: str) -> None:
+    model = nn.Sequential(linear().requires_grad_(False), linear())
+    reducer = hsdp.Reducer(mesh, missing="zero")
+    reducer.attach(model)
+    with reducer.microbatch(last=False):
+        model[1](torch.ones(1, 3)).sum().backward()
+    if change == "thawed":
+        model[0].bias.requires_grad_(True)
+    elif change == "replaced":
+        model[0].bias = nn.Parameter(torch.ones(2))
+    else:
+        model[0].register_parameter("bias", nn.Parameter(torch.ones(2)))
+    with reducer.microbatch(last=True):  # within a step nobody looks
+        pass
+    with pytest.raises(hsdp.UsageError, match="'0.bias', which came or began.*another Reducer"):
+        reducer.begin_microbatch(last=True)
+    other = hsdp.Reducer(mesh)  # whose affair it may be
+    other.attach(nn.ParameterList([model[0].bias]))
+    for _ in range(2):
+        with reducer.microbatch(last=True), other.microbatch(last=True):
+            model[1](torch.ones(1, 3)).sum().backward()
+            model[0].bias.sum().backward()
+
+
+def test_a_mark_is_refused_where_nobody_resolves_it(mesh: hsdp.Mesh) -> None:
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", 2)
+    x = torch._neg_view(torch.ones(2))
+    with pytest.raises(hsdp.UsageError, match=r"'w'.*negated.*resolve_neg\(\)"):
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", x)
+    with pytest.raises(hsdp.UsageError, match=r"all_reduce.*resolve_neg\(\)"):
+        mesh.world.all_reduce(x)

@@ -1,0 +1,85 @@
+"""The examples that need PyTorch, run as their users run them. They check their own results."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from test_examples import EXAMPLES, run
+
+
+def test_train_gpt(tmp_path: pathlib.Path) -> None:
+    picture = tmp_path / "loss.png"
+    output = run(4, EXAMPLES / "train_gpt.py", "--steps", "40", "--plot", str(picture))
+    assert "on 2x2 ranks, 4 microbatches, bf16" in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_beside_fsdp2() -> None:
+    output = run(4, EXAMPLES / "beside_fsdp2.py")
+    assert "ok  bf16, beside FSDP2" in output
+
+
+# What the pages for newcomers take for granted, before each of their pieces.
+AROUND = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import hsdp
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+def loss(output):
+    return output.square().mean()
+
+microbatches = [torch.full((2, 4), float(m)) for m in range(3)]
+torch.set_num_threads(1)
+os.chdir(sys.argv[1])
+dist.init_process_group("gloo")
+"""
+FRESH = """
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+SAME = """
+reducer.flush()
+mesh.world.barrier()
+found = hsdp.compare_snapshots("fsdp2", "hsdp", bitwise=True)
+assert found.verdict == "same", found
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+def test_the_pages_for_newcomers(tmp_path: pathlib.Path) -> None:
+    source = AROUND
+    for page in ("from_deepspeed.md", "from_fsdp2.md"):
+        text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            source += (FRESH if "hsdp.init_mesh" in block else "") + block
+    assert source.count(FRESH) == 3 and "shard=4" in source and "write_snapshot" in source
+    program = tmp_path / "program.py"
+    program.write_text(source.replace("shard=4", "shard=2") + SAME)
+    output = run(4, program, str(tmp_path))
+    assert output.count("fine") == 4
+
+
+def test_the_loop_in_the_readme(tmp_path: pathlib.Path) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "import torch" in block]
+    (tmp_path / "program.py").write_text(block)
+    lines = sorted(run(4, tmp_path / "program.py").splitlines())
+    losses = {line.rpartition(" ")[2] for line in lines}
+    assert [line[:10] for line in lines] == [f"[{r}] rank {r}" for r in range(4)]
+    assert len(losses) == 1 and float(losses.pop()) < 8  # from 8, the variance of the sum

@@ -1,0 +1,115 @@
+"""Ranks find each other under every launcher, with and without torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import program
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "device_mesh.py"
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Without torch.distributed.
+PLAIN = """
+import torch, hsdp
+torch.set_num_threads(1)
+with hsdp.init_mesh(replicate=2, shard=1) as mesh:
+    torch.manual_seed(mesh.rank)
+    model = torch.nn.Linear(4, 3)
+    hsdp.broadcast_parameters(mesh, model, root=1)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        model(torch.full((1, 4), float(mesh.rank))).sum().backward()
+    reducer.gather_gradients()
+    print(f"rank {mesh.rank}: {float(model.weight.grad[0, 0]):g}", flush=True)
+    assert not torch.distributed.is_initialized()
+"""
+
+# Started by hand: only torch.distributed is told who is who.
+BY_HAND = """
+import sys, torch, hsdp
+import torch.distributed as dist
+torch.set_num_threads(1)
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+reducer = hsdp.Reducer(mesh)
+again = hsdp.Reducer(mesh)
+assert again.mesh is reducer.mesh and reducer.mesh.shard_size == 2
+assert "RANK" not in __import__("os").environ
+reducer.attach(torch.nn.Linear(4, 3))
+print(f"rank {reducer.mesh.rank}: {reducer.mesh.shard_rank}", flush=True)
+again.close()
+reducer.close()
+reducer.mesh.close()
+dist.destroy_process_group()
+"""
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**kept, "OMP_NUM_THREADS": "1", **allowed}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun(size: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
+
+
+def test_the_device_mesh_example_under_torchrun() -> None:
+    output = run(*torchrun(4), str(EXAMPLE))
+    for rank in range(4):
+        assert f"rank {rank} of 2x2: elements" in output
+
+
+def test_without_torch_distributed(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    launchers = {"torchrun": torchrun(2), "hsdp_run": [program("hsdp_run"), "-n", "2", sys.executable]}
+    if shutil.which("mpirun.openmpi"):
+        launch = ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+        launchers["mpirun"] = [*launch, sys.executable]
+    for name, launcher in launchers.items():
+        output = run(*launcher, str(script))
+        assert "rank 0: 0.5" in output and "rank 1: 0.5" in output, name
+
+
+def test_torch_distributed_under_hsdp_run(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "meet.py").write_text(
+        "import torch.distributed as dist, hsdp\n"
+        "dist.init_process_group('gloo')\n"
+        "mesh = dist.device_mesh.init_device_mesh('cpu', (2,))\n"
+        "print(hsdp.Reducer(mesh).mesh.size, flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    output = run(program("hsdp_run"), "-n", "2", sys.executable, str(tmp_path / "meet.py"))
+    assert [f"[{rank}] 2" in output for rank in range(2)] == [True] * 2
+
+
+@pytest.mark.parametrize("size", [2])
+def test_without_a_launcher(tmp_path: pathlib.Path, size: int) -> None:
+    command = [sys.executable, "-c", BY_HAND]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment(),
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(size)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            output = process.communicate(timeout=120)[0]
+            assert process.returncode == 0 and f"rank {rank}: {rank}" in output, output
+    finally:
+        for process in processes:
+            process.kill()

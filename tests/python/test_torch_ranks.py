@@ -1,0 +1,194 @@
+"""Attached models on several ranks: agreement, abandoned microbatches, loss scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+
+
+def make_model(mesh: hsdp.Mesh) -> nn.Module:
+    torch.set_num_threads(1)
+    torch.manual_seed(mesh.rank)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.float32))
+    model[2].register_buffer("steps", torch.tensor(mesh.rank, dtype=torch.int32))
+    model[2].register_buffer("mask", torch.tensor([mesh.rank == 1, True]))
+    model.register_parameter("wide", nn.Parameter(torch.full((4, 6), float(mesh.rank)).t()))
+    return model
+
+
+def run_broadcast() -> dict[str, Any]:
+    with hsdp.init_mesh(2, 2) as mesh:
+        model = make_model(mesh)
+        hsdp.broadcast_parameters(mesh, model, root=1)
+        state = {name: t.tolist() for name, t in model.state_dict().items()}
+        other = nn.Linear(3, 2 + mesh.rank // 3)
+        try:
+            hsdp.broadcast_parameters(mesh, other)
+            message, ranks = "", ()
+        except hsdp.MismatchError as error:
+            message, ranks = str(error), error.ranks
+        mesh.world.barrier()
+        return {"state": state, "message": message, "ranks": list(ranks)}
+
+
+def test_broadcast_parameters(ranks: Launcher) -> None:
+    found = ranks(4, run_broadcast)
+    assert all(f["state"] == found[1]["state"] for f in found)
+    state = found[0]["state"]
+    assert state["2.steps"] == 1 and state["2.mask"] == [True, True]
+    assert state["wide"] == [[1.0] * 4] * 6
+    for f in found:
+        assert "'weight (2, 3) torch.float32' on rank 0" in f["message"]
+        assert "'weight (3, 3) torch.float32' on rank 3" in f["message"] and f["ranks"] == [3]
+
+
+class Boom(Exception):
+    pass
+
+
+def run_exceptions() -> list[str]:
+    """Rank 2's user code raises in the middle of a backward pass; then all train on."""
+    said = []
+    with hsdp.init_mesh(2, 2) as mesh:
+        model = make_model(mesh)
+        hsdp.broadcast_parameters(mesh, model)
+        reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=64)
+        reducer.attach(model)
+        raising = []
+
+        def tensor_hook(grad: torch.Tensor) -> None:
+            if raising:
+                raise Boom("in the backward pass")
+
+        for step in range(6):
+            raising[:] = [1] if step % 2 == 0 and mesh.rank == 2 else []
+            try:
+                for m in range(2):
+                    with reducer.microbatch(last=m == 1):
+                        hidden = model[0](torch.full((4, 5), float(mesh.rank)))
+                        hidden.register_hook(tensor_hook)
+                        model[2](hidden).sum().backward()
+                said.append(f"{float(reducer.shard('2.bias').numpy().sum()):g}")
+            except Boom:
+                said.append("Boom")
+            except hsdp.StepAbortedError as error:
+                said.append(f"aborted by {list(error.ranks)}: {'in the backward' in str(error)}")
+            assert all(p.grad is None for p in model.parameters())
+        reducer.gather_gradients()
+        said.append(model[2].bias.grad.tolist())
+        assert float(model.wide.grad.abs().sum()) == 0  # never used
+    return said
+
+
+def test_exceptions_leave_all_ranks_usable(ranks: Launcher) -> None:
+    found = ranks(4, run_exceptions)
+    for rank, said in enumerate(found):
+        aborted = "Boom" if rank == 2 else "aborted by [2]: True"
+        assert said[0:6:2] == [aborted] * 3
+        assert said[6] == [8.0] * 3  # 4 rows, 2 microbatches, mean over ranks
+    for replica in (0, 2):
+        for step in (1, 3, 5):
+            assert sum(float(found[replica + s][step]) for s in (0, 1)) == 24
+
+
+def run_local_sums() -> list[float]:
+    """With keep_grads: what a dropped step left is no part of the next one's sum."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = nn.Linear(2, 1, bias=False)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model, keep_grads=True)
+        for step in range(3):
+            try:
+                for m in range(3):
+                    with reducer.microbatch(last=m == 2):
+                        model(torch.ones(1, 2)).sum().backward()
+                        if (step, m, mesh.rank) == (1, 1, 1):
+                            raise Boom
+                reducer.shard("weight")
+            except (Boom, hsdp.StepAbortedError):
+                assert step == 1
+        return [float(x) for x in model.weight.grad.flatten()]
+
+
+def test_local_sums_begin_anew_after_a_dropped_step(ranks: Launcher) -> None:
+    assert ranks(2, run_local_sums) == [[3.0, 3.0]] * 2
+
+
+def run_scaling() -> list[Any]:
+    return [run_scaled_steps("torch"), run_scaled_steps("local")]
+
+
+def run_scaled_steps(kind: str) -> list[Any]:
+    """One rank sees an infinity: all skip. `local` steps on each rank's own gradients."""
+    with hsdp.init_mesh(2, 2) as mesh:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
+        reducer.attach(model, keep_grads=kind == "local")
+        options: Any = {"init_scale": 256.0, "growth_interval": 1}
+        scaler: Any = torch.amp.GradScaler("cpu", **options)
+        if kind != "torch":
+            scaler = hsdp.torch.GradScaler(reducer, "cpu", **options)
+        said: list[Any] = []
+        for step in range(4):
+            before = model.weight.detach().clone()
+            bad = step % 2 == 1 and mesh.rank == 3
+            for m in range(2):
+                with reducer.microbatch(last=m == 1):
+                    x = torch.full((2, 3), float("inf") if bad and m == 0 else 1.0)
+                    scaler.scale(model(x).sum()).backward()
+            if kind != "local":
+                reducer.gather_gradients()
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [round(x, 3) for x in (before - model.weight.detach()).flatten().tolist()]
+            said.append([reducer.found_inf(), scaler.get_scale(), moved])
+        return said
+
+
+def test_all_ranks_skip_together(ranks: Launcher) -> None:
+    good, bad = [False, 512.0, [4.0] * 6], [True, 256.0, [0.0] * 6]
+    for said in ranks(4, run_scaling):
+        assert said == [[good, bad, good, bad]] * 2
+
+
+def run_shards() -> list[Any]:
+    """Shards updated in place, parameters gathered: what every rank ends with."""
+    with hsdp.init_mesh(2, 2) as mesh:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        image = torch.ones(1, 2, 5, 5).to(memory_format=torch.channels_last)
+        with reducer.microbatch(last=True):
+            model(image * mesh.rank).sum().backward()
+        assert reducer.clip_grad_norm_(1e6) > 0
+        assert abs(hsdp.clip_grad_norm_([reducer], 1e6) - reducer.grad_norm()) < 1e-9
+        want = {}
+        for name, p in model.named_parameters():
+            offset, count = reducer.slice(name)
+            shard = torch.from_dlpack(reducer.shard(name))
+            flat = p.detach().flatten()  # row-major: a copy where p is channels_last
+            flat[offset : offset + count] -= 0.5 * shard
+            p.data.copy_(flat.view_as(p))
+            want[name] = p.detach().clone()
+        reducer.gather_parameters()
+        return [p.detach().contiguous().flatten().tolist() for p in model.parameters()]
+
+
+def test_gathered_parameters_agree(ranks: Launcher) -> None:
+    found = ranks(4, run_shards)
+    assert all(f == found[0] for f in found)
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 4, 3)
+    weight = (model.weight.detach() - 0.5 * 9 * 1.5).flatten()
+    assert torch.allclose(torch.tensor(found[0][0]), weight)
+    assert torch.allclose(torch.tensor(found[0][1]), model.bias.detach() - 0.5 * 9)

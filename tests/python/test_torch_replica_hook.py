@@ -1,0 +1,339 @@
+"""FSDP2 models with hsdp's hop between replicas, on real ranks over gloo."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from conftest import Launcher  # noqa: E402
+from fsdp2_model import (  # noqa: E402
+    COUNTS,
+    MICROBATCHES,
+    CountedNet,
+    device_mesh,
+    expected_gradients,
+    fingerprint,
+    loss_of,
+    make_model,
+    squared_error,
+    start_torch,
+    two_parts,
+    whole,
+    whole_gradients,
+    worst_error,
+    x_of,
+)
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+import hsdp  # noqa: E402
+
+STEPS = 5
+BF16 = torch.bfloat16
+
+
+def update(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p -= 0.05 * p.grad.to(p.dtype)
+
+
+def ours(mesh: hsdp.Mesh, shard_mesh: Any, reduce_dtype: Any, hop: Any, **settings: Any) -> Any:
+    """A model whose steps go through replica_hook; returns what one step leaves."""
+    model = make_model(shard_mesh, reduce_dtype)
+    for name, value in settings.items():
+        for module in (model, model.first, model.last):
+            getattr(module, name)(value)
+    handle = hsdp.torch.replica_hook(model, mesh, hop)
+
+    def run(step: int) -> None:
+        for m in range(MICROBATCHES):
+            handle.set_requires_all_reduce(m == MICROBATCHES - 1)
+            loss_of(model, step, m, mesh.rank).backward()
+            assert (handle.carry_bytes > 0) == (m < MICROBATCHES - 1)
+        handle.finish()
+
+    return model, run
+
+
+def fsdp2(mesh: hsdp.Mesh, mesh_2d: Any, reduce_dtype: Any) -> Any:
+    """The same by FSDP2's own HSDP, which all-reduces in the reduce dtype."""
+    model = make_model(mesh_2d, reduce_dtype)
+
+    def run(step: int) -> None:
+        for m in range(MICROBATCHES):
+            model.set_requires_all_reduce(m == MICROBATCHES - 1)
+            loss_of(model, step, m, mesh.rank).backward()
+
+    return model, run
+
+
+def errors(made: Any, size: int, factor: float = 1.0) -> tuple[float, float]:
+    """Over all steps, against float64: the worst parameter's, and the root mean square."""
+    model, run = made
+    squares, worst = 0.0, 0.0
+    for step in range(STEPS):
+        expected = expected_gradients(whole(model), step, size)
+        run(step)
+        got = {name: g / factor for name, g in whole_gradients(model).items()}
+        squares += squared_error(got, expected)
+        worst = max(worst, worst_error(got, expected))
+        update(model)
+        model.zero_grad(set_to_none=step % 2 == 0)
+    return worst, float((squares / STEPS) ** 0.5)
+
+
+def same_on_all_replicas(mesh: hsdp.Mesh, made: Any) -> None:
+    model, run = made
+    run(0)
+    bits = mesh.replicate_group._handle.exchange(fingerprint(model))
+    assert len(set(bits)) == 1
+
+
+def measure_all(folder: str) -> dict[str, Any]:
+    start_torch(folder)
+    return {f"{r}x{s}": measure(r, s) for r, s in [(2, 2), (4, 1), (1, 4)]}
+
+
+def measure(replicate: int, shard: int) -> dict[str, tuple[float, float]]:
+    mesh_2d = device_mesh(replicate, shard)
+    one = mesh_2d["shard"]
+    result = {}
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        size, f32, bf16 = mesh.size, hsdp.PlainHop("f32"), hsdp.PlainHop("bf16")
+        result["f32"] = errors(ours(mesh, one, None, None), size)
+        result["bf16, f32 hop"] = errors(ours(mesh, one, BF16, f32), size)
+        result["bf16"] = errors(ours(mesh, one, BF16, None), size)
+        result["fsdp2 bf16"] = errors(fsdp2(mesh, mesh_2d, BF16), size)
+        if replicate == shard:
+            result["f32, bf16 hop"] = errors(ours(mesh, one, None, bf16), size)
+            result["f16"] = errors(ours(mesh, one, torch.float16, None), size)
+            settings = {"set_gradient_divide_factor": 1, "set_force_sum_reduction_for_comms": True}
+            result["sum"] = errors(ours(mesh, one, None, None, **settings), size, factor=shard)
+            same_on_all_replicas(mesh, ours(mesh, one, BF16, bf16))
+    return result
+
+
+def test_gradients_are_those_of_float64(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    results = ranks.start(4, measure_all, str(tmp_path)).wait(limit_s=240)
+    for mesh, found in results[0].items():
+        judge(found, 0.8 if mesh == "1x4" else 0.7)
+
+
+def judge(found: dict[str, tuple[float, float]], at_most: float) -> None:
+    worst = {name: value[0] for name, value in found.items()}
+    rms = {name: value[1] for name, value in found.items()}
+    assert worst["f32"] < 1e-6 and worst.get("sum", 0) < 1e-6
+    # In one replica nothing but FSDP2's own reduce-scatter travels, and rounds.
+    assert rms["bf16, f32 hop"] <= at_most * rms["fsdp2 bf16"]
+    assert rms["bf16"] <= rms["fsdp2 bf16"] < 2**-7
+    assert rms.get("f16", 0) < rms["bf16"] / 4
+    assert rms.get("f32, bf16 hop", 0) < rms["bf16"]
+
+
+def run_parts(model: Any, handle: Any, rank: int, skips: Any, finish: bool = True) -> None:
+    for m in range(MICROBATCHES):
+        handle.set_requires_all_reduce(m == MICROBATCHES - 1)
+        model(x_of(m, rank), skips(m, rank)).sum().backward()
+    if finish:
+        handle.finish()
+        handle.finish()
+
+
+def check_parts(model: Any, skips: Any, times: int = 1) -> None:
+    """Small integers, whose sums are exact."""
+    for name, never in [("early", lambda m, r: False), ("late", skips)]:
+        used = [(m, r) for m in range(MICROBATCHES) for r in range(4) if not never(m, r)]
+        weight = sum(x_of(m, r).sum(0) for m, r in used) * times / 4
+        got = getattr(model, name)
+        assert torch.equal(got.weight.grad.full_tensor(), weight.expand(5, 3)), name
+        assert torch.equal(got.bias.grad.full_tensor(), torch.full((5,), len(used) * times / 2))
+
+
+def in_the_last(microbatch: int, rank: int) -> bool:
+    return microbatch == MICROBATCHES - 1
+
+
+def on_one_replica_only(microbatch: int, rank: int) -> bool:
+    return microbatch != 1 or rank >= 2
+
+
+def finish_what_did_not_run(folder: str) -> None:
+    start_torch(folder)
+    shard_mesh = device_mesh(2, 2)["shard"]
+    with hsdp.init_mesh(2, 2) as mesh:
+        for skips in (in_the_last, on_one_replica_only):
+            model = two_parts(shard_mesh)
+            handle = hsdp.torch.replica_hook(model, mesh)
+            assert handle.modules == ("'early'", "'late'") and handle.mesh is mesh
+            run_parts(model, handle, mesh.rank, skips)
+            check_parts(model, skips)
+            assert handle.carry_bytes == 0 and handle.all_reduce_count == 2
+            run_parts(model, handle, mesh.rank, skips)  # adds to .grad, as backward does
+            check_parts(model, skips, times=2)
+            handle.close()
+        check_differing_replicas(mesh, shard_mesh)
+        check_what_is_left_over(mesh, shard_mesh)
+        check_local_sums(mesh, shard_mesh)
+        check_counts(mesh, device_mesh(2, 2))
+        check_flags_of_all(mesh, shard_mesh)
+        check_sums_of_one_dtype(mesh, device_mesh(2, 2))
+    dist.destroy_process_group()
+
+
+def check_differing_replicas(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    """Other modules run on each replica, also in the last backward: all is left to finish."""
+
+    def skips(microbatch: int, rank: int) -> bool:
+        return microbatch != (0 if rank < 2 else MICROBATCHES - 1)
+
+    model = two_parts(shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh)
+    for m in range(MICROBATCHES):
+        handle.set_requires_all_reduce(False)
+        model(x_of(m, mesh.rank), skips(m, mesh.rank)).sum().backward()
+    handle.finish()
+    check_parts(model, skips)
+
+
+def check_what_is_left_over(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    model = two_parts(shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh)
+    run_parts(model, handle, mesh.rank, in_the_last, finish=False)
+    with pytest.raises(hsdp.UsageError, match="'late'.*handle.finish"):
+        handle.set_requires_all_reduce(False)
+    with pytest.raises(hsdp.UsageError, match="'late'.*handle.finish"):
+        model(x_of(0, 0), True).sum().backward()
+    model.reset_iter_state()
+    handle.discard()
+    model.zero_grad()
+    run_parts(model, handle, mesh.rank, in_the_last)
+    check_parts(model, in_the_last)
+    handle.set_requires_all_reduce(False)
+    model.early.set_gradient_divide_factor(2)
+    model(x_of(0, 0), False).sum().backward()
+    model.early.set_gradient_divide_factor(4)
+    with pytest.raises(hsdp.UsageError, match="'early'.*divide factor 2.*got 4.*between steps"):
+        handle.finish()
+
+
+def check_local_sums(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    """FSDP2's no-sync: the hook runs once for all microbatches."""
+    model = two_parts(shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh, hsdp.PlainHop("f16"))
+    for m in range(MICROBATCHES):
+        model.set_requires_gradient_sync(m == MICROBATCHES - 1)
+        handle.set_requires_all_reduce(m == MICROBATCHES - 1)
+        model(x_of(m, mesh.rank), False).sum().backward()
+    handle.finish()
+    check_parts(model, lambda m, rank: False)
+    assert handle.all_reduce_count == 2
+
+
+def run_counted(model: Any, set_flag: Any, flagged: list[str], rank: int) -> int:
+    """The number of reduce-scatters of a step whose flags are off but in the last microbatch."""
+    reduce_scatter, scattered = dist.reduce_scatter_single, []
+
+    def counting(**arguments: Any) -> Any:
+        scattered.append(arguments["output"].numel())
+        return reduce_scatter(**arguments)
+
+    dist.reduce_scatter_single = counting
+    for m in range(MICROBATCHES):
+        for part in flagged:
+            set_flag(model.parts()[part], m == MICROBATCHES - 1)
+        model(torch.full((2, 7), float(1 + m + rank))).square().mean().backward()
+    dist.reduce_scatter_single = reduce_scatter
+    return len(scattered)
+
+
+def check_counts(mesh: hsdp.Mesh, mesh_2d: Any) -> None:
+    """As in PyTorch's own test of accumulation, and with the gradients of FSDP2's own HSDP."""
+    for flag, flagged, expected in COUNTS:
+        theirs, model = CountedNet(), CountedNet()
+        for net, on in [(theirs, mesh_2d), (model, mesh_2d["shard"])]:
+            for part in reversed(net.parts().values()):
+                fully_shard(part, mesh=on)
+        handle = hsdp.torch.replica_hook(model, mesh)
+
+        def set_own(part: Any, value: bool, flag: str = flag) -> None:
+            getattr(part, f"set_requires_{flag}")(value, recurse=False)
+
+        def set_ours(part: Any, value: bool, handle: Any = handle) -> None:
+            handle.set_requires_all_reduce(value, part, recurse=False)
+
+        for step in range(2):
+            ours = set_own if flag == "gradient_sync" else set_ours
+            found = run_counted(model, ours, flagged, mesh.rank), handle.all_reduce_count
+            assert found == (expected[0], (step + 1) * expected[1]), (flag, flagged)
+            run_counted(theirs, set_own, flagged, mesh.rank)
+        assert handle.carry_bytes == 0
+        handle.finish()
+        for (name, p), q in zip(theirs.named_parameters(), model.parameters(), strict=True):
+            assert torch.allclose(p.grad.to_local(), q.grad.to_local(), 1e-5, 1e-6), name
+        handle.close()
+
+
+def check_flags_of_all(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    model = CountedNet()
+    for part in reversed(model.parts().values()):
+        fully_shard(part, mesh=shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh)
+    x = torch.ones(2, 7)
+    for _ in range(2):  # without a word each backward is the last
+        model(x).sum().backward()
+    assert handle.all_reduce_count == 8 and handle.carry_bytes == 0
+    handle.set_requires_all_reduce(True)
+    handle.set_requires_all_reduce(False, model)  # and what is within it
+    model(x).sum().backward()
+    assert handle.all_reduce_count == 8 and handle.carry_bytes > 0
+    handle.set_requires_all_reduce(True, model[1])
+    model(x).sum().backward()
+    assert handle.all_reduce_count == 9
+    handle.finish()
+    assert handle.all_reduce_count == 12 and handle.carry_bytes == 0
+    for wrong, message in [(nn.Linear(1, 1), "a Linear without.*fully_shard"), ("mlp1", "type str")]:
+        with pytest.raises(hsdp.UsageError, match=message):
+            handle.set_requires_all_reduce(True, wrong)
+
+
+def check_sums_of_one_dtype(mesh: hsdp.Mesh, mesh_2d: Any) -> None:
+    """256 + 1 - 256 in bf16: the sum is fp32, which FSDP2's own is not."""
+    for given, expected in [(mesh_2d["shard"], 1.0), (mesh_2d, 0.0)]:
+        model: Any = nn.Linear(3, 5, bias=False).bfloat16()
+        fully_shard(model, mesh=given)
+        handle: Any = model
+        if given is not mesh_2d:
+            handle = hsdp.torch.replica_hook(model, mesh, hsdp.PlainHop("f32"))
+        for m, value in enumerate([256.0, 1.0, -256.0]):
+            handle.set_requires_all_reduce(m == 2)
+            model(torch.full((1, 3), value).bfloat16()).sum().backward()
+        grad = model.weight.grad
+        assert grad.dtype == BF16
+        assert set(grad.full_tensor().float().view(-1).tolist()) == {expected}
+
+
+def test_modules_that_do_not_run_in_the_last_backward(
+    ranks: Launcher, tmp_path: pathlib.Path
+) -> None:
+    ranks.start(4, finish_what_did_not_run, str(tmp_path)).wait(limit_s=240)
+
+
+def test_the_example() -> None:
+    path = pathlib.Path(__file__).parents[2] / "examples" / "fsdp2_hook.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, "4", str(path)], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2x2 ranks: loss" in done.stdout

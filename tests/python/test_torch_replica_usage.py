@@ -1,0 +1,110 @@
+"""Wrong uses of the replica hook: each is an error that says what to do, on every rank."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from conftest import Launcher  # noqa: E402
+from fsdp2_model import TwoParts, device_mesh, start_torch, x_of  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+import hsdp  # noqa: E402
+
+
+def refused(message: str, *arguments: Any) -> None:
+    with pytest.raises(hsdp.UsageError, match=message):
+        hsdp.torch.replica_hook(*arguments)
+
+
+def use_wrongly(folder: str) -> None:
+    start_torch(folder)
+    mesh_2d, flat = device_mesh(1, 2), device_mesh(2, 1)
+    with hsdp.init_mesh(1, 2) as mesh:
+        refused("fully_shard.*a Linear without.*reducer.attach", nn.Linear(2, 2), mesh)
+        refused("2-D mesh .1, 2.*dp_shard", fully_shard(nn.Linear(2, 2), mesh=mesh_2d), mesh)
+        good = fully_shard(nn.Linear(2, 2), mesh=mesh_2d["shard"])
+        refused(r"hop: expected.*got.*str.*PlainHop", good, mesh, "bf16")
+        refused("expected an hsdp.Mesh", good, "mesh")
+        alone = fully_shard(nn.Linear(2, 2), mesh=flat["shard"])
+        refused(r"ranks \[0, 1\].*got ranks \[[01]\].*init_device_mesh", alone, mesh)
+        refused("got torch.float64.*MixedPrecision",
+                fully_shard(nn.Linear(2, 2).double(), mesh=mesh_2d["shard"]), mesh)
+        handle = hsdp.torch.replica_hook(good, mesh)
+        refused("root module without.*hook.*close", good, mesh)
+        handle.close()
+        handle.close()
+        hsdp.torch.replica_hook(good, mesh).close()
+        other = fully_shard(nn.Linear(2, 2 + mesh.rank), mesh=mesh_2d["shard"])
+        with pytest.raises(hsdp.MismatchError, match="same.*on all ranks"):
+            hsdp.torch.replica_hook(other, mesh)
+        use_parts(mesh, mesh_2d["shard"])
+        check_hops(mesh)
+    count_differently(flat["shard"])
+    set_flags_differently(flat["shard"])
+    dist.destroy_process_group()
+
+
+def use_parts(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    """Parameters of one FSDPModule that a backward leaves unused."""
+    model: Any = fully_shard(TwoParts(), mesh=shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh)
+    handle.set_requires_all_reduce(False)
+    model(x_of(0, 0), False).sum().backward()
+    with pytest.raises(hsdp.UsageError, match="root module.*set_reduce_scatter_unused_params"):
+        model(x_of(0, 0), True).sum().backward()
+    model.reset_iter_state()
+    model.set_reduce_scatter_unused_params(True)
+    handle.set_requires_all_reduce(True)
+    model(x_of(0, 0), True).sum().backward()
+    handle.finish()
+    assert model.late.bias.grad.full_tensor().tolist() == [2.0] * 5
+    assert model.early.bias.grad.full_tensor().tolist() == [4.0] * 5
+
+
+def check_hops(mesh: hsdp.Mesh) -> None:
+    assert [hsdp.PlainHop(d).dtype for d in ("f32", "bf16", "f16", None)] == [
+        "f32", "bf16", "f16", None
+    ]
+    assert hsdp.PlainHop("float16").name == "plain" and hsdp.PlainHop().dtype is None
+    with pytest.raises(hsdp.UsageError, match="'f32', 'bf16' or 'f16', got 'f64'"):
+        hsdp.PlainHop("f64")
+    with pytest.raises(hsdp.UsageError, match="replica_dtype: expected bf16.*got f16"):
+        hsdp.Reducer(mesh, replica_dtype="f16", replica_hop=hsdp.PlainHop("bf16"))
+
+
+def count_differently(shard_mesh: Any) -> None:
+    """A rank that takes another microbatch for the last one, after which all is over."""
+    mesh = hsdp.init_mesh(2, 1)
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh)
+    for last in [False, True] if mesh.rank == 0 else [True]:
+        handle.set_requires_all_reduce(last)
+        if last:
+            with pytest.raises(hsdp.MismatchError, match="number of backwards.*once before each"):
+                model(torch.ones(2, 2)).sum().backward()
+        else:
+            model(torch.ones(2, 2)).sum().backward()
+    mesh.close()
+
+
+def set_flags_differently(shard_mesh: Any) -> None:
+    mesh = hsdp.init_mesh(2, 1)
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh)
+    handle.set_requires_all_reduce(mesh.rank == 0, model[0])
+    with pytest.raises(hsdp.MismatchError, match="same all-reduce flags.*for '0' on rank"):
+        model(torch.ones(2, 2)).sum().backward()
+    mesh.close()
+
+
+def test_wrong_use_is_refused(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    ranks(2, use_wrongly, str(tmp_path))

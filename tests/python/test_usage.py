@@ -1,0 +1,368 @@
+"""Wrong use is a UsageError that says what was wrong and what to do; nobody hangs or crashes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Launcher
+from dlpack_only import DlpackOnly, Handmade
+
+import hsdp
+
+F32 = np.float32
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def reducer(mesh: hsdp.Mesh) -> Iterator[hsdp.Reducer]:
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", (2, 3))
+    yield reducer
+    reducer.close()
+
+
+def refused(call: Callable[[], Any], *parts: str) -> str:
+    with pytest.raises(hsdp.UsageError) as caught:
+        call()
+    message = str(caught.value)
+    for part in parts:
+        assert re.search(part, message), message
+    assert isinstance(caught.value, ValueError) and caught.value.ranks == ()
+    return message
+
+
+class Refusing:
+    def __dlpack__(self, **arguments: Any) -> Any:
+        raise BufferError("it requires a gradient")
+
+
+@pytest.mark.parametrize(
+    "gradient, parts",
+    [
+        (np.zeros((3, 2), F32), [r"'w'", r"shape \(2, 3\)", r"got \(3, 2\)"]),
+        (np.zeros((2, 3)), [r"'w'", "dtype f32 as registered", "got f64"]),
+        (np.zeros((2, 3), np.int32), ["float32", "int32", "astype"]),
+        (np.zeros((2, 3), ">f4"), [">f4", "astype"]),
+        (np.zeros((2, 3), complex), ["complex128"]),
+        (np.zeros((2, 3), bool), ["bool"]),
+        ([[0.0] * 3] * 2, ["NumPy", "__dlpack__", "type list"]),
+        (None, ["type NoneType"]),
+        ("w", ["type str"]),
+        (Refusing(), ["Refusing", "it requires a gradient", "detach"]),
+        (np.zeros((2, 3), [("f", F32), ("c", "u1")])["f"], ["unaligned|whole elements"]),
+        (DlpackOnly(np.zeros((2, 3), np.int16)), ["int16"]),
+        (DlpackOnly(np.zeros((2, 3), np.complex64)), ["complex64"]),
+        (Handmade(np.zeros((2, 3), F32), device=(2, 1)), [r"'w'", "memory on cpu", "got cuda:1"]),
+        (Handmade(np.zeros((2, 3), F32), device=(8, 0)), ["device type 8", "copy it to the host"]),
+        (Handmade(np.zeros((2, 3), F32), dtype=(2, 32, 4)), ["vectors of 4"]),
+    ],
+)
+def test_gradients_that_do_not_fit(reducer: hsdp.Reducer, gradient: Any, parts: list[str]) -> None:
+    reducer.begin_microbatch(last=True)
+    refused(lambda: reducer.gradient_ready("w", gradient), *parts)
+    reducer.abandon_microbatch()
+    with reducer.microbatch(last=True):  # usable, as if nothing had been
+        reducer.gradient_ready("w", np.ones((2, 3), F32))
+    assert reducer.shard("w").numpy().sum() == 6
+
+
+def test_a_second_an_unknown_and_a_missing_gradient(reducer: hsdp.Reducer) -> None:
+    x = np.ones((2, 3), F32)
+
+    def twice() -> None:
+        with reducer.microbatch():
+            reducer.gradient_ready("w", x)
+            reducer.gradient_ready("w", x)
+
+    def unknown(key: Any) -> None:
+        with reducer.microbatch():
+            reducer.gradient_ready(key, x)
+
+    def missing() -> None:
+        with reducer.microbatch():
+            pass
+
+    refused(twice, "'w'", "second", 'backwards="many"')
+    refused(lambda: unknown("v"), "'v'")
+    refused(lambda: unknown(1), "index below 1", "got 1")
+    refused(lambda: unknown(-1), "index below 1", "got -1")
+    refused(missing, "'w'", 'missing="zero"', "rank 0 of 1")
+    refused(lambda: unknown(1 << 70), "index below 1")
+    refused(lambda: unknown(1.5), "name or index", "type float")
+    refused(lambda: unknown([]), "name or index", "type list")
+    with reducer.microbatch(last=True):
+        reducer.gradient_ready("w", x)
+    assert reducer.shard("w").numpy().sum() == 6
+
+
+def test_a_fault_that_was_caught_still_drops_the_step(reducer: hsdp.Reducer) -> None:
+    reducer.begin_microbatch(last=True)
+    with pytest.raises(hsdp.UsageError):
+        reducer.gradient_ready("v", np.ones(1, F32))
+    reducer.gradient_ready("w", np.ones((2, 3), F32))
+    refused(reducer.end_microbatch, "'v'")
+    refused(lambda: reducer.shard("w"), "finished step")
+
+
+def test_an_array_that_cannot_be_taken_drops_the_step(mesh: hsdp.Mesh) -> None:
+    reducer = hsdp.Reducer(mesh, missing="zero")  # where it could pass for a hole
+    reducer.register("w", 4)
+    reducer.begin_microbatch(last=True)
+    with pytest.raises(hsdp.UsageError):
+        reducer.gradient_ready("w", [1.0] * 4)
+    refused(reducer.end_microbatch, "'w'", "type list")
+
+
+def test_calls_in_the_wrong_order(reducer: hsdp.Reducer) -> None:
+    x = np.ones((2, 3), F32)
+    refused(lambda: reducer.gradient_ready("w", x), "begin_microbatch")
+    refused(reducer.end_microbatch, "begin_microbatch")
+    refused(lambda: reducer.shard("w"), "finished step")
+    refused(lambda: reducer.partial_shard("w"), "pending")
+    refused(lambda: reducer.slice("v"), "'v'")
+    reducer.begin_microbatch(last=False)
+    refused(lambda: reducer.begin_microbatch(), "end_microbatch")
+    refused(lambda: reducer.register("v", 1), "register|microbatch")
+    reducer.gradient_ready("w", x)
+    reducer.end_microbatch()
+    refused(lambda: reducer.shard("w"), "finish")
+    refused(lambda: reducer.gather_gradients(), "{name: array}")
+
+
+def test_wrong_options(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> None:
+    for option, word in {
+        "layout": "rows", "missing": "ignore", "backwards": "two", "accumulate_dtype": "f16",
+        "reduce_dtype": "f64", "replica_dtype": "i64",
+    }.items():
+        refused(lambda: hsdp.Reducer(mesh, **{option: word}), option, f"'{word}'", "expected")
+    refused(lambda: hsdp.Reducer(mesh, reduction="fast"), "fast")
+    refused(lambda: hsdp.Reducer(mesh, bucket_bytes=0), "bucket_bytes")
+    refused(lambda: hsdp.Reducer(mesh, layout=None), "reducer: layout", "type NoneType")
+    refused(lambda: hsdp.Reducer(mesh, missing=0), "reducer: missing", "type int")
+    refused(lambda: hsdp.Reducer(mesh, replica_hop="f32"), "ReplicaHop", "type str", "PlainHop")
+    refused(lambda: hsdp.Reducer("mesh"), "init_mesh", "type str")
+    refused(lambda: reducer.begin_microbatch(sync="some"), "sync", "'some'")
+    refused(lambda: reducer.register("v", 1, "i64"), "i64")
+    refused(lambda: reducer.register("v", 1, "float8"), "float8")
+    refused(lambda: reducer.register("v", -1), "-1")
+    for shape in (2.5, "23", None, [1, 2.5]):
+        refused(lambda: reducer.register("v", shape), "shape", repr(shape).replace("[", r"\["))
+    refused(lambda: reducer.register(1, 2), "name", "type int")
+    refused(lambda: reducer.register("\ud800", 2), "name", "UTF-8")
+    refused(lambda: reducer.shard(b"w"), "name", "type bytes")
+    refused(lambda: reducer.slice(None), "name", "type NoneType")
+    refused(lambda: reducer.partial_shard(0), "name", "type int")
+    refused(lambda: reducer.register("w", 1), "'w'")
+    refused(lambda: reducer.set_gradient_divide_factor(0), "factor|divide")
+    refused(lambda: reducer.clip_grad_norm_(-1), "max_norm")
+    refused(lambda: hsdp.clip_grad_norm_([], 1), "none")
+
+
+def test_outputs_must_be_writable_and_contiguous(mesh: hsdp.Mesh) -> None:
+    world = mesh.world
+    frozen = np.ones(4, F32)
+    frozen.flags.writeable = False
+    refused(lambda: world.all_reduce(frozen), "all_reduce", "writable", "read-only", "copy")
+    refused(lambda: world.all_reduce(DlpackOnly(frozen)), "writable")
+    refused(lambda: world.all_reduce(np.ones((4, 4), F32)[:, 1]), "contiguous", "ascontiguousarray")
+    refused(lambda: world.mean(np.ones(4)), "f64", "all_reduce and divide")
+    refused(lambda: world.all_reduce(np.ones(4, np.uint8)), "u8, which only moves")
+    refused(lambda: world.broadcast(np.ones(4, F32), root=1), "root")
+    refused(lambda: world.reduce_scatter(np.ones(4, F32), np.ones(3, F32)), "4 elements", "3")
+    refused(lambda: world.reduce_scatter(np.ones(4, F32), frozen), "out", "writable")
+    refused(lambda: world.allocate(-1), "count")
+    refused(lambda: world.allocate(1, "f8"), "'f8'")
+    refused(lambda: world.all_reduce([1.0]), "type list")
+    for number in (np.float32(1), np.int64(1)):  # NumPy would make a copy, to be summed in vain
+        refused(lambda: world.all_reduce(number), "writable", "copy")
+    x = bytearray(b"abc")
+    assert world.broadcast(x) is x
+
+
+def test_gathered_arrays_must_fit(reducer: hsdp.Reducer) -> None:
+    with reducer.microbatch(last=True):
+        reducer.gradient_ready("w", np.ones((2, 3), F32))
+    refused(lambda: reducer.gather_gradients({"w": np.ones((3, 2), F32)}), "'w'", r"\(2, 3\)")
+    refused(lambda: reducer.gather_gradients({"w": np.ones((2, 3), int)}), "'w'", "i64")
+    refused(lambda: reducer.gather_gradients({"v": np.ones((2, 3), F32)}), "'v'")
+    refused(lambda: reducer.gather_gradients({1: np.ones((2, 3), F32)}), "name", "type int")
+    refused(lambda: reducer.gather_parameters({"w": np.ones((2, 6), F32)[:, ::2]}), "contiguous")
+
+
+def test_use_after_close() -> None:
+    mesh = hsdp.init_mesh()
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", 4)
+    world = mesh.world
+    reducer.close()
+    for call in [
+        lambda: reducer.begin_microbatch(), lambda: reducer.shard("w"), lambda: reducer.finish(),
+        lambda: reducer.gradient_ready("w", np.ones(4, F32)), lambda: reducer.grad_norm(),
+        lambda: reducer.register("v", 3), lambda: reducer.save_snapshot("/nowhere", 1),
+    ]:
+        refused(call, "closed")
+    reducer.stats()
+    mesh.close()
+    mesh.close()
+    assert mesh.closed and "closed" in repr(mesh)
+    for call in [
+        lambda: mesh.rank, lambda: world.all_reduce(np.ones(4, F32)), lambda: world.size,
+        lambda: mesh.world.barrier(), lambda: hsdp.Reducer(mesh),
+    ]:
+        refused(call, "mesh", "closed")
+
+
+def test_meshes_that_cannot_be() -> None:
+    refused(lambda: hsdp.init_mesh(2, 2), "world of 1", "2 x 2", "start that many processes")
+    refused(lambda: hsdp.init_mesh(0, 1), "at least 1")
+    for size in (1.5, "2", None, 1 << 40, -1):
+        refused(lambda: hsdp.init_mesh(size, 1), "replicate", "whole numbers", repr(size))
+    refused(lambda: hsdp.init_mesh(timeout_s=0), "timeout_s")
+    refused(lambda: hsdp.init_mesh(device="tpu"), "'tpu'", "'cuda:1'")
+    refused(lambda: hsdp.init_mesh(engine="gloo"), "'gloo'", "auto, host, nccl, mpi")
+    refused(lambda: hsdp.init_mesh(ranks=[[1]]), "from 0 to 0", "got 1")
+    refused(lambda: hsdp.init_mesh(1, 2, ranks=[[0, 0]]), "twice")
+    with pytest.raises(hsdp.Error):  # not built here, or no device
+        hsdp.init_mesh(device="cuda:0")
+
+
+def test_a_reducer_outlives_its_mesh() -> None:
+    mesh = hsdp.init_mesh()
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", 4)
+    mesh.close()
+    with reducer.microbatch(last=True):
+        reducer.gradient_ready("w", np.ones(4, F32))
+    assert reducer.shard("w").numpy().sum() == 4 and reducer.grad_norm() == 2
+    reducer.close()
+
+
+def in_child(check: Callable[[], None]) -> None:
+    """Runs `check` in a forked child, which must live on to its own exit."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            check()
+            os.write(write, b"ok")
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        assert answer.read() == b"ok"
+    os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_refused() -> None:
+    mesh = hsdp.init_mesh()
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", 4)
+    with reducer.microbatch(last=True):
+        reducer.gradient_ready("w", np.ones(4, F32))
+    shard = reducer.shard("w")
+
+    def check() -> None:
+        nonlocal mesh, reducer, shard
+        x = np.ones(4, F32)
+        for call in [
+            lambda: reducer.begin_microbatch(), lambda: reducer.gradient_ready("w", x),
+            lambda: reducer.shard("w"), lambda: reducer.stats(), lambda: reducer.close(),
+            lambda: mesh.rank, lambda: mesh.world.all_reduce(x), lambda: mesh.world.allocate(3),
+            lambda: mesh.close(), lambda: hsdp.Reducer(mesh),
+        ]:
+            refused(call, "forked child", "parent")
+        del reducer, mesh, shard  # nor may they be destroyed here
+
+    in_child(check)
+    assert shard.numpy().sum() == 4
+    reducer.close()
+    mesh.close()
+
+
+def wrong_alone() -> list[str]:
+    """What only rank 1 does wrong, and what rank 0 hears of it."""
+    heard: list[str] = []
+    with hsdp.init_mesh(1, 2, timeout_s=30) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 4)
+
+        def step(call: Callable[[], None]) -> None:
+            try:
+                with reducer.microbatch(last=True):
+                    call()
+                reducer.shard("w")
+                heard.append("nothing")
+            except hsdp.Error as error:
+                heard.append(f"{type(error).__name__} {list(error.ranks)} {error}")
+
+        def give(x: Any) -> None:
+            reducer.gradient_ready("w", x)
+
+        good = np.ones(4, F32)
+        wrong = mesh.rank == 1
+        step(lambda: give(np.ones(5, F32) if wrong else good))
+        step(lambda: None if wrong else give(good))
+        step(lambda: give(good))
+        if wrong:
+            try:
+                with reducer.microbatch(last=True):
+                    raise KeyError("user code")
+            except KeyError as error:
+                heard.append(repr(error))
+        else:
+            step(lambda: give(good))
+        step(lambda: give(good))
+        assert reducer.shard("w").numpy().tolist() == [1, 1]
+        reducer.close()
+    return heard
+
+
+def test_a_fault_on_one_rank_is_heard_on_all(ranks: Launcher) -> None:
+    other, own = ranks(2, wrong_alone)
+    assert own[0].startswith("UsageError [] ") and "(5,)" in own[0]
+    assert other[0].startswith("StepAbortedError [1] ") and "(5,)" in other[0]
+    assert own[1].startswith("UsageError [] ") and "'w'" in own[1]
+    assert other[1].startswith("StepAbortedError [1] ") and "'w'" in other[1]
+    assert own[2] == other[2] == "nothing"
+    assert own[3] == "KeyError('user code')"
+    assert "StepAbortedError [1] " in other[3] and "KeyError: 'user code'" in other[3]
+    assert own[4] == other[4] == "nothing"
+
+
+def disagree() -> list[str]:
+    heard: list[str] = []
+    rank = int(os.environ["RANK"])
+    for shape in [(1, 2), (2, 1) if rank else (1, 2)]:
+        try:
+            hsdp.init_mesh(*shape, timeout_s=30).close()
+            heard.append("nothing")
+        except hsdp.MismatchError as error:
+            heard.append(f"{list(error.ranks)} {error}")
+    try:
+        with hsdp.init_mesh(1, 2, timeout_s=30) as mesh:
+            reducer = hsdp.Reducer(mesh)
+            reducer.register("w", 4 + rank)
+            reducer.begin_microbatch()
+    except hsdp.MismatchError as error:
+        heard.append(f"{list(error.ranks)} {error}")
+    return heard
+
+
+def test_ranks_that_disagree(ranks: Launcher) -> None:
+    for heard in ranks(2, disagree):
+        assert heard[0] == "nothing"
+        assert heard[1].startswith("[1] mesh: ")
+        assert heard[2].startswith("[1] reducer: parameter 0") and "(5,)" in heard[2]

@@ -1,0 +1,195 @@
+// What a step costs, counted: collectives, wire bytes, memory.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <numeric>
+
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+constexpr int kMicrobatchCount = 4;
+
+std::vector<ParameterSpec> parameters() {
+  return {{.name = "a", .shape = {1000, 3}, .dtype = Dtype::kBf16},
+          {.name = "b", .shape = {77}, .dtype = Dtype::kBf16},
+          {.name = "c", .shape = {64, 64}, .dtype = Dtype::kBf16}};
+}
+
+std::int64_t total_count() { return 3000 + 77 + 4096; }
+
+ReducerStats difference(const ReducerStats& after, const ReducerStats& before) {
+  ReducerStats d = after;
+  d.reduce_scatter_count -= before.reduce_scatter_count;
+  d.all_reduce_count -= before.all_reduce_count;
+  d.all_gather_count -= before.all_gather_count;
+  d.shard_hop_bytes -= before.shard_hop_bytes;
+  d.replica_hop_bytes -= before.replica_hop_bytes;
+  d.microbatch_count -= before.microbatch_count;
+  d.step_count -= before.step_count;
+  return d;
+}
+
+// What the second of two equal steps did, per rank.
+std::vector<ReducerStats> costs_of(MeshShape shape, Sync until_last,
+                                   const ReducerOptions& options) {
+  StepCase step = integer_step(parameters(), shape.size(), kMicrobatchCount, 1);
+  for (int m = 0; m + 1 < kMicrobatchCount; ++m) {
+    step.schedule[static_cast<std::size_t>(m)] = until_last;
+  }
+  std::vector<ReducerStats> costs(static_cast<std::size_t>(shape.size()));
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    const ReducerStats before = reducer.stats();
+    run_step(reducer, step, mesh.rank());
+    costs[static_cast<std::size_t>(mesh.rank())] = difference(reducer.stats(), before);
+  });
+  return costs;
+}
+
+class Counts : public testing::TestWithParam<MeshShape> {};
+
+TEST_P(Counts, EveryMicrobatchSynchronizes) {
+  const MeshShape shape = GetParam();
+  for (const std::int64_t bucket_bytes : {1 << 10, 1 << 20}) {
+    for (const ReducerStats& cost : costs_of(shape, Sync::kShard, {.bucket_bytes = bucket_bytes})) {
+      const int buckets = cost.bucket_count;
+      if (bucket_bytes == 1 << 10) {
+        EXPECT_GE(buckets, total_count() * 2 / bucket_bytes);
+      } else {
+        EXPECT_EQ(buckets, 1);
+      }
+      EXPECT_EQ(cost.reduce_scatter_count, shape.shard > 1 ? kMicrobatchCount * buckets : 0);
+      EXPECT_EQ(cost.all_reduce_count, shape.replicate > 1 ? buckets : 0);
+      EXPECT_EQ(cost.all_gather_count, 0);
+      EXPECT_EQ(cost.microbatch_count, kMicrobatchCount);
+      EXPECT_EQ(cost.step_count, 1);
+    }
+  }
+}
+
+TEST_P(Counts, NoneUntilTheLast) {
+  const MeshShape shape = GetParam();
+  for (const ReducerStats& cost : costs_of(shape, Sync::kNone, {.bucket_bytes = 1 << 10})) {
+    EXPECT_EQ(cost.reduce_scatter_count, shape.shard > 1 ? cost.bucket_count : 0);
+    EXPECT_EQ(cost.all_reduce_count, shape.replicate > 1 ? cost.bucket_count : 0);
+  }
+}
+
+TEST_P(Counts, WireBytes) {
+  const MeshShape shape = GetParam();
+  const std::vector<ReducerStats> costs =
+      costs_of(shape, Sync::kShard, {.replica_dtype = Dtype::kF32, .bucket_bytes = 1 << 10});
+  std::int64_t replica_hop_bytes = 0;
+  for (const ReducerStats& cost : costs) {
+    EXPECT_EQ(cost.shard_hop_bytes, shape.shard > 1 ? kMicrobatchCount * 2 * total_count() : 0);
+    replica_hop_bytes += cost.replica_hop_bytes;
+  }
+  // The shards of each replica are the whole gradient, once a step, in the replica dtype.
+  EXPECT_EQ(replica_hop_bytes, shape.replicate > 1 ? shape.replicate * 4 * total_count() : 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Meshes, Counts,
+                         testing::Values(MeshShape{1, 1}, MeshShape{2, 2}, MeshShape{1, 3},
+                                         MeshShape{3, 1}, MeshShape{2, 3}),
+                         [](const auto& row) { return to_string(row.param); });
+
+TEST(Stats, NameEngineReductionHopAndTransports) {
+  run_mesh({2, 2}, [](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    reducer.register_parameter({.name = "w", .shape = {4}});
+    const ReducerStats stats = reducer.stats();
+    EXPECT_EQ(stats.engine, "host");
+    EXPECT_EQ(stats.reduction, "exact");
+    EXPECT_EQ(stats.replica_hop, plain_hop()->name());
+    EXPECT_EQ(stats.shard_transport, name(mesh.shard_group().transport()));
+    EXPECT_EQ(stats.replica_transport, name(mesh.replicate_group().transport()));
+  });
+}
+
+std::int64_t sum_of_kinds(const ReducerStats& stats) {
+  return stats.carry_bytes + stats.total_bytes + stats.staging_bytes + stats.accumulator_bytes +
+         stats.replica_hop_state_bytes + stats.snapshot_bytes;
+}
+
+TEST(Memory, IsTheCarryAndTwoStagingBuckets) {
+  constexpr std::int64_t kCount = 1 << 20;
+  constexpr std::int64_t kBucketBytes = 256 << 10;
+  constexpr std::int64_t kPage = 4096;
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  StepCase step =
+      integer_step({{.name = "w", .shape = {kCount}, .dtype = Dtype::kBf16}}, shape.size(), 2, 3);
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = kBucketBytes});
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    const ReducerStats stats = reducer.stats();
+    EXPECT_GE(stats.carry_bytes, kCount / shape.shard * 4);
+    EXPECT_LE(stats.carry_bytes, kCount / shape.shard * 4 + 16 * kPage);
+    EXPECT_GE(stats.staging_bytes, kBucketBytes);
+    EXPECT_LE(stats.staging_bytes, 2 * kBucketBytes + 16 * kPage);
+    EXPECT_EQ(stats.accumulator_bytes, 0);
+    EXPECT_EQ(stats.total_bytes, 0);
+    EXPECT_EQ(stats.resident_bytes, sum_of_kinds(stats));
+    EXPECT_GE(stats.peak_resident_bytes, stats.resident_bytes);
+    EXPECT_LE(stats.peak_resident_bytes, kCount / shape.shard * 4 + 2 * kBucketBytes + 32 * kPage);
+  });
+}
+
+TEST(Memory, LocalAccumulatorsTakeTheirDtype) {
+  constexpr std::int64_t kCount = 1 << 16;
+  const MeshShape shape{.replicate = 1, .shard = 2};
+  StepCase step =
+      integer_step({{.name = "w", .shape = {kCount}, .dtype = Dtype::kBf16}}, shape.size(), 2, 3);
+  for (const auto& [dtype, bytes] :
+       {std::pair{AccumulateDtype::kF32, 4}, std::pair{AccumulateDtype::kParam, 2}}) {
+    run_mesh(shape, [&, d = dtype, b = bytes](const Mesh& mesh) {
+      Reducer reducer(mesh, {.accumulate_dtype = d});
+      register_all(reducer, step);
+      run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kNone});
+      EXPECT_GE(reducer.stats().accumulator_bytes, kCount * b);
+      EXPECT_LT(reducer.stats().accumulator_bytes, kCount * b + (64 << 10));
+      reducer.discard();
+    });
+  }
+}
+
+// All gradients arrive while the first bucket's is held back: they are kept by reference.
+TEST(Memory, GradientsThatFindNoStagingAreRetainedUntilTheEnd) {
+  const MeshShape shape{.replicate = 1, .shard = 2};
+  std::vector<ParameterSpec> specs;
+  for (int p = 0; p < 16; ++p) {
+    specs.push_back({.name = "w" + std::to_string(p), .shape = {256}});
+  }
+  const StepCase step = integer_step(specs, shape.size(), 1, 3);
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+    register_all(reducer, step);
+    reducer.begin_microbatch({.last = true});
+    ASSERT_EQ(reducer.stats().bucket_count, 16);
+    std::vector<StoredGradient> stored;
+    stored.reserve(specs.size());
+    for (std::size_t p = specs.size(); p-- > 0;) {
+      stored.emplace_back(*step.gradients[p][0][static_cast<std::size_t>(mesh.rank())],
+                          specs[p].shape, Dtype::kF32);
+      reducer.gradient_ready(static_cast<int>(p), stored.back().view());
+      if (p == 1) {
+        // Fifteen gradients and two staging buckets.
+        EXPECT_GE(reducer.stats().retained_bytes, 13 * 1024);
+        EXPECT_LE(reducer.stats().retained_bytes, 15 * 1024);
+      }
+    }
+    reducer.end_microbatch();
+    EXPECT_EQ(reducer.stats().retained_bytes, 0);
+    EXPECT_GE(reducer.stats().peak_retained_bytes, 13 * 1024);
+    static_cast<void>(reducer.shard("w0"));
+  });
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,149 @@
+// gather_gradients and gather_parameters: every rank ends with the whole arrays.
+#include <gtest/gtest.h>
+
+#include <ostream>
+
+#include "hsdp/error.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+struct GatherCase {
+  MeshShape shape;
+  Layout layout;
+};
+
+void PrintTo(const GatherCase& row, std::ostream* out) {
+  *out << to_string(row.shape) << " " << name(row.layout);
+}
+
+class Gather : public testing::TestWithParam<GatherCase> {
+ protected:
+  [[nodiscard]] static StepCase step() {
+    return random_step(odd_parameters(Dtype::kF32), GetParam().shape.size(),
+                       {Sync::kShard, Sync::kAll}, 13);
+  }
+  [[nodiscard]] static ReducerOptions options() {
+    return {.layout = GetParam().layout, .bucket_bytes = 4 << 10};
+  }
+  [[nodiscard]] static Values mean_of(const StepCase& step, std::size_t parameter) {
+    return reference_result(reference_step(step, options(), GetParam().shape, parameter),
+                            step.gradients[parameter]);
+  }
+};
+
+struct WholeArrays {
+  std::vector<std::vector<std::byte>> memory;
+  std::vector<NamedArray> arrays;
+};
+
+WholeArrays whole_arrays(const StepCase& step, Dtype dtype, float fill) {
+  WholeArrays whole;
+  for (const ParameterSpec& spec : step.parameters) {
+    const auto count = element_count(spec.shape);
+    whole.memory.push_back(encoded(Values(static_cast<std::size_t>(count), fill), dtype));
+    whole.arrays.push_back(
+        {.name = spec.name,
+         .array = {.data = whole.memory.back().data(), .count = count, .dtype = dtype}});
+  }
+  return whole;
+}
+
+TEST_P(Gather, GradientsAreTheWholeMeanRoundedOnce) {
+  const StepCase step = this->step();
+  std::vector<Values> means;
+  for (std::size_t p = 0; p < step.parameters.size(); ++p) means.push_back(mean_of(step, p));
+  run_mesh(GetParam().shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options());
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      WholeArrays whole = whole_arrays(step, dtype, 9.0F);
+      reducer.gather_gradients(whole.arrays);
+      for (std::size_t p = 0; p < means.size(); ++p) {
+        Values want = means[p];
+        for (float& value : want) value = round_to(dtype, value);
+        expect_same_bits(decoded(whole.memory[p], dtype), want, step.parameters[p].name);
+      }
+    }
+    // The shards are untouched, and a part of the arrays may be gathered by itself.
+    WholeArrays whole = whole_arrays(step, Dtype::kF32, 9.0F);
+    reducer.gather_gradients(std::span(whole.arrays).subspan(2, 1));
+    expect_same_bits(decoded(whole.memory[2], Dtype::kF32), means[2], "one array");
+    EXPECT_EQ(decoded(whole.memory[0], Dtype::kF32), Values(15, 9.0F));
+  });
+}
+
+TEST_P(Gather, ParametersAreFilledInFromEveryOwnersSlice) {
+  const StepCase step = this->step();
+  run_mesh(GetParam().shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options());
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kF64}) {
+      WholeArrays whole = whole_arrays(step, dtype, -1.0F);
+      for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+        // The owner's update: each element's index modulo 251, exact in every dtype.
+        Values values = decoded(whole.memory[p], dtype);
+        const Slice slice = reducer.slice(step.parameters[p].name);
+        for (std::int64_t i = slice.offset; i < slice.offset + slice.count; ++i) {
+          values[static_cast<std::size_t>(i)] = static_cast<float>(i % 251);
+        }
+        const std::vector<std::byte> updated = encoded(values, dtype);
+        std::copy(updated.begin(), updated.end(), whole.memory[p].begin());
+      }
+      reducer.gather_parameters(whole.arrays);
+      for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+        const Values got = decoded(whole.memory[p], dtype);
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          ASSERT_EQ(got[i], static_cast<float>(i % 251))
+              << step.parameters[p].name << " element " << i << " as " << name(dtype);
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Gather, RefusesArraysThatDoNotFit) {
+  const StepCase step = this->step();
+  run_mesh(GetParam().shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options());
+    register_all(reducer, step);
+    WholeArrays whole = whole_arrays(step, Dtype::kF32, 0.0F);
+    EXPECT_TRUE(caught<UsageError>([&] { reducer.gather_gradients(whole.arrays); }))
+        << "there is no result";
+    run_step(reducer, step, mesh.rank());
+    const auto refused = [&](NamedArray array) {
+      const std::vector<NamedArray> arrays{std::move(array)};
+      return caught<UsageError>([&] { reducer.gather_gradients(arrays); }).has_value() &&
+             caught<UsageError>([&] { reducer.gather_parameters(arrays); }).has_value();
+    };
+    NamedArray unknown = whole.arrays[0];
+    unknown.name = "unknown";
+    EXPECT_TRUE(refused(unknown));
+    NamedArray shorter = whole.arrays[0];
+    shorter.array.count -= 1;
+    EXPECT_TRUE(refused(shorter));
+    NamedArray null = whole.arrays[0];
+    null.array.data = nullptr;
+    EXPECT_TRUE(refused(null));
+    const std::vector<NamedArray> twice{whole.arrays[0], whole.arrays[0]};
+    EXPECT_TRUE(caught<UsageError>([&] { reducer.gather_gradients(twice); }));
+    reducer.gather_gradients(whole.arrays);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Meshes, Gather,
+    testing::Values(GatherCase{{2, 2}, Layout::kFlat}, GatherCase{{2, 2}, Layout::kDim0},
+                    GatherCase{{1, 3}, Layout::kFlat}, GatherCase{{1, 7}, Layout::kDim0},
+                    GatherCase{{3, 1}, Layout::kFlat}, GatherCase{{1, 1}, Layout::kDim0}),
+    [](const auto& row) {
+      return to_string(row.param.shape) + "_" + std::string(name(row.param.layout));
+    });
+
+}  // namespace
+}  // namespace hsdp

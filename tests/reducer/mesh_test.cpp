@@ -1,0 +1,173 @@
+#include "hsdp/mesh.h"
+
+#include <gtest/gtest.h>
+
+#include <ostream>
+
+#include "hsdp/error.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+TEST(Mesh, NumbersRanksByReplicaThenShard) {
+  run_mesh({.replicate = 2, .shard = 3}, [](const Mesh& mesh) {
+    EXPECT_EQ(mesh.size(), 6);
+    EXPECT_EQ(mesh.replicate_size(), 2);
+    EXPECT_EQ(mesh.shard_size(), 3);
+    EXPECT_EQ(mesh.rank(), mesh.replica() * 3 + mesh.shard_rank());
+    EXPECT_EQ(mesh.world().rank(), mesh.rank());
+    EXPECT_EQ(mesh.shard_group().rank(), mesh.shard_rank());
+    EXPECT_EQ(mesh.shard_group().size(), 3);
+    EXPECT_EQ(mesh.replicate_group().rank(), mesh.replica());
+    EXPECT_EQ(mesh.replicate_group().size(), 2);
+    EXPECT_FALSE(mesh.closed());
+  });
+}
+
+TEST(Mesh, ShardGroupsAreContiguousAndReplicateGroupsStrided) {
+  run_mesh({.replicate = 2, .shard = 3}, [](const Mesh& mesh) {
+    double in_shard_group = mesh.rank();
+    double in_replicate_group = mesh.rank();
+    mesh.shard_group().all_reduce(TensorView{&in_shard_group, 1, Dtype::kF64, {}});
+    mesh.replicate_group().all_reduce(TensorView{&in_replicate_group, 1, Dtype::kF64, {}});
+    EXPECT_EQ(in_shard_group, mesh.replica() * 9 + 3);
+    EXPECT_EQ(in_replicate_group, 2 * mesh.shard_rank() + 3);
+  });
+}
+
+TEST(Mesh, OfOneRankNeedsNoPeer) {
+  run_mesh({}, [](const Mesh& mesh) {
+    EXPECT_EQ(mesh.size(), 1);
+    EXPECT_EQ(mesh.rank(), 0);
+    float value = 3.0F;
+    mesh.world().all_reduce(TensorView{&value, 1, Dtype::kF32, {}});
+    EXPECT_EQ(value, 3.0F);
+  });
+}
+
+// Every rank asks for the same impossible mesh and gets a UsageError whose text says what is wrong;
+// the world goes on.
+struct Misuse {
+  std::string label;
+  MeshOptions options;
+  std::string text;
+};
+
+void PrintTo(const Misuse& misuse, std::ostream* out) { *out << misuse.label; }
+
+class MeshMisuse : public testing::TestWithParam<Misuse> {};
+
+TEST_P(MeshMisuse, IsAUsageErrorAndTheWorldGoesOn) {
+  run_ranks(4, [](Communicator& world) {
+    const auto error = caught<UsageError>([&] { const Mesh mesh(world, GetParam().options); });
+    ASSERT_TRUE(error);
+    EXPECT_NE(std::string(error->what()).find(GetParam().text), std::string::npos) << error->what();
+    const Mesh mesh(world, {.replicate = 2, .shard = 2});
+    EXPECT_EQ(mesh.size(), 4);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Misuses, MeshMisuse,
+    testing::Values(
+        Misuse{"too_small", {.replicate = 1, .shard = 2}, "4"},
+        Misuse{"too_large", {.replicate = 3, .shard = 2}, "4"},
+        Misuse{"zero", {.replicate = 0, .shard = 4}, "0"},
+        Misuse{"negative", {.replicate = -2, .shard = -2}, "-2"},
+        Misuse{"out_of_range", {.replicate = 2, .shard = 2, .ranks = {{0, 1}, {2, 4}}}, "4"},
+        Misuse{"negative_rank", {.replicate = 2, .shard = 2, .ranks = {{0, 1}, {2, -1}}}, "-1"},
+        Misuse{"twice", {.replicate = 2, .shard = 2, .ranks = {{0, 1}, {2, 2}}}, "2"},
+        Misuse{"wrong_row_count", {.replicate = 2, .shard = 2, .ranks = {{0, 1, 2, 3}}}, "ranks"},
+        Misuse{"engine", {.replicate = 2, .shard = 2, .engine = "foo"}, "'foo'"},
+        Misuse{"device",
+               {.replicate = 2, .shard = 2, .device = {.type = DeviceType::kCuda}},
+               "cuda:0"},
+        Misuse{"ragged", {.replicate = 2, .shard = 2, .ranks = {{0, 1, 2}, {3}}}, "ranks"}),
+    [](const auto& row) { return row.param.label; });
+
+TEST(MeshRanks, WithoutThisRankAreAnError) {
+  run_ranks(3, [](Communicator& world) {
+    const MeshOptions options{.replicate = 1, .shard = 2, .ranks = {{0, 1}}};
+    if (world.rank() == 2) {
+      EXPECT_TRUE(caught<UsageError>([&] { const Mesh mesh(world, options); }));
+    } else {
+      const auto error = caught<MismatchError>([&] { const Mesh mesh(world, options); });
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->ranks(), std::vector<int>{2});
+    }
+  });
+}
+
+TEST(MeshRanks, ThatDisagreeAreAMismatch) {
+  run_ranks(4, [](Communicator& world) {
+    const bool odd = world.rank() == 2;
+    const MeshOptions options{.replicate = odd ? 4 : 2, .shard = odd ? 1 : 2};
+    EXPECT_TRUE(caught<MismatchError>([&] { const Mesh mesh(world, options); }));
+  });
+}
+
+TEST(MeshRanks, OverlappingArraysAreAMismatch) {
+  run_ranks(4, [](Communicator& world) {
+    const std::vector<int> row =
+        world.rank() < 2 ? std::vector<int>{0, 1} : std::vector<int>{world.rank(), 1};
+    const MeshOptions options{.replicate = 1, .shard = 2, .ranks = {row}};
+    // Ranks 0 and 1 agree with each other, but the others will not join their split.
+    EXPECT_TRUE(caught<MismatchError>([&] { const Mesh mesh(world, options); }));
+  });
+}
+
+// Two meshes in one job, each with its own numbering, reduce at the same time.
+TEST(MeshRanks, SeveralMeshesInOneJob) {
+  const std::vector<std::vector<int>> first{{5, 1}, {3, 0}};
+  const std::vector<std::vector<int>> second{{2}, {4}};
+  const MeshShape big{.replicate = 2, .shard = 2};
+  const MeshShape small{.replicate = 2, .shard = 1};
+  const StepCase big_step =
+      random_step(odd_parameters(Dtype::kBf16), big.size(), {Sync::kShard, Sync::kAll}, 1);
+  const StepCase small_step =
+      random_step(odd_parameters(Dtype::kF32), small.size(), {Sync::kShard, Sync::kAll}, 2);
+  std::vector<RankResult> big_results(4);
+  std::vector<RankResult> small_results(2);
+  run_ranks(6, [&](Communicator& job) {
+    const bool in_second = job.rank() == 2 || job.rank() == 4;
+    const Mesh mesh(
+        job, {.replicate = 2, .shard = in_second ? 1 : 2, .ranks = in_second ? second : first});
+    const auto& ranks = in_second ? second : first;
+    EXPECT_EQ(ranks[static_cast<std::size_t>(mesh.replica())]
+                   [static_cast<std::size_t>(mesh.shard_rank())],
+              job.rank());
+    EXPECT_EQ(mesh.rank(), mesh.replica() * mesh.shard_size() + mesh.shard_rank());
+    const StepCase& step = in_second ? small_step : big_step;
+    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+    register_all(reducer, step);
+    auto& results = in_second ? small_results : big_results;
+    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+  });
+  expect_reference(big_results, big_step, {}, big, "2x2 of six");
+  expect_reference(small_results, small_step, {}, small, "2x1 of six");
+}
+
+TEST(Mesh, AfterCloseEveryUseIsAnError) {
+  run_mesh({.replicate = 1, .shard = 2}, [](const Mesh& mesh) {
+    Mesh copy = mesh;
+    Reducer before(mesh);
+    before.register_parameter({.name = "w", .shape = {4}});
+    copy.close();
+    copy.close();
+    EXPECT_TRUE(mesh.closed());
+    EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(mesh.world()); }));
+    EXPECT_TRUE(caught<UsageError>([&] { const Reducer reducer(mesh); }));
+    const std::vector<float> ones(4, 1.0F);  // what was made before goes on
+    before.begin_microbatch({.last = true});
+    before.gradient_ready("w", {.data = ones.data(), .shape = {4}});
+    before.end_microbatch();
+    EXPECT_EQ(before.shard("w").count, 2);
+    EXPECT_EQ(before.grad_norm(), 2.0);
+  });
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,180 @@
+// Ranks that do not agree, and worlds that end: an error on every rank, soon, and the same again
+// from every later call.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <latch>
+#include <ostream>
+#include <thread>
+
+#include "hsdp/error.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+constexpr MeshShape kShape{.replicate = 2, .shard = 2};
+constexpr int kOddRank = 2;
+
+struct Disagreement {
+  std::string label;
+  std::vector<ParameterSpec> common;
+  std::vector<ParameterSpec> odd;
+  std::string text;  // what the message names
+};
+
+void PrintTo(const Disagreement& row, std::ostream* out) { *out << row.label; }
+
+std::vector<Disagreement> disagreements() {
+  const ParameterSpec a{.name = "alpha", .shape = {10, 3}};
+  const ParameterSpec b{.name = "beta", .shape = {20}};
+  ParameterSpec renamed = b;
+  renamed.name = "gamma";
+  ParameterSpec reshaped = b;
+  reshaped.shape = {4, 5};
+  ParameterSpec retyped = b;
+  retyped.dtype = Dtype::kBf16;
+  ParameterSpec rewired = b;
+  rewired.reduce_dtype = Dtype::kBf16;
+  ParameterSpec regrouped = b;
+  regrouped.group = "other";
+  return {{"name", {a, b}, {a, renamed}, "gamma"},   {"shape", {a, b}, {a, reshaped}, "beta"},
+          {"dtype", {a, b}, {a, retyped}, "beta"},   {"wire", {a, b}, {a, rewired}, "beta"},
+          {"group", {a, b}, {a, regrouped}, "beta"}, {"order", {a, b}, {b, a}, "alpha"},
+          {"one_less", {a, b}, {a}, "beta"},         {"one_more", {a}, {a, b}, "beta"}};
+}
+
+class RegistrationMismatch : public testing::TestWithParam<Disagreement> {};
+
+TEST_P(RegistrationMismatch, NamesTheFirstDifferenceOnEveryRank) {
+  run_mesh(kShape, [](const Mesh& mesh) {
+    const bool odd = mesh.rank() == kOddRank;
+    Reducer reducer(mesh);
+    for (const ParameterSpec& spec : odd ? GetParam().odd : GetParam().common) {
+      reducer.register_parameter(spec);
+    }
+    const auto error = caught<MismatchError>([&] { reducer.begin_microbatch({.last = true}); });
+    ASSERT_TRUE(error);
+    EXPECT_NE(std::string(error->what()).find(GetParam().text), std::string::npos) << error->what();
+    EXPECT_FALSE(error->ranks().empty());
+    EXPECT_TRUE(caught<MismatchError>([&] { reducer.begin_microbatch({.last = true}); }))
+        << "repeats";
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Differences, RegistrationMismatch, testing::ValuesIn(disagreements()),
+                         [](const auto& row) { return row.param.label; });
+
+TEST(OptionMismatch, IsAnErrorOnEveryRankBeforeAnythingIsReduced) {
+  const std::vector<ReducerOptions> odd_options{{.reduce_dtype = Dtype::kBf16},
+                                                {.replica_dtype = Dtype::kF16},
+                                                {.layout = Layout::kDim0},
+                                                {.bucket_bytes = 1 << 10},
+                                                {.missing = Missing::kZero},
+                                                {.backwards = Backwards::kMany},
+                                                {.accumulate_dtype = AccumulateDtype::kParam}};
+  for (std::size_t i = 0; i < odd_options.size(); ++i) {
+    run_mesh(kShape, [&](const Mesh& mesh) {
+      const auto error = caught<MismatchError>([&] {
+        Reducer reducer(mesh, mesh.rank() == kOddRank ? odd_options[i] : ReducerOptions{});
+        reducer.register_parameter({.name = "w", .shape = {1000}});
+        reducer.begin_microbatch({.last = true});
+        reducer.abandon_microbatch("should not have begun");
+      });
+      EXPECT_TRUE(error) << "options " << i;
+    });
+  }
+}
+
+// One rank thinks that the microbatch is not the last.
+TEST(SyncMismatch, IsAnErrorOnEveryRank) {
+  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kShape.size(), 1, 1);
+  for (const auto& [common, odd] :
+       {std::pair{Sync::kAll, Sync::kShard}, std::pair{Sync::kShard, Sync::kAll},
+        std::pair{Sync::kNone, Sync::kShard}, std::pair{Sync::kShard, Sync::kNone}}) {
+    const auto start = std::chrono::steady_clock::now();
+    run_mesh(kShape,
+             [&, c = common, o = odd](const Mesh& mesh) {
+               Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+               register_all(reducer, step);
+               const auto error = caught<MismatchError>([&] {
+                 run_microbatch(reducer, step, 0, mesh.rank(),
+                                {.sync = mesh.rank() == kOddRank ? o : c});
+                 reducer.finish();
+                 static_cast<void>(reducer.shard("w"));
+               });
+               EXPECT_TRUE(error);
+               EXPECT_TRUE(caught<MismatchError>([&] { reducer.finish(); })) << "repeats";
+             },
+             {.timeout = std::chrono::seconds(20)});
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10))
+        << "found by the timeout, not by the status words";
+  }
+}
+
+TEST(FailedWorld, EveryCallRepeatsTheFirstErrorButTheLastResultStays) {
+  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kShape.size(), 1, 1);
+  // Not the world's own barrier: its end may still be on its way to a rank when another one aborts.
+  std::latch stepped(kShape.size());
+  run_mesh(kShape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+    register_all(reducer, step);
+    const RankResult result = run_step(reducer, step, mesh.rank());
+    stepped.arrive_and_wait();
+    if (mesh.rank() == kOddRank) mesh.world().abort("the test ends this world");
+    EXPECT_EQ(values_of(reducer.shard("w")), result.shards[0]);
+    const auto use = [&] {
+      // The end may still be on its way to this rank.
+      for (;;) {
+        run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
+        static_cast<void>(reducer.shard("w"));
+      }
+    };
+    const auto first = caught<Error>(use);
+    ASSERT_TRUE(first);
+    EXPECT_NE(std::string(first->what()).find("the test ends this world"), std::string::npos)
+        << first->what();
+    for (const auto& call : std::vector<std::function<void()>>{
+             use, [&] { reducer.finish(); }, [&] { reducer.discard(); },
+             [&] { static_cast<void>(reducer.grad_norm()); },
+             [&] { reducer.set_gradient_divide_factor(2.0); }}) {
+      const auto again = caught<Error>(call);
+      ASSERT_TRUE(again);
+      EXPECT_STREQ(again->what(), first->what());
+    }
+    EXPECT_EQ(reducer.stats().engine, "host");
+    reducer.close();
+  });
+}
+
+// A rank that never comes: the others' wait ends, and says for whom they waited. Its own next call
+// says the same.
+TEST(AbsentRank, IsATimeoutOnEveryRank) {
+  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kShape.size(), 1, 1);
+  std::atomic<int> gave_up{0};
+  run_mesh(kShape,
+           [&](const Mesh& mesh) {
+             Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+             register_all(reducer, step);
+             run_step(reducer, step, mesh.rank());
+             const bool absent = mesh.rank() == kOddRank;
+             while (absent && gave_up.load() < 3) {
+               std::this_thread::sleep_for(std::chrono::milliseconds(10));
+             }
+             const auto error = caught<TimeoutError>([&] {
+               run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
+               static_cast<void>(reducer.shard("w"));
+             });
+             ++gave_up;
+             ASSERT_TRUE(error);
+             EXPECT_EQ(error->ranks(), std::vector<int>{kOddRank});
+           },
+           {.timeout = std::chrono::seconds(1)});
+}
+
+}  // namespace
+}  // namespace hsdp

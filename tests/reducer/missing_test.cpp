@@ -1,0 +1,245 @@
+// Which gradients a microbatch must bring, and what happens when it does not.
+#include <gtest/gtest.h>
+
+#include "hsdp/error.h"
+#include "tests/support/faulty_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+constexpr MeshShape kShape{.replicate = 2, .shard = 2};
+
+std::vector<ParameterSpec> parameters() {
+  return {{.name = "first", .shape = {40, 3}},
+          {.name = "second", .shape = {77}, .dtype = Dtype::kBf16},
+          {.name = "third", .shape = {300}}};
+}
+
+StoredGradient gradient_of(const StepCase& step, std::size_t parameter, int microbatch, int rank) {
+  return {*step.gradients[parameter][static_cast<std::size_t>(microbatch)]
+                         [static_cast<std::size_t>(rank)],
+          step.parameters[parameter].shape, step.parameters[parameter].dtype};
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Rank 1 hands over what `misuse` says, in the microbatch with each sync.
+using Misuse = std::function<void(Reducer&, const StepCase&, int microbatch, int rank)>;
+
+void expect_dropped(const Misuse& misuse, const std::string& text, const std::string& others) {
+  const std::vector<Sync> schedule{Sync::kShard, Sync::kNone, Sync::kAll};
+  for (int m = 0; m < static_cast<int>(schedule.size()); ++m) {
+    FaultyStep faulty{.step = random_step(parameters(), kShape.size(), schedule, 5),
+                      .microbatch = m,
+                      .bad_ranks = {1}};
+    faulty.fault = [&](Reducer& reducer, int rank) {
+      std::vector<StoredGradient> stored;
+      Microbatch open(reducer, {.sync = schedule[static_cast<std::size_t>(m)]});
+      misuse(reducer, faulty.step, m, rank);
+      open.end();
+    };
+    const auto reports = run_faulty_step(kShape, {.bucket_bytes = 256}, faulty);
+    EXPECT_TRUE(reports[1].usage) << reports[1].text;
+    EXPECT_TRUE(contains(reports[1].text, text)) << reports[1].text;
+    expect_aborted(reports, faulty, others);
+    expect_aborted(reports, faulty, "rank 1");
+  }
+}
+
+TEST(MissingGradient, IsAnErrorThatNamesParameterAndRankEverywhere) {
+  std::vector<StoredGradient> stored;
+  expect_dropped(
+      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
+        stored.clear();
+        for (const std::size_t p : {0U, 2U}) {
+          stored.push_back(gradient_of(step, p, m, rank));
+          reducer.gradient_ready(step.parameters[p].name, stored.back().view());
+        }
+      },
+      "second", "second");
+}
+
+TEST(MissingGradient, OfEveryParameterIsAnErrorToo) {
+  expect_dropped([](Reducer&, const StepCase&, int, int) {}, "first", "first");
+}
+
+TEST(SecondGradient, IsSeenAtOnce) {
+  std::vector<StoredGradient> stored;
+  expect_dropped(
+      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
+        stored.clear();
+        stored.push_back(gradient_of(step, 2, m, rank));
+        reducer.gradient_ready("third", stored.back().view());
+        reducer.gradient_ready("third", stored.back().view());
+        ADD_FAILURE() << "the second gradient was accepted";
+      },
+      "third", "third");
+}
+
+TEST(UnknownGradient, IsSeenAtOnce) {
+  std::vector<StoredGradient> stored;
+  expect_dropped(
+      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
+        stored.clear();
+        stored.push_back(gradient_of(step, 2, m, rank));
+        reducer.gradient_ready("fourth", stored.back().view());
+        ADD_FAILURE() << "the unknown gradient was accepted";
+      },
+      "fourth", "");
+  expect_dropped(
+      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
+        stored.clear();
+        stored.push_back(gradient_of(step, 2, m, rank));
+        reducer.gradient_ready(3, stored.back().view());
+        ADD_FAILURE() << "the unknown gradient was accepted";
+      },
+      "3", "");
+}
+
+TEST(RejectedGradient, DropsTheStepWithItsReason) {
+  std::vector<StoredGradient> stored;
+  expect_dropped(
+      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
+        stored.clear();
+        stored.reserve(step.parameters.size());
+        for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+          stored.push_back(gradient_of(step, p, m, rank));
+          reducer.gradient_ready(step.parameters[p].name, stored.back().view());
+        }
+        reducer.reject_gradient("gradient of 'third': it is sparse");
+      },
+      "it is sparse", "it is sparse");
+}
+
+TEST(WrongGradient, OfAnotherShapeDtypeOrDevice) {
+  const Values values(300, 1.0F);
+  const StoredGradient shaped(values, {30, 10}, Dtype::kF32);
+  const StoredGradient shorter(Values(299, 1.0F), {299}, Dtype::kF32);
+  const StoredGradient halved(values, {300}, Dtype::kF16);
+  const StoredGradient right(values, {300}, Dtype::kF32);
+  StridedView on_gpu = right.view();
+  on_gpu.device.type = DeviceType::kCuda;
+  StridedView extra_strides = right.view();
+  extra_strides.strides = {1, 1};
+  StridedView null = right.view();
+  null.data = nullptr;
+  for (const StridedView& wrong :
+       {shaped.view(), shorter.view(), halved.view(), on_gpu, extra_strides, null}) {
+    expect_dropped(
+        [&](Reducer& reducer, const StepCase&, int, int) {
+          reducer.gradient_ready("third", wrong);
+          ADD_FAILURE() << "the wrong gradient was accepted";
+        },
+        "third", "");
+  }
+}
+
+TEST(MissingAsZero, TheSetMayDifferBetweenMicrobatchesAndRanks) {
+  const ReducerOptions options{.bucket_bytes = 256, .missing = Missing::kZero};
+  StepCase step = random_step(parameters(), kShape.size(),
+                              {Sync::kShard, Sync::kNone, Sync::kShard, Sync::kAll}, 3);
+  // "second" only in the first microbatch, "third" only on one rank, later.
+  for (std::size_t m = 0; m < 4; ++m) {
+    for (std::size_t rank = 0; rank < 4; ++rank) {
+      if (m > 0) step.gradients[1][m][rank].reset();
+      if (m != 2 || rank != 3) step.gradients[2][m][rank].reset();
+    }
+  }
+  std::vector<RankResult> results(4);
+  run_mesh(kShape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    register_all(reducer, step);
+    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+  });
+  expect_reference(results, step, options, kShape, "sparse gradients");
+}
+
+TEST(MissingAsZero, NoGradientAtAllIsZero) {
+  run_mesh(kShape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.missing = Missing::kZero});
+    reducer.register_parameter({.name = "w", .shape = {10}});
+    for (const bool last : {false, true}) {
+      reducer.begin_microbatch({.last = last});
+      reducer.end_microbatch();
+    }
+    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 0.0F);
+  });
+}
+
+TEST(MissingAsZero, StillRefusesASecondGradient) {
+  run_mesh({1, 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.missing = Missing::kZero});
+    reducer.register_parameter({.name = "w", .shape = {10}});
+    const StoredGradient gradient(Values(10, 1.0F), {10}, Dtype::kF32);
+    EXPECT_TRUE(caught<UsageError>([&] {
+      Microbatch open(reducer, {.last = true});
+      reducer.gradient_ready("w", gradient.view());
+      reducer.gradient_ready("w", gradient.view());
+    }));
+  });
+}
+
+class ManyBackwards : public testing::TestWithParam<Dtype> {};
+
+// Repeats of one rank add up in fp32 before the one rounding of the pack.
+TEST_P(ManyBackwards, AddRepeatsLocally) {
+  constexpr int kRepeatCount = 3;
+  const ReducerOptions options{.bucket_bytes = 256, .backwards = Backwards::kMany};
+  const std::vector<ParameterSpec> specs{{.name = "w", .shape = {41, 3}, .dtype = GetParam()}};
+  const StepCase repeats =
+      random_step(specs, kShape.size(), std::vector<Sync>(2 * kRepeatCount, Sync::kNone), 3);
+  StepCase sums = random_step(specs, kShape.size(), {Sync::kShard, Sync::kAll}, 3);
+  for (std::size_t m = 0; m < 2; ++m) {
+    for (std::size_t rank = 0; rank < 4; ++rank) {
+      Values& sum = *sums.gradients[0][m][rank];
+      sum.assign(sum.size(), 0.0F);
+      for (std::size_t k = 0; k < kRepeatCount; ++k) {
+        const Values& repeat = *repeats.gradients[0][m * kRepeatCount + k][rank];
+        for (std::size_t i = 0; i < sum.size(); ++i) {
+          sum[i] = k == 0 ? repeat[i] : sum[i] + repeat[i];
+        }
+      }
+    }
+  }
+  std::vector<RankResult> results(4);
+  run_mesh(kShape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    register_all(reducer, sums);
+    for (int m = 0; m < 2; ++m) {
+      std::vector<StoredGradient> stored;
+      Microbatch open(reducer, {.last = m == 1});
+      for (int k = 0; k < kRepeatCount; ++k) {
+        stored.push_back(gradient_of(repeats, 0, m * kRepeatCount + k, mesh.rank()));
+        reducer.gradient_ready("w", stored.back().view());
+      }
+      open.end();
+    }
+    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, sums);
+  });
+  expect_reference(results, sums, options, kShape, "repeats");
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, ManyBackwards, testing::Values(Dtype::kF32, Dtype::kBf16),
+                         [](const auto& row) { return std::string(name(row.param)); });
+
+TEST(ManyBackwardsSync, AlsoInMicrobatchesThatStayLocal) {
+  run_mesh(kShape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.backwards = Backwards::kMany});
+    reducer.register_parameter({.name = "w", .shape = {10}});
+    const StoredGradient gradient(Values(10, 1.0F), {10}, Dtype::kF32);
+    for (const Sync sync : {Sync::kNone, Sync::kShard, Sync::kAll}) {
+      Microbatch open(reducer, {.sync = sync});
+      reducer.gradient_ready("w", gradient.view());
+      reducer.gradient_ready("w", gradient.view());
+      open.end();
+    }
+    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 6.0F);
+  });
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,221 @@
+// The norm of the whole mean gradient, clipping by it, and non-finite values.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <ostream>
+
+#include "hsdp/error.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+double norm_of(const StepCase& step, const ReducerOptions& options, MeshShape shape) {
+  double sum = 0.0;
+  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+    for (const float g :
+         reference_result(reference_step(step, options, shape, p), step.gradients[p])) {
+      sum += static_cast<double>(g) * g;
+    }
+  }
+  return std::sqrt(sum);
+}
+
+class Norm : public testing::TestWithParam<MeshShape> {
+ protected:
+  [[nodiscard]] static StepCase step(std::uint64_t seed) {
+    return random_step(odd_parameters(Dtype::kBf16), GetParam().size(), {Sync::kShard, Sync::kAll},
+                       seed);
+  }
+};
+
+TEST_P(Norm, IsThatOfTheWholeMeanAndEqualOnAllRanks) {
+  const StepCase step = this->step(1);
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+    const ReducerOptions options{.layout = layout, .bucket_bytes = 4 << 10};
+    const double want = norm_of(step, options, GetParam());
+    std::vector<double> norms(static_cast<std::size_t>(GetParam().size()));
+    run_mesh(GetParam(), [&](const Mesh& mesh) {
+      Reducer reducer(mesh, options);
+      register_all(reducer, step);
+      run_step(reducer, step, mesh.rank());
+      norms[static_cast<std::size_t>(mesh.rank())] = reducer.grad_norm();
+    });
+    for (const double norm : norms) {
+      EXPECT_NEAR(norm, want, want * 1e-12);
+      EXPECT_EQ(norm, norms.front());
+    }
+  }
+}
+
+TEST_P(Norm, ClippingScalesTheShardsWhenAbove) {
+  const StepCase step = this->step(2);
+  const double want = norm_of(step, {}, GetParam());
+  const double max_norm = want / 3.0;
+  std::vector<RankResult> results(static_cast<std::size_t>(GetParam().size()));
+  run_mesh(GetParam(), [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    EXPECT_NEAR(reducer.clip_grad_norm(max_norm), want, want * 1e-12);
+    EXPECT_NEAR(reducer.grad_norm(), max_norm, max_norm * 1e-5);
+    EXPECT_LE(reducer.grad_norm(), max_norm * (1.0 + 1e-6));
+    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
+  });
+  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+    const Values mean =
+        reference_result(reference_step(step, {}, GetParam(), p), step.gradients[p]);
+    const Values first =
+        joined(results, GetParam().shard, 0, p, element_count(step.parameters[p].shape));
+    for (std::size_t i = 0; i < mean.size(); ++i) {
+      ASSERT_NEAR(first[i], mean[i] / 3.0, std::abs(mean[i]) * 1e-5);
+    }
+    for (int replica = 1; replica < GetParam().replicate; ++replica) {
+      expect_same_bits(
+          joined(results, GetParam().shard, replica, p, element_count(step.parameters[p].shape)),
+          first, "clipped replicas");
+    }
+  }
+}
+
+TEST_P(Norm, ClippingBelowChangesNoBit) {
+  const StepCase step = this->step(3);
+  std::vector<RankResult> results(static_cast<std::size_t>(GetParam().size()));
+  run_mesh(GetParam(), [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    static_cast<void>(reducer.clip_grad_norm(1e9));
+    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
+  });
+  expect_reference(results, step, {}, GetParam(), "not clipped");
+}
+
+TEST_P(Norm, OfSeveralReducersIsOneNorm) {
+  const StepCase first = step(4);
+  const StepCase second = step(5);
+  const double want = std::hypot(norm_of(first, {}, GetParam()), norm_of(second, {}, GetParam()));
+  run_mesh(GetParam(), [&](const Mesh& mesh) {
+    Reducer a(mesh);
+    Reducer b(mesh);
+    register_all(a, first);
+    register_all(b, second);
+    run_step(a, first, mesh.rank());
+    run_step(b, second, mesh.rank());
+    const double share = a.grad_norm() / want;
+    Reducer* const both[] = {&a, &b};
+    const std::array<Reducer*, 2> twice{both[0], both[0]};
+    EXPECT_TRUE(caught<UsageError>([&] { clip_grad_norm(twice, 2.0); }));
+    const std::array<Reducer*, 2> none{both[0], nullptr};
+    EXPECT_TRUE(caught<UsageError>([&] { clip_grad_norm(none, 2.0); }));
+    EXPECT_NEAR(clip_grad_norm(both, 2.0), want, want * 1e-12);
+    EXPECT_NEAR(a.grad_norm(), share * 2.0, 1e-4);
+    EXPECT_NEAR(std::hypot(a.grad_norm(), b.grad_norm()), 2.0, 2e-5);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Meshes, Norm,
+                         testing::Values(MeshShape{1, 1}, MeshShape{2, 2}, MeshShape{1, 3},
+                                         MeshShape{3, 1}),
+                         [](const auto& row) { return to_string(row.param); });
+
+TEST(NormMisuse, WithoutAResultOrWithABadLimitIsAnError) {
+  const StepCase step = random_step(odd_parameters(Dtype::kF32), 2, {Sync::kAll}, 1);
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.grad_norm()); }));
+    run_step(reducer, step, mesh.rank());
+    for (const double bad : {-1.0, std::nan("")}) {
+      EXPECT_TRUE(caught<UsageError>([&] { reducer.clip_grad_norm(bad); })) << bad;
+    }
+    static_cast<void>(reducer.grad_norm());
+  });
+}
+
+// One element of one rank's gradient is set in one microbatch; every rank must find it.
+struct Poison {
+  std::string label;
+  float value;
+  Dtype gradient;
+  ReducerOptions options;
+  std::vector<Sync> schedule;
+  int microbatch;
+  bool found;
+};
+
+void PrintTo(const Poison& poison, std::ostream* out) { *out << poison.label; }
+
+std::vector<Poison> poisons() {
+  const std::vector<Sync> shards{Sync::kShard, Sync::kAll};
+  const std::vector<Sync> local{Sync::kNone, Sync::kAll};
+  const float nan = std::nanf("");
+  return {
+      {"inf_first", kInfinity, Dtype::kF32, {}, shards, 0, true},
+      {"inf_last", -kInfinity, Dtype::kF32, {}, shards, 1, true},
+      {"nan_first", nan, Dtype::kBf16, {}, shards, 0, true},
+      {"nan_last", nan, Dtype::kF16, {}, shards, 1, true},
+      {"nan_local", nan, Dtype::kF32, {}, local, 0, true},
+      {"f16_pack_overflows", 7e4F, Dtype::kF32, {.reduce_dtype = Dtype::kF16}, shards, 0, true},
+      {"f16_hop_overflows", 1e6F, Dtype::kF32, {.replica_dtype = Dtype::kF16}, shards, 1, true},
+      {"f32_holds_it", 1e30F, Dtype::kF32, {}, shards, 1, false},
+      {"bf16_holds_it", 1e6F, Dtype::kF32, {.replica_dtype = Dtype::kBf16}, shards, 1, false},
+      {"f16_headroom_holds_it", 6e4F, Dtype::kF16, {}, local, 1, false},
+  };
+}
+
+class FoundInf : public testing::TestWithParam<Poison> {};
+
+TEST_P(FoundInf, IsTheOrOverTheWorldAndTheStep) {
+  const Poison& poison = GetParam();
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  StepCase step =
+      integer_step({{.name = "w", .shape = {100}, .dtype = poison.gradient}}, shape.size(), 2, 1);
+  step.schedule = poison.schedule;
+  const StepCase clean = step;
+  (*step.gradients[0][static_cast<std::size_t>(poison.microbatch)][1])[3] = poison.value;
+  std::vector<RankResult> results(4);
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, poison.options);
+    register_all(reducer, step);
+    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+    EXPECT_EQ(reducer.found_inf(), poison.found);
+    EXPECT_EQ(reducer.found_inf(), poison.found) << "twice";
+    run_step(reducer, clean, mesh.rank());
+    EXPECT_FALSE(reducer.found_inf()) << "the next step";
+  });
+  expect_reference(results, step, poison.options, shape, poison.label);
+}
+
+INSTANTIATE_TEST_SUITE_P(Poisons, FoundInf, testing::ValuesIn(poisons()),
+                         [](const auto& row) { return row.param.label; });
+
+// Values that f16 alone cannot sum: the headroom exponents of section 4 keep them.
+TEST(F16Headroom, SumsOfTheLargestValueAreExact) {
+  for (const MeshShape shape : {MeshShape{4, 2}, MeshShape{3, 1}, MeshShape{1, 5}}) {
+    StepCase step =
+        integer_step({{.name = "w", .shape = {64}, .dtype = Dtype::kF16}}, shape.size(), 3, 1);
+    step.schedule = {Sync::kNone, Sync::kShard, Sync::kAll};
+    for (auto& microbatch : step.gradients[0]) {
+      for (auto& values : microbatch) values = Values(64, 65504.0F);
+    }
+    run_mesh(shape, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      register_all(reducer, step);
+      run_step(reducer, step, mesh.rank());
+      EXPECT_FALSE(reducer.found_inf());
+      for (const float value : values_of(reducer.shard("w"))) {
+        EXPECT_NEAR(value, 3.0 * 65504.0, 3.0 * 65504.0 * 0x1p-9);
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace hsdp

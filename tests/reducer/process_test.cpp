@@ -1,0 +1,298 @@
+// The Reducer between real processes: the same bits over shared memory and TCP, and errors instead
+// of waits when a rank is killed or stopped in the middle of a step.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "tests/support/process_ranks.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using Clock = std::chrono::steady_clock;
+
+constexpr int kPeerLost = 11;
+constexpr int kTimedOut = 12;
+
+ProcessOptions options_for(const std::string& transport) {
+  ProcessOptions options;
+  options.environment["HSDP_TRANSPORT"] = transport;
+  return options;
+}
+
+// FNV-1a over the bits of all arrays.
+std::uint64_t hash_of(const std::vector<Values>& arrays) {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  for (const Values& values : arrays) {
+    for (const float value : values) {
+      hash = (hash ^ std::bit_cast<std::uint32_t>(value)) * 0x100000001b3U;
+    }
+  }
+  return hash;
+}
+
+std::vector<Values> gathered(Reducer& reducer, const StepCase& step) {
+  std::vector<Values> arrays;
+  std::vector<NamedArray> views;
+  for (const ParameterSpec& spec : step.parameters) {
+    arrays.emplace_back(static_cast<std::size_t>(element_count(spec.shape)));
+  }
+  for (std::size_t p = 0; p < arrays.size(); ++p) {
+    views.push_back({.name = step.parameters[p].name,
+                     .array = {.data = arrays[p].data(),
+                               .count = static_cast<std::int64_t>(arrays[p].size())}});
+  }
+  reducer.gather_gradients(views);
+  return arrays;
+}
+
+class SameBits : public testing::TestWithParam<MeshShape> {};
+
+TEST_P(SameBits, OnEveryTransportAndBucketSize) {
+  const MeshShape shape = GetParam();
+  const StepCase step = random_step(odd_parameters(Dtype::kBf16), shape.size(),
+                                    {Sync::kShard, Sync::kNone, Sync::kShard, Sync::kAll}, 8);
+  std::vector<Values> want;
+  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+    want.push_back(reference_result(reference_step(step, {}, shape, p), step.gradients[p]));
+  }
+  for (const std::string transport : {"auto", "tcp"}) {
+    for (const std::int64_t bucket_bytes : {1 << 10, 1 << 20}) {
+      const auto outcomes = run_processes(shape.size(), options_for(transport), [&](int) {
+        const Mesh mesh =
+            init_mesh({.replicate = shape.replicate, .shard = shape.shard, .timeout_s = 20.0});
+        Reducer reducer(mesh, {.bucket_bytes = bucket_bytes});
+        register_all(reducer, step);
+        run_step(reducer, step, mesh.rank(), {.order = Order::kRandom, .thread_count = 2});
+        note(std::to_string(hash_of(gathered(reducer, step))));
+        note(reducer.stats().shard_transport);
+        reducer.close();
+        mesh.world().barrier();
+        return 0;
+      });
+      std::set<std::string> transports;
+      for (const RankOutcome& outcome : outcomes) {
+        ASSERT_TRUE(outcome.ok()) << outcome.error;
+        ASSERT_EQ(outcome.notes.size(), 2U);
+        EXPECT_EQ(outcome.notes[0], std::to_string(hash_of(want))) << transport;
+        transports.insert(outcome.notes[1]);
+      }
+      const Transport ran = transport == "tcp" ? Transport::kTcp : Transport::kSharedMemory;
+      EXPECT_EQ(transports, std::set<std::string>{std::string(name(ran))});
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Meshes, SameBits, testing::Values(MeshShape{2, 2}, MeshShape{1, 3}),
+                         [](const auto& row) { return to_string(row.param); });
+
+// Steps until something goes wrong; notes what, whom it names and when.
+int run_until_error(MeshShape shape, double timeout_s) {
+  const StepCase step = random_step(odd_parameters(Dtype::kF32), shape.size(),
+                                    {Sync::kShard, Sync::kNone, Sync::kAll}, 9);
+  const Mesh mesh =
+      init_mesh({.replicate = shape.replicate, .shard = shape.shard, .timeout_s = timeout_s});
+  Reducer reducer(mesh, {.bucket_bytes = 4 << 10});
+  register_all(reducer, step);
+  const auto noted = [](const RankError& error) {
+    note(std::to_string(Clock::now().time_since_epoch().count()));
+    note(error.what());
+    for (const int rank : error.ranks()) note("at fault " + std::to_string(rank));
+  };
+  try {
+    for (int i = 0;; ++i) {
+      run_step(reducer, step, mesh.rank());
+      if (i == 2) note("running");
+    }
+  } catch (const PeerLostError& error) {
+    noted(error);
+    return kPeerLost;
+  } catch (const TimeoutError& error) {
+    noted(error);
+    return kTimedOut;
+  }
+}
+
+bool names_an_operation(const std::string& text) {
+  for (const char* operation : {"reduce_scatter", "all_reduce", "status word", "found_inf"}) {
+    if (text.find(operation) != std::string::npos) return true;
+  }
+  return false;
+}
+
+// The time, the message, "at fault r". A rank a step behind the victim may not have noted
+// "running".
+void expect_verdict(const RankOutcome& outcome, int exit_code, int victim, Clock::time_point from,
+                    std::chrono::milliseconds limit) {
+  EXPECT_EQ(outcome.exit_code, exit_code) << outcome.error;
+  std::vector<std::string> notes = outcome.notes;
+  std::erase(notes, "running");
+  ASSERT_EQ(notes.size(), 3U) << testing::PrintToString(notes);
+  const Clock::time_point raised{Clock::duration(std::stoll(notes[0]))};
+  EXPECT_LE(raised - from, limit) << notes[1];
+  EXPECT_TRUE(names_an_operation(notes[1])) << notes[1];
+  EXPECT_NE(notes[1].find("rank " + std::to_string(victim)), std::string::npos) << notes[1];
+  EXPECT_EQ(notes[2], "at fault " + std::to_string(victim));
+}
+
+// Two seconds are promised to a job that gets its cores; on a machine that is overrun (the load is
+// several times the cores) every step of the way waits for its turn.
+std::chrono::milliseconds within_two_seconds() {
+  double load = 0.0;
+  const double cores = std::max(1U, std::thread::hardware_concurrency());
+  const bool overrun = ::getloadavg(&load, 1) == 1 && load > 4.0 * cores;
+  return std::chrono::seconds(overrun ? 15 : 2);
+}
+
+struct Victim {
+  MeshShape shape;
+  std::string transport;
+  int rank = 0;
+};
+
+void PrintTo(const Victim& victim, std::ostream* out) { *out << "rank " << victim.rank; }
+
+std::vector<Victim> victims() {
+  std::vector<Victim> all;
+  for (const std::string transport : {"auto", "tcp"}) {
+    for (const MeshShape shape : {MeshShape{2, 2}, MeshShape{1, 3}}) {
+      for (int rank = 0; rank < shape.size(); ++rank) all.push_back({shape, transport, rank});
+    }
+  }
+  return all;
+}
+
+class Killed : public testing::TestWithParam<Victim> {};
+
+TEST_P(Killed, IsNamedByTheOthersWithinTwoSeconds) {
+  const Victim& victim = GetParam();
+  ProcessRanks ranks(victim.shape.size(), options_for(victim.transport),
+                     [&](int) { return run_until_error(victim.shape, 30.0); });
+  ASSERT_TRUE(ranks.wait_for_note(victim.rank, "running"));
+  const Clock::time_point killed = Clock::now();
+  ranks.signal(victim.rank, SIGKILL);
+  const std::vector<RankOutcome> outcomes = ranks.finish();
+  for (int rank = 0; rank < victim.shape.size(); ++rank) {
+    if (rank == victim.rank) continue;
+    expect_verdict(outcomes[static_cast<std::size_t>(rank)], kPeerLost, victim.rank, killed,
+                   within_two_seconds());
+  }
+}
+
+class Stopped : public testing::TestWithParam<Victim> {};
+
+TEST_P(Stopped, IsNamedAfterTheTimeoutAndRaisesTheSameWhenContinued) {
+  const Victim& victim = GetParam();
+  constexpr double kTimeoutSeconds = 1.5;
+  ProcessRanks ranks(victim.shape.size(), options_for(victim.transport),
+                     [&](int) { return run_until_error(victim.shape, kTimeoutSeconds); });
+  ASSERT_TRUE(ranks.wait_for_note(victim.rank, "running"));
+  const Clock::time_point stopped = Clock::now();
+  ranks.signal(victim.rank, SIGSTOP);
+  for (int rank = 0; rank < victim.shape.size(); ++rank) {
+    if (rank == victim.rank) continue;
+    EXPECT_TRUE(ranks.wait_for_note(rank, "at fault " + std::to_string(victim.rank)));
+  }
+  ranks.signal(victim.rank, SIGCONT);
+  const std::vector<RankOutcome> outcomes = ranks.finish();
+  for (int rank = 0; rank < victim.shape.size(); ++rank) {
+    expect_verdict(outcomes[static_cast<std::size_t>(rank)], kTimedOut, victim.rank, stopped,
+                   std::chrono::milliseconds(1'500) + 2 * within_two_seconds());
+  }
+}
+
+std::string victim_name(const testing::TestParamInfo<Victim>& info) {
+  return to_string(info.param.shape) + "_" + info.param.transport + "_rank_" +
+         std::to_string(info.param.rank);
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryRank, Killed, testing::ValuesIn(victims()), victim_name);
+// Each of these waits for a timeout: every rank once.
+INSTANTIATE_TEST_SUITE_P(EveryRank, Stopped,
+                         testing::Values(Victim{{2, 2}, "auto", 0}, Victim{{2, 2}, "auto", 1},
+                                         Victim{{2, 2}, "tcp", 2}, Victim{{2, 2}, "auto", 3},
+                                         Victim{{1, 3}, "tcp", 0}, Victim{{1, 3}, "auto", 2}),
+                         victim_name);
+
+// A forked child (a data loader) keeps the dead rank's sockets open; the others notice all the
+// same.
+TEST(KilledWithChild, IsNoticedThoughItsChildLivesOn) {
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  constexpr int kVictim = 2;
+  ProcessRanks ranks(shape.size(), {}, [&](int rank) {
+    if (rank == kVictim) {
+      // Forked once the connections stand.
+      const Mesh mesh = init_mesh({.replicate = 2, .shard = 2, .timeout_s = 30.0});
+      if (::fork() == 0) {
+        ::pause();
+        ::_exit(0);
+      }
+      return run_until_error(shape, 30.0);
+    }
+    const Mesh mesh = init_mesh({.replicate = 2, .shard = 2, .timeout_s = 30.0});
+    return run_until_error(shape, 30.0);
+  });
+  ASSERT_TRUE(ranks.wait_for_note(kVictim, "running"));
+  const Clock::time_point killed = Clock::now();
+  ranks.signal(kVictim, SIGKILL);
+  const std::vector<RankOutcome> outcomes = ranks.finish();
+  for (int rank = 0; rank < shape.size(); ++rank) {
+    if (rank == kVictim) continue;
+    expect_verdict(outcomes[static_cast<std::size_t>(rank)], kPeerLost, kVictim, killed,
+                   within_two_seconds());
+  }
+}
+
+// One rank raises in its block: between processes, too, all others go on with it.
+TEST(AbandonBetweenProcesses, TheNextStepIsRight) {
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  const StepCase step =
+      random_step(odd_parameters(Dtype::kBf16), shape.size(), {Sync::kShard, Sync::kAll}, 10);
+  std::vector<Values> want;
+  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+    want.push_back(reference_result(reference_step(step, {}, shape, p), step.gradients[p]));
+  }
+  for (const std::string transport : {"auto", "tcp"}) {
+    const auto outcomes = run_processes(shape.size(), options_for(transport), [&](int) {
+      const Mesh mesh = init_mesh({.replicate = 2, .shard = 2, .timeout_s = 20.0});
+      Reducer reducer(mesh, {.bucket_bytes = 4 << 10});
+      register_all(reducer, step);
+      if (mesh.rank() == 1) {
+        reducer.begin_microbatch({.last = false});
+        reducer.abandon_microbatch("bad data");
+      } else {
+        const auto error = caught<StepAbortedError>([&] { run_step(reducer, step, mesh.rank()); });
+        note(error ? error->what() : "no error");
+      }
+      run_step(reducer, step, mesh.rank());
+      note(std::to_string(hash_of(gathered(reducer, step))));
+      reducer.close();
+      mesh.world().barrier();
+      return 0;
+    });
+    for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+      ASSERT_TRUE(outcomes[rank].ok()) << outcomes[rank].error;
+      EXPECT_EQ(outcomes[rank].notes.back(), std::to_string(hash_of(want)));
+      if (rank != 1) {
+        EXPECT_NE(outcomes[rank].notes.front().find("bad data"), std::string::npos)
+            << outcomes[rank].notes.front();
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,206 @@
+// Snapshots of a Reducer's results and partials, read back.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+
+#include "hsdp/compare.h"
+#include "hsdp/error.h"
+#include "hsdp/snapshot.h"
+#include "tests/support/reducer_step.h"
+#include "tests/support/temporary_directory.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+class ReducerSnapshot : public testing::Test {
+ protected:
+  [[nodiscard]] std::filesystem::path path(const std::string& name) const {
+    return directory_ / name;
+  }
+
+  // Runs the step on a mesh of that shape and saves its result.
+  void save(const StepCase& step, const ReducerOptions& options, MeshShape shape,
+            const std::string& name) const {
+    run_mesh(shape, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, options);
+      register_all(reducer, step);
+      run_step(reducer, step, mesh.rank());
+      reducer.save_snapshot(path(name), 7);
+      reducer.flush_snapshots();
+    });
+  }
+
+  [[nodiscard]] static Values read(const Snapshot& snapshot, std::size_t parameter, int replica) {
+    Values values(static_cast<std::size_t>(snapshot.parameters()[parameter].count));
+    snapshot.read(parameter, replica, 0, values);
+    return values;
+  }
+
+  // The snapshot's number of a parameter: it may keep them in an order of its own.
+  [[nodiscard]] static std::size_t find(const Snapshot& snapshot, const std::string& name) {
+    for (std::size_t p = 0; p < snapshot.parameters().size(); ++p) {
+      if (snapshot.parameters()[p].name == name) return p;
+    }
+    throw std::runtime_error("the snapshot has no parameter " + name);
+  }
+
+ private:
+  TemporaryDirectory directory_;
+};
+
+TEST_F(ReducerSnapshot, HoldsTheResultAndWhatMadeIt) {
+  const MeshShape shape{.replicate = 2, .shard = 3};
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+    const ReducerOptions options{
+        .replica_dtype = Dtype::kF16, .layout = layout, .bucket_bytes = 4 << 10};
+    StepCase step = random_step(odd_parameters(Dtype::kBf16), shape.size(),
+                                {Sync::kShard, Sync::kNone, Sync::kAll}, 1);
+    step.divide_factor = 12.5;
+    step.loss_scale = 4.0;
+    const std::string name(hsdp::name(layout));
+    save(step, options, shape, name);
+    const Snapshot snapshot = Snapshot::open(path(name));
+    EXPECT_EQ(snapshot.info().step, 7);
+    EXPECT_EQ(snapshot.info().replicate_size, 2);
+    EXPECT_EQ(snapshot.info().shard_size, 3);
+    EXPECT_EQ(snapshot.info().microbatch_count, 3);
+    EXPECT_EQ(snapshot.info().divide_factor, 12.5);
+    EXPECT_EQ(snapshot.info().loss_scale, 4.0);
+    EXPECT_EQ(snapshot.info().replica_dtype, Dtype::kF16);
+    EXPECT_EQ(snapshot.info().layout, name);
+    EXPECT_FALSE(snapshot.info().partial);
+    EXPECT_EQ(snapshot.parameters().size(), step.parameters.size());
+    for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+      const std::size_t at = find(snapshot, step.parameters[p].name);
+      EXPECT_EQ(snapshot.parameters()[at].shape, step.parameters[p].shape);
+      EXPECT_EQ(snapshot.parameters()[at].dtype, Dtype::kBf16);
+      const Values want =
+          reference_result(reference_step(step, options, shape, p), step.gradients[p]);
+      for (int replica = 0; replica < 2; ++replica) {
+        expect_same_bits(read(snapshot, at, replica), want, name + step.parameters[p].name);
+      }
+    }
+  }
+}
+
+TEST_F(ReducerSnapshot, OfAPartialHoldsEachReplicasOwnSum) {
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  const StepCase step =
+      random_step(odd_parameters(Dtype::kF32), shape.size(), {Sync::kShard, Sync::kShard}, 2);
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    for (int m = 0; m < 2; ++m) run_microbatch(reducer, step, m, mesh.rank(), {.last = false});
+    reducer.save_snapshot(path("partial"), 3);
+    reducer.finish();
+    reducer.flush_snapshots();
+  });
+  const Snapshot snapshot = Snapshot::open(path("partial"));
+  EXPECT_TRUE(snapshot.info().partial);
+  EXPECT_EQ(snapshot.info().divide_factor, 2.0);
+  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+    for (int replica = 0; replica < 2; ++replica) {
+      expect_same_bits(
+          read(snapshot, find(snapshot, step.parameters[p].name), replica),
+          reference_partial(reference_step(step, {}, shape, p), step.gradients[p], replica),
+          step.parameters[p].name);
+    }
+  }
+}
+
+TEST_F(ReducerSnapshot, IsACopyThatTheNextStepDoesNotTouch) {
+  const MeshShape shape{.replicate = 1, .shard = 2};
+  const StepCase saved = random_step({{.name = "w", .shape = {100000}}}, 2, {Sync::kAll}, 3);
+  const StepCase next = random_step(saved.parameters, 2, {Sync::kAll}, 4);
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, saved);
+    run_step(reducer, saved, mesh.rank());
+    reducer.save_snapshot(path("saved"), 0);
+    run_step(reducer, next, mesh.rank());
+    reducer.save_snapshot(path("next"), 1);
+    reducer.close();
+  });
+  for (const auto& [name, step] : {std::pair{"saved", &saved}, std::pair{"next", &next}}) {
+    expect_same_bits(read(Snapshot::open(path(name)), 0, 0),
+                     reference_result(reference_step(*step, {}, shape, 0), step->gradients[0]),
+                     name);
+  }
+}
+
+// Integer gradients: whatever the mesh and the layout, the snapshots hold the same mean.
+TEST_F(ReducerSnapshot, OfDifferentMeshesAreTheSame) {
+  const std::vector<ParameterSpec> specs = odd_parameters(Dtype::kBf16);
+  const StepCase four = integer_step(specs, 4, 2, 5);
+  // The same gradients on one rank: two microbatches of four ranks are eight of one.
+  StepCase one{.parameters = specs, .schedule = std::vector<Sync>(8, Sync::kShard)};
+  one.schedule.back() = Sync::kAll;
+  one.divide_factor = 4.0;
+  for (const Gradients& gradients : four.gradients) {
+    one.gradients.emplace_back();
+    for (const auto& microbatch : gradients) {
+      for (const auto& values : microbatch) one.gradients.back().push_back({values});
+    }
+  }
+  save(one, {}, {1, 1}, "1x1");
+  save(four, {.layout = Layout::kFlat}, {2, 2}, "2x2");
+  save(four, {.layout = Layout::kDim0, .bucket_bytes = 1 << 10}, {1, 4}, "1x4");
+  save(four, {.layout = Layout::kFlat}, {4, 1}, "4x1");
+  for (const char* other : {"2x2", "1x4", "4x1"}) {
+    const Comparison comparison =
+        compare_snapshots(Snapshot::open(path(other)), Snapshot::open(path("1x1")), {.atol = 0.0});
+    EXPECT_EQ(comparison.verdict, Verdict::kSame) << other;
+  }
+}
+
+// Accumulating after the all-reduce, as the seed did: the comparison says so and names it.
+TEST_F(ReducerSnapshot, TheWrongOrderIsCaughtByTheComparison) {
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  const StepCase step =
+      random_step({{.name = "w", .shape = {64, 3}}}, shape.size(), {Sync::kShard, Sync::kAll}, 6);
+  save(step, {}, shape, "right");
+  const ReferenceStep reference = reference_step(step, {}, shape, 0);
+  const auto write = [&](const std::string& name, Values values) {
+    const SnapshotEntry entry{
+        .name = "w",
+        .shape = {64, 3},
+        .data = {values.data(), static_cast<std::int64_t>(values.size()), Dtype::kF32}};
+    write_snapshot(path(name), {.layout = "full"}, std::span(&entry, 1));
+  };
+  write("wrong.h5", accumulate_after_all_reduce(reference, step.gradients[0], 0));
+  write("reference.h5", reference_result(reference, step.gradients[0]));
+  const Snapshot right = Snapshot::open(path("right"));
+  EXPECT_EQ(compare_snapshots(Snapshot::open(path("reference.h5")), right).verdict, Verdict::kSame);
+  const Comparison wrong = compare_snapshots(Snapshot::open(path("wrong.h5")), right);
+  EXPECT_EQ(wrong.verdict, Verdict::kDifferent);
+  ASSERT_FALSE(wrong.parameters.empty());
+  EXPECT_EQ(wrong.parameters.front().name, "w");
+}
+
+TEST_F(ReducerSnapshot, ThatCannotBeWrittenLeavesTheReducerUsable) {
+  const MeshShape shape{.replicate = 1, .shard = 2};
+  const StepCase step = random_step({{.name = "w", .shape = {100}}}, 2, {Sync::kAll}, 7);
+  std::vector<RankResult> results(2);
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    EXPECT_TRUE(caught<UsageError>([&] { reducer.save_snapshot(path("none"), 0); }))
+        << "there is no result";
+    run_step(reducer, step, mesh.rank());
+    EXPECT_TRUE(caught<SnapshotError>([&] {
+      reducer.save_snapshot("/proc/no such place/snapshot", 0);
+      reducer.flush_snapshots();
+    }));
+    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+    reducer.save_snapshot(path("good"), 1);
+    reducer.flush_snapshots();
+  });
+  expect_reference(results, step, {}, shape, "after a failed snapshot");
+  EXPECT_EQ(Snapshot::open(path("good")).info().step, 1);
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,292 @@
+#include "hsdp/snapshot.h"
+
+#include <gmock/gmock.h>
+#include <hdf5.h>
+
+#include <array>
+#include <limits>
+
+#include "hsdp/error.h"
+#include "tests/snapshot/written_snapshot.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::testing;
+using ::testing::HasSubstr;
+
+template <class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+struct MeshCase {
+  int replicate;
+  int shard;
+  std::string layout;
+};
+
+class MeshRoundTrip : public ::testing::TestWithParam<MeshCase> {};
+
+TEST_P(MeshRoundTrip, EveryReplicaReadsTheWholeGradient) {
+  const auto [replicate, shard, layout] = GetParam();
+  const TemporaryDirectory folder;
+  const auto gradients = some_gradients();
+  write_mesh(folder / "snapshot", gradients, mesh_info(replicate, shard, layout));
+  const Snapshot snapshot = Snapshot::open(folder / "snapshot");
+  ASSERT_EQ(snapshot.parameters().size(), gradients.size());
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    EXPECT_EQ(snapshot.parameters()[i].name, gradients[i].name);
+    EXPECT_EQ(snapshot.parameters()[i].shape, gradients[i].shape);
+    for (int replica = 0; replica < replicate; ++replica) {
+      EXPECT_EQ(read_all(snapshot, i, replica), gradients[i].data) << gradients[i].name;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Meshes, MeshRoundTrip,
+                         ::testing::Values(MeshCase{1, 1, "flat"}, MeshCase{2, 2, "flat"},
+                                           MeshCase{1, 4, "dim0"}, MeshCase{4, 1, "flat"},
+                                           MeshCase{3, 7, "dim0"}, MeshCase{2, 2, "full"}),
+                         [](const auto& mesh) {
+                           return mesh.param.layout + std::to_string(mesh.param.replicate) + "x" +
+                                  std::to_string(mesh.param.shard);
+                         });
+
+TEST(Snapshot, KeepsWhatIsSaidAboutTheRun) {
+  const TemporaryDirectory folder;
+  SnapshotInfo info = mesh_info(2, 1, "dim0");
+  info.step = -3;
+  info.microbatch_count = 5;
+  info.divide_factor = 1.0 / 3;
+  info.loss_scale = 65536;
+  info.replica_dtype = Dtype::kBf16;
+  info.replica_hop = "loco";
+  info.reduction = "native";
+  info.engine = "nccl";
+  write_mesh(folder / "s", some_gradients(), info, Dtype::kF16);
+  const Snapshot snapshot = Snapshot::open(folder / "s");
+  EXPECT_EQ(snapshot.info().id, info.id);
+  EXPECT_EQ(snapshot.info().step, -3);
+  EXPECT_EQ(snapshot.info().replicate_size, 2);
+  EXPECT_EQ(snapshot.info().shard_size, 1);
+  EXPECT_EQ(snapshot.info().microbatch_count, 5);
+  EXPECT_EQ(snapshot.info().divide_factor, 1.0 / 3);
+  EXPECT_EQ(snapshot.info().loss_scale, 65536);
+  EXPECT_EQ(snapshot.info().replica_dtype, Dtype::kBf16);
+  EXPECT_EQ(snapshot.info().replica_hop, "loco");
+  EXPECT_EQ(snapshot.info().reduction, "native");
+  EXPECT_EQ(snapshot.info().layout, "dim0");
+  EXPECT_EQ(snapshot.info().engine, "nccl");
+  EXPECT_FALSE(snapshot.info().partial);
+  EXPECT_EQ(snapshot.parameters()[0].reduce_dtype, Dtype::kF16);
+}
+
+TEST(Snapshot, ReadsAnyRange) {
+  const TemporaryDirectory folder;
+  const auto gradients = some_gradients();
+  write_mesh(folder / "s", gradients, mesh_info(1, 3));
+  const Snapshot snapshot = Snapshot::open(folder / "s");
+  const std::vector<float>& big = gradients.back().data;
+  const auto count = static_cast<std::int64_t>(big.size());
+  // Around the ends of slices and of checksum blocks.
+  for (const std::int64_t begin :
+       {std::int64_t{0}, count / 3 - 2, std::int64_t{65535}, count - 5}) {
+    std::array<double, 5> values{};
+    snapshot.read(gradients.size() - 1, 0, begin, std::span<double>(values));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      EXPECT_EQ(values[i], big[static_cast<std::size_t>(begin) + i]);
+    }
+  }
+  std::array<float, 2> two{};
+  EXPECT_THROW(snapshot.read(0, 0, 14, std::span<float>(two)), UsageError);
+  EXPECT_THROW(snapshot.read(0, 1, 0, std::span<float>(two)), UsageError);
+  EXPECT_THROW(snapshot.read(99, 0, 0, std::span<float>(two)), UsageError);
+}
+
+TEST(Snapshot, DividesAPartialWhenItIsRead) {
+  const TemporaryDirectory folder;
+  SnapshotInfo info = mesh_info(1, 1);
+  info.partial = true;
+  info.divide_factor = 3;
+  info.loss_scale = 4;
+  const std::vector<NamedGradient> sums{{"w", {2}, {6.0F, 7.0F}}};
+  write_mesh(folder / "s", sums, info);
+  EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0),
+            (std::vector<float>{6.0F / 12.0F, 7.0F / 12.0F}));
+}
+
+TEST(Snapshot, KeepsPlainArraysOfEveryDtype) {
+  const TemporaryDirectory folder;
+  const std::vector<double> wide{1.0 / 3, -2.5, 1e300};
+  const std::vector<std::uint16_t> bf16{0x3f80, 0xc020, 0x0001};
+  const std::vector<std::uint16_t> f16{0x3c00, 0x0001, 0xfbff};
+  std::vector<SnapshotEntry> entries(3);
+  entries[0] = {"wide", {3}, Dtype::kF64, Dtype::kF32, 0, {wide.data(), 3, Dtype::kF64}};
+  entries[1] = {"bf16", {3}, Dtype::kBf16, Dtype::kBf16, 0, {bf16.data(), 3, Dtype::kBf16}};
+  entries[2] = {"f16", {3}, Dtype::kF16, Dtype::kF16, 0, {f16.data(), 3, Dtype::kF16}};
+  write_snapshot(folder / "plain.h5", SnapshotInfo(), entries);
+  const Snapshot snapshot = Snapshot::open(folder / "plain.h5");
+  EXPECT_EQ(snapshot.info().layout, "full");
+  EXPECT_EQ(snapshot.info().id.size(), 32U);
+  std::array<double, 3> values{};
+  snapshot.read(0, 0, 0, std::span<double>(values));
+  EXPECT_EQ(values, (std::array<double, 3>{1.0 / 3, -2.5, 1e300}));
+  snapshot.read(1, 0, 0, std::span<double>(values));
+  EXPECT_EQ(values, (std::array<double, 3>{1, -2.5, 0x1p-133}));
+  snapshot.read(2, 0, 0, std::span<double>(values));
+  EXPECT_EQ(values, (std::array<double, 3>{1, 0x1p-24, -65504}));
+}
+
+TEST(Snapshot, RefusesToWriteWhatCannotBeRead) {
+  const TemporaryDirectory folder;
+  const std::vector<float> data{1, 2, 3, 4};
+  const auto write = [&](const SnapshotInfo& info, std::vector<SnapshotEntry> entries) {
+    return error_of([&] { write_snapshot_file(folder / "s", info, entries); });
+  };
+  const SnapshotEntry good{"w", {4}, Dtype::kF32, Dtype::kF32, 0, {data.data(), 4, Dtype::kF32}};
+  EXPECT_EQ(write(mesh_info(1, 1), {good}), "no error");
+  EXPECT_THAT(write(mesh_info(1, 1), {good, good}), HasSubstr("'w' occurs twice"));
+  SnapshotEntry bad = good;
+  bad.offset = 1;
+  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("outside of 4 elements"));
+  bad = good;
+  bad.data.count = -1;
+  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("outside of 4 elements"));
+  bad = good;
+  bad.name = "";
+  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("name"));
+  bad.name = "\xff";
+  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("UTF-8"));
+  bad = good;
+  bad.data.dtype = Dtype::kI64;
+  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("f32, bf16, f16 or f64"));
+  bad = good;
+  bad.data.device = {DeviceType::kCuda, 0};
+  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("host memory"));
+  bad = good;
+  bad.data.data = nullptr;
+  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("null"));
+  SnapshotInfo info = mesh_info(1, 1);
+  info.id = "";
+  EXPECT_THAT(write(info, {good}), HasSubstr("id"));
+  info = mesh_info(2, 2);
+  info.rank = 4;
+  EXPECT_THAT(write(info, {good}), HasSubstr("rank 4 of 4"));
+  info = mesh_info(1, 1);
+  info.divide_factor = 0;
+  EXPECT_THAT(write(info, {good}), HasSubstr("divide factor"));
+  info = mesh_info(1, 1);
+  info.layout = "rows";
+  EXPECT_THAT(write(info, {good}), HasSubstr("layout"));
+  EXPECT_THAT(error_of([&] {
+                write_snapshot_file(folder / "one.h5", mesh_info(2, 1),
+                                    std::vector<SnapshotEntry>{good});
+              }),
+              HasSubstr("write to a directory"));
+  EXPECT_THAT(error_of([&] { write_snapshot(folder / "several", mesh_info(2, 1), {}); }),
+              "no error");
+  SnapshotInfo nameless = mesh_info(2, 1);
+  nameless.id = "";
+  EXPECT_THAT(error_of([&] { write_snapshot(folder / "several", nameless, {}); }),
+              HasSubstr("id that its ranks share"));
+}
+
+// What other readers see: plain HDF5, named datasets in their shapes, attributes, float conversion.
+class Hdf5View : public ::testing::Test {
+ protected:
+  void open(const std::filesystem::path& path) {
+    file_ = H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT);
+    ASSERT_GE(file_, 0);
+  }
+  ~Hdf5View() override {
+    if (file_ >= 0) H5Fclose(file_);
+  }
+  std::vector<float> floats(const std::string& link, std::vector<hsize_t>& shape) const {
+    const hid_t dataset = H5Dopen2(file_, link.c_str(), H5P_DEFAULT);
+    EXPECT_GE(dataset, 0) << link;
+    const hid_t space = H5Dget_space(dataset);
+    shape.resize(static_cast<std::size_t>(H5Sget_simple_extent_ndims(space)));
+    H5Sget_simple_extent_dims(space, shape.data(), nullptr);
+    std::vector<float> values(static_cast<std::size_t>(H5Sget_simple_extent_npoints(space)));
+    EXPECT_GE(H5Dread(dataset, H5T_NATIVE_FLOAT, H5S_ALL, H5S_ALL, H5P_DEFAULT, values.data()), 0);
+    H5Sclose(space);
+    H5Dclose(dataset);
+    return values;
+  }
+  hid_t file_ = -1;
+};
+
+TEST_F(Hdf5View, ShowsWholeParametersInTheirShape) {
+  const TemporaryDirectory folder;
+  const auto gradients = some_gradients();
+  write_mesh(folder / "s", gradients, mesh_info(1, 1));
+  ASSERT_NO_FATAL_FAILURE(open(folder / "s/rank_00000.h5"));
+  std::vector<hsize_t> shape;
+  EXPECT_EQ(floats("gradients/layer.0.weight", shape), gradients[0].data);
+  EXPECT_EQ(shape, (std::vector<hsize_t>{5, 3}));
+  EXPECT_EQ(floats("gradients/block%2Fattention%2Fout", shape), gradients[1].data);
+  EXPECT_EQ(floats("gradients/scalar", shape), gradients[4].data);
+  EXPECT_TRUE(shape.empty());
+  EXPECT_EQ(floats("gradients/%2E", shape), gradients[5].data);
+  std::int64_t step = 0;
+  const hid_t attribute = H5Aopen(file_, "step", H5P_DEFAULT);
+  EXPECT_GE(H5Aread(attribute, H5T_NATIVE_INT64, &step), 0);
+  EXPECT_EQ(step, 42);
+  H5Aclose(attribute);
+}
+
+TEST_F(Hdf5View, ConvertsSixteenBitFloats) {
+  const TemporaryDirectory folder;
+  const std::vector<std::uint16_t> bf16{0x3f80, 0xc020, 0x7f80, 0x0080};
+  const std::vector<std::uint16_t> f16{0x3c00, 0xc100, 0x7c00, 0x0001};
+  std::vector<SnapshotEntry> entries(2);
+  entries[0] = {"bf16", {4}, Dtype::kBf16, Dtype::kBf16, 0, {bf16.data(), 4, Dtype::kBf16}};
+  entries[1] = {"f16", {4}, Dtype::kF16, Dtype::kF16, 0, {f16.data(), 4, Dtype::kF16}};
+  write_snapshot(folder / "plain.h5", SnapshotInfo(), entries);
+  ASSERT_NO_FATAL_FAILURE(open(folder / "plain.h5"));
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  std::vector<hsize_t> shape;
+  EXPECT_EQ(floats("gradients/bf16", shape), (std::vector<float>{1, -2.5F, kInfinity, 0x1p-126F}));
+  EXPECT_EQ(floats("gradients/f16", shape), (std::vector<float>{1, -2.5F, kInfinity, 0x1p-24F}));
+}
+
+// How the golden file was made: --gtest_also_run_disabled_tests.
+TEST(Snapshot, DISABLED_WritesTheGoldenFile) {
+  const std::vector<NamedGradient> gradients{
+      {"layer/weight", {3, 2}, {0.5F, -1, 1.5F, -2, 2.5F, -3}}, {"scale", {}, {0x1p-149F}}};
+  SnapshotInfo info = mesh_info(1, 2, "dim0");
+  info.id = "00112233445566778899aabbccddeeff";
+  info.step = 7;
+  for (info.rank = 0; info.rank < 2; ++info.rank) {
+    auto entries = slices_of(gradients, info, Dtype::kBf16);
+    for (SnapshotEntry& entry : entries) entry.dtype = Dtype::kBf16;
+    write_snapshot_file(std::filesystem::path(HSDP_GOLDEN_DIR) / "schema_1", info, entries);
+  }
+}
+
+// Files of schema version 1 stay readable. When this fails, a new schema version is due.
+TEST(Snapshot, ReadsTheGoldenFile) {
+  const Snapshot snapshot = Snapshot::open(std::filesystem::path(HSDP_GOLDEN_DIR) / "schema_1");
+  EXPECT_EQ(snapshot.info().id, "00112233445566778899aabbccddeeff");
+  EXPECT_EQ(snapshot.info().step, 7);
+  EXPECT_EQ(snapshot.info().shard_size, 2);
+  EXPECT_EQ(snapshot.info().divide_factor, 2);
+  EXPECT_EQ(snapshot.info().layout, "dim0");
+  ASSERT_EQ(snapshot.parameters().size(), 2U);
+  EXPECT_EQ(snapshot.parameters()[0].name, "layer/weight");
+  EXPECT_EQ(snapshot.parameters()[0].shape, (Shape{3, 2}));
+  EXPECT_EQ(snapshot.parameters()[0].dtype, Dtype::kBf16);
+  EXPECT_EQ(snapshot.parameters()[0].reduce_dtype, Dtype::kBf16);
+  EXPECT_EQ(read_all(snapshot, 0), (std::vector<float>{0.5F, -1, 1.5F, -2, 2.5F, -3}));
+  EXPECT_EQ(snapshot.parameters()[1].name, "scale");
+  EXPECT_EQ(read_all(snapshot, 1), (std::vector<float>{0x1p-149F}));
+}
+
+}  // namespace
+}  // namespace hsdp

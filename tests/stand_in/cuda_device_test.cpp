@@ -1,0 +1,224 @@
+// What the CUDA device does when the runtime refuses, and when the GPU does not get on.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "cuda_runtime.h"
+#include "cuda_stand_in.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/device/copy.h"
+#include "hsdp/device/flag.h"
+#include "hsdp/device/in_flight.h"
+#include "hsdp/device/scratch.h"
+#include "hsdp/error.h"
+#include "hsdp/kernels/norm.h"
+
+namespace hsdp {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+constexpr Device kGpu{DeviceType::kCuda, 0};
+constexpr Device kOtherGpu{DeviceType::kCuda, 1};
+
+class CudaDevice : public ::testing::Test {
+ protected:
+  ~CudaDevice() override { stand_in::set_devices(2); }
+};
+
+TEST_F(CudaDevice, ThatIsNotThereIsNamed) {
+  const auto ask = [] { static_cast<void>(Stream::create({DeviceType::kCuda, 2}, "none")); };
+  EXPECT_THAT(ask, ThrowsMessage<UsageError>(AllOf(HasSubstr("cuda:2"), HasSubstr("2 devices"),
+                                                   HasSubstr("CUDA_VISIBLE_DEVICES"))));
+  stand_in::set_devices(0, cudaErrorInsufficientDriver);
+  EXPECT_THAT(ask, ThrowsMessage<UsageError>(HasSubstr("expected a CUDA driver")));
+  stand_in::set_devices(0, cudaErrorNoDevice);
+  EXPECT_THAT(ask, ThrowsMessage<UsageError>(HasSubstr("expected a GPU")));
+  EXPECT_THROW(Buffer(kGpu, 8), UsageError);
+  EXPECT_THROW(static_cast<void>(make_flag(kGpu)), UsageError);
+  EXPECT_THROW(static_cast<void>(Stream::borrow(kGpu, nullptr)), UsageError);
+  stand_in::set_devices(0, 0);
+  EXPECT_THAT(ask, ThrowsMessage<UsageError>(HasSubstr("expected a GPU")));
+}
+
+TEST_F(CudaDevice, StaysTheCallersCurrentOne) {
+  ASSERT_EQ(stand_in::current_device(), 0);
+  Stream stream = Stream::create(kOtherGpu, "other");
+  int inside = -1;
+  stream.run([&inside] { inside = stand_in::current_device(); });
+  const Buffer buffer(kOtherGpu, 100);
+  static_cast<void>(stream.record());
+  EXPECT_EQ(inside, 1);
+  EXPECT_EQ(stand_in::current_device(), 0);
+}
+
+TEST_F(CudaDevice, NeverHoldsTheCallerUp) {
+  Stream stream = Stream::create(kGpu, "first");
+  Stream other = Stream::create(kGpu, "second");
+  Stream host = Stream::host_worker("host");
+  const Buffer sum(kGpu, sizeof(double));
+  const Buffer values(kGpu, 400'000);
+  std::atomic<bool> ran = false;
+  Event last;
+  {
+    const stand_in::Standstill nothing_moves;
+    for (int i = 0; i < 3; ++i) {
+      kernels::squared_norm(values.view(Dtype::kF32), reinterpret_cast<double*>(sum.data()),
+                            stream);
+      const Scratch scratch(100, stream);
+      other.wait(stream.record());
+      host.wait(other.record());
+      host.run([&ran] { ran = true; });
+      stream.wait(host.record());
+    }
+    last = stream.record();
+    EXPECT_FALSE(last.complete());
+    EXPECT_FALSE(ran);
+  }
+  last.wait();
+  EXPECT_TRUE(last.complete());
+  EXPECT_TRUE(ran);
+}
+
+TEST_F(CudaDevice, HoldsMemoryUntilItsEvent) {
+  Stream stream = Stream::create(kGpu, "stream");
+  InFlight in_flight;
+  auto memory = std::make_shared<int>(0);
+  const std::weak_ptr<int> alive = memory;
+  {
+    const stand_in::Standstill nothing_moves;
+    in_flight.hold(stream.record(), std::move(memory));
+    in_flight.reap();
+    EXPECT_EQ(in_flight.size(), 1U);
+    EXPECT_FALSE(alive.expired());
+  }
+  stream.synchronize();
+  in_flight.reap();
+  EXPECT_EQ(in_flight.size(), 0U);
+  EXPECT_TRUE(alive.expired());
+}
+
+TEST_F(CudaDevice, GivesItsMemoryBack) {
+  const std::int64_t before = stand_in::allocated_bytes();
+  {
+    const Buffer buffer(kGpu, 1000);
+    Stream stream = Stream::create(kGpu, "stream");
+    {
+      const Scratch scratch(3000, stream);
+      EXPECT_EQ(stand_in::allocated_bytes(), before + 4000);
+    }
+    stream.synchronize();
+    EXPECT_EQ(stand_in::allocated_bytes(), before + 1000);
+  }
+  // Freed on a stream of the pool's: another allocation comes after it.
+  const Buffer next(kGpu, 1);
+  EXPECT_EQ(stand_in::allocated_bytes(), before + 1);
+}
+
+TEST_F(CudaDevice, FlagsAreZeroWhenTheyComeBack) {
+  for (int round = 0; round < 200; ++round) {
+    const Flag flag = make_flag(kGpu);
+    ASSERT_EQ(flag->load(), 0U);
+    flag->store(1);
+  }
+}
+
+struct Refusal {
+  const char* call;
+  const char* message;
+  void (*act)();
+};
+
+void PrintTo(const Refusal& refusal, std::ostream* out) { *out << refusal.call; }
+
+class CudaRefusals : public ::testing::TestWithParam<Refusal> {};
+
+TEST_P(CudaRefusals, AreErrorsThatSayWhat) {
+  const auto [call, message, act] = GetParam();
+  act();
+  stand_in::fail(call, cudaErrorLaunchFailure);
+  EXPECT_THAT(
+      act, ThrowsMessage<Error>(AllOf(HasSubstr("device: cuda:0: cannot "), HasSubstr(message))));
+  stand_in::fail(call, 0);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "left for somebody else to find";
+  act();
+}
+
+void launch_kernel() {
+  Stream stream = Stream::create(kGpu, "stream");
+  const Buffer values(kGpu, 64);
+  const Flag flag = make_flag(kGpu);
+  kernels::find_nonfinite(values.view(Dtype::kF32), flag.get(), stream);
+  stream.synchronize();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Calls, CudaRefusals,
+    ::testing::Values(Refusal{"cudaMallocFromPoolAsync", "allocate 77 bytes",
+                              [] { Buffer(kGpu, 77); }},
+                      Refusal{"cudaMemsetAsync", "clear memory", [] { Buffer(kGpu, 77); }},
+                      Refusal{"cudaStreamCreateWithFlags", "make a stream",
+                              [] { static_cast<void>(Stream::create(kGpu, "stream")); }},
+                      Refusal{"cudaEventRecord", "record an event",
+                              [] { Stream::create(kGpu, "stream").record().wait(); }},
+                      Refusal{"cudaStreamWaitEvent", "wait for an event",
+                              [] {
+                                Stream first = Stream::create(kGpu, "first");
+                                Stream second = Stream::create(kGpu, "second");
+                                first.run([] {});
+                                second.wait(first.record());
+                                second.synchronize();
+                              }},
+                      Refusal{"cudaMemcpyAsync", "copy 4 bytes",
+                              [] {
+                                Stream stream = Stream::create(kGpu, "stream");
+                                const Buffer buffer(kGpu, 8);
+                                copy_bytes(buffer.data(), buffer.data() + 4, 4, stream);
+                                stream.synchronize();
+                              }},
+                      Refusal{"cudaLaunchKernel", "start a kernel", launch_kernel},
+                      Refusal{"cudaStreamSynchronize", "finish the work",
+                              [] { Stream::create(kGpu, "stream").synchronize(); }}),
+    [](const auto& test) { return std::string(test.param.call); });
+
+TEST(CudaStreams, RaiseTheErrorOfAHostTheyWaitFor) {
+  Stream host = Stream::host_worker("host");
+  Stream stream = Stream::create(kGpu, "stream");
+  Event failed;
+  {
+    const stand_in::Standstill nothing_moves;  // the event is not complete when it is waited for
+    host.wait(stream.record());
+    host.run([] { throw std::runtime_error("of the host"); });
+    failed = host.record();
+    stream.wait(failed);
+  }
+  EXPECT_THAT([&] { stream.synchronize(); }, ThrowsMessage<std::runtime_error>("of the host"));
+  bool ran = false;
+  stream.run([&ran] { ran = true; });
+  EXPECT_FALSE(ran);
+  EXPECT_THAT([&] { stream.record().wait(); }, ThrowsMessage<std::runtime_error>("of the host"));
+}
+
+TEST(CudaStreams, TakeWorkFromSeveralThreads) {
+  Stream stream = Stream::create(kGpu, "stream");
+  std::atomic<int> calls = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, stream]() mutable {
+      for (int i = 0; i < 100; ++i) stream.run([&calls] { ++calls; });
+      stream.record().wait();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(calls, 400);
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,8 @@
+// A library that claims to be an NCCL of some version and has no other call.
+#include <cstdlib>
+
+extern "C" int ncclGetVersion(int* version) {
+  const char* const text = std::getenv("HSDP_TEST_NCCL_VERSION");
+  *version = text == nullptr ? 0 : std::atoi(text);
+  return 0;
+}

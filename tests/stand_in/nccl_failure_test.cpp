@@ -1,0 +1,318 @@
+// What goes wrong in NCCL, on a GPU or at a peer ends the world on every rank, with an error that
+// says why, and in time; the process goes on.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/engine.h"
+#include "hsdp/comm/optional_engines.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/error.h"
+#include "nccl_ranks.h"
+#include "tests/comm/stage_control.h"
+#include "tests/stand_in/nccl/nccl.h"
+
+namespace hsdp::test {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Clock = std::chrono::steady_clock;
+
+constexpr ThreadRanksOptions kPatient{.timeout = milliseconds(20'000)};
+constexpr ThreadRanksOptions kImpatient{.timeout = milliseconds(400)};
+
+// What a rank threw: "TimeoutError: ...".
+std::string describe(const std::exception_ptr& error) {
+  if (!error) return "nothing";
+  try {
+    std::rethrow_exception(error);
+  } catch (const TimeoutError& e) {
+    return std::string("TimeoutError: ") + e.what();
+  } catch (const PeerLostError& e) {
+    return std::string("PeerLostError: ") + e.what();
+  } catch (const MismatchError& e) {
+    return std::string("MismatchError: ") + e.what();
+  } catch (const RankError& e) {
+    return std::string("RankError: ") + e.what();
+  } catch (const UsageError& e) {
+    return std::string("UsageError: ") + e.what();
+  } catch (const std::exception& e) {
+    return std::string("another: ") + e.what();
+  }
+}
+
+std::string outcome_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (...) {
+    return describe(std::current_exception());
+  }
+  return "nothing";
+}
+
+std::vector<std::string> outcomes(int size, const RankBody& body,
+                                  const ThreadRanksOptions& options = kPatient) {
+  std::vector<std::string> texts;
+  for (const auto& error : try_nccl_ranks(size, body, options)) texts.push_back(describe(error));
+  return texts;
+}
+
+// An all-reduce on a stream of the GPU, and the wait for it.
+void reduce_and_wait(Communicator& world, int bucket) {
+  const Device gpu = gpu_of(world.rank());
+  const Buffer data(gpu, 4096);
+  Stream stream = Stream::create(gpu, "caller");
+  world.all_reduce({.data = data.view(Dtype::kF32), .bucket = bucket}, stream);
+  world.wait(stream.record());
+}
+
+bool soon(const std::function<bool()>& holds) {
+  const auto end = Clock::now() + std::chrono::seconds(10);
+  while (!holds() && Clock::now() < end) std::this_thread::sleep_for(milliseconds(2));
+  return holds();
+}
+
+TEST(NcclFailure, DifferentCallsAreNamedBeforeDataMoves) {
+  const auto texts = outcomes(3, [](Communicator& world) {
+    const Device gpu = gpu_of(world.rank());
+    const Buffer data(gpu, 4096);
+    const auto count = world.rank() == 1 ? 99 : 100;
+    const TensorView part = data.view(Dtype::kF32).slice(0, count);
+    const std::string first = outcome_of([&] { world.all_reduce({.data = part, .bucket = 3}); });
+    EXPECT_EQ(outcome_of([&] { world.barrier(); }), first);
+    EXPECT_TRUE(nccl_stand_in().calls(world.rank()).empty());
+    world.barrier();
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("MismatchError: nccl: the ranks' calls do not match"),
+                                HasSubstr("all_reduce of 100 f32 of bucket 3 (ranks 0, 2)"),
+                                HasSubstr("of 99 f32 of bucket 3 (rank 1)"))));
+}
+
+TEST(NcclFailure, NativeAndExactDoNotMeet) {
+  const auto texts = outcomes(2, [](Communicator& world) {
+    const Buffer data(gpu_of(world.rank()), 400);
+    const auto how = world.rank() == 0 ? Reduction::kExact : Reduction::kNative;
+    world.all_reduce({.data = data.view(Dtype::kF32), .reduction = how});
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("MismatchError")));
+}
+
+TEST(NcclFailure, APeerThatDoesNotCallIsNamed) {
+  const auto texts = outcomes(
+      3,
+      [](Communicator& world) {
+        if (world.rank() != 1) return reduce_and_wait(world, 5);
+        soon([&] { return control_of(world)->failed(); });
+        world.barrier();
+      },
+      kImpatient);
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("TimeoutError"), HasSubstr("all_reduce of bucket 5"),
+                                HasSubstr("rank 1"))));
+}
+
+TEST(NcclFailure, AGpuThatHangsIsATimeoutAndEverythingIsAborted) {
+  const auto start = Clock::now();
+  const auto texts = outcomes(
+      3,
+      [](Communicator& world) {
+        nccl_stand_in().hang(1);
+        const std::string first = outcome_of([&] { reduce_and_wait(world, 7); });
+        EXPECT_EQ(outcome_of([&] { world.barrier(); }), first);
+        EXPECT_EQ(outcome_of([&] { static_cast<void>(world.split(0, 0)); }), first);
+        world.barrier();
+      },
+      kImpatient);
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("TimeoutError"), HasSubstr("all_reduce of bucket 7"))));
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+  EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
+  EXPECT_EQ(nccl_stand_in().aborts(), 3);
+  EXPECT_EQ(nccl_stand_in().revokes(), 3);
+}
+
+TEST(NcclFailure, AnAbortThatHangsHoldsNobodyUp) {
+  const auto start = Clock::now();
+  std::vector<Buffer> memory(2);  // the GPU still uses it when its ranks have given up
+  const auto texts = outcomes(
+      2,
+      [&memory](Communicator& world) {
+        nccl_stand_in().hang(0);
+        nccl_stand_in().hang_aborts();
+        const Device gpu = gpu_of(world.rank());
+        Buffer& data = memory[static_cast<std::size_t>(world.rank())] = Buffer(gpu, 4096);
+        Stream stream = Stream::create(gpu, "caller");
+        world.all_reduce({.data = data.view(Dtype::kF32), .bucket = 1}, stream);
+        world.wait(stream.record());
+      },
+      kImpatient);
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("TimeoutError"), HasSubstr("bucket 1"))));
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(15));
+  EXPECT_GT(nccl_stand_in().communicators(), 0);
+  nccl_stand_in().release();
+  EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
+  for (int rank = 0; rank < 2; ++rank) Stream::borrow(gpu_of(rank), nullptr).synchronize();
+}
+
+TEST(NcclFailure, AnErrorOfNcclNamesTheCallAndTheRank) {
+  const auto texts = outcomes(3, [](Communicator& world) {
+    nccl_stand_in().hang(0);
+    if (world.rank() == 2) {
+      std::thread([] {
+        std::this_thread::sleep_for(milliseconds(50));
+        nccl_stand_in().set_error(2, ncclSystemError);
+      }).detach();
+    }
+    reduce_and_wait(world, 4);
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("RankError: nccl: all_reduce of bucket 4"),
+                                HasSubstr("unhandled system error"), HasSubstr("rank 2 of 3"))));
+}
+
+TEST(NcclFailure, ARemoteErrorIsALostPeer) {
+  const auto texts = outcomes(2, [](Communicator& world) {
+    nccl_stand_in().hang(0);
+    if (world.rank() == 1) nccl_stand_in().set_error(1, ncclRemoteError);
+    reduce_and_wait(world, 2);
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("PeerLostError: nccl: all_reduce of bucket 2"),
+                                HasSubstr("remote process exited"))));
+}
+
+TEST(NcclFailure, AWorldThatEndsElsewhereEndsWhatTheGpuDoes) {
+  const auto texts = outcomes(3, [](Communicator& world) {
+    nccl_stand_in().hang(1);
+    if (world.rank() == 1) {
+      std::thread([world]() mutable {
+        std::this_thread::sleep_for(milliseconds(50));
+        world.abort("the test wants it");
+      }).detach();
+    }
+    reduce_and_wait(world, 0);
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("RankError"), HasSubstr("the test wants it"))));
+}
+
+TEST(NcclFailure, AConnectionThatIsRefusedIsNamedOnEveryRank) {
+  for (const bool late : {false, true}) {
+    static_cast<void>(nccl_stand_in());
+    std::vector<std::string> texts;
+    nccl_stand_in().reset();
+    nccl_stand_in().fail_init(1, ncclSystemError, late);
+    run_ranks(
+        3,
+        [&](Communicator& host) {
+          const std::string text = outcome_of(
+              [&] { static_cast<void>(comm::nccl_world(control_of(host), gpu_of(host.rank()))); });
+          EXPECT_THAT(text, AllOf(HasSubstr("RankError: nccl: connect: expected success"),
+                                  HasSubstr("rank 1 of 3")));
+        },
+        kPatient);
+    EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
+  }
+}
+
+class WithSharedGpu : public ::testing::TestWithParam<const char*> {
+ protected:
+  void TearDown() override { ::unsetenv(GetParam()); }
+  static void connect(const std::function<void(const std::string&)>& check) {
+    nccl_stand_in().reset();
+    run_ranks(
+        3,
+        [&](Communicator& host) {
+          check(outcome_of([&] {
+            static_cast<void>(comm::nccl_world(control_of(host), gpu_of(host.rank() / 2)));
+          }));
+        },
+        kPatient);
+  }
+};
+
+TEST_P(WithSharedGpu, IsRefusedUnlessSomebodyAskedForIt) {
+  connect([](const std::string& text) {
+    EXPECT_THAT(text,
+                AllOf(HasSubstr("UsageError: nccl: more ranks than GPUs"), HasSubstr("cuda:0"),
+                      HasSubstr("ranks 0 and 1 of 3"), HasSubstr("NCCL_HOSTID")));
+  });
+  ::setenv(GetParam(), "1", 1);
+  connect([](const std::string& text) { EXPECT_EQ(text, "nothing"); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Variables, WithSharedGpu,
+                         ::testing::Values("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"));
+
+// Tells the others of another version than this rank has.
+class OlderControl : public StageControl {
+ public:
+  using StageControl::StageControl;
+  void post(std::string_view key, std::span<const int> members, std::string_view message) override {
+    std::string text(message);
+    const std::size_t place = key.ends_with("/seats") ? text.find("2.28.9") : std::string::npos;
+    if (place != std::string::npos) text.replace(place, 6, "2.20.5");
+    StageControl::post(key, members, text);
+  }
+};
+
+TEST(NcclFailure, DifferentVersionsAreNamed) {
+  nccl_stand_in().reset();
+  run_ranks(
+      3,
+      [](Communicator& host) {
+        auto control = control_of(host);
+        if (host.rank() == 2) control = std::make_shared<OlderControl>(control, Stage{});
+        EXPECT_THAT(
+            outcome_of([&] { static_cast<void>(comm::nccl_world(control, gpu_of(host.rank()))); }),
+            AllOf(HasSubstr("MismatchError"), HasSubstr("expected version 2.28.9 as on rank 0"),
+                  HasSubstr("got 2.20.5 (rank 2 of 3)")));
+      },
+      kPatient);
+}
+
+TEST(NcclFailure, ARankWithoutItsGpuIsNamedOnTheOthers) {
+  nccl_stand_in().reset();
+  run_ranks(
+      2,
+      [](Communicator& host) {
+        const Device gpu = gpu_of(host.rank() == 0 ? 0 : 63);
+        const std::string text =
+            outcome_of([&] { static_cast<void>(comm::nccl_world(control_of(host), gpu)); });
+        EXPECT_THAT(text, HasSubstr(host.rank() == 0 ? "MismatchError: nccl: rank 1 of 2 cannot"
+                                                     : "UsageError: device: cannot use cuda:63"));
+      },
+      kPatient);
+}
+
+TEST(NcclFailure, MemoryElsewhereIsRefusedAndNothingIsLost) {
+  run_nccl_ranks(2, [](Communicator& world) {
+    std::vector<float> host(8, 1.0F);
+    const TensorView view{host.data(), 8, Dtype::kF32};
+    EXPECT_THAT(outcome_of([&] { world.all_reduce(view); }),
+                AllOf(HasSubstr("UsageError: all_reduce: wrong device: expected memory on cuda:"),
+                      HasSubstr("got cpu")));
+    const Buffer other(gpu_of(7), 400);
+    EXPECT_THAT(outcome_of([&] { world.broadcast(other.view(Dtype::kF32)); }),
+                HasSubstr("got cuda:7"));
+    reduce_and_wait(world, 0);
+  });
+}
+
+TEST(NcclFailure, NativeSumsAreRefusedOnOtherEngines) {
+  run_ranks(2, [](Communicator& host) {
+    std::vector<float> data(8, 1.0F);
+    const TensorView view{data.data(), 8, Dtype::kF32};
+    EXPECT_THAT(
+        outcome_of([&] { host.all_reduce({.data = view, .reduction = Reduction::kNative}); }),
+        AllOf(HasSubstr("UsageError"), HasSubstr("expected the nccl engine, got host")));
+  });
+}
+
+}  // namespace
+}  // namespace hsdp::test

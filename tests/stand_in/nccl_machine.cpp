@@ -1,0 +1,237 @@
+#include "nccl_machine.h"
+
+#include <algorithm>
+
+namespace hsdp::stand_in {
+
+Machine& machine() {
+  static auto* const one = new Machine;  // outlives the streams of static objects
+  return *one;
+}
+
+std::shared_ptr<Clique> Machine::new_clique(int size) {
+  auto clique = std::make_shared<Clique>();
+  clique->number = next_clique++;
+  clique->size = size;
+  return clique;
+}
+
+void Machine::reset() {
+  release();
+  const std::lock_guard lock(mutex);
+  version = 22809;
+  errors.clear();
+  failing_inits.clear();
+  log.clear();
+  abort_count = revoke_count = 0;
+}
+
+void Machine::set_version(int value) {
+  const std::lock_guard lock(mutex);
+  version = value;
+}
+
+void Machine::set_error(int rank, int result) {
+  const std::lock_guard lock(mutex);
+  errors[rank] = static_cast<ncclResult_t>(result);
+}
+
+void Machine::fail_init(int rank, int result, bool late) {
+  const std::lock_guard lock(mutex);
+  failing_inits[rank] = {static_cast<ncclResult_t>(result), late};
+}
+
+void Machine::hang(int rank) {
+  const std::lock_guard lock(mutex);
+  hanging.insert(rank);
+}
+
+void Machine::hang_aborts() {
+  const std::lock_guard lock(mutex);
+  aborts_hang = true;
+}
+
+void Machine::release() {
+  {
+    const std::lock_guard lock(mutex);
+    hanging.clear();
+    aborts_hang = false;
+  }
+  changed.notify_all();
+}
+
+std::vector<NcclCall> Machine::calls(int rank) const {
+  const std::lock_guard lock(mutex);
+  const auto calls = log.find(rank);
+  return calls == log.end() ? std::vector<NcclCall>() : calls->second;
+}
+
+int Machine::communicators() const {
+  const std::lock_guard lock(mutex);
+  return live;
+}
+int Machine::aborts() const {
+  const std::lock_guard lock(mutex);
+  return abort_count;
+}
+int Machine::revokes() const {
+  const std::lock_guard lock(mutex);
+  return revoke_count;
+}
+int Machine::enrolled() const {
+  const std::lock_guard lock(mutex);
+  return enrolled_count;
+}
+std::int64_t Machine::allocated() const {
+  const std::lock_guard lock(mutex);
+  return static_cast<std::int64_t>(blocks.size());
+}
+
+namespace {
+
+// The ops of one group on one rank. Every wait ends when the rank's communicator does.
+class Run {
+ public:
+  Run(Member& member, const std::vector<Op>& ops)
+      : member_(member), ops_(ops), m_(machine()), lock_(m_.mutex) {}
+
+  void run() {
+    if (!wait([this] { return !m_.hanging.contains(member_.world_rank); })) return;
+    for (const Op& op : ops_) send(op);
+    for (const Op& op : ops_) {
+      if (!receive(op)) break;
+    }
+    const bool all_taken = wait([this] {
+      return std::ranges::all_of(sent_, [](const auto& message) { return message->taken; });
+    });
+    if (!all_taken) return take_back();
+    for (const auto& write : writes_) write();
+  }
+
+ private:
+  template <typename Ready>
+  bool wait(Ready ready) {
+    m_.changed.wait(lock_, [&] { return ready() || member_.ended; });
+    return ready() && !member_.ended;
+  }
+
+  [[nodiscard]] int size() const { return member_.clique->size; }
+  template <typename Visit>
+  void each_peer(Visit visit) {
+    for (int r = 0; r < size(); ++r) {
+      if (r != member_.rank) visit(r);
+    }
+  }
+
+  void post(int to, const void* data, std::size_t bytes) {
+    auto message = std::make_shared<Message>(Message{data, bytes});
+    member_.clique->mail[{member_.rank, to}].push_back(message);
+    sent_.push_back(std::move(message));
+    m_.changed.notify_all();
+  }
+
+  void send(const Op& op) {
+    const auto* const in = static_cast<const char*>(op.in);
+    switch (op.kind) {
+      case Op::Kind::kSend:
+        return post(op.peer, in, op.bytes);
+      case Op::Kind::kReceive:
+        return;
+      case Op::Kind::kGather:
+      case Op::Kind::kReduce:
+        return each_peer([&](int r) { post(r, in, op.bytes); });
+      case Op::Kind::kBroadcast:
+        if (op.peer == member_.rank) each_peer([&](int r) { post(r, in, op.bytes); });
+        return;
+      case Op::Kind::kReduceScatter:
+        return each_peer(
+            [&](int r) { post(r, in + static_cast<std::size_t>(r) * op.bytes, op.bytes); });
+    }
+  }
+
+  bool take(int from, void* to, std::size_t bytes) {
+    Mail& mail = member_.clique->mail[{from, member_.rank}];
+    if (!wait([&] { return !mail.empty(); })) return false;
+    const std::shared_ptr<Message> message = mail.front();
+    mail.pop_front();
+    if (message->bytes == bytes) {
+      std::memcpy(to, message->data, bytes);
+    } else {
+      member_.error = ncclInvalidUsage;
+    }
+    message->taken = true;
+    m_.changed.notify_all();
+    return true;
+  }
+
+  bool receive(const Op& op) {
+    auto* const out = static_cast<char*>(op.out);
+    switch (op.kind) {
+      case Op::Kind::kSend:
+        return true;
+      case Op::Kind::kReceive:
+        return take(op.peer, out, op.bytes);
+      case Op::Kind::kGather: {
+        bool complete = true;
+        each_peer([&](int r) {
+          complete = complete && take(r, out + static_cast<std::size_t>(r) * op.bytes, op.bytes);
+        });
+        char* const own = out + static_cast<std::size_t>(member_.rank) * op.bytes;
+        if (own != op.in) std::memcpy(own, op.in, op.bytes);
+        return complete;
+      }
+      case Op::Kind::kBroadcast:
+        return op.peer == member_.rank || take(op.peer, out, op.bytes);
+      case Op::Kind::kReduce:
+        return reduce(op, static_cast<const char*>(op.in));
+      case Op::Kind::kReduceScatter:
+        return reduce(op, static_cast<const char*>(op.in) +
+                              static_cast<std::size_t>(member_.rank) * op.bytes);
+    }
+    return false;
+  }
+
+  // Sums in descending rank: another order than the exact one's.
+  bool reduce(const Op& op, const char* own) {
+    std::vector<std::vector<float>> rows(static_cast<std::size_t>(size()),
+                                         std::vector<float>(op.bytes / sizeof(float)));
+    bool complete = true;
+    each_peer([&](int r) {
+      complete = complete && take(r, rows[static_cast<std::size_t>(r)].data(), op.bytes);
+    });
+    if (!complete) return false;
+    std::memcpy(rows[static_cast<std::size_t>(member_.rank)].data(), own, op.bytes);
+    std::vector<float> sum = rows.back();
+    for (std::size_t r = rows.size() - 1; r-- > 0;) {
+      for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += rows[r][i];
+    }
+    // Peers may still read the input, which the output may be.
+    writes_.emplace_back([sum, out = op.out] {
+      if (!sum.empty()) std::memcpy(out, sum.data(), sum.size() * sizeof(float));
+    });
+    return true;
+  }
+
+  void take_back() {
+    for (auto& [_, mail] : member_.clique->mail) {
+      std::erase_if(mail, [this](const auto& message) {
+        return std::ranges::find(sent_, message) != sent_.end();
+      });
+    }
+  }
+
+  Member& member_;
+  const std::vector<Op>& ops_;
+  Machine& m_;
+  std::unique_lock<std::mutex> lock_;
+  std::vector<std::shared_ptr<Message>> sent_;
+  std::vector<std::function<void()>> writes_;
+};
+
+}  // namespace
+
+void run_ops(Member& member, const std::vector<Op>& ops) { Run(member, ops).run(); }
+
+}  // namespace hsdp::stand_in
+
+hsdp::stand_in::NcclStandIn* hsdp_nccl_stand_in() { return &hsdp::stand_in::machine(); }

@@ -1,0 +1,104 @@
+// The state behind the stand-in for libnccl: one lock for everything.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "nccl_stand_in.h"
+#include "tests/stand_in/nccl/nccl.h"
+
+namespace hsdp::stand_in {
+
+struct Message {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+  bool taken = false;
+};
+using Mail = std::deque<std::shared_ptr<Message>>;
+
+// A communicator as all its ranks see it.
+struct Clique {
+  int number = 0;
+  int size = 0;
+  int arrived = 0;
+  std::map<std::pair<int, int>, Mail> mail;                         // from, to
+  std::map<int, std::map<int, std::pair<int, int>>> splits;         // call, rank: color, key
+  std::map<std::pair<int, int>, std::shared_ptr<Clique>> children;  // call, color
+};
+
+// A communicator as one rank sees it. Enqueued work shares it.
+struct Member {
+  std::shared_ptr<Clique> clique;
+  int rank = 0;
+  int world_rank = 0;
+  bool ended = false;  // revoked or aborted: its work moves nothing more
+  ncclResult_t error = ncclSuccess;
+  int splits = 0;
+  ncclComm_t* child = nullptr;  // where a split that is under way puts its result
+  int looks_until_done = 0;     // of ncclCommGetAsyncError: connecting takes a while
+};
+
+class Machine : public NcclStandIn {
+ public:
+  void reset() override;
+  void set_version(int value) override;
+  void set_error(int rank, int result) override;
+  void fail_init(int rank, int result, bool late) override;
+  void hang(int rank) override;
+  void hang_aborts() override;
+  void release() override;
+  [[nodiscard]] std::vector<NcclCall> calls(int rank) const override;
+  [[nodiscard]] int communicators() const override;
+  [[nodiscard]] int aborts() const override;
+  [[nodiscard]] int revokes() const override;
+  [[nodiscard]] int enrolled() const override;
+  [[nodiscard]] std::int64_t allocated() const override;
+
+  [[nodiscard]] std::shared_ptr<Clique> new_clique(int size);
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  int version = 22809;
+  int next_clique = 0;
+  int next_group = 0;
+  int next_id = 0;
+  std::map<std::string, std::shared_ptr<Clique>> cliques;  // by id
+  std::map<int, ncclResult_t> errors;                      // by world rank
+  std::map<int, std::pair<ncclResult_t, bool>> failing_inits;
+  std::set<int> hanging;
+  bool aborts_hang = false;
+  std::map<int, std::vector<NcclCall>> log;
+  int live = 0;
+  int abort_count = 0;
+  int revoke_count = 0;
+  int enrolled_count = 0;
+  std::set<void*> blocks;
+};
+
+Machine& machine();
+
+// What a rank does between ncclGroupStart and ncclGroupEnd.
+struct Op {
+  enum class Kind { kSend, kReceive, kGather, kBroadcast, kReduce, kReduceScatter } kind;
+  const void* in;
+  void* out;
+  std::size_t bytes;  // of a row
+  int peer;
+};
+// Runs as work of a stream.
+void run_ops(Member& member, const std::vector<Op>& ops);
+
+}  // namespace hsdp::stand_in
+
+struct ncclComm {
+  std::shared_ptr<hsdp::stand_in::Member> member;
+};

@@ -1,0 +1,28 @@
+// Ranks of a world on the NCCL engine, as threads, each with a GPU of the stand-in.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/comm/control.h"
+#include "nccl_stand_in.h"
+#include "tests/support/thread_ranks.h"
+
+namespace hsdp::test {
+
+[[nodiscard]] stand_in::NcclStandIn& nccl_stand_in();
+[[nodiscard]] Device gpu_of(int rank);
+[[nodiscard]] std::shared_ptr<comm::Control> control_of(const Communicator& world);
+
+// try_ranks() with a world of the NCCL engine; makes the stand-in forget earlier tests first.
+[[nodiscard]] std::vector<std::exception_ptr> try_nccl_ranks(
+    int size, const RankBody& body, const ThreadRanksOptions& options = {});
+void run_nccl_ranks(int size, const RankBody& body, const ThreadRanksOptions& options = {});
+void run_nccl_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options = {});
+
+// The same group for code that takes its memory for the host's, as the stand-in's is.
+[[nodiscard]] Communicator with_host_views(const Communicator& nccl, Device device);
+
+}  // namespace hsdp::test

@@ -1,0 +1,183 @@
+// The Reducer on the NCCL engine, over the stand-ins for libnccl and the CUDA runtime: bits and
+// failures.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <latch>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda_stand_in.h"
+#include "hsdp/error.h"
+#include "nccl_gpu_rank.h"
+
+namespace hsdp::test {
+namespace {
+
+using stand_in::NcclCall;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+class OnNccl : public ::testing::TestWithParam<MeshShape> {};
+
+TEST_P(OnNccl, ExactStepsHaveTheBitsOfTheReference) {
+  const MeshShape shape = GetParam();
+  std::uint64_t seed = 40;
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      const StepCase step = random_step(parameters(dtype), shape.size(),
+                                        {Sync::kShard, Sync::kNone, Sync::kAll}, ++seed);
+      const ReducerOptions options{.layout = layout, .bucket_bytes = kSmallBuckets};
+      std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+      run_nccl_mesh(shape, [&](const Mesh& mesh) {
+        Reducer reducer(mesh, options);
+        GpuRank rank(reducer, step, mesh);
+        static_cast<void>(rank.run_step());
+        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+        EXPECT_FALSE(reducer.found_inf());
+        EXPECT_EQ(reducer.stats().engine, "nccl");
+        EXPECT_EQ(reducer.stats().reduction, "exact");
+      });
+      expect_reference(results, step, options, shape, std::string(name(dtype)));
+    }
+  }
+}
+
+TEST_P(OnNccl, NativeSumsOfIntegersAreExactToo) {
+  const MeshShape shape = GetParam();
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
+      StepCase step = integer_step(parameters(dtype), shape.size(), 2, 7);
+      step.schedule = {Sync::kShard, Sync::kAll};
+      const ReducerOptions exact{.replica_dtype = Dtype::kF32, .layout = layout};
+      ReducerOptions options = exact;
+      options.bucket_bytes = kSmallBuckets;
+      options.reduction = "native";
+      std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+      run_nccl_mesh(shape, [&](const Mesh& mesh) {
+        Reducer reducer(mesh, options);
+        GpuRank rank(reducer, step, mesh);
+        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+        EXPECT_EQ(reducer.stats().reduction, "native");
+        int native = 0;
+        for (const NcclCall& call : nccl_stand_in().calls(mesh.rank())) {
+          EXPECT_TRUE(call.name != "send" && call.name != "recv") << call.name;
+          native += call.name == "reduce_scatter" || call.name == "all_reduce" ? 1 : 0;
+        }
+        const ReducerStats stats = reducer.stats();
+        EXPECT_EQ(native, stats.reduce_scatter_count + stats.all_reduce_count);
+      });
+      expect_reference(results, step, exact, shape, "native " + std::string(name(dtype)));
+    }
+  }
+}
+
+TEST_P(OnNccl, TheHostDoesNotWaitForTheGpu) {
+  const MeshShape shape = GetParam();
+  const StepCase step =
+      random_step(parameters(Dtype::kBf16), shape.size(), {Sync::kShard, Sync::kAll}, 5);
+  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
+  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    GpuRank rank(reducer, step, mesh);
+    static_cast<void>(rank.run_step());  // takes the memory that steps need
+    static_cast<void>(mesh.world().exchange("", "ready"));
+    {
+      const stand_in::Standstill nothing_moves;
+      for (std::size_t m = 0; m < step.schedule.size(); ++m) rank.run_microbatch(m);
+      for (std::size_t m = 0; m < step.schedule.size(); ++m) rank.run_microbatch(m);
+      EXPECT_FALSE(reducer.packed().complete());
+    }
+    results[static_cast<std::size_t>(mesh.rank())] = rank.read();
+  });
+  expect_reference(results, step, options, shape, "standing still");
+}
+
+INSTANTIATE_TEST_SUITE_P(Meshes, OnNccl,
+                         ::testing::Values(MeshShape{1, 2}, MeshShape{2, 1}, MeshShape{2, 2},
+                                           MeshShape{1, 3}, MeshShape{1, 1}),
+                         [](const auto& chosen) { return "mesh_" + to_string(chosen.param); });
+
+constexpr ThreadRanksOptions kImpatient{.timeout = std::chrono::milliseconds(500)};
+
+TEST(NcclReducerFailure, AHopThatHangsIsNamedAndTheLastResultStays) {
+  const MeshShape shape{2, 2};
+  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
+  step.schedule = {Sync::kAll};
+  std::vector<RankResult> before(4);
+  run_nccl_ranks(
+      4,
+      [&](Communicator& world) {
+        const auto r = static_cast<std::size_t>(world.rank());
+        const Mesh mesh(world, {.replicate = 2, .shard = 2, .device = gpu_of(world.rank())});
+        Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
+        GpuRank rank(reducer, step, mesh);
+        before[r] = rank.run_step();
+        static_cast<void>(reducer.found_inf());
+        static_cast<void>(mesh.world().exchange("", "ready"));
+        nccl_stand_in().hang(3);
+        const auto fails = [&] {
+          rank.run_microbatch(0);
+          static_cast<void>(reducer.found_inf());
+        };
+        EXPECT_THAT(fails, ThrowsMessage<TimeoutError>(HasSubstr("of bucket ")));
+        EXPECT_THROW(static_cast<void>(reducer.shard("w")), TimeoutError);
+        EXPECT_THROW(reducer.begin_microbatch(), TimeoutError);
+        EXPECT_EQ(reducer.stats().step_count, 2);
+      },
+      kImpatient);
+  expect_reference(before, step, {.bucket_bytes = kSmallBuckets}, shape, "before");
+}
+
+TEST(NcclReducerFailure, AResultThatStoodBeforeTheFailureIsRead) {
+  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 2, 1, 3);
+  step.schedule = {Sync::kAll};
+  std::vector<RankResult> results(2);
+  std::latch ready(2);
+  run_nccl_ranks(2, [&](Communicator& world) {
+    const Mesh mesh(world, {.replicate = 1, .shard = 2, .device = gpu_of(world.rank())});
+    Reducer reducer(mesh, {});
+    GpuRank rank(reducer, step, mesh);
+    static_cast<void>(rank.run_step());
+    static_cast<void>(reducer.found_inf());
+    ready.arrive_and_wait();
+    Communicator(world).abort("the test wants it");
+    while (!control_of(world)->failed()) std::this_thread::yield();
+    results[static_cast<std::size_t>(mesh.rank())] = rank.read();
+    const auto next_step = [&] {
+      rank.run_microbatch(0);
+      static_cast<void>(reducer.found_inf());
+    };
+    EXPECT_THROW(next_step(), RankError);
+  });
+  expect_reference(results, step, {}, {1, 2}, "kept");
+}
+
+TEST(NcclReducer, NonfiniteValuesAreFoundOnEveryRank) {
+  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
+  step.schedule = {Sync::kAll};
+  for (const char* reduction : {"exact", "native"}) {
+    run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets, .reduction = reduction});
+      reducer.register_parameter(step.parameters[0]);
+      std::vector<float> gradient(4096, 1.0F);
+      if (mesh.rank() == 2) gradient[4000] = INFINITY;
+      reducer.begin_microbatch({.last = true});
+      StridedView view;
+      view.data = gradient.data();
+      view.shape = {4096};
+      view.device = mesh.device();
+      reducer.gradient_ready(0, view);
+      reducer.end_microbatch();
+      EXPECT_TRUE(reducer.found_inf());
+      EXPECT_GT(reducer.grad_norm(), 1e30);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace hsdp::test

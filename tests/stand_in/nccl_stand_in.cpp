@@ -1,0 +1,270 @@
+// The calls of libnccl, on the machine of the stand-in.
+#include <algorithm>
+#include <cstdlib>
+#include <thread>
+
+#include "nccl_machine.h"
+
+using namespace hsdp::stand_in;  // NOLINT(google-build-using-namespace): NCCL is global
+
+namespace {
+
+struct Queued {
+  std::shared_ptr<Member> member;
+  cudaStream_t stream;
+  std::vector<Op> ops;
+  std::vector<NcclCall> calls;
+};
+// What a thread has begun. Not thread_local: a library that is opened late has no good place for
+// it.
+struct OpenGroup {
+  int depth = 0;
+  std::vector<Queued> queued;
+};
+auto& open_groups = *new std::map<std::thread::id, OpenGroup>;  // under the machine's lock
+
+ncclResult_t issue(ncclComm_t comm, cudaStream_t stream, const char* name, const Op& op) {
+  const std::lock_guard lock(machine().mutex);
+  const auto open = open_groups.find(std::this_thread::get_id());
+  if (open == open_groups.end()) return ncclInvalidUsage;  // our engine groups everything
+  std::vector<Queued>& queued = open->second.queued;
+  const auto& member = comm->member;
+  const auto same = [&](const Queued& q) { return q.member == member && q.stream == stream; };
+  auto place = std::ranges::find_if(queued, same);
+  if (place == queued.end()) place = queued.insert(place, {member, stream, {}, {}});
+  place->ops.push_back(op);
+  place->calls.push_back({name, member->clique->number, member->clique->size, 0, op.bytes});
+  return ncclSuccess;
+}
+
+ncclResult_t start(Queued& work) {
+  Machine& m = machine();
+  {
+    const std::lock_guard lock(m.mutex);
+    const int group = m.next_group++;
+    for (NcclCall& call : work.calls) {
+      call.group = group;
+      m.log[work.member->world_rank].push_back(call);
+    }
+    work.member->looks_until_done = 2;
+  }
+  const cudaError_t status =
+      enqueue("ncclGroupEnd", work.stream, [work] { run_ops(*work.member, work.ops); });
+  return status == cudaSuccess ? ncclInProgress : ncclUnhandledCudaError;
+}
+
+// With the lock held. Ranks of one color form a clique when all ranks have called.
+bool finish_split(Member& member) {
+  Clique& clique = *member.clique;
+  const auto& calls = clique.splits[member.splits - 1];
+  if (static_cast<int>(calls.size()) < clique.size) return false;
+  const auto [color, key] = calls.at(member.rank);
+  ncclComm_t* const place = std::exchange(member.child, nullptr);
+  if (color < 0) return true;
+  std::vector<std::pair<int, int>> order;  // key, rank
+  for (const auto& [rank, choice] : calls) {
+    if (choice.first == color) order.emplace_back(choice.second, rank);
+  }
+  std::ranges::sort(order);
+  auto& child = clique.children[{member.splits, color}];
+  if (child == nullptr) child = machine().new_clique(static_cast<int>(order.size()));
+  ++child->arrived;
+  auto made = std::make_shared<Member>();
+  made->clique = child;
+  made->rank =
+      static_cast<int>(std::ranges::find(order, std::pair{key, member.rank}) - order.begin());
+  made->world_rank = member.world_rank;
+  *place = new ncclComm{made};
+  ++machine().live;
+  return true;
+}
+
+ncclResult_t end(ncclComm_t comm, bool by_force) {
+  Machine& m = machine();
+  {
+    std::unique_lock lock(m.mutex);
+    if (by_force) {
+      ++m.abort_count;
+      m.changed.wait(lock, [&m] { return !m.aborts_hang; });
+      comm->member->ended = true;
+    }
+    --m.live;
+  }
+  m.changed.notify_all();
+  delete comm;
+  return ncclSuccess;
+}
+
+}  // namespace
+
+ncclResult_t ncclGetVersion(int* version) {
+  const std::lock_guard lock(machine().mutex);
+  *version = machine().version;
+  return ncclSuccess;
+}
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  if (result == ncclRemoteError) return "remote process exited or there was a network error";
+  if (result == ncclSystemError) return "unhandled system error";
+  return "an error that a test asked for";
+}
+
+const char* ncclGetLastError(ncclComm_t /*comm*/) { return "as the test wanted"; }
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  const std::lock_guard lock(machine().mutex);
+  std::memset(id, 0, sizeof(*id));
+  const std::string name = "stand-in " + std::to_string(machine().next_id++);
+  std::memcpy(id->internal, name.data(), name.size());
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank,
+                                    ncclConfig_t* config) {
+  if (config->blocking != 0 || config->magic != 0xcafebeef) return ncclInvalidArgument;
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  const auto failing = m.failing_inits.find(rank);
+  if (failing != m.failing_inits.end() && !failing->second.second) return failing->second.first;
+  auto& clique = m.cliques[std::string(id.internal, sizeof(id.internal))];
+  if (clique == nullptr) clique = m.new_clique(size);
+  ++clique->arrived;
+  auto member = std::make_shared<Member>();
+  member->clique = clique;
+  member->rank = member->world_rank = rank;
+  if (failing != m.failing_inits.end()) member->error = failing->second.first;
+  *comm = new ncclComm{member};
+  ++m.live;
+  return ncclInProgress;
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* child,
+                           ncclConfig_t* config) {
+  if (config->blocking != 0 || config->splitShare != 0) return ncclInvalidArgument;
+  Member& member = *comm->member;
+  const std::lock_guard lock(machine().mutex);
+  member.clique->splits[member.splits++][member.rank] = {color, key};
+  member.child = child;
+  return ncclInProgress;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t /*comm*/) { return ncclInProgress; }
+ncclResult_t ncclCommDestroy(ncclComm_t comm) { return end(comm, false); }
+ncclResult_t ncclCommAbort(ncclComm_t comm) { return end(comm, true); }
+
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
+  if (flags != 0) return ncclInvalidArgument;
+  Machine& m = machine();
+  {
+    std::unique_lock lock(m.mutex);
+    m.changed.wait(lock, [&m] { return !m.aborts_hang; });
+    ++m.revoke_count;
+    comm->member->ended = true;
+  }
+  m.changed.notify_all();
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  Member& member = *comm->member;
+  const auto error = m.errors.find(member.world_rank);
+  if (error != m.errors.end()) {
+    *result = error->second;
+  } else if (member.error != ncclSuccess) {
+    *result = member.error;
+  } else if (member.clique->arrived < member.clique->size ||
+             (member.child != nullptr && !finish_split(member)) || member.looks_until_done > 0) {
+    if (member.looks_until_done > 0) --member.looks_until_done;
+    *result = ncclInProgress;
+  } else {
+    *result = ncclSuccess;
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupStart() {
+  const std::lock_guard lock(machine().mutex);
+  ++open_groups[std::this_thread::get_id()].depth;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd() {
+  std::vector<Queued> queued;
+  {
+    const std::lock_guard lock(machine().mutex);
+    const auto open = open_groups.find(std::this_thread::get_id());
+    if (open == open_groups.end()) return ncclInvalidUsage;
+    if (--open->second.depth > 0) return ncclSuccess;
+    queued = std::move(open->second.queued);
+    open_groups.erase(open);
+  }
+  ncclResult_t result = ncclSuccess;
+  for (Queued& work : queued) result = start(work);
+  return result;
+}
+
+ncclResult_t ncclSend(const void* data, std::size_t count, ncclDataType_t /*type*/, int peer,
+                      ncclComm_t comm, cudaStream_t stream) {
+  return issue(comm, stream, "send", {Op::Kind::kSend, data, nullptr, count, peer});
+}
+
+ncclResult_t ncclRecv(void* data, std::size_t count, ncclDataType_t /*type*/, int peer,
+                      ncclComm_t comm, cudaStream_t stream) {
+  return issue(comm, stream, "recv", {Op::Kind::kReceive, nullptr, data, count, peer});
+}
+
+ncclResult_t ncclAllGather(const void* in, void* out, std::size_t count, ncclDataType_t /*type*/,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return issue(comm, stream, "all_gather", {Op::Kind::kGather, in, out, count, 0});
+}
+
+ncclResult_t ncclBroadcast(const void* in, void* out, std::size_t count, ncclDataType_t /*type*/,
+                           int root, ncclComm_t comm, cudaStream_t stream) {
+  return issue(comm, stream, "broadcast", {Op::Kind::kBroadcast, in, out, count, root});
+}
+
+ncclResult_t ncclAllReduce(const void* in, void* out, std::size_t count, ncclDataType_t type,
+                           ncclRedOp_t operation, ncclComm_t comm, cudaStream_t stream) {
+  if (type != ncclFloat32 || operation != ncclSum) return ncclInvalidArgument;
+  return issue(comm, stream, "all_reduce", {Op::Kind::kReduce, in, out, count * sizeof(float), 0});
+}
+
+ncclResult_t ncclReduceScatter(const void* in, void* out, std::size_t count, ncclDataType_t type,
+                               ncclRedOp_t operation, ncclComm_t comm, cudaStream_t stream) {
+  if (type != ncclFloat32 || operation != ncclSum) return ncclInvalidArgument;
+  return issue(comm, stream, "reduce_scatter",
+               {Op::Kind::kReduceScatter, in, out, count * sizeof(float), 0});
+}
+
+ncclResult_t ncclMemAlloc(void** memory, std::size_t size) {
+  constexpr std::size_t kPage = 4096;
+  *memory = std::aligned_alloc(kPage, (size + kPage - 1) / kPage * kPage);
+  if (*memory == nullptr) return ncclSystemError;
+  std::memset(*memory, 0xcb, size);
+  const std::lock_guard lock(machine().mutex);
+  machine().blocks.insert(*memory);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclMemFree(void* memory) {
+  const std::lock_guard lock(machine().mutex);
+  machine().blocks.erase(memory);
+  std::free(memory);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommRegister(ncclComm_t /*comm*/, void* memory, std::size_t /*size*/,
+                              void** handle) {
+  const std::lock_guard lock(machine().mutex);
+  ++machine().enrolled_count;
+  *handle = memory;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommDeregister(ncclComm_t /*comm*/, void* /*handle*/) {
+  const std::lock_guard lock(machine().mutex);
+  --machine().enrolled_count;
+  return ncclSuccess;
+}

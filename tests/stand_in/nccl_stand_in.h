@@ -1,0 +1,50 @@
+// What tests tell the stand-in for libnccl, a shared library that the engine opens as it opens the
+// real one. It moves real data between ranks that are threads of one process, on the streams of the
+// stand-in for the CUDA runtime. What it does says nothing about NCCL or any GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hsdp::stand_in {
+
+// One call that a rank made on a communicator.
+struct NcclCall {
+  std::string name;  // "send", "recv", "all_gather", ...
+  int communicator;  // numbered by the library, the same on all its ranks
+  int ranks;         // of the communicator
+  int group;         // calls of one group have one number
+  std::size_t bytes;
+  bool operator==(const NcclCall&) const = default;
+};
+
+class NcclStandIn {
+ public:
+  virtual ~NcclStandIn() = default;
+
+  // Forgets everything that tests asked for, and the calls.
+  virtual void reset() = 0;
+  virtual void set_version(int version) = 0;
+  // From now on the rank's communicators report that ncclResult_t.
+  virtual void set_error(int rank, int result) = 0;
+  // ncclCommInitRankConfig of that rank returns, or at last reports, that result.
+  virtual void fail_init(int rank, int result, bool late) = 0;
+  // What the rank enqueues from now on moves nothing until it is aborted.
+  virtual void hang(int rank) = 0;
+  // Nor does abort end it: ncclCommRevoke and ncclCommAbort do not return.
+  virtual void hang_aborts() = 0;
+  virtual void release() = 0;  // ends both
+
+  [[nodiscard]] virtual std::vector<NcclCall> calls(int rank) const = 0;
+  [[nodiscard]] virtual int communicators() const = 0;  // that were not destroyed or aborted
+  [[nodiscard]] virtual int aborts() const = 0;
+  [[nodiscard]] virtual int revokes() const = 0;
+  [[nodiscard]] virtual int enrolled() const = 0;            // registrations not taken back
+  [[nodiscard]] virtual std::int64_t allocated() const = 0;  // blocks not freed
+};
+
+}  // namespace hsdp::stand_in
+
+extern "C" hsdp::stand_in::NcclStandIn* hsdp_nccl_stand_in();

@@ -1,0 +1,51 @@
+// Reproducible gradients, and the memory that hands them to a Reducer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "hsdp/tensor_view.h"
+#include "tests/support/numeric_reference.h"
+
+namespace hsdp::test {
+
+// A small generator of our own: the same numbers with every standard library.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  [[nodiscard]] std::uint64_t next();
+  // Uniform in [low, high].
+  [[nodiscard]] int integer(int low, int high);
+  [[nodiscard]] double uniform();  // [0, 1)
+
+ private:
+  std::uint64_t state_;
+};
+
+[[nodiscard]] Values integer_values(std::int64_t count, int low, int high, std::uint64_t seed);
+// Both signs, magnitudes from 2^-12 to 2^12, some zeros of either sign; exact in `dtype`.
+[[nodiscard]] Values random_values(std::int64_t count, Dtype dtype, std::uint64_t seed);
+
+// One gradient in memory of its dtype, laid out by `axis_order` (outermost axis first; empty:
+// row-major).
+class StoredGradient {
+ public:
+  StoredGradient(const Values& values, const Shape& shape, Dtype dtype,
+                 const std::vector<int>& axis_order = {});
+  [[nodiscard]] StridedView view() const;
+  // Overwrites the memory with NaN: whoever reads it later is found out.
+  void poison();
+
+ private:
+  std::vector<std::byte> memory_;
+  Shape shape_;
+  Shape strides_;
+  Dtype dtype_;
+};
+
+// fp32 -> memory of `dtype` and back. The values must be exact in it.
+[[nodiscard]] std::vector<std::byte> encoded(const Values& values, Dtype dtype);
+[[nodiscard]] Values decoded(const std::vector<std::byte>& memory, Dtype dtype);
+
+}  // namespace hsdp::test

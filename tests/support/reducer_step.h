@@ -1,0 +1,78 @@
+// Runs the steps of a test through a Reducer on every rank and compares them with the reference.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "hsdp/mesh.h"
+#include "hsdp/reducer.h"
+#include "tests/support/gradient_values.h"
+#include "tests/support/numeric_reference.h"
+#include "tests/support/thread_ranks.h"
+
+namespace hsdp::test {
+
+// One step of all ranks: what decides its bits.
+struct StepCase {
+  std::vector<ParameterSpec> parameters;
+  std::vector<Gradients> gradients;  // per parameter
+  std::vector<Sync> schedule;        // explicit sync of each microbatch
+  bool finish = false;
+  std::optional<double> divide_factor;
+  double loss_scale = 1.0;
+};
+
+// How a rank hands its gradients over: what must not change any bit.
+enum class Order : std::uint8_t { kForward, kReverse, kRandom };  // random: differs by rank
+struct Delivery {
+  Order order = Order::kForward;
+  int thread_count = 1;
+  bool transposed = false;  // gradients lie in memory with reversed axes
+  std::uint64_t seed = 0;
+};
+
+// What one rank reads after a step, per parameter.
+struct RankResult {
+  std::vector<Slice> slices;
+  std::vector<Values> shards;
+};
+
+// Gradients for every microbatch and rank of `world_size`.
+[[nodiscard]] StepCase integer_step(std::vector<ParameterSpec> parameters, int world_size,
+                                    int microbatch_count, std::uint64_t seed);
+[[nodiscard]] StepCase random_step(std::vector<ParameterSpec> parameters, int world_size,
+                                   std::vector<Sync> schedule, std::uint64_t seed);
+// Odd shapes, an empty one and a scalar among them.
+[[nodiscard]] std::vector<ParameterSpec> odd_parameters(Dtype dtype);
+
+void register_all(Reducer& reducer, const StepCase& step);
+// The open microbatch's gradients of this rank, from `delivery.thread_count` threads. The memory
+// must live until end_microbatch.
+[[nodiscard]] std::vector<StoredGradient> deliver(Reducer& reducer, const StepCase& step,
+                                                  int microbatch, int rank,
+                                                  const Delivery& delivery = {});
+void run_microbatch(Reducer& reducer, const StepCase& step, int microbatch, int rank,
+                    const MicrobatchOptions& options, const Delivery& delivery = {});
+// The whole step with its explicit schedule; reads the result.
+RankResult run_step(Reducer& reducer, const StepCase& step, int rank,
+                    const Delivery& delivery = {});
+[[nodiscard]] RankResult read_result(Reducer& reducer, const StepCase& step);
+[[nodiscard]] Values values_of(const TensorView& view);
+
+// One replica's shards of a parameter joined in rank order; a test failure when they do not tile
+// the parameter.
+[[nodiscard]] Values joined(std::span<const RankResult> ranks, int shard_size, int replica,
+                            std::size_t parameter, std::int64_t count);
+
+[[nodiscard]] ReferenceStep reference_step(const StepCase& step, const ReducerOptions& options,
+                                           MeshShape shape, std::size_t parameter);
+// Every parameter on every replica has the reference's bits.
+void expect_reference(std::span<const RankResult> ranks, const StepCase& step,
+                      const ReducerOptions& options, MeshShape shape, const std::string& label);
+// Equal bits; all NaNs count as one.
+void expect_same_bits(const Values& got, const Values& want, const std::string& label);
+
+}  // namespace hsdp::test

@@ -1,0 +1,60 @@
+// Runs a function on every rank of an in-process world, each rank a thread.
+//
+// A rank whose function throws ends the world, so that its peers do not wait for it. When the
+// deadline passes, the world is ended too; if a rank still does not come back, the process aborts
+// and says which: a test never hangs.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/world.h"
+#include "hsdp/mesh.h"
+
+namespace hsdp::test {
+
+struct ThreadRanksOptions {
+  TransportChoice transport = TransportChoice::kAuto;
+  std::chrono::milliseconds timeout{30'000};  // of the world's own waits
+  std::chrono::seconds deadline{120};
+};
+
+using RankBody = std::function<void(Communicator& world)>;
+using MeshBody = std::function<void(const Mesh& mesh)>;
+
+// The exception that left each rank's function, if any.
+[[nodiscard]] std::vector<std::exception_ptr> try_ranks(int size, const RankBody& body,
+                                                        const ThreadRanksOptions& options = {});
+
+// As above; every exception is a test failure.
+void run_ranks(int size, const RankBody& body, const ThreadRanksOptions& options = {});
+
+struct MeshShape {
+  int replicate = 1;
+  int shard = 1;
+  [[nodiscard]] int size() const { return replicate * shard; }
+};
+
+[[nodiscard]] std::string to_string(MeshShape shape);  // "2x3"
+void PrintTo(MeshShape shape, std::ostream* out);      // for GoogleTest
+
+// run_ranks with a mesh over the whole world.
+void run_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options = {});
+
+// The exception of type E that `function` throws; none when it returns. Others pass through.
+template <typename E, typename Function>
+[[nodiscard]] std::optional<E> caught(Function&& function) {
+  try {
+    function();
+  } catch (const E& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+}  // namespace hsdp::test

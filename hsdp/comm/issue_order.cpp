@@ -23,6 +23,7 @@ namespace hsdp {
 namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr int kAnyLane = std::numeric_limits<int>::max();
 constexpr std::chrono::milliseconds kLookPeriod{50};  // for a failed world, while nothing comes
 
 struct Item {
@@ -56,14 +57,17 @@ struct IssueOrder::State {
   int next_number = 0;
   std::int64_t issued = 0;          // ordered items so far
   std::int64_t asks_from = kNever;  // the first item whose turn the ranks agree on
+  int asks_since = kAnyLane;        // the lane that made them ask: items before are of older ones
   bool paused = false;              // until the ranks know from where on they ask
   bool closing = false;
 
   void work();
   bool run_one_local(Lock& lock);
   void run_front(Lock& lock, Queue& queue);
-  [[nodiscard]] std::shared_ptr<Queue> next_ready() const;
+  // The first in turn, of the lanes before that number.
+  [[nodiscard]] std::shared_ptr<Queue> next_ready(int before = kAnyLane) const;
   [[nodiscard]] std::shared_ptr<Queue> agree_on_next(Lock& lock);
+  [[nodiscard]] std::shared_ptr<Queue> next_in_order(Lock& lock);
   [[nodiscard]] bool world_failed() const;
 };
 
@@ -99,10 +103,10 @@ bool IssueOrder::State::run_one_local(Lock& lock) {
   return false;
 }
 
-std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_ready() const {
+std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_ready(int before) const {
   std::shared_ptr<Queue> next;
-  for (const auto& [_, queue] : queues) {
-    if (!queue->waits_for_order()) continue;
+  for (const auto& [number, queue] : queues) {
+    if (number >= before || !queue->waits_for_order()) continue;
     if (next == nullptr || queue->items.front().place < next->items.front().place) next = queue;
   }
   return next;
@@ -129,11 +133,19 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::agree_on_next(Lock&
   }
   lock.lock();
   for (;;) {
+    if (world_failed()) return next_ready();
     const auto queue = queues.find(number);
-    if (queue == queues.end() || world_failed()) return next_ready();
-    if (queue->second->waits_for_order()) return queue->second;
+    if (queue != queues.end() && queue->second->waits_for_order()) return queue->second;
     if (!run_one_local(lock)) changed.wait_for(lock, kLookPeriod);
   }
+}
+
+// Empty: what comes next on all ranks is not there yet.
+std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order(Lock& lock) {
+  if (paused) return nullptr;
+  if (world_failed()) return next_ready();
+  if (issued < asks_from) return next_ready(asks_since);
+  return next_ready() == nullptr ? nullptr : agree_on_next(lock);
 }
 
 void IssueOrder::State::work() {
@@ -143,16 +155,18 @@ void IssueOrder::State::work() {
   Lock lock(mutex);
   for (;;) {
     if (run_one_local(lock)) continue;
-    if (const auto ready = next_ready(); ready == nullptr || paused) {
-      if (closing && ready == nullptr) return;
-      changed.wait(lock);
+    if (const auto next = next_in_order(lock)) {
+      ++issued;
+      run_front(lock, *next);
       continue;
     }
-    const bool asks = issued >= asks_from && !world_failed();
-    const auto next = asks ? agree_on_next(lock) : next_ready();
-    if (next == nullptr) continue;
-    ++issued;
-    run_front(lock, *next);
+    if (next_ready() != nullptr) {
+      changed.wait_for(lock, kLookPeriod);  // a failed world has no order to wait for
+    } else if (closing) {
+      return;
+    } else {
+      changed.wait(lock);
+    }
   }
 }
 
@@ -264,6 +278,7 @@ std::unique_ptr<IssueOrder::Lane> IssueOrder::add_lane() {
     state.paused = true;
     mine = std::to_string(state.issued);
     queue->number = state.next_number++;
+    state.queues[queue->number] = queue;  // the first rank may name it before this one goes on
   }
   const std::string key = state.group_id + "/issue/lane/" + std::to_string(queue->number);
   std::int64_t furthest = 0;
@@ -271,8 +286,10 @@ std::unique_ptr<IssueOrder::Lane> IssueOrder::add_lane() {
     {
       const std::lock_guard lock(state.mutex);
       state.paused = false;
-      if (queue->number > 0 && state.asks_from == kNever) state.asks_from = furthest;
-      state.queues[queue->number] = queue;
+      if (queue->number > 0 && state.asks_from == kNever) {
+        state.asks_from = furthest;
+        state.asks_since = queue->number;
+      }
     }
     state.changed.notify_all();
   };
@@ -284,6 +301,8 @@ std::unique_ptr<IssueOrder::Lane> IssueOrder::add_lane() {
     }
   } catch (...) {
     resume();
+    const std::lock_guard lock(state.mutex);
+    state.queues.erase(queue->number);
     throw;
   }
   resume();

@@ -18,6 +18,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/error.h
   hsdp/mesh.h
   hsdp/reducer.h
+  hsdp/reducer_options.h
   hsdp/reducer_stats.h
   hsdp/replica_hop.h
   hsdp/row_cut.h

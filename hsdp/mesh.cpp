@@ -1,6 +1,7 @@
 #include "hsdp/mesh.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <iterator>
 #include <set>
@@ -151,6 +152,8 @@ Mesh::Mesh(const Communicator& job, const MeshOptions& options)
   const auto place = std::ranges::find(order, job.rank()) - order.begin();
   State& state = *state_;
   state.options = options;
+  state.options.timeout_s =
+      std::chrono::duration<double>(job.engine()->control().timeout()).count();
   state.rank = static_cast<int>(place);
   state.world = parent.split(order.front(), state.rank);
   state.shard_group = state.world.split(replica(), shard_rank());

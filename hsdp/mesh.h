@@ -23,7 +23,7 @@ struct MeshOptions {
   // Several meshes in one job: ranks[replica][shard] are job ranks; each process passes the array
   // that holds its own rank. Empty: all ranks of the job in order.
   std::vector<std::vector<int>> ranks;
-  double timeout_s = 300.0;
+  double timeout_s = 300.0;  // of a world that is open already its own counts
   TransportChoice transport = TransportChoice::kAuto;
 };
 
@@ -39,7 +39,7 @@ class Mesh {
   [[nodiscard]] int shard_rank() const;
   [[nodiscard]] int replicate_size() const;
   [[nodiscard]] int shard_size() const;
-  [[nodiscard]] double timeout_s() const;
+  [[nodiscard]] double timeout_s() const;  // of its world's waits
   [[nodiscard]] Device device() const;
 
   [[nodiscard]] Communicator& world() const;

@@ -60,6 +60,9 @@ void write_snapshot_file(const std::filesystem::path& path, const SnapshotInfo& 
 void write_snapshot(const std::filesystem::path& path, SnapshotInfo info,
                     std::span<const SnapshotEntry> entries);
 
+// Whether a snapshot can hold the text, a parameter's name: it is UTF-8.
+[[nodiscard]] bool is_snapshot_text(const std::string& text);
+
 // A random id for SnapshotInfo: one rank draws it, the others are told.
 [[nodiscard]] std::string new_snapshot_id();
 

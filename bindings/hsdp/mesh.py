@@ -156,7 +156,8 @@ def init_mesh(
       "cuda" is torch's current device once torch is imported, else the first one.
     - `ranks`: a 2-D array of job ranks, `ranks[replica][shard_rank]`, for several meshes in one
       job. Each process passes the array that holds its own rank.
-    - `timeout_s`: seconds after which any wait for a peer is a TimeoutError.
+    - `timeout_s`: seconds after which any wait for a peer is a TimeoutError. Meshes that are
+      open at the same time share the first one's; `mesh.timeout_s` tells.
 
     Raises UsageError for sizes that do not fit the job, MismatchError when ranks ask for different
     meshes, TimeoutError when a rank does not come. Ctrl-C while it waits leaves the attempt behind;

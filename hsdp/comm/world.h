@@ -26,7 +26,7 @@ struct WorldOptions {
 };
 
 // The world of this process' job. Collective over the job. A second call in one process shares the
-// first one's connections (weakly held: they close with the last user).
+// first one's connections and their timeout (weakly held: they close with the last user).
 [[nodiscard]] Communicator connect_world(const WorldOptions& options = {});
 
 // `size` ranks as threads of this process: element r is rank r's world. For tests and examples.

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "hsdp/device/cuda_call.h"
@@ -57,12 +58,14 @@ const DevicePool& pool_of(Device device) {
   return pool;
 }
 
-std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaStream_t stream) {
+// `kept` lives as long as the memory, which is freed on `stream`.
+std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaStream_t stream,
+                                    const std::optional<Stream>& kept = {}) {
   const DevicePool& pool = pool_of(device);
   void* memory = nullptr;
   check_cuda(cudaMallocFromPoolAsync(&memory, size, pool.pool, stream), device,
              "allocate " + std::to_string(size) + " bytes");
-  return {static_cast<std::byte*>(memory), [device, stream](std::byte* data) {
+  return {static_cast<std::byte*>(memory), [device, stream, kept](std::byte* data) {
             try {
               const OnCudaDevice current(device);  // whose default stream a null one is
               static_cast<void>(cudaFreeAsync(data, stream));
@@ -127,7 +130,7 @@ std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size) {
 std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size, const Stream& stream) {
   if (size == 0) return nullptr;
   const OnCudaDevice current(stream.device());
-  return allocate(stream.device(), size, static_cast<cudaStream_t>(stream.native_handle()));
+  return allocate(stream.device(), size, static_cast<cudaStream_t>(stream.native_handle()), stream);
 }
 
 std::shared_ptr<std::atomic<std::uint32_t>> make_cuda_flag(Device device) {

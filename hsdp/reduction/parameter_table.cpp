@@ -1,9 +1,9 @@
 #include "hsdp/reduction/parameter_table.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "hsdp/error.h"
+#include "hsdp/snapshot.h"
 
 namespace hsdp::reduction {
 namespace {
@@ -23,9 +23,7 @@ void check_name(const std::string& parameter) {
                      "...': expected a name of at most " + std::to_string(kMaxNameBytes) +
                      " bytes, got " + std::to_string(parameter.size()));
   }
-  try {
-    static_cast<void>(nlohmann::json(parameter).dump());
-  } catch (const nlohmann::json::exception&) {
+  if (!is_snapshot_text(parameter)) {
     throw UsageError("reducer: parameter '" + parameter + "': expected a name in UTF-8");
   }
 }

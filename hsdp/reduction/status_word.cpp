@@ -1,9 +1,11 @@
 #include "hsdp/reduction/status_word.h"
 
 #include <array>
+#include <charconv>
 #include <functional>
+#include <iterator>
 #include <map>
-#include <nlohmann/json.hpp>
+#include <sstream>
 
 namespace hsdp::reduction {
 namespace {
@@ -13,9 +15,20 @@ struct Field {
   std::function<std::string(const StatusWord&)> text;
 };
 
-std::string factor_text(double factor) {
-  return factor == 0 ? "the default" : nlohmann::json(factor).dump();
+// The shortest text that gives the same number back.
+std::string number_text(double number) {
+  std::array<char, 32> text{};
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), number).ptr;
+  return {text.data(), end};
 }
+
+double number(const std::string& text) {
+  double value = 0;
+  std::from_chars(text.data(), text.data() + text.size(), value);
+  return value;
+}
+
+std::string factor_text(double factor) { return factor == 0 ? "the default" : number_text(factor); }
 
 const std::array<Field, 6>& fields() {
   static const std::array<Field, 6> all{{
@@ -24,7 +37,7 @@ const std::array<Field, 6>& fields() {
       {"microbatch", [](const StatusWord& w) { return std::to_string(w.microbatch); }},
       {"sync", [](const StatusWord& w) { return w.sync; }},
       {"gradient divide factor", [](const StatusWord& w) { return factor_text(w.divide_factor); }},
-      {"loss scale", [](const StatusWord& w) { return nlohmann::json(w.loss_scale).dump(); }},
+      {"loss scale", [](const StatusWord& w) { return number_text(w.loss_scale); }},
   }};
   return all;
 }
@@ -42,18 +55,34 @@ std::string majority(const std::vector<std::string>& values) {
 
 }  // namespace
 
+// A line for each field, the reason last: it may have several.
 std::string StatusWord::encode() const {
-  return nlohmann::json::array(
-             {call, step, microbatch, sync, divide_factor, loss_scale, abandoned, reason})
-      .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::string lines;
+  for (const std::string& field :
+       {call, std::to_string(step), std::to_string(microbatch), sync, number_text(divide_factor),
+        number_text(loss_scale), std::to_string(static_cast<int>(abandoned))}) {
+    lines += field + '\n';
+  }
+  return lines + reason;
 }
 
 StatusWord StatusWord::decode(const std::string& bytes) {
-  const nlohmann::json word = nlohmann::json::parse(bytes);
-  return {word.at(0).get<std::string>(),  word.at(1).get<std::int64_t>(),
-          word.at(2).get<std::int64_t>(), word.at(3).get<std::string>(),
-          word.at(4).get<double>(),       word.at(5).get<double>(),
-          word.at(6).get<bool>(),         word.at(7).get<std::string>()};
+  std::istringstream stream(bytes);
+  const auto line = [&stream] {
+    std::string text;
+    std::getline(stream, text);
+    return text;
+  };
+  StatusWord word;
+  word.call = line();
+  word.step = std::stoll(line());
+  word.microbatch = std::stoll(line());
+  word.sync = line();
+  word.divide_factor = number(line());
+  word.loss_scale = number(line());
+  word.abandoned = line() == "1";
+  word.reason.assign(std::istreambuf_iterator<char>(stream), {});
+  return word;
 }
 
 std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,

@@ -141,6 +141,15 @@ ordered_json to_json(const SnapshotSlice& slice) {
 
 }  // namespace
 
+bool is_snapshot_text(const std::string& text) {
+  try {
+    static_cast<void>(json(text).dump());
+    return true;
+  } catch (const json::exception&) {
+    return false;
+  }
+}
+
 // One line for the run and one for each parameter: the head of a file can be read by people.
 std::string encode_json(const SnapshotHeader& header) {
   const SnapshotInfo& info = header.info;

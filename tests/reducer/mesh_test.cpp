@@ -48,6 +48,13 @@ TEST(Mesh, OfOneRankNeedsNoPeer) {
   });
 }
 
+// Waits are the world's: a mesh that asks for another limit than the first one tells the truth.
+TEST(Mesh, TellsTheTimeoutOfItsWorld) {
+  const ThreadRanksOptions options{.timeout = std::chrono::milliseconds(12'500)};
+  const auto body = [](const Mesh& mesh) { EXPECT_EQ(mesh.timeout_s(), 12.5); };
+  run_mesh({.replicate = 1, .shard = 2}, body, options);
+}
+
 // Every rank asks for the same impossible mesh and gets a UsageError whose text says what is wrong;
 // the world goes on.
 struct Misuse {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -120,6 +121,15 @@ TEST_F(CudaDevice, GivesItsMemoryBack) {
   // Freed on a stream of the pool's: another allocation comes after it.
   const Buffer next(kGpu, 1);
   EXPECT_EQ(stand_in::allocated_bytes(), before + 1);
+}
+
+TEST_F(CudaDevice, ScratchMayOutliveTheStreamItWasMadeFor) {
+  const std::int64_t before = stand_in::allocated_bytes();
+  auto stream = std::make_optional(Stream::create(kGpu, "stream"));
+  auto scratch = std::make_optional<Scratch>(3000, *stream);
+  stream.reset();
+  scratch.reset();
+  while (stand_in::allocated_bytes() > before) std::this_thread::yield();
 }
 
 TEST_F(CudaDevice, FlagsAreZeroWhenTheyComeBack) {

@@ -1,0 +1,56 @@
+// What a Reducer is told: options at construction, parameters, and what a microbatch does.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "hsdp/bucket_layout.h"
+#include "hsdp/dtype.h"
+#include "hsdp/replica_hop.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp {
+
+enum class Sync : std::uint8_t { kNone, kShard, kAll };
+enum class Missing : std::uint8_t { kError, kZero };
+enum class Backwards : std::uint8_t { kOne, kMany };
+enum class AccumulateDtype : std::uint8_t { kF32, kParam };
+
+// [Note: buckets that a cache holds]
+constexpr std::int64_t kHostBucketBytes = std::int64_t{2} << 20;
+constexpr std::int64_t kGpuBucketBytes = std::int64_t{32} << 20;
+
+struct ReducerOptions {
+  std::optional<Dtype> reduce_dtype;   // wire of the shard hop; default: each gradient's own dtype
+  std::optional<Dtype> replica_dtype;  // wire of the replica hop; default: the reduce dtype
+  Layout layout = Layout::kFlat;
+  std::optional<std::int64_t> bucket_bytes;  // wire bytes of a whole bucket; default: as below
+  Missing missing = Missing::kError;
+  Backwards backwards = Backwards::kOne;
+  AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of sync = none
+  std::string reduction = "exact";                           // or "native" (nccl only)
+  std::shared_ptr<ReplicaHop> replica_hop;                   // default: plain_hop()
+};
+
+struct ParameterSpec {
+  std::string name;
+  Shape shape;
+  Dtype dtype = Dtype::kF32;  // of its gradients: f32, bf16 or f16
+  std::optional<Dtype> reduce_dtype;
+  std::string group;  // parameters whose sync flags are set together; a group has its own buckets
+};
+
+// Which sync a microbatch runs: an explicit `sync` decides; else a group whose gradient sync is off
+// is none; else last = true means all and last = false shard; else the all-reduce flag decides.
+struct MicrobatchOptions {
+  std::optional<bool> last;
+  std::optional<Sync> sync;
+};
+
+// How long `keep_alive` of a gradient on a GPU is kept: until the GPU has read it, or, by an
+// allocator that was told of pack_streams(), until the reads are enqueued there.
+enum class KeptUntil : std::uint8_t { kRead, kEnqueued };
+
+}  // namespace hsdp

@@ -33,6 +33,11 @@ bool agrees(const HostCall& a, const HostCall& b) {
          a.wire == b.wire && a.terms == b.terms && a.bucket == b.bucket && a.root == b.root;
 }
 
+HostCall call_on(Operation operation, ConstTensorView memory) {
+  return {
+      .count = memory.count, .operation = operation, .dtype = memory.dtype, .wire = memory.dtype};
+}
+
 std::string to_string(const HostCall& call) {
   std::string text(name(call.operation));
   if (call.operation == Operation::kBarrier || call.operation == Operation::kSplit) return text;

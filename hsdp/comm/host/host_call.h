@@ -12,6 +12,8 @@
 
 #include "hsdp/comm/control.h"
 #include "hsdp/dtype.h"
+#include "hsdp/row_cut.h"
+#include "hsdp/tensor_view.h"
 
 namespace hsdp::comm {
 
@@ -46,6 +48,9 @@ struct HostCall {
 };
 static_assert(sizeof(HostCall) == 48);
 
+// The call on one array, which travels in its own dtype and which no peer sees.
+[[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory);
+
 // True when two ranks make the same call.
 [[nodiscard]] bool agrees(const HostCall& a, const HostCall& b);
 [[nodiscard]] std::string to_string(const HostCall& call);
@@ -61,6 +66,10 @@ class TermsHash {
   TermsHash& add(std::uint64_t value) {
     value_ = (value_ ^ value) * 0x9e3779b97f4a7c15ULL;
     value_ ^= value_ >> 29;
+    return *this;
+  }
+  TermsHash& add(const RowCut& cut) {
+    for (const std::int64_t offset : cut.offsets()) add(static_cast<std::uint64_t>(offset));
     return *this;
   }
   [[nodiscard]] std::uint64_t value() const { return value_; }

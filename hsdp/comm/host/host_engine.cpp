@@ -4,7 +4,6 @@
 #include <bit>
 #include <utility>
 
-#include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/host_allocation.h"
 #include "hsdp/comm/host/host_direct.h"
 #include "hsdp/comm/host/host_piped.h"
@@ -22,20 +21,13 @@ void require_host(Device device, std::string_view operation) {
                    to_string(device) + "; the host engine reduces in host memory");
 }
 
-std::uint64_t hash_cut(const RowCut& cut) {
-  TermsHash hash;
-  for (const std::int64_t offset : cut.offsets()) hash.add(static_cast<std::uint64_t>(offset));
-  return hash.value();
-}
-
 bool all_direct(std::span<const HostCall> calls) {
   return std::ranges::all_of(calls, [](const HostCall& call) { return call.part != 0; });
 }
 
 }  // namespace
 
-HostEngine::HostEngine(std::unique_ptr<HostGroup> group)
-    : group_(std::move(group)), fork_generation_(comm::fork_generation()) {}
+HostEngine::HostEngine(std::unique_ptr<HostGroup> group) : group_(std::move(group)) {}
 
 void HostEngine::run(Stream& stream, std::function<void(HostGroup&)> call) {
   run_on_stream(stream,
@@ -43,37 +35,19 @@ void HostEngine::run(Stream& stream, std::function<void(HostGroup&)> call) {
 }
 
 void HostEngine::run_now(const std::function<void(HostGroup&)>& call) {
-  if (fork_generation_ != comm::fork_generation()) {
-    throw UsageError(
-        "communicator: used in a forked child: expected the process that made it; connect there");
-  }
-  if (busy_.exchange(true)) {
-    throw UsageError(
-        "communicator: used by two threads at the same time: expected one stream at a time; "
-        "split() a second communicator");
-  }
-  struct Release {
-    std::atomic<bool>& busy;
-    ~Release() { busy.store(false); }
-  } release{busy_};
+  const CallGuard::Entry alone = guard_.enter();
   try {
     call(*group_);
   } catch (const AgreedError&) {
     throw;
   } catch (const std::exception& error) {
-    // The peers are in the middle of this call: they must not wait for this rank. Without effect
-    // when the world's end is what was thrown.
-    control().fail({.kind = FailureKind::kAborted,
-                    .message = "host: rank " + std::to_string(control().rank()) +
-                               " broke off a collective: " + error.what(),
-                    .ranks = {control().rank()}});
+    end_world(control(), name(), error);
     throw;
   }
 }
 
 HostCall HostEngine::call_on(Operation operation, ConstTensorView memory) const {
-  HostCall call{
-      .count = memory.count, .operation = operation, .dtype = memory.dtype, .wire = memory.dtype};
+  HostCall call = comm::call_on(operation, memory);
   if (!group_->shares_memory()) return call;
   if (memory.count == 0) {
     call.part = kNoBytes;
@@ -92,7 +66,7 @@ void HostEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   run(stream, [this, args](HostGroup& group) {
     HostCall call = call_on(Operation::kReduceScatter, args.in);
     call.bucket = args.bucket;
-    call.terms = hash_cut(*args.cut);
+    call.terms = TermsHash().add(*args.cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {
       direct_reduce_scatter(group, calls, args);
@@ -136,7 +110,7 @@ void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
     HostCall call = call_on(Operation::kAllGather, in);
     call.count = out.count;
     call.bucket = bucket;
-    call.terms = hash_cut(cut);
+    call.terms = TermsHash().add(cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {
       direct_all_gather(group, calls, in, out, cut);

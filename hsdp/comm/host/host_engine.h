@@ -5,12 +5,12 @@
 // messages. Refuses use in a forked child and by two threads at a time.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/call_guard.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/host/host_group.h"
 
@@ -45,8 +45,7 @@ class HostEngine : public Communicator::Engine, public std::enable_shared_from_t
   [[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory) const;
 
   std::unique_ptr<HostGroup> group_;
-  std::uint64_t fork_generation_;
-  std::atomic<bool> busy_{false};
+  CallGuard guard_;
 };
 
 }  // namespace hsdp::comm

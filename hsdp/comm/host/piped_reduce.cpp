@@ -24,10 +24,8 @@ PipedReduce::PipedReduce(HostGroup& group, const ReduceScatter& args)
       wire_(args.in.dtype),
       spec_(sum_spec(args)),
       accumulate_(args.accumulate),
-      nonfinite_(args.nonfinite) {
-  for (int r = 0; r < group.size(); ++r) {
-    slices_.push_back({args.cut->begin(r), args.cut->length(r)});
-  }
+      nonfinite_(args.nonfinite),
+      slices_(slices_of(args, group.size())) {
   plan();
 }
 
@@ -39,10 +37,8 @@ PipedReduce::PipedReduce(HostGroup& group, const AllReduce& args)
       wire_(wire_dtype(args)),
       spec_(rounds_on_wire(args) ? wire_sum_spec(args) : sum_spec(args)),
       gather_(&args),
-      nonfinite_(args.nonfinite) {
-  for (int r = 0; r < group.size(); ++r) {
-    slices_.push_back(all_reduce_slice(args.data.count, group.size(), r));
-  }
+      nonfinite_(args.nonfinite),
+      slices_(slices_of(args, group.size())) {
   const Slice own = slices_[static_cast<std::size_t>(group.rank())];
   out_ = static_cast<std::byte*>(args.data.slice(own.begin, own.length).data);
   plan();

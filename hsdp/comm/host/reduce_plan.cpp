@@ -15,6 +15,20 @@ Slice all_reduce_slice(std::int64_t count, int size, int rank) {
   return {begin, edge(rank + 1) - begin};
 }
 
+std::vector<Slice> slices_of(const ReduceScatter& args, int size) {
+  std::vector<Slice> slices;
+  slices.reserve(static_cast<std::size_t>(size));
+  for (int r = 0; r < size; ++r) slices.push_back({args.cut->begin(r), args.cut->length(r)});
+  return slices;
+}
+
+std::vector<Slice> slices_of(const AllReduce& args, int size) {
+  std::vector<Slice> slices;
+  slices.reserve(static_cast<std::size_t>(size));
+  for (int r = 0; r < size; ++r) slices.push_back(all_reduce_slice(args.data.count, size, r));
+  return slices;
+}
+
 Dtype wire_dtype(const AllReduce& args) { return args.wire.value_or(args.data.dtype); }
 
 bool rounds_on_wire(const AllReduce& args) { return wire_dtype(args) != args.data.dtype; }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "hsdp/comm/communicator.h"
 #include "hsdp/kernels/sum_rows.h"
@@ -18,6 +19,10 @@ struct Slice {
   std::int64_t length = 0;
 };
 [[nodiscard]] Slice all_reduce_slice(std::int64_t count, int size, int rank);
+
+// What each of `size` ranks sums.
+[[nodiscard]] std::vector<Slice> slices_of(const ReduceScatter& args, int size);
+[[nodiscard]] std::vector<Slice> slices_of(const AllReduce& args, int size);
 
 // What travels in an all-reduce.
 [[nodiscard]] Dtype wire_dtype(const AllReduce& args);

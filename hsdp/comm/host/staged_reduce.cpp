@@ -7,23 +7,6 @@
 #include "hsdp/kernels/scale_and_cast.h"
 
 namespace hsdp::comm {
-namespace {
-
-std::vector<Slice> slices_of(const RowCut& cut, int size) {
-  std::vector<Slice> slices;
-  slices.reserve(static_cast<std::size_t>(size));
-  for (int r = 0; r < size; ++r) slices.push_back({cut.begin(r), cut.length(r)});
-  return slices;
-}
-
-std::vector<Slice> slices_of(const AllReduce& args, int size) {
-  std::vector<Slice> slices;
-  slices.reserve(static_cast<std::size_t>(size));
-  for (int r = 0; r < size; ++r) slices.push_back(all_reduce_slice(args.data.count, size, r));
-  return slices;
-}
-
-}  // namespace
 
 StagedReduce::StagedReduce(HostGroup& group, const ReduceScatter& args)
     : group_(group),
@@ -36,7 +19,7 @@ StagedReduce::StagedReduce(HostGroup& group, const ReduceScatter& args)
       accumulate_(args.accumulate),
       streaming_stores_(args.out.size_in_bytes() >= kStreamingBytes),
       nonfinite_(args.nonfinite),
-      plan_(slices_of(*args.cut, group.size()), size_bytes(wire_)),
+      plan_(slices_of(args, group.size()), size_bytes(wire_)),
       rows_(static_cast<std::size_t>(group.size())) {}
 
 StagedReduce::StagedReduce(HostGroup& group, const AllReduce& args)

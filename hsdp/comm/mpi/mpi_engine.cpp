@@ -3,7 +3,6 @@
 #include <bit>
 #include <utility>
 
-#include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/reduce_plan.h"
 #include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/comm/mpi/mpi_copy.h"
@@ -22,21 +21,9 @@ void require_host(Device device, std::string_view operation) {
                    to_string(device) + "; the mpi engine reduces in host memory");
 }
 
-std::uint64_t hash_cut(const RowCut& cut) {
-  TermsHash hash;
-  for (const std::int64_t offset : cut.offsets()) hash.add(static_cast<std::uint64_t>(offset));
-  return hash.value();
-}
-
-HostCall call_on(Operation operation, ConstTensorView memory) {
-  return {
-      .count = memory.count, .operation = operation, .dtype = memory.dtype, .wire = memory.dtype};
-}
-
 }  // namespace
 
-MpiEngine::MpiEngine(std::unique_ptr<MpiGroup> group)
-    : group_(std::move(group)), fork_generation_(comm::fork_generation()) {}
+MpiEngine::MpiEngine(std::unique_ptr<MpiGroup> group) : group_(std::move(group)) {}
 
 void MpiEngine::run(Stream& stream, std::function<void(MpiGroup&)> call) {
   run_on_stream(stream,
@@ -44,31 +31,14 @@ void MpiEngine::run(Stream& stream, std::function<void(MpiGroup&)> call) {
 }
 
 void MpiEngine::run_now(const std::function<void(MpiGroup&)>& call) {
-  if (fork_generation_ != comm::fork_generation()) {
-    throw UsageError(
-        "communicator: used in a forked child: expected the process that made it; connect there");
-  }
-  if (busy_.exchange(true)) {
-    throw UsageError(
-        "communicator: used by two threads at the same time: expected one stream at a time; "
-        "split() a second communicator");
-  }
-  struct Release {
-    std::atomic<bool>& busy;
-    ~Release() { busy.store(false); }
-  } release{busy_};
+  const CallGuard::Entry alone = guard_.enter();
   try {
     call(*group_);
   } catch (const AgreedError&) {
     throw;
   } catch (const std::exception& error) {
-    // The peers are in the middle of this call: they must not wait for this rank. Without effect
-    // when the world's end is what was thrown.
     group_->abandon();
-    control().fail({.kind = FailureKind::kAborted,
-                    .message = "mpi: rank " + std::to_string(control().rank()) +
-                               " broke off a collective: " + error.what(),
-                    .ranks = {control().rank()}});
+    end_world(control(), name(), error);
     throw;
   }
 }
@@ -78,7 +48,7 @@ void MpiEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   run(stream, [args](MpiGroup& group) {
     HostCall call = call_on(Operation::kReduceScatter, args.in);
     call.bucket = args.bucket;
-    call.terms = hash_cut(*args.cut);
+    call.terms = TermsHash().add(*args.cut).value();
     group.agree(call);
     MpiReduce(group, args).run();
   });
@@ -106,7 +76,7 @@ void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut
   run(stream, [in, out, cut, bucket](MpiGroup& group) {
     HostCall call = call_on(Operation::kAllGather, out);
     call.bucket = bucket;
-    call.terms = hash_cut(cut);
+    call.terms = TermsHash().add(cut).value();
     group.agree(call);
     mpi_all_gather(group, in, out, cut);
   });

@@ -3,13 +3,13 @@
 // See engine.h for the contract. Refuses use in a forked child and by two threads at a time.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/call_guard.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/mpi/mpi_group.h"
 
@@ -45,8 +45,7 @@ class MpiEngine : public Communicator::Engine, public std::enable_shared_from_th
   void run_now(const std::function<void(MpiGroup&)>& call);
 
   std::unique_ptr<MpiGroup> group_;
-  std::uint64_t fork_generation_;
-  std::atomic<bool> busy_{false};
+  CallGuard guard_;
 };
 
 }  // namespace hsdp::comm

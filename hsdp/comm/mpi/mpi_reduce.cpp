@@ -30,10 +30,8 @@ MpiReduce::MpiReduce(MpiGroup& group, const ReduceScatter& args)
       wire_(args.in.dtype),
       spec_(sum_spec(args)),
       accumulate_(args.accumulate),
-      nonfinite_(args.nonfinite) {
-  for (int r = 0; r < group.size(); ++r) {
-    slices_.push_back({args.cut->begin(r), args.cut->length(r)});
-  }
+      nonfinite_(args.nonfinite),
+      slices_(slices_of(args, group.size())) {
   plan();
 }
 
@@ -46,10 +44,8 @@ MpiReduce::MpiReduce(MpiGroup& group, const AllReduce& args)
       wire_(wire_dtype(args)),
       spec_(rounds_on_wire(args) ? wire_sum_spec(args) : sum_spec(args)),
       gather_(&args),
-      nonfinite_(args.nonfinite) {
-  for (int r = 0; r < group.size(); ++r) {
-    slices_.push_back(all_reduce_slice(args.data.count, group.size(), r));
-  }
+      nonfinite_(args.nonfinite),
+      slices_(slices_of(args, group.size())) {
   plan();
 }
 

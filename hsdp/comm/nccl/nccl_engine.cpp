@@ -6,7 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/comm/nccl/nccl_alone.h"
 #include "hsdp/comm/nccl/nccl_exact.h"
@@ -20,14 +19,7 @@ namespace hsdp::comm {
 namespace {
 
 std::uint64_t hash_cut(const RowCut& cut, Reduction reduction = Reduction::kExact) {
-  TermsHash hash;
-  for (const std::int64_t offset : cut.offsets()) hash.add(static_cast<std::uint64_t>(offset));
-  return hash.add(static_cast<std::uint64_t>(reduction)).value();
-}
-
-HostCall call_on(Operation operation, ConstTensorView memory) {
-  return {
-      .count = memory.count, .operation = operation, .dtype = memory.dtype, .wire = memory.dtype};
+  return TermsHash().add(cut).add(static_cast<std::uint64_t>(reduction)).value();
 }
 
 bool sums_natively(Reduction reduction, Dtype dtype) {
@@ -36,12 +28,11 @@ bool sums_natively(Reduction reduction, Dtype dtype) {
 
 }  // namespace
 
-NcclEngine::NcclEngine(std::unique_ptr<NcclGroup> group)
-    : group_(std::move(group)), fork_generation_(comm::fork_generation()) {}
+NcclEngine::NcclEngine(std::unique_ptr<NcclGroup> group) : group_(std::move(group)) {}
 
 NcclEngine::~NcclEngine() {
   // NCCL's threads and the watch are the parent's.
-  if (fork_generation_ != comm::fork_generation()) static_cast<void>(group_.release());
+  if (guard_.in_forked_child()) static_cast<void>(group_.release());
 }
 
 Transport NcclEngine::transport() const {
@@ -56,19 +47,7 @@ void NcclEngine::require_own_device(Device device, std::string_view operation) c
 }
 
 void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
-  if (fork_generation_ != comm::fork_generation()) {
-    throw UsageError(
-        "communicator: used in a forked child: expected the process that made it; connect there");
-  }
-  if (busy_.exchange(true)) {
-    throw UsageError(
-        "communicator: used by two threads at the same time: expected one stream at a time; "
-        "split() a second communicator");
-  }
-  struct Release {
-    std::atomic<bool>& busy;
-    ~Release() { busy.store(false); }
-  } release{busy_};
+  const CallGuard::Entry alone = guard_.enter();
   try {
     call(*group_);
   } catch (const AgreedError&) {
@@ -76,12 +55,7 @@ void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
   } catch (const NcclError& error) {
     group_->fail(error);
   } catch (const std::exception& error) {
-    // The peers are in the middle of this call: they must not wait for this rank. Without effect
-    // when the world's end is what was thrown.
-    control().fail({.kind = FailureKind::kAborted,
-                    .message = "nccl: rank " + std::to_string(control().rank()) +
-                               " broke off a collective: " + error.what(),
-                    .ranks = {control().rank()}});
+    end_world(control(), name(), error);
     throw;
   }
 }

@@ -6,7 +6,6 @@
 // all communicators of a process must be issued in one order on every rank (IssueOrder).
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -14,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/call_guard.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/nccl/nccl_group.h"
 
@@ -55,8 +55,7 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   [[nodiscard]] Device device() const { return group_->world()->device; }
 
   std::unique_ptr<NcclGroup> group_;
-  std::uint64_t fork_generation_;
-  std::atomic<bool> busy_{false};
+  CallGuard guard_;
   std::optional<Stream> own_stream_;
 };
 

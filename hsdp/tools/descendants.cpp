@@ -9,7 +9,6 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
-#include <fstream>
 #include <set>
 #include <sstream>
 #include <string>
@@ -17,6 +16,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "hsdp/comm/rendezvous/read_file.h"
 
 namespace hsdp::tools {
 namespace {
@@ -30,15 +31,13 @@ struct ProcessFacts {
 std::vector<ProcessFacts> all_processes() {
   std::vector<ProcessFacts> all;
   std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
-    const std::string name = entry.path().filename().string();
+  std::filesystem::directory_iterator entry("/proc", error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
     if (!std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c); })) {
       continue;
     }
-    const std::ifstream file(entry.path() / "stat");
-    std::ostringstream text;
-    text << file.rdbuf();  // nothing, and no exception, when the process has just gone
-    const std::string stat = text.str();
+    const std::string stat = comm::read_file(entry->path() / "stat").value_or("");
     // "pid (command) state parent ...": the command may hold anything.
     const auto command_end = stat.rfind(')');
     if (command_end == std::string::npos) continue;
@@ -71,18 +70,24 @@ std::vector<pid_t> living_descendants() {
   return living;
 }
 
+// Takes note of the children that have ended; whether there are others.
+bool has_children_left() {
+  pid_t ended = 0;
+  do {
+    ended = ::waitpid(-1, nullptr, WNOHANG);
+  } while (ended > 0);
+  return ended == 0;
+}
+
 }  // namespace
 
 void adopt_orphans() { ::prctl(PR_SET_CHILD_SUBREAPER, 1); }
 
 void kill_descendants() {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
-  while (std::chrono::steady_clock::now() < end) {
-    while (::waitpid(-1, nullptr, WNOHANG) > 0) {
-    }
-    const std::vector<pid_t> living = living_descendants();
-    if (living.empty()) return;
-    for (const pid_t pid : living) ::kill(pid, SIGKILL);
+  // Whoever loses its parent becomes a child of this process: without children, nobody is left.
+  while (has_children_left() && std::chrono::steady_clock::now() < end) {
+    for (const pid_t pid : living_descendants()) ::kill(pid, SIGKILL);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
 }

@@ -197,6 +197,7 @@ TEST(LaunchEnvironmentTest, PartialAndContradictorySetsNameTheVariables) {
       {"no such secret",
        {{"HSDP_SECRET_FILE", "/nowhere/secret"}},
        {"HSDP_SECRET_FILE", "/nowhere/secret"}},
+      {"unreadable secret", {{"HSDP_SECRET_FILE", "/proc"}}, {"HSDP_SECRET_FILE", "'/proc'"}},
       {"empty secret", {{"HSDP_SECRET_FILE", "/dev/null"}}, {"HSDP_SECRET_FILE"}},
   };
   for (const BadRow& row : rows) {

@@ -15,11 +15,12 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "hsdp/comm/rendezvous/read_file.h"
 
 namespace hsdp {
 namespace {
@@ -43,8 +44,7 @@ std::vector<pid_t> processes_with(const std::string& mark) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
     const std::string name = entry.path().filename().string();
     if (name.find_first_not_of("0123456789") != std::string::npos) continue;
-    std::ifstream file(entry.path() / "cmdline");
-    const std::string words{std::istreambuf_iterator<char>(file), {}};
+    const std::string words = comm::read_file(entry.path() / "cmdline").value_or("");
     if (words.find(mark) != std::string::npos) found.push_back(std::stoi(name));
   }
   return found;
@@ -269,7 +269,7 @@ TEST(HsdpRunTest, NoOrphansAfterTheEnd) {
 TEST(HsdpRunTest, NoOrphansWhenItIsKilled) {
   RunningJob run({"-n", "2"}, std::string(kFamily) + "sleep 1000");
   ASSERT_TRUE(run.await_lines("ready", 2));
-  EXPECT_GE(processes_with(run.mark()).size(), 7U);
+  EXPECT_TRUE(eventually([&] { return processes_with(run.mark()).size() == 8; }));
   ::kill(run.pid(), SIGKILL);
   EXPECT_EQ(run.finish(), 1000 + SIGKILL);
   EXPECT_TRUE(eventually([&] { return processes_with(run.mark()).empty(); }));

@@ -5,13 +5,12 @@
 #include <array>
 #include <charconv>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <sstream>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/rendezvous/read_file.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -193,13 +192,12 @@ std::optional<std::string> read_secret(const Variables& variables) {
   if (secret) {
     throw UsageError("launch: HSDP_SECRET and HSDP_SECRET_FILE are both set; set one of them");
   }
-  std::ifstream file(*path, std::ios::binary);
-  std::string contents{std::istreambuf_iterator<char>(file), {}};
-  if (!file) throw UsageError("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
-  while (!contents.empty() && (contents.back() == '\n' || contents.back() == '\r')) {
-    contents.pop_back();
+  auto contents = read_file(*path);
+  if (!contents) throw UsageError("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
+  while (!contents->empty() && (contents->back() == '\n' || contents->back() == '\r')) {
+    contents->pop_back();
   }
-  if (contents.empty()) throw UsageError("launch: HSDP_SECRET_FILE: '" + *path + "' is empty");
+  if (contents->empty()) throw UsageError("launch: HSDP_SECRET_FILE: '" + *path + "' is empty");
   return contents;
 }
 
@@ -229,8 +227,7 @@ void read_addresses(const Variables& variables, LaunchEnvironment& launch) {
 // Ranks started by one parent share this name; the start time tells a reused pid apart.
 std::string parent_name() {
   const pid_t parent = ::getppid();
-  std::ifstream file("/proc/" + std::to_string(parent) + "/stat");
-  const std::string stat{std::istreambuf_iterator<char>(file), {}};
+  const std::string stat = read_file("/proc/" + std::to_string(parent) + "/stat").value_or("");
   std::string start_time = "0";
   // The command, field 2, is in parentheses and may hold anything; the start time is field 22.
   if (const auto command_end = stat.rfind(')'); command_end != std::string::npos) {

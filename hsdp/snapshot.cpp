@@ -14,7 +14,7 @@
 namespace hsdp {
 namespace {
 
-constexpr std::size_t kMaxNamed = 8;  // in messages
+constexpr std::size_t kMaxNamedMissing = 8;  // in messages
 
 [[noreturn]] void fail(const std::filesystem::path& path, const std::string& what) {
   throw SnapshotError("snapshot: " + printable(path.string()) + ": " + what);
@@ -53,12 +53,12 @@ void check_complete(const std::filesystem::path& directory,
   std::size_t missing_count = 0;
   for (int rank = 0; rank < file_count; ++rank) {
     if (found.count(rank) != 0) continue;
-    if (++missing_count <= kMaxNamed) {
+    if (++missing_count <= kMaxNamedMissing) {
       missing += (missing_count == 1 ? "" : ", ") + std::to_string(rank);
     }
   }
   if (missing_count != 0) {
-    if (missing_count > kMaxNamed) missing += ", ...";
+    if (missing_count > kMaxNamedMissing) missing += ", ...";
     fail(directory, "incomplete: expected " + std::to_string(file_count) + " files, missing " +
                         std::to_string(missing_count) + " (rank " + missing + ")");
   }

@@ -16,7 +16,7 @@
 namespace hsdp::kernels {
 namespace {
 
-constexpr const char* kName = "cast_and_pack";
+constexpr const char* kCastAndPack = "cast_and_pack";
 constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kLongRunBytes = 2048;  // packed from where it lies
 constexpr std::int64_t kTileBytes = 131072;   // stays in an L2 cache
@@ -28,22 +28,22 @@ struct alignas(64) Tile {
 };
 
 void check(const CastAndPack& args) {
-  require_gradient_dtype(args.out_dtype, kName, "output dtype");
-  if (args.add != nullptr) require_gradient_dtype(args.add_dtype, kName, "added dtype");
+  require_gradient_dtype(args.out_dtype, kCastAndPack, "output dtype");
+  if (args.add != nullptr) require_gradient_dtype(args.add_dtype, kCastAndPack, "added dtype");
   if (args.count < 0 || args.begin < 0) {
-    throw UsageError(std::string(kName) + ": expected a window from 0 up, got " +
+    throw UsageError(std::string(kCastAndPack) + ": expected a window from 0 up, got " +
                      std::to_string(args.count) + " elements from " + std::to_string(args.begin));
   }
   if (args.gradient == nullptr) return;
   const StridedView& gradient = *args.gradient;
-  require_gradient_dtype(gradient.dtype, kName, "gradient dtype");
+  require_gradient_dtype(gradient.dtype, kCastAndPack, "gradient dtype");
   if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
-    throw UsageError(std::string(kName) + ": expected one stride a dimension of " +
+    throw UsageError(std::string(kCastAndPack) + ": expected one stride a dimension of " +
                      to_string(gradient.shape) + ", got " +
                      std::to_string(gradient.strides.size()));
   }
   if (args.begin > gradient.count() || args.count > gradient.count() - args.begin) {
-    throw UsageError(std::string(kName) + ": expected a window inside the " +
+    throw UsageError(std::string(kCastAndPack) + ": expected a window inside the " +
                      std::to_string(gradient.count()) + " elements of the gradient, got " +
                      std::to_string(args.count) + " from " + std::to_string(args.begin));
   }
@@ -63,7 +63,7 @@ RowPass pass_of(const CastAndPack& args, const void* const& source, void* const&
                position * static_cast<std::int64_t>(size_bytes(args.add_dtype));
     pass.add_dtype = args.add_dtype;
   }
-  pass.steps.result_scale = checked_power_of_two(-args.exponent, kName);
+  pass.steps.result_scale = checked_power_of_two(-args.exponent, kCastAndPack);
   pass.outs = std::span(&out, 1);
   pass.out_dtype = args.out_dtype;
   return pass;
@@ -191,7 +191,7 @@ void cast_and_pack(const CastAndPack& args, const Stream& stream) {
     return;
   }
   check(args);
-  static_cast<void>(checked_power_of_two(-args.exponent, kName));
+  static_cast<void>(checked_power_of_two(-args.exponent, kCastAndPack));
   if (args.gradient != nullptr && !args.gradient->is_contiguous()) {
     pack_on_device(args, stream);
     return;

@@ -9,13 +9,13 @@
 namespace hsdp::kernels {
 namespace {
 
-constexpr const char* kName = "scale_and_cast";
+constexpr const char* kScaleAndCast = "scale_and_cast";
 
 void check(const ScaleAndCast& args) {
-  require_gradient_dtype(args.in_dtype, kName, "input dtype");
-  require_gradient_dtype(args.out_dtype, kName, "output dtype");
+  require_gradient_dtype(args.in_dtype, kScaleAndCast, "input dtype");
+  require_gradient_dtype(args.out_dtype, kScaleAndCast, "output dtype");
   if (args.count < 0) {
-    throw UsageError(std::string(kName) + ": expected a count of at least 0, got " +
+    throw UsageError(std::string(kScaleAndCast) + ": expected a count of at least 0, got " +
                      std::to_string(args.count));
   }
 }
@@ -25,7 +25,7 @@ RowPass make_pass(const ScaleAndCast& args) {
   RowPass pass;
   pass.rows = std::span(&args.in, 1);
   pass.row_dtype = args.in_dtype;
-  pass.steps.result_scale = checked_power_of_two(args.exponent, kName);
+  pass.steps.result_scale = checked_power_of_two(args.exponent, kScaleAndCast);
   pass.steps.divisor = args.divisor;
   pass.steps.multiplier = args.multiplier;
   pass.outs = std::span(&args.out, 1);

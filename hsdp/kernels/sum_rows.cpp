@@ -14,7 +14,7 @@
 namespace hsdp::kernels {
 namespace {
 
-constexpr const char* kName = "sum_rows";
+constexpr const char* kSumRows = "sum_rows";
 
 // f64 and i64: rounded by nothing, scaled by nothing.
 bool is_plain_sum_dtype(Dtype dtype) { return dtype == Dtype::kF64 || dtype == Dtype::kI64; }
@@ -22,22 +22,22 @@ bool is_plain_sum_dtype(Dtype dtype) { return dtype == Dtype::kF64 || dtype == D
 void check(const SumRows& args) {
   const SumSpec& spec = args.spec;
   if (args.rows.empty() || args.count < 0) {
-    throw UsageError(std::string(kName) + ": expected rows and a count of at least 0, got " +
+    throw UsageError(std::string(kSumRows) + ": expected rows and a count of at least 0, got " +
                      std::to_string(args.rows.size()) + " rows of " + std::to_string(args.count));
   }
   if (is_plain_sum_dtype(spec.row_dtype)) {
     if (spec.out_dtype != spec.row_dtype || args.add != nullptr || spec.divisor != 1.0F) {
-      throw UsageError(std::string(kName) + ": cannot sum " + std::string(name(spec.row_dtype)) +
+      throw UsageError(std::string(kSumRows) + ": cannot sum " + std::string(name(spec.row_dtype)) +
                        " rows: expected the same output dtype, no divisor and no carry, got " +
                        std::string(name(spec.out_dtype)) + " and divisor " +
                        std::to_string(spec.divisor));
     }
     return;
   }
-  require_gradient_dtype(spec.row_dtype, kName, "row dtype");
-  require_gradient_dtype(spec.wire_dtype, kName, "wire dtype");
-  require_gradient_dtype(spec.total_dtype, kName, "total dtype");
-  require_gradient_dtype(spec.out_dtype, kName, "output dtype");
+  require_gradient_dtype(spec.row_dtype, kSumRows, "row dtype");
+  require_gradient_dtype(spec.wire_dtype, kSumRows, "wire dtype");
+  require_gradient_dtype(spec.total_dtype, kSumRows, "total dtype");
+  require_gradient_dtype(spec.out_dtype, kSumRows, "output dtype");
 }
 
 RowPass make_pass(const SumRows& args) {
@@ -47,15 +47,15 @@ RowPass make_pass(const SumRows& args) {
   pass.row_dtype = spec.row_dtype;
   if (spec.row_dtype == Dtype::kF32 && spec.wire_dtype != Dtype::kF32) {
     pass.wire_dtype = spec.wire_dtype;
-    pass.send_scale = checked_power_of_two(-spec.send_exponent, kName);
+    pass.send_scale = checked_power_of_two(-spec.send_exponent, kSumRows);
   }
   pass.add = args.add;
-  pass.steps.sum_scale = checked_power_of_two(spec.sum_exponent, kName);
+  pass.steps.sum_scale = checked_power_of_two(spec.sum_exponent, kSumRows);
   pass.steps.total_dtype = spec.total_dtype;
   if (spec.total_dtype != Dtype::kF32) {
-    pass.steps.total_scale = checked_power_of_two(-spec.total_exponent, kName);
+    pass.steps.total_scale = checked_power_of_two(-spec.total_exponent, kSumRows);
   }
-  pass.steps.result_scale = checked_power_of_two(spec.result_exponent, kName);
+  pass.steps.result_scale = checked_power_of_two(spec.result_exponent, kSumRows);
   pass.steps.divisor = spec.divisor;
   pass.outs = args.outs;
   pass.out_dtype = spec.out_dtype;

@@ -8,7 +8,7 @@ namespace {
 
 // A rank may have left after it did all its part, while the beat that tells of a wait for it was
 // still under way, or the waiting thread has not run since.
-constexpr std::chrono::milliseconds kPatienceWithClosed{1'000};
+constexpr std::chrono::milliseconds kPatienceWithLeft{1'000};
 
 }  // namespace
 
@@ -89,7 +89,7 @@ void ControlHub::judge_waits_on_closed(const std::vector<RankReport>& reports) {
       const auto since = seen == waits_on_closed_.end() ? clock_.now() : seen->second;
       still[key] = since;
       // What a rank posts comes before its goodbye, so a missing post never comes any more.
-      if (wait.exchange == 0 && clock_.now() - since < kPatienceWithClosed) continue;
+      if (wait.exchange == 0 && clock_.now() - since < kPatienceWithLeft) continue;
       Verdict verdict = lost_verdict(*closed, options_.own.size, "it closed its world");
       verdict.operation = wait.operation;
       verdict.bucket = wait.bucket;

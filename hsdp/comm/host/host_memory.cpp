@@ -3,22 +3,20 @@
 #include <algorithm>
 #include <atomic>
 
+#include "hsdp/comm/host/page.h"
+
 namespace hsdp::comm {
 namespace {
-
-constexpr std::size_t kPage = 4096;
 
 // The last page of a segment: tells the peers that map it when the owner is through with it.
 std::atomic_ref<std::uint32_t> dropped_mark(const SharedSegment& segment) {
   return std::atomic_ref(
-      *reinterpret_cast<std::uint32_t*>(segment.data() + segment.size() - kPage));
+      *reinterpret_cast<std::uint32_t*>(segment.data() + segment.size() - kPageBytes));
 }
 
 }  // namespace
 
-std::size_t HostMemory::segment_size(std::size_t size) {
-  return (size + kPage - 1) / kPage * kPage + kPage;
-}
+std::size_t HostMemory::segment_size(std::size_t size) { return whole_pages(size) + kPageBytes; }
 
 std::uint32_t HostMemory::next_part() {
   const std::lock_guard lock(mutex_);

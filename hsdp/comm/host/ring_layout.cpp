@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <bit>
 
+#include "hsdp/comm/host/page.h"
+
 namespace hsdp::comm {
 namespace {
 
 constexpr std::size_t kRingsBytes = std::size_t{1} << 20;
 constexpr std::size_t kLargestMessageBytes = std::size_t{128} << 10;
 constexpr std::size_t kSmallestMessageBytes = std::size_t{4} << 10;
-constexpr std::size_t kPage = 4096;
 static_assert(Ring::kSlots == MulticastRing::kSlots);
 
 }  // namespace
@@ -22,7 +23,7 @@ RingLayout::RingLayout(int size)
 
 std::size_t RingLayout::counters_bytes() const {
   const std::size_t bytes = size_ * sizeof(RingCounters) + (1 + size_) * sizeof(MulticastCounter);
-  return (bytes + kPage - 1) / kPage * kPage;
+  return whole_pages(bytes);
 }
 
 std::size_t RingLayout::segment_bytes() const {

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "hsdp/comm/fork_guard.h"
+#include "hsdp/comm/host/page.h"
 #include "hsdp/error.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -26,7 +27,6 @@ namespace hsdp::comm {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kPage = 4096;
 
 [[noreturn]] void throw_errno(const std::string& what, const std::string& action,
                               std::size_t size) {
@@ -64,7 +64,7 @@ std::byte* map_aligned(int fd, std::size_t size) {
 void prefer_huge_pages(std::byte* data, std::size_t size) {
   const std::size_t huge = size / kHugePage * kHugePage;
   for (std::size_t at = 0; at < huge; at += kHugePage) {
-    if (::madvise(data + at, kPage, MADV_POPULATE_WRITE) != 0) return;
+    if (::madvise(data + at, kPageBytes, MADV_POPULATE_WRITE) != 0) return;
   }
   if (huge > 0) ::madvise(data, huge, MADV_COLLAPSE);
 }
@@ -118,13 +118,13 @@ void SharedSegment::populate(const std::string& what) {
     errno = error;
     throw_errno(what, "backing", size_);
   }
-  for (std::size_t at = 0; at < size_; at += kPage) {
+  for (std::size_t at = 0; at < size_; at += kPageBytes) {
     std::atomic_ref(reinterpret_cast<std::uint32_t&>(data_[at])).fetch_add(0);
   }
 }
 
 std::shared_ptr<SharedSegment> SharedSegment::create(std::size_t size, const std::string& what) {
-  const std::size_t pages = std::max(kPage, (size + kPage - 1) / kPage * kPage);
+  const std::size_t pages = std::max(kPageBytes, whole_pages(size));
   UniqueFd fd(::memfd_create(("hsdp " + what).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd || ::ftruncate(fd.get(), static_cast<off_t>(pages)) != 0 ||
       ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {

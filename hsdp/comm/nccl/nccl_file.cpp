@@ -12,7 +12,7 @@
 namespace hsdp::comm {
 namespace {
 
-constexpr const char* kName = "libnccl.so.2";
+constexpr const char* kLibraryName = "libnccl.so.2";
 constexpr const char* kPathVariable = "HSDP_NCCL_LIBRARY";
 
 std::string text_of_variable(const char* name) {
@@ -30,7 +30,7 @@ std::string loader_error() {
 // active virtual environment.
 std::vector<std::filesystem::path> wheel_files() {
   const std::filesystem::path in_packages =
-      std::filesystem::path("nvidia") / "nccl" / "lib" / kName;
+      std::filesystem::path("nvidia") / "nccl" / "lib" / kLibraryName;
   std::vector<std::filesystem::path> files;
   static const char here = 0;
   const std::filesystem::path self = file_of_symbol(const_cast<char*>(&here));  // NOLINT: unwritten
@@ -63,15 +63,16 @@ std::string file_of_symbol(void* symbol) {
 void* open_nccl_file() {
   const std::string named = text_of_variable(kPathVariable);
   if (!named.empty()) return open_named_file(named);
-  if (void* const loaded = ::dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) return loaded;
-  if (void* const found = ::dlopen(kName, RTLD_NOW | RTLD_LOCAL)) return found;
+  if (void* const loaded = ::dlopen(kLibraryName, RTLD_NOW | RTLD_NOLOAD)) return loaded;
+  if (void* const found = ::dlopen(kLibraryName, RTLD_NOW | RTLD_LOCAL)) return found;
   const std::string reason = loader_error();
   for (const std::filesystem::path& file : wheel_files()) {
     std::error_code ignored;
     if (!std::filesystem::exists(file, ignored)) continue;
     if (void* const found = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL)) return found;
   }
-  throw UsageError(std::string("nccl: expected ") + kName + " 2.18 or newer, got none (" + reason +
+  throw UsageError(std::string("nccl: expected ") + kLibraryName + " 2.18 or newer, got none (" +
+                   reason +
                    "); install NCCL (the package libnccl2, or pip install nvidia-nccl-cu13), or "
                    "name the file in " +
                    kPathVariable);

@@ -15,7 +15,7 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-constexpr WaitState kConnect{.operation = "connect"};
+constexpr WaitState kConnectLink{.operation = "connect"};
 constexpr WaitState kSplit{.operation = "split"};
 constexpr milliseconds kCallTime{1'000};  // that NCCL may take to answer another call
 
@@ -35,7 +35,7 @@ NcclLink::NcclLink(std::shared_ptr<NcclWorld> world, int size, int rank, const s
   const OnCudaDevice current(world_->device);
   handle_ = world_->library->begin_init(size, id, rank);
   try {
-    settle(kConnect);
+    settle(kConnectLink);
   } catch (...) {
     world_->watch->tear_down(handle_);
     throw;

@@ -14,7 +14,9 @@ JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 60
 ANALYZER ?= shallow
 INSTALL := sh cmake/install_dependencies.sh
+# The tests build the library again as a wheel and as the other kind of library, in other folders.
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
+export CCACHE_NOHASHDIR ?= 1
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | \

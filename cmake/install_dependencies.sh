@@ -7,7 +7,7 @@ set -eu
 packages=
 for group in "$@"; do
   case $group in
-    build) packages="$packages g++ cmake ninja-build python3 python3-dev python3-venv libboost-dev
+    build) packages="$packages g++ ccache cmake ninja-build python3 python3-dev python3-venv libboost-dev
       libboost-program-options-dev libhdf5-dev libhwy-dev libssl-dev nlohmann-json3-dev
       libxxhash-dev libgtest-dev libgmock-dev" ;;
     lint) packages="$packages clang-format clang-tidy" ;;

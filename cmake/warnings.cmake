@@ -7,6 +7,9 @@ if(PROJECT_IS_TOP_LEVEL AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang")
     # Both report sound uses of std::string and std::optional in some versions.
     list(APPEND hsdp_warnings -Wno-maybe-uninitialized -Wno-restrict)
   endif()
+  if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    list(APPEND hsdp_warnings -Wno-subobject-linkage)  # each source looks included there
+  endif()
   foreach(warning IN LISTS hsdp_warnings)
     add_compile_options($<$<COMPILE_LANGUAGE:CXX>:${warning}>)
   endforeach()

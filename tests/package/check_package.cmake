@@ -16,15 +16,22 @@ file(REMOVE_RECURSE ${prefix} ${WORK_DIR}/consumer)
 
 if(NOT BUILD_HERE)
   set(BUILD_DIR ${WORK_DIR}/build)
-  set(BUILD_TYPE Debug)
+  if(LAUNCHER)
+    string(TOUPPER "${BUILD_TYPE}" upper_type)
+    set(how -DCMAKE_BUILD_TYPE=${BUILD_TYPE} -DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}
+            -DCMAKE_COMPILE_WARNING_AS_ERROR=${WARNINGS_ARE_ERRORS}
+            "-DCMAKE_CXX_FLAGS_${upper_type}=${CXX_FLAGS}")
+  else()
+    set(BUILD_TYPE Debug)
+    set(how -DCMAKE_BUILD_TYPE=${BUILD_TYPE})
+  endif()
   set(shared OFF)
   if(LINKAGE STREQUAL shared)
     set(shared ON)
   endif()
   run("configuring the ${LINKAGE} library"
       ${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${BUILD_DIR} -G ${GENERATOR} ${compilers}
-      -DBUILD_SHARED_LIBS=${shared} -DCMAKE_BUILD_TYPE=${BUILD_TYPE} -DHSDP_BUILD_TESTS=OFF
-      -DHSDP_BUILD_EXAMPLES=OFF)
+      -DBUILD_SHARED_LIBS=${shared} ${how} -DHSDP_BUILD_TESTS=OFF -DHSDP_BUILD_EXAMPLES=OFF)
   run("building the ${LINKAGE} library" ${CMAKE_COMMAND} --build ${BUILD_DIR} -j 2)
 endif()
 run("installing" ${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${prefix})

@@ -160,7 +160,9 @@ ConstTensorView contiguous(const ArrayArgument& argument, std::string_view what)
 TensorView writable(const ArrayArgument& argument, std::string_view what) {
   const ConstTensorView view = contiguous(argument, what);
   if (!argument.writable) {
-    fault(what, "a writable array", "a read-only one; pass a copy of it");
+    fault(what, "a writable array",
+          "a read-only one, or one that does not say by DLPack that it may be written to; pass a "
+          "copy");
   }
   return {const_cast<void*>(view.data), view.count, view.dtype, view.device};  // NOLINT
 }

@@ -103,7 +103,7 @@ void require_unmarked(py::handle object, std::string_view what) {
 
 struct Capsule {
   const dlpack::Tensor* tensor = nullptr;
-  bool read_only = false;
+  std::optional<bool> read_only;  // only versioned capsules know
 };
 
 Capsule open_capsule(const py::object& capsule, std::string_view what) {
@@ -119,9 +119,21 @@ Capsule open_capsule(const py::object& capsule, std::string_view what) {
   if (PyCapsule_IsValid(object, dlpack::kName) != 0) {
     return {&static_cast<const dlpack::ManagedTensor*>(PyCapsule_GetPointer(object, dlpack::kName))
                  ->tensor,
-            false};
+            std::nullopt};
   }
   fault(what, "a DLPack capsule from __dlpack__", "something else");
+}
+
+// What an array says beside DLPack. Of one that says nothing it cannot be known: JAX exports its
+// immutable arrays without a version.
+bool says_writable(py::handle object, Device device) {
+  const char* const name =
+      device.type == DeviceType::kCuda ? "__cuda_array_interface__" : "__array_interface__";
+  if (!py::hasattr(object, name)) return false;
+  const py::dict interface = object.attr(name);
+  if (!interface.contains("data")) return false;
+  const py::tuple data = interface["data"];
+  return !data[1].cast<bool>();
 }
 
 }  // namespace
@@ -143,7 +155,7 @@ ArrayArgument from_dlpack(py::handle object, std::string_view what, CallerStream
     view.strides.assign(tensor.strides, tensor.strides + dimensions);
     if (view.is_contiguous()) view.strides.clear();
   }
-  result.writable = !capsule.read_only;
+  result.writable = capsule.read_only ? !*capsule.read_only : says_writable(object, view.device);
   return result;
 }
 

@@ -47,6 +47,10 @@ class GpuArray:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (CUDA, self._index)
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"data": (self.memory.ctypes.data, False), "shape": self.memory.shape, "version": 3}
+
 
 class Reader:
     """Copies of memory of hsdp, made by a stream that takes it by DLPack."""

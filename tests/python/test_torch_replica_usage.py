@@ -13,7 +13,7 @@ import torch.distributed as dist  # noqa: E402
 from conftest import Launcher  # noqa: E402
 from fsdp2_model import TwoParts, device_mesh, start_torch, x_of  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 
 import hsdp  # noqa: E402
 
@@ -40,14 +40,27 @@ def use_wrongly(folder: str) -> None:
         refused("root module without.*hook.*close", good, mesh)
         handle.close()
         handle.close()
+        for use in (lambda: handle.set_requires_all_reduce(True), handle.finish, handle.discard):
+            with pytest.raises(hsdp.UsageError, match="closed.*replica_hook"):
+                use()
         hsdp.torch.replica_hook(good, mesh).close()
         other = fully_shard(nn.Linear(2, 2 + mesh.rank), mesh=mesh_2d["shard"])
         with pytest.raises(hsdp.MismatchError, match="same.*on all ranks"):
             hsdp.torch.replica_hook(other, mesh)
+        with pytest.raises(hsdp.MismatchError, match="the hop.*plain.*(bf16|f32)"):
+            hsdp.torch.replica_hook(good, mesh, hsdp.PlainHop(("f32", "bf16")[mesh.rank]))
+        refused("one-dimensional DeviceMesh of 1 of 2 ranks", alone, flat["shard"])
         use_parts(mesh, mesh_2d["shard"])
         check_hops(mesh)
+        refuse_other_wrappers(mesh)
+        with hsdp.torch.mesh_from_torch(mesh_2d) as known:
+            assert hsdp.torch.mesh_from_torch(mesh_2d) is known
+            with pytest.raises(hsdp.UsageError, match="options.*got.*5.0.*close"):
+                hsdp.torch.mesh_from_torch(mesh_2d, timeout_s=5.0)
     count_differently(flat["shard"])
     set_flags_differently(flat["shard"])
+    end_differently(flat["shard"])
+    step_too_early(flat["shard"])
     dist.destroy_process_group()
 
 
@@ -79,6 +92,12 @@ def check_hops(mesh: hsdp.Mesh) -> None:
         hsdp.Reducer(mesh, replica_dtype="f16", replica_hop=hsdp.PlainHop("bf16"))
 
 
+def refuse_other_wrappers(mesh: hsdp.Mesh) -> None:
+    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with pytest.raises(hsdp.UsageError, match="FullyShardedDataParallel.*attach the model.*wraps"):
+        hsdp.Reducer(mesh).attach(wrapped)
+
+
 def count_differently(shard_mesh: Any) -> None:
     """A rank that takes another microbatch for the last one, after which all is over."""
     mesh = hsdp.init_mesh(2, 1)
@@ -104,6 +123,51 @@ def set_flags_differently(shard_mesh: Any) -> None:
     with pytest.raises(hsdp.MismatchError, match="same all-reduce flags.*for '0' on rank"):
         model(torch.ones(2, 2)).sum().backward()
     mesh.close()
+
+
+def end_differently(shard_mesh: Any) -> None:
+    """Ranks that disagree on which backward is the last, or on whether to finish: all learn of it,
+    and the next step is right."""
+    with hsdp.init_mesh(2, 1) as mesh:
+        model: Any = fully_shard(nn.Linear(2, 2), mesh=shard_mesh)
+        handle = hsdp.torch.replica_hook(model, mesh)
+
+        def backward(last: bool) -> None:
+            handle.set_requires_all_reduce(last)
+            model(torch.full((2, 2), 1.0 + mesh.rank)).sum().backward()
+
+        for last_by_rank in ((True, False), (False, True)):
+            message = r"same call.*finish\(\).*last backward|same call.*last backward.*finish\(\)"
+            with pytest.raises(hsdp.MismatchError, match=message):
+                backward(last_by_rank[mesh.rank])
+                handle.finish()
+            handle.discard()
+            model.reset_iter_state()
+            model.zero_grad()
+            backward(False)
+            backward(True)
+            handle.finish()
+            assert model.weight.grad.full_tensor().tolist() == [[6.0, 6.0]] * 2
+            model.zero_grad()
+        handle.close()
+
+
+def step_too_early(shard_mesh: Any) -> None:
+    """An optimizer that would find FSDP2's zeros instead of gradients."""
+    with hsdp.init_mesh(2, 1) as mesh:
+        linear = nn.Linear(2, 2)
+        nn.init.zeros_(linear.bias)
+        model: Any = fully_shard(linear, mesh=shard_mesh)
+        handle = hsdp.torch.replica_hook(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle.set_requires_all_reduce(False)
+        model(torch.ones(2, 2)).sum().backward()
+        with pytest.raises(hsdp.UsageError, match="SGD.step.*root module.*handle.finish"):
+            optimizer.step()
+        handle.finish()
+        optimizer.step()
+        assert model.bias.full_tensor().tolist() == [-2.0, -2.0]
+        handle.close()
 
 
 def test_wrong_use_is_refused(ranks: Launcher, tmp_path: pathlib.Path) -> None:

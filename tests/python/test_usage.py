@@ -174,6 +174,11 @@ def test_outputs_must_be_writable_and_contiguous(mesh: hsdp.Mesh) -> None:
     frozen.flags.writeable = False
     refused(lambda: world.all_reduce(frozen), "all_reduce", "writable", "read-only", "copy")
     refused(lambda: world.all_reduce(DlpackOnly(frozen)), "writable")
+    immutable = DlpackOnly(np.ones(4, F32), versioned=False)  # as JAX exports its arrays
+    refused(lambda: world.all_reduce(immutable), "all_reduce", "writable", "copy")
+    refused(lambda: world.mean(immutable), "mean", "writable")
+    refused(lambda: world.broadcast(immutable), "broadcast", "writable")
+    refused(lambda: world.reduce_scatter(np.ones(4, F32), immutable), "out", "writable")
     refused(lambda: world.all_reduce(np.ones((4, 4), F32)[:, 1]), "contiguous", "ascontiguousarray")
     refused(lambda: world.mean(np.ones(4)), "f64", "all_reduce and divide")
     refused(lambda: world.all_reduce(np.ones(4, np.uint8)), "u8, which only moves")
@@ -195,6 +200,8 @@ def test_gathered_arrays_must_fit(reducer: hsdp.Reducer) -> None:
     refused(lambda: reducer.gather_gradients({"w": np.ones((3, 2), F32)}), "'w'", r"\(2, 3\)")
     refused(lambda: reducer.gather_gradients({"w": np.ones((2, 3), int)}), "'w'", "i64")
     refused(lambda: reducer.gather_gradients({"v": np.ones((2, 3), F32)}), "'v'")
+    refused(lambda: reducer.gather_gradients({"w": DlpackOnly(np.ones((2, 3), F32), False)}),
+            "'w'", "writable")
     refused(lambda: reducer.gather_gradients({1: np.ones((2, 3), F32)}), "name", "type int")
     refused(lambda: reducer.gather_parameters({"w": np.ones((2, 6), F32)[:, ::2]}), "contiguous")
 

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,13 @@ import torch.distributed as dist
 from hsdp.errors import UsageError
 from hsdp.mesh import Mesh, init_mesh
 
-_known: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
+
+class _Known(NamedTuple):
+    mesh: Mesh
+    options: dict[str, Any]
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 def mesh_from_torch(device_mesh: Any, **options: Any) -> Mesh:
@@ -23,6 +29,8 @@ def mesh_from_torch(device_mesh: Any, **options: Any) -> Mesh:
 
     Collective over the job when the DeviceMesh comes for the first time; the same Mesh after that,
     until it is closed. `options` are `engine` and `timeout_s` of `init_mesh`.
+
+    Raises UsageError for options other than those of the Mesh that is there already.
     """
     ranks = getattr(device_mesh, "mesh", None)
     if not isinstance(ranks, torch.Tensor) or ranks.ndim not in (1, 2):
@@ -34,8 +42,13 @@ def mesh_from_torch(device_mesh: Any, **options: Any) -> Mesh:
             "slice it, as in mesh['dp_replicate', 'dp_shard']"
         )
     known = _known.get(device_mesh)
-    if known is not None and not known.closed:
-        return known
+    if known is not None and not known.mesh.closed:
+        if options and options != known.options:
+            raise UsageError(
+                f"mesh: expected the options with which this DeviceMesh became an hsdp.Mesh, "
+                f"{known.options}, got {options}; close() that mesh first, or leave them out"
+            )
+        return known.mesh
     table = ranks.reshape(-1, ranks.shape[-1]).tolist()
     device = device_mesh.device_type
     if device == "cuda":
@@ -43,7 +56,7 @@ def mesh_from_torch(device_mesh: Any, **options: Any) -> Mesh:
     with _launched_as_torch():
         made = init_mesh(len(table), len(table[0]), device=device, ranks=table, **options)
     _require_same_rank(made)
-    _known[device_mesh] = made
+    _known[device_mesh] = _Known(made, options)
     return made
 
 

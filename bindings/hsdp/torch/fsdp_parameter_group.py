@@ -84,6 +84,10 @@ class FsdpParameterGroup:
         """As FSDPModule.set_all_reduce_hook; None takes the hook out."""
         self._module.set_all_reduce_hook(hook)
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of them, as optimizers have it."""
+        return any(p.sharded_param is parameter for p in self._group.fsdp_params)
+
     def _trainable(self) -> Iterator[Any]:
         return (p for p in self._group.fsdp_params if p.sharded_param.requires_grad)
 

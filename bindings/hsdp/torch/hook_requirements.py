@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 
@@ -50,11 +51,15 @@ def require_usable(group: FsdpParameterGroup, mesh: Mesh) -> None:
 
 
 def require_same_model(
-    groups: list[FsdpParameterGroup], mesh: Mesh, reduction: _hsdp.ReplicaReduction
+    groups: list[FsdpParameterGroup],
+    mesh: Mesh,
+    reduction: _hsdp.ReplicaReduction,
+    hop: _hsdp.ReplicaHop | None,
 ) -> None:
     """MismatchError, on every rank, when their models or hops differ. Collective."""
-    own = [[group.name, group.count(), str(group.reduce_dtype)] for group in groups]
-    own.append(["the hop", 0, reduction.hop_name])
+    own: list[list[Any]] = [[g.name, g.count(), str(g.reduce_dtype)] for g in groups]
+    wire = getattr(hop, "dtype", None) or "the dtype of the reduce-scatter"
+    own.append(["the hop", reduction.hop_name, wire])
     for rank, word in enumerate(reduction.exchange(json.dumps(own))):
         other = json.loads(word)
         if other == own:
@@ -64,6 +69,6 @@ def require_same_model(
         raise MismatchError(
             f"replica_hook: model: expected the same on all ranks, got {mine} on rank "
             f"{mesh.rank} and {theirs} on rank {rank} (of {mesh.size}); shard the "
-            "same model in the same way everywhere",
+            "same model in the same way everywhere, and give it the same hop",
             [mesh.world.ranks[rank]],
         )

@@ -7,11 +7,13 @@ import json
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 
 from hsdp import _hsdp
 from hsdp.errors import MismatchError, UsageError
 from hsdp.mesh import Mesh, as_mesh
+from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.fsdp_parameter_group import fsdp_parameter_groups, places_within
 from hsdp.torch.hook_requirements import WIRES, require_same_model, require_usable
 from hsdp.torch.shard_carry import ShardCarry
@@ -37,7 +39,7 @@ class ReplicaHookHandle:
         self._reduction = _hsdp.ReplicaReduction(mesh._handle, hop)
         self._alone = mesh.replicate_size == 1
         self._carries = [ShardCarry(i, group) for i, group in enumerate(groups)]
-        require_same_model(groups, mesh, self._reduction)
+        require_same_model(groups, mesh, self._reduction, hop)
         self._flags = [True] * len(groups)
         self._call_count = 0  # of set_requires_all_reduce, in this step
         self._agreed = False  # that all ranks are in a backward that goes over the replicas
@@ -45,8 +47,10 @@ class ReplicaHookHandle:
         self._posted: str | None = None
         self._microbatch_count = 1
         self._unsettled = False  # the hop has not been told how the last step ended
+        self._closed = False
         for carry in self._carries:
             carry.group.set_hook(functools.partial(self._reduce_in_backward, carry))
+        unreduced_gradient_guard.watch_hook(self)
 
     @property
     def mesh(self) -> Mesh:
@@ -69,6 +73,13 @@ class ReplicaHookHandle:
         """How often gradients of a module went over the replicas."""
         return self._reduction.all_reduce_count
 
+    def pending_module_of(self, parameter: torch.Tensor) -> str | None:
+        """The module of the parameter when it waits for the step's last backward; else None."""
+        for carry in self._carries:
+            if carry.total is not None and carry.group.holds(parameter):
+                return carry.group.name
+        return None
+
     def set_requires_all_reduce(
         self, flag: bool, module: torch.nn.Module | None = None, recurse: bool = True
     ) -> None:
@@ -83,6 +94,7 @@ class ReplicaHookHandle:
         Raises UsageError when the last step left something unreduced (see `finish`), and for a
         module without FSDPModules of the model; MismatchError when flags differ between ranks.
         """
+        self._require_open()
         if self._agreed:
             self._end_backward()
         for place in places_within([c.group for c in self._carries], module, recurse):
@@ -99,6 +111,7 @@ class ReplicaHookHandle:
 
         Modules need not run on the same replicas: where one did not, its gradient counts as zeros.
         """
+        self._require_open()
         self._collect()
         counts = self._pending_counts()
         for carry in self._carries:
@@ -119,12 +132,16 @@ class ReplicaHookHandle:
         """Drops what is pending of a step, as after an exception in it. On every rank, beside
         FSDP2's own `model.reset_iter_state()`.
         """
+        self._require_open()
         for carry in self._carries:
             carry.drop()
         self._end_step()
 
     def close(self) -> None:
-        """Takes the hooks out and drops what is pending; safe to call twice."""
+        """Takes the hooks out and drops what is pending; safe to call twice. Other calls are a
+        UsageError from here on.
+        """
+        self._closed = True
         for carry in self._carries:
             carry.drop()
             carry.group.set_hook(None)
@@ -183,6 +200,7 @@ class ReplicaHookHandle:
         # One reduce-scatter may carry several microbatches (set_requires_gradient_sync).
         pending = max(carry.microbatch_count for carry in self._carries)
         self._posted = self._reduction.post(json.dumps({
+            "call": "a step's last backward",
             "calls": self._call_count,
             "flags": self._flags,
             "microbatches": max(1 + pending, self._call_count),
@@ -193,8 +211,7 @@ class ReplicaHookHandle:
         if self._posted is None:
             return
         key, self._posted = self._posted, None
-        words = [json.loads(word) for word in self._reduction.collect(key)]
-        self._require_same_calls([word["calls"] for word in words])
+        words = self._agreed_words(self._reduction.collect(key))
         self._require_same_flags([word["flags"] for word in words])
         self._microbatch_count = max(word["microbatches"] for word in words)
         if self._unsettled:
@@ -205,9 +222,8 @@ class ReplicaHookHandle:
         own = [0 if c.total is None else c.microbatch_count for c in self._carries]
         if self._alone:
             return own
-        word = json.dumps({"calls": self._call_count, "pending": own})
-        words = [json.loads(word) for word in self._reduction.exchange(word)]
-        self._require_same_calls([word["calls"] for word in words])
+        word = json.dumps({"call": "finish()", "calls": self._call_count, "pending": own})
+        words = self._agreed_words(self._reduction.exchange(word))
         return [max(counts) for counts in zip(*(word["pending"] for word in words), strict=True)]
 
     # The hop may keep state that depends on whether the step's sums were finite on all ranks.
@@ -230,6 +246,28 @@ class ReplicaHookHandle:
             )
         self._agreed = False
         self._call_count = 0
+
+    # What all ranks said, when they are at the same point of the same step.
+    def _agreed_words(self, texts: list[str]) -> list[dict[str, Any]]:
+        words: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        own = words[self._mesh.rank]["call"]
+        for rank, word in enumerate(words):
+            if word["call"] != own:
+                raise MismatchError(
+                    f"replica_hook: step: expected all ranks in the same call, got {own} on rank "
+                    f"{self._mesh.rank} and {word['call']} on rank {rank} (of {self._mesh.size}); "
+                    "call set_requires_all_reduce with the same flags, and finish(), on all of them",
+                    [self._mesh.world.ranks[rank]],
+                )
+        self._require_same_calls([word["calls"] for word in words])
+        return words
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "replica_hook: expected an open handle, got a closed one; put new hooks on the model "
+                "with hsdp.torch.replica_hook"
+            )
 
     def _require_same_flags(self, flags: list[list[bool]]) -> None:
         own = flags[self._mesh.rank]
@@ -273,7 +311,8 @@ def replica_hook(
     only) and gives the total. It stays fp32 until FSDP2 casts it to the parameters' dtype.
 
     - `mesh`: an `hsdp.Mesh` (or a 2-D torch DeviceMesh) of the same ranks: its shard groups are
-      those that the model is sharded over.
+      those that the model is sharded over. Not the 1-D slice that `fully_shard` takes: it does not
+      know the replicas.
     - `hop`: what goes between replicas: `hsdp.PlainHop("bf16")` and the like; None: the dtype of
       FSDP2's reduce-scatter. Sums are fp32 in any case.
 
@@ -288,4 +327,18 @@ def replica_hook(
             "replica_hook: hop: expected an hsdp.ReplicaHop or None, got an object of type "
             f"{type(hop).__name__}; take hsdp.PlainHop('bf16')"
         )
+    _refuse_slice(mesh)
     return ReplicaHookHandle(model, as_mesh(mesh), hop)
+
+
+# A mesh of one replica is fine when that is all there is.
+def _refuse_slice(mesh: Any) -> None:
+    ranks = getattr(mesh, "mesh", None)
+    if not isinstance(ranks, torch.Tensor) or ranks.ndim != 1 or not dist.is_initialized():
+        return
+    if ranks.numel() < dist.get_world_size():
+        raise UsageError(
+            "replica_hook: mesh: expected replicas and shards, got a one-dimensional DeviceMesh of "
+            f"{ranks.numel()} of {dist.get_world_size()} ranks, whose gradients would not be "
+            "reduced over the replicas; pass the two-dimensional mesh that it is a slice of"
+        )

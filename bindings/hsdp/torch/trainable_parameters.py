@@ -23,6 +23,13 @@ def trainable_parameters(model: torch.nn.Module, device: str) -> Named:
             "one in DistributedDataParallel, which reduces gradients itself; attach and call the "
             "model that it wraps",
         )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        _fault(
+            "a plain model",
+            "one in FullyShardedDataParallel, which shards and reduces by itself; attach the model "
+            "that it wraps, or use fully_shard and hsdp.torch.replica_hook(model, mesh)",
+        )
     found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not found:
         _fault("a model with parameters that require gradients", "one without")

@@ -1,8 +1,8 @@
 """Makes torch's optimizers and clipping raise where they would silently do nothing.
 
-They skip parameters without p.grad, which is what attached parameters are between microbatches.
-Both are watched for the whole process from the first attachment on, and look at nothing while no
-Reducer is attached. An optimizer that knows shards says so: `takes_shards = True` on its class.
+They skip parameters without p.grad, which is what attached parameters are between microbatches;
+and FSDP2's have zeros there while a replica hook keeps their gradients. Both are watched for the
+whole process from the first attachment on, and look at nothing while there is none. An optimizer that knows shards says so: `takes_shards = True` on its class.
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from hsdp.errors import UsageError
 
 if TYPE_CHECKING:
     from hsdp.torch.model_attachment import ModelAttachment
+    from hsdp.torch.replica_hook_handle import ReplicaHookHandle
 
 _attachments: weakref.WeakSet[ModelAttachment] = weakref.WeakSet()
+_replica_hooks: weakref.WeakSet[ReplicaHookHandle] = weakref.WeakSet()
 
 
 def watch(attachment: ModelAttachment) -> None:
     """From now on its parameters must not be met without gradients."""
     _install()
     _attachments.add(attachment)
+
+
+def watch_hook(handle: ReplicaHookHandle) -> None:
+    """From now on its parameters must not be met while gradients of theirs are pending."""
+    _install()
+    _replica_hooks.add(handle)
 
 
 def forget(attachment: ModelAttachment) -> None:
@@ -68,13 +76,28 @@ def _require_gradients(caller: str, parameters: Iterable[Any]) -> None:
                 )
 
 
+def _require_reduced(caller: str, parameters: Iterable[Any]) -> None:
+    hooks = [hook for hook in _replica_hooks if hook.carry_bytes > 0]
+    for parameter in parameters if hooks else ():
+        for hook in hooks:
+            module = hook.pending_module_of(parameter)
+            if module is not None:
+                raise UsageError(
+                    f"{caller}: expected gradients that were reduced over the replicas, got those "
+                    f"of {module} still waiting for the step's last backward, and zeros in "
+                    "p.grad; call handle.set_requires_all_reduce(True) before that backward, or "
+                    "handle.finish() after it"
+                )
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    if not _attachments or getattr(optimizer, "takes_shards", False):
+    if not (_attachments or _replica_hooks) or getattr(optimizer, "takes_shards", False):
         return None
 
     def require() -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         _require_gradients(f"{type(optimizer).__name__}.step", parameters)
+        _require_reduced(f"{type(optimizer).__name__}.step", parameters)
 
     # A closure is what makes the gradients: they are due when it is done.
     if len(args) > 1 and callable(args[1]):

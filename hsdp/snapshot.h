@@ -31,7 +31,7 @@ struct SnapshotInfo {
   std::int64_t microbatch_count = 0;
   double divide_factor = 1.0;         // f
   double loss_scale = 1.0;            // s
-  Dtype replica_dtype = Dtype::kF32;  // wire of the replica hop
+  Dtype replica_dtype = Dtype::kF32;  // wire of the replica hop; the finest of several
   std::string replica_hop = "plain";  // "plain" or "loco"
   std::string reduction = "exact";    // "exact" or "native"
   std::string layout = "flat";        // "flat", "dim0" or "full" (plain named arrays)

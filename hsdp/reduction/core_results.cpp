@@ -187,6 +187,16 @@ std::vector<reduction::FullArray> full_arrays(const reduction::ParameterTable& p
   return result;
 }
 
+// The wire of the replica hop where it is that of the shard hop. A parameter's own is the coarser
+// of this and its reduce dtype, so of several it is the finest.
+Dtype finest_wire(std::span<const Bucket> buckets) {
+  for (const Dtype wire : {Dtype::kF32, Dtype::kF16, Dtype::kBf16}) {
+    const auto has_it = [wire](const Bucket& bucket) { return bucket.wire_dtype == wire; };
+    if (std::any_of(buckets.begin(), buckets.end(), has_it)) return wire;
+  }
+  return Dtype::kF32;
+}
+
 }  // namespace
 
 void Reducer::Core::gather_gradients(std::span<const NamedArray> arrays) {
@@ -319,8 +329,7 @@ void Reducer::Core::save_snapshot(const std::filesystem::path& path, std::int64_
   info.microbatch_count = microbatch_;
   info.divide_factor = divide_factor();
   info.loss_scale = pending() ? loss_scale_ : result_scale_;
-  info.replica_dtype = options_.replica_dtype.value_or(
-      layout_->buckets().empty() ? Dtype::kF32 : layout_->buckets().front().wire_dtype);
+  info.replica_dtype = options_.replica_dtype.value_or(finest_wire(layout_->buckets()));
   info.replica_hop = options_.replica_hop->name();
   info.reduction = options_.reduction;
   info.layout = name(options_.layout);

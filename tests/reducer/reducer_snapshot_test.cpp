@@ -86,6 +86,33 @@ TEST_F(ReducerSnapshot, HoldsTheResultAndWhatMadeIt) {
   }
 }
 
+TEST_F(ReducerSnapshot, ParametersOfSeveralDtypesAreJudgedEachByItsOwnWire) {
+  const MeshShape shape{.replicate = 2, .shard = 1};
+  const std::vector<ParameterSpec> kinds{{.name = "weight", .shape = {64}, .dtype = Dtype::kBf16},
+                                         {.name = "norm", .shape = {64}, .dtype = Dtype::kF32}};
+  for (const bool weight_first : {true, false}) {
+    SCOPED_TRACE(weight_first);
+    const std::size_t norm = weight_first ? 1 : 0;
+    StepCase step = random_step({kinds[1 - norm], kinds[norm]}, shape.size(), {Sync::kAll}, 5);
+    const std::string name = weight_first ? "weight first" : "norm first";
+    save(step, {}, shape, name);
+    for (auto& ranks : step.gradients[norm]) {
+      for (auto& gradient : ranks) {
+        for (float& value : *gradient) value *= 1.001F;
+      }
+    }
+    save(step, {}, shape, name + ", off");
+    const Comparison comparison =
+        compare_snapshots(Snapshot::open(path(name + ", off")), Snapshot::open(path(name)));
+    EXPECT_EQ(comparison.verdict, Verdict::kDifferent);
+    for (const ParameterDifference& parameter : comparison.parameters) {
+      const bool is_norm = parameter.name == "norm";
+      EXPECT_EQ(parameter.coarsest, is_norm ? Dtype::kF32 : Dtype::kBf16);
+      EXPECT_EQ(parameter.verdict, is_norm ? Verdict::kDifferent : Verdict::kSame);
+    }
+  }
+}
+
 TEST_F(ReducerSnapshot, OfAPartialHoldsEachReplicasOwnSum) {
   const MeshShape shape{.replicate = 2, .shard = 2};
   const StepCase step =

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import operator
 import sys
 from collections.abc import Sequence
@@ -148,7 +149,8 @@ def init_mesh(
     """Connects to the other processes of the job and cuts them into replicate x shard.
 
     Rank and size come from the launcher: hsdp_run, torchrun, mpirun or srun; alone, a process is a
-    world of one. Collective over the job.
+    world of one. Collective over the job. Across hosts the ranks meet at HSDP_ADDR:HSDP_PORT; without
+    these MPI tells them where, or torch's store at MASTER_ADDR:MASTER_PORT (torchrun).
 
     - `replicate`, `shard`: their product is the number of processes, or of `ranks`.
     - `engine`: "host", "nccl", "mpi" or "auto" (nccl for a CUDA device, else host).
@@ -168,6 +170,7 @@ def init_mesh(
     where = "cpu" if device is None else str(device)
     if where == "cuda":
         where = _current_device()
+    _meet_at_store(float(timeout_s))
     return Mesh(_hsdp.init_mesh(rows, columns, str(engine), where, table, float(timeout_s)))
 
 
@@ -177,6 +180,12 @@ def job_size() -> int:
     Raises UsageError for variables of a launcher that are incomplete or contradict each other.
     """
     return _hsdp.job_size()
+
+
+def _meet_at_store(timeout_s: float) -> None:
+    lost = _hsdp.needs_store()
+    if lost is not None and importlib.util.find_spec("torch") is not None:
+        importlib.import_module("hsdp.torch.store_rendezvous").meet_at_store(*lost, timeout_s)
 
 
 def _whole(option: str, number: Any) -> int:

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <utility>
 
 #include "bindings/module/bindings.h"
@@ -37,6 +38,17 @@ MeshHandle connect(int replicate, int shard, const std::string& engine, const st
   return MeshHandle(call_interruptibly([options] { return init_mesh(options); }));
 }
 
+// Rank and size of a job on several hosts that was told no address to meet at, though torch's store
+// may know one; MPI finds its own.
+std::optional<std::pair<int, int>> needs_store() {
+  const comm::LaunchEnvironment launch = comm::detect_launch();
+  const bool by_mpi =
+      launch.family == comm::LaunchFamily::kOpenMpi || launch.family == comm::LaunchFamily::kPmi;
+  if (launch.one_host() || launch.address || by_mpi) return std::nullopt;
+  if (!launch.master_address || !launch.master_port) return std::nullopt;
+  return std::pair(launch.rank, launch.size);
+}
+
 template <typename Result>
 auto reader(Result (Mesh::*member)() const) {
   return [member](const MeshHandle& self) {
@@ -64,6 +76,7 @@ Communicator& CommunicatorHandle::group() const {
 }
 
 void bind_mesh(py::module_& module) {
+  module.def("needs_store", needs_store);
   module.def("job_size", [] { return comm::detect_launch().size; });
   module.def("init_mesh", connect, py::arg("replicate"), py::arg("shard"), py::arg("engine"),
              py::arg("device"), py::arg("ranks"), py::arg("timeout_s"));

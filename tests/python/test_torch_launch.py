@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -29,6 +30,18 @@ with hsdp.init_mesh(replicate=2, shard=1) as mesh:
     reducer.gather_gradients()
     print(f"rank {mesh.rank}: {float(model.weight.grad[0, 0]):g}", flush=True)
     assert not torch.distributed.is_initialized()
+"""
+
+# Each process as if it were alone on its host.
+TWO_HOSTS = """
+import sys, hsdp
+with hsdp.init_mesh(replicate=2, shard=1, timeout_s=60) as mesh:
+    x = mesh.world.allocate(1000).numpy()
+    x[:] = mesh.rank + 1
+    mesh.world.all_reduce(x)
+    print(f"rank {mesh.rank}: {x.sum():g}", flush=True)
+with hsdp.init_mesh(replicate=1, shard=2) as again:
+    assert again.shard_size == 2
 """
 
 # Started by hand: only torch.distributed is told who is who.
@@ -96,6 +109,57 @@ def test_torch_distributed_under_hsdp_run(tmp_path: pathlib.Path) -> None:
     )
     output = run(program("hsdp_run"), "-n", "2", sys.executable, str(tmp_path / "meet.py"))
     assert [f"[{rank}] 2" in output for rank in range(2)] == [True] * 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_two_hosts(script: pathlib.Path, **variables: str) -> list[tuple[int, str]]:
+    """One torchrun a "host", joined by torch's store alone."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+        "--rdzv-id", "job", "--local-addr", "127.0.0.1", str(script),
+    ]
+    hosts = [
+        subprocess.Popen(command, env={**environment(), **variables}, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    try:
+        outputs = [host.communicate(timeout=120)[0] for host in hosts]
+        return [(host.returncode, output) for host, output in zip(hosts, outputs, strict=True)]
+    finally:
+        for host in hosts:
+            host.kill()
+
+
+def test_several_hosts_meet_at_the_store_of_torchrun(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "two_hosts.py"
+    script.write_text(TWO_HOSTS)
+    for trust in ({"HSDP_TRUST_STORE": "1"}, {"HSDP_SECRET": "same on both"}):
+        ended = run_two_hosts(script, **trust)
+        assert [status for status, _ in ended] == [0, 0], ended
+        text = ended[0][1] + ended[1][1]
+        assert "rank 0: 3000" in text and "rank 1: 3000" in text, text
+
+
+def test_the_store_carries_no_secret_unasked(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "two_hosts.py"
+    script.write_text(TWO_HOSTS)
+    for status, output in run_two_hosts(script):
+        assert status != 0 and "set HSDP_SECRET" in output and "HSDP_TRUST_STORE=1" in output, output
+
+
+def test_without_a_store_the_variables_are_named() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run([sys.executable, "-c", TWO_HOSTS], env={**environment(), **alone},
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "set HSDP_ADDR and HSDP_PORT" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("size", [2])

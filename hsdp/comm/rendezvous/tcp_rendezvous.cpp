@@ -61,7 +61,8 @@ void require_tcp_settings(const LaunchEnvironment& launch) {
   if (!launch.secret) {
     throw UsageError(
         "rendezvous: the ranks are on several hosts: set HSDP_SECRET, or HSDP_SECRET_FILE to a "
-        "file with it, to the same random text on every rank");
+        "file with it, to the same random text on every rank (from Python under torchrun also "
+        "HSDP_TRUST_STORE=1: torch's store, which authenticates nobody, may carry one)");
   }
 }
 

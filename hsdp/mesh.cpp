@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <iterator>
 #include <set>
 #include <sstream>
@@ -11,6 +12,7 @@
 
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
+#include "hsdp/comm/timeout_range.h"
 #include "hsdp/error.h"
 
 namespace hsdp {
@@ -24,16 +26,20 @@ void check_sizes(const MeshOptions& options) {
   if (options.replicate < 1 || options.shard < 1) {
     throw UsageError("mesh: expected replicate and shard of at least 1, got " + size_text(options));
   }
-  if (!std::isfinite(options.timeout_s) || options.timeout_s <= 0) {
-    throw UsageError("mesh: expected a timeout_s above 0, got " +
-                     std::to_string(options.timeout_s));
-  }
+}
+
+void check_timeout(const MeshOptions& options) {
+  comm::require_timeout(std::chrono::duration<double>(options.timeout_s), "mesh: timeout_s");
 }
 
 void check_engine(const MeshOptions& options, std::string_view engine) {
   if (options.engine != "auto" && options.engine != engine) {
     throw UsageError("mesh: expected the engine of its job, '" + std::string(engine) +
                      "', or 'auto', got '" + options.engine + "'");
+  }
+  if (options.device.type == DeviceType::kHost && options.device.index != 0) {
+    throw UsageError("mesh: expected index 0 of a host device, got " +
+                     std::to_string(options.device.index));
   }
   const bool only_host_memory = engine == "host" || engine == "mpi";
   if (!only_host_memory || options.device == Device{}) return;
@@ -45,7 +51,7 @@ void check_engine(const MeshOptions& options, std::string_view engine) {
 std::vector<int> world_order(const MeshOptions& options, int job_rank, int job_size) {
   std::vector<int> order;
   if (options.ranks.empty()) {
-    if (options.replicate * options.shard != job_size) {
+    if (std::int64_t{options.replicate} * options.shard != job_size) {
       throw UsageError("mesh: expected replicate x shard equal to the world of " +
                        std::to_string(job_size) + ", got " + size_text(options) +
                        "; start that many processes, or name the mesh's ranks with `ranks`");
@@ -140,6 +146,7 @@ Mesh::Mesh(const Communicator& job, const MeshOptions& options)
   std::string fault;
   try {
     check_sizes(options);
+    check_timeout(options);
     check_engine(options, job.engine_name());
     order = world_order(options, job.rank(), job.size());
   } catch (const UsageError& error) {
@@ -188,7 +195,7 @@ void Mesh::close() {
 bool Mesh::closed() const { return !state_ || !state_->world; }
 
 Mesh init_mesh(const MeshOptions& options) {
-  check_sizes(options);
+  check_timeout(options);  // the rest when all ranks can be told
   WorldOptions world;
   world.engine = options.engine;
   world.device = options.device;

@@ -10,6 +10,12 @@
 namespace hsdp::comm {
 namespace {
 
+// Sizes in bytes, and sums of two, stay within int64.
+std::int64_t largest_count(Dtype dtype) {
+  return std::numeric_limits<std::int64_t>::max() / 2 /
+         static_cast<std::int64_t>(size_bytes(dtype));
+}
+
 // One operation's checks: every message names it, the rank and the size.
 class Checker {
  public:
@@ -25,6 +31,8 @@ class Checker {
 
   void view(ConstTensorView view, std::string_view what) const {
     if (view.count < 0) fail(what, "a count of at least 0", std::to_string(view.count));
+    if (const std::int64_t most = largest_count(view.dtype); view.count > most)
+      fail(what, "a count of at most " + std::to_string(most), std::to_string(view.count));
     if (view.count != 0 && view.data == nullptr) fail(what, "memory", "a null pointer");
     const auto address = reinterpret_cast<std::uintptr_t>(view.data);
     if (view.count != 0 && address % size_bytes(view.dtype) != 0)
@@ -157,8 +165,7 @@ void check_broadcast(TensorView data, int root, GroupShape group) {
 
 void check_allocate(std::int64_t count, Dtype dtype, GroupShape group) {
   const Checker checker("allocate", group);
-  const auto most =
-      std::numeric_limits<std::int64_t>::max() / 2 / static_cast<std::int64_t>(size_bytes(dtype));
+  const std::int64_t most = largest_count(dtype);
   if (count < 0 || count > most)
     checker.fail("count", "0 to " + std::to_string(most), std::to_string(count));
 }

@@ -7,6 +7,7 @@
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/optional_engines.h"
+#include "hsdp/comm/timeout_range.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
 
@@ -83,6 +84,7 @@ std::shared_ptr<comm::Control> share_control(OpenWorld& open, const WorldOptions
 }  // namespace
 
 Communicator connect_world(const WorldOptions& options) {
+  comm::require_timeout(options.timeout, "world: timeout");
   const EngineKind kind = choose_engine(options);
   const TransportChoice transport = choose_transport(options);
   OpenWorld& open = open_world();

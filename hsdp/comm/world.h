@@ -20,7 +20,7 @@ enum class TransportChoice { kAuto, kTcp };
 struct WorldOptions {
   std::string engine = "auto";  // auto | host | nccl | mpi
   Device device{};
-  std::chrono::milliseconds timeout{300'000};
+  std::chrono::milliseconds timeout{300'000};  // 1 ms to 1e6 s
   TransportChoice transport = TransportChoice::kAuto;
   std::optional<comm::LaunchEnvironment> launch;  // default: detect_launch()
 };

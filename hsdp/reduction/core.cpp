@@ -21,19 +21,6 @@ std::string text_of(double value) {
   return text.data();
 }
 
-std::string options_text(const ReducerOptions& options) {
-  const auto dtype = [](const std::optional<Dtype>& d) {
-    return d ? std::string(name(*d)) : std::string("own");
-  };
-  return "reduce_dtype " + dtype(options.reduce_dtype) + ", replica_dtype " +
-         dtype(options.replica_dtype) + ", layout " + std::string(name(options.layout)) +
-         ", bucket_bytes " + std::to_string(options.bucket_bytes.value_or(0)) + ", reduction " +
-         options.reduction + ", replica_hop " + std::string(options.replica_hop->name()) +
-         ", missing " + (options.missing == Missing::kError ? "error" : "zero") + ", backwards " +
-         (options.backwards == Backwards::kOne ? "one" : "many") + ", accumulate_dtype " +
-         (options.accumulate_dtype == AccumulateDtype::kF32 ? "f32" : "param");
-}
-
 // Results are divided by the product in fp32: beyond its range all would be zero or infinite.
 void check_divisor(const std::optional<double>& factor, double scale) {
   const auto divisor = static_cast<float>(factor.value_or(1.0) * scale);
@@ -44,24 +31,6 @@ void check_divisor(const std::optional<double>& factor, double scale) {
       (factor ? text_of(*factor) : std::string("the default")) + " times " + text_of(scale));
 }
 
-void check_options(const ReducerOptions& options) {
-  for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
-    if (dtype && !is_gradient_dtype(*dtype)) {
-      throw UsageError(
-          "reducer: expected reduce_dtype and replica_dtype of f32, bf16 or f16, got " +
-          std::string(name(*dtype)));
-    }
-  }
-  if (options.bucket_bytes && *options.bucket_bytes < 1) {
-    throw UsageError("reducer: expected bucket_bytes of at least 1, got " +
-                     std::to_string(*options.bucket_bytes));
-  }
-  if (options.reduction != "exact" && options.reduction != "native") {
-    throw UsageError("reducer: expected reduction 'exact' or 'native', got '" + options.reduction +
-                     "'");
-  }
-}
-
 }  // namespace
 
 Reducer::Core::Core(const Mesh& mesh, ReducerOptions options)
@@ -69,39 +38,16 @@ Reducer::Core::Core(const Mesh& mesh, ReducerOptions options)
       options_(std::move(options)),
       parameters_(options_),
       caller_(Stream::borrow(mesh.device(), nullptr)) {
-  check_options(options_);
   if (!options_.replica_hop) options_.replica_hop = plain_hop();
   if (!options_.bucket_bytes) {
     const bool on_host = mesh_.device().type == DeviceType::kHost;
     options_.bucket_bytes = on_host ? kHostBucketBytes : kGpuBucketBytes;
   }
   world_ = mesh_.world();
-  if (options_.reduction == "native" && world_.engine_name() != "nccl") {
-    throw UsageError("reducer: reduction 'native' is the nccl engine's; expected 'exact' on the " +
-                     std::string(world_.engine_name()) + " engine");
-  }
   id_ = world_.next_exchange_key();
   compare_options();
   shard_group_ = mesh_.shard_group().split(0, mesh_.shard_rank());
   replicate_group_ = mesh_.replicate_group().split(0, mesh_.replica());
-}
-
-// Every rank sees the difference, so that none goes on to wait for one that stopped here.
-void Reducer::Core::compare_options() {
-  const std::vector<std::string> all =
-      world_.exchange(options_text(options_) + '\n' + new_snapshot_id(), "Reducer");
-  const auto options_of = [&all](int r) {
-    const std::string& text = all[static_cast<std::size_t>(r)];
-    return text.substr(0, text.find('\n'));
-  };
-  snapshot_id_ = all.front().substr(options_of(0).size() + 1);
-  for (int r = 0; r < world_.size(); ++r) {
-    if (options_of(r) == options_of(0)) continue;
-    throw MismatchError("reducer: expected the options of rank 0 (" + options_of(0) + "), got " +
-                            options_of(r) + " (rank " + std::to_string(r) + " of " +
-                            std::to_string(world_.size()) + ")",
-                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
-  }
 }
 
 Reducer::Core::~Core() {
@@ -185,9 +131,6 @@ reduction::PackOrder Reducer::Core::pack_order() const {
 // Lays out the buckets and takes the memory, once, when the first microbatch begins.
 void Reducer::Core::freeze() {
   if (layout_) return;
-  if (parameters_.size() == 0) {
-    throw UsageError("reducer: begin_microbatch: expected registered parameters, got none");
-  }
   compare_registrations();
   flags_.resize(static_cast<std::size_t>(parameters_.group_count()));
   groups_.resize(flags_.size());
@@ -220,29 +163,6 @@ void Reducer::Core::set_stream(const Stream& stream) {
                      ", got one of " + to_string(stream.device()));
   }
   caller_ = stream;
-}
-
-void Reducer::Core::compare_registrations() {
-  std::string mine;
-  for (const std::string& line : parameters_.describe()) mine += line + "\n";
-  const std::vector<std::string> all = world_.exchange(mine, "registration");
-  for (int r = 0; r < world_.size(); ++r) {
-    const std::string& theirs = all[static_cast<std::size_t>(r)];
-    if (theirs == all.front()) continue;
-    const auto [left, right] = std::ranges::mismatch(all.front(), theirs);
-    const auto line = std::count(all.front().begin(), left, '\n');
-    const auto line_of = [line](const std::string& text) {
-      std::size_t begin = 0;
-      for (std::ptrdiff_t i = 0; i < line; ++i) begin = text.find('\n', begin) + 1;
-      return begin >= text.size() ? std::string("no such parameter")
-                                  : text.substr(begin, text.find('\n', begin) - begin);
-    };
-    throw MismatchError("reducer: parameter " + std::to_string(line) + ": expected " +
-                            line_of(all.front()) + " as on rank 0, got " + line_of(theirs) +
-                            " (rank " + std::to_string(r) + " of " + std::to_string(world_.size()) +
-                            "); register the same parameters in the same order on every rank",
-                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
-  }
 }
 
 void Reducer::Core::check_usable(std::string_view call) {

@@ -93,11 +93,13 @@ class Reducer::Core {
     std::vector<std::string> posted_bits;  // keys of non-finite bits posted, not yet collected
   };
 
-  // core.cpp
+  // core_comparison.cpp
   void compare_options();
+  void compare_registrations();
+
+  // core.cpp
   void freeze();
   [[nodiscard]] reduction::PackOrder pack_order() const;
-  void compare_registrations();
   void check_usable(std::string_view call);  // rethrows what went wrong, or closed
   void require_state(State expected, std::string_view call) const;
   void raise_failure();

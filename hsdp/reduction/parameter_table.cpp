@@ -4,6 +4,7 @@
 
 #include "hsdp/error.h"
 #include "hsdp/snapshot.h"
+#include "hsdp/snapshot/snapshot_header.h"
 
 namespace hsdp::reduction {
 namespace {
@@ -16,7 +17,6 @@ void check_gradient_dtype(Dtype dtype, std::string_view what, const std::string&
 
 // A name has to fit into a snapshot, which may be written long after.
 void check_name(const std::string& parameter) {
-  constexpr std::size_t kMaxNameBytes = 4096;
   if (parameter.empty()) throw UsageError("reducer: expected a parameter name, got ''");
   if (parameter.size() > kMaxNameBytes) {
     throw UsageError("reducer: parameter '" + parameter.substr(0, 32) +
@@ -35,6 +35,11 @@ void check_shape(const ParameterSpec& spec) {
                      to_string(spec.shape));
   };
   const auto negative = [](std::int64_t extent) { return extent < 0; };
+  if (spec.shape.size() > kMaxDimensions) {  // as for names: a snapshot has to hold it
+    throw UsageError("reducer: parameter '" + spec.name + "': expected at most " +
+                     std::to_string(kMaxDimensions) + " dimensions, got " +
+                     std::to_string(spec.shape.size()));
+  }
   if (std::ranges::any_of(spec.shape, negative)) refuse("extents of at least 0");
   std::int64_t count = 1;
   for (const std::int64_t extent : spec.shape) {

@@ -4,7 +4,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <latch>
+#include <limits>
 
 #include "hsdp/error.h"
 #include "tests/comm/elements.h"
@@ -13,6 +15,7 @@
 namespace hsdp::test {
 namespace {
 
+using std::chrono::milliseconds;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
@@ -202,9 +205,33 @@ TEST(Misuse, BadArgumentsAreUsageErrorsAndHarmNothing) {
     EXPECT_THROW(world.all_reduce(TensorView{data.data(), 4, Dtype::kF32, {DeviceType::kCuda, 0}}),
                  UsageError);
     EXPECT_THROW(static_cast<void>(in_process_world(1, {.engine = "nccl"})), UsageError);
+    EXPECT_THROW(static_cast<void>(in_process_world(1, {.timeout = milliseconds(-1)})), UsageError);
+    EXPECT_THROW(static_cast<void>(in_process_world(1, {.timeout = milliseconds(0)})), UsageError);
+    EXPECT_THROW(static_cast<void>(in_process_world(1, {.timeout = milliseconds::max()})),
+                 UsageError);
     EXPECT_THROW(RowCut({0, 5, 4}), UsageError);
     EXPECT_THROW(RowCut(-1, 2), UsageError);
     expect_sum(world, f32);
+  });
+}
+
+// In a group of one nobody else would find a count whose size in bytes overflows.
+TEST(Misuse, CountsWhoseBytesOverflowAreRefused) {
+  run_world({.size = 1}, [](Communicator& world) {
+    float in = 1.0F;
+    float out = 0.0F;
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+    for (const std::int64_t count : {kMost, kMost / 4, kMost / 8 + 1}) {
+      const TensorView a{&in, count};
+      const TensorView b{&out, count};
+      EXPECT_THROW(world.all_reduce(a), UsageError);
+      EXPECT_THROW(world.reduce_scatter(a, b), UsageError);
+      EXPECT_THROW(world.all_gather(a, b), UsageError);
+      EXPECT_THROW(world.all_to_all(a, b), UsageError);
+      EXPECT_THROW(world.broadcast(a), UsageError);
+      EXPECT_THROW(static_cast<void>(world.allocate(count, Dtype::kF32)), UsageError);
+    }
+    EXPECT_EQ(in, 1.0F);
   });
 }
 

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <optional>
 #include <string>
@@ -43,6 +44,14 @@ TEST(WorldTest, AWrongTransportIsNamed) {
   ::setenv("HSDP_TRANSPORT", "pigeon", 1);
   EXPECT_THAT(usage_error_of({}), AllOf(HasSubstr("HSDP_TRANSPORT"), HasSubstr("pigeon")));
   ::unsetenv("HSDP_TRANSPORT");
+}
+
+TEST(WorldTest, ATimeoutThatNoClockHoldsIsNamed) {
+  WorldOptions options;
+  options.timeout = std::chrono::milliseconds::max();
+  EXPECT_THAT(usage_error_of(options), HasSubstr("expected 0.001 to 1000000 seconds, got 9.2"));
+  options.timeout = std::chrono::milliseconds(-1);
+  EXPECT_THAT(usage_error_of(options), HasSubstr("seconds, got -0.001"));
 }
 
 // Sums of 1 + 2 + ... over the ranks.

@@ -220,12 +220,14 @@ TEST(Registration, RefusesWhatCannotBeReduced) {
                                     {.name = "\xff", .shape = {1}},
                                     {.name = "c", .shape = {std::int64_t{1} << 58}},
                                     {.name = "c", .shape = {std::int64_t{1} << 32, 1LL << 32}},
+                                    {.name = "c", .shape = Shape(33, 1)},  // of a snapshot's 32
                                     {.name = "c", .shape = {1}, .dtype = Dtype::kF64},
                                     {.name = "c", .shape = {1}, .dtype = Dtype::kU8},
                                     {.name = "c", .shape = {1}, .reduce_dtype = Dtype::kI64}}) {
       EXPECT_TRUE(caught<UsageError>([&] { reducer.register_parameter(bad); })) << bad.name;
     }
-    ASSERT_EQ(reducer.parameters().size(), 2U);
+    EXPECT_EQ(reducer.register_parameter({.name = "deep", .shape = Shape(32, 1)}), 2);
+    ASSERT_EQ(reducer.parameters().size(), 3U);
     EXPECT_EQ(reducer.parameters()[1].name, "b");
   });
 }

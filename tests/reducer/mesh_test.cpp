@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <ostream>
 
 #include "hsdp/error.h"
@@ -82,6 +83,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         Misuse{"too_small", {.replicate = 1, .shard = 2}, "4"},
         Misuse{"too_large", {.replicate = 3, .shard = 2}, "4"},
+        Misuse{"product_beyond_int", {.replicate = 4, .shard = 1'073'741'825}, "1073741825"},
         Misuse{"zero", {.replicate = 0, .shard = 4}, "0"},
         Misuse{"negative", {.replicate = -2, .shard = -2}, "-2"},
         Misuse{"out_of_range", {.replicate = 2, .shard = 2, .ranks = {{0, 1}, {2, 4}}}, "4"},
@@ -92,8 +94,31 @@ INSTANTIATE_TEST_SUITE_P(
         Misuse{"device",
                {.replicate = 2, .shard = 2, .device = {.type = DeviceType::kCuda}},
                "cuda:0"},
+        Misuse{"host_device_index",
+               {.replicate = 2, .shard = 2, .device = {.index = 3}},
+               "expected index 0 of a host device, got 3"},
+        Misuse{"timeout_huge",
+               {.replicate = 2, .shard = 2, .timeout_s = 1e300},
+               "timeout_s: expected 0.001 to 1000000 seconds, got 1e+300"},
+        Misuse{"timeout_beyond_clocks",
+               {.replicate = 2, .shard = 2, .timeout_s = 1e18},
+               "seconds, got 1e+18"},
+        Misuse{
+            "timeout_tiny", {.replicate = 2, .shard = 2, .timeout_s = 1e-9}, "seconds, got 1e-09"},
+        Misuse{"timeout_nan", {.replicate = 2, .shard = 2, .timeout_s = NAN}, "seconds, got nan"},
         Misuse{"ragged", {.replicate = 2, .shard = 2, .ranks = {{0, 1, 2}, {3}}}, "ranks"}),
     [](const auto& row) { return row.param.label; });
+
+// Before anything connects: no launch is needed to be told.
+TEST(InitMesh, RefusesATimeoutThatNoClockHolds) {
+  for (const double timeout_s : {1e300, 1e18, 1e-9, 0.0, -1.0}) {
+    const auto error =
+        caught<UsageError>([&] { const Mesh mesh = init_mesh({.timeout_s = timeout_s}); });
+    ASSERT_TRUE(error) << timeout_s;
+    EXPECT_NE(std::string(error->what()).find("mesh: timeout_s: expected"), std::string::npos)
+        << error->what();
+  }
+}
 
 TEST(MeshRanks, WithoutThisRankAreAnError) {
   run_ranks(3, [](Communicator& world) {

@@ -90,6 +90,83 @@ TEST(OptionMismatch, IsAnErrorOnEveryRankBeforeAnythingIsReduced) {
   }
 }
 
+// Far beyond what a test may take: an error that is there at once did not come from the timeout.
+constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::seconds(60)};
+constexpr std::chrono::seconds kWellBefore{30};
+
+TEST(NoRegistration, OnOneRankIsNamedOnEveryRankAtOnce) {
+  for (const int odd : {0, kOddRank}) {
+    const auto start = std::chrono::steady_clock::now();
+    run_mesh(
+        kShape,
+        [&](const Mesh& mesh) {
+          Reducer reducer(mesh);
+          if (mesh.rank() != odd) reducer.register_parameter({.name = "w", .shape = {10}});
+          for (int call = 0; call < 2; ++call) {  // the second repeats the first
+            const auto error = caught<MismatchError>([&] { reducer.begin_microbatch({}); });
+            ASSERT_TRUE(error);
+            EXPECT_EQ(error->ranks(), std::vector<int>{odd});
+            EXPECT_NE(std::string(error->what()).find("got none on rank " + std::to_string(odd)),
+                      std::string::npos)
+                << error->what();
+          }
+        },
+        kPatient);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, kWellBefore);
+  }
+}
+
+// The same mistake everywhere is no mismatch, and may be mended.
+TEST(NoRegistration, OnAllRanksIsAUsageErrorAndTheReducerGoesOn) {
+  run_mesh(kShape, [](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    EXPECT_TRUE(caught<UsageError>([&] { reducer.begin_microbatch({.last = true}); }));
+    reducer.register_parameter({.name = "w", .shape = {4}});
+    const std::vector<float> ones(4, 1.0F);
+    reducer.begin_microbatch({.last = true});
+    reducer.gradient_ready("w", {.data = ones.data(), .shape = {4}});
+    reducer.end_microbatch();
+    EXPECT_EQ(reducer.grad_norm(), 2.0);
+  });
+}
+
+struct BadOptions {
+  ReducerOptions options;
+  std::string text;  // what the message says on every rank
+};
+
+TEST(BadOptions, OfOneRankAreRepeatedOnEveryRankAtOnceAndTheMeshGoesOn) {
+  const std::vector<BadOptions> cases{
+      {{.bucket_bytes = 0}, "expected bucket_bytes of at least 1, got 0"},
+      {{.reduction = "native"}, "expected 'exact' on the host engine"},
+      {{.reduction = "foo"}, "got 'foo'"},
+      {{.reduce_dtype = Dtype::kF64}, "got f64"}};
+  const auto start = std::chrono::steady_clock::now();
+  run_mesh(
+      kShape,
+      [&](const Mesh& mesh) {
+        for (const BadOptions& bad : cases) {
+          std::string text;
+          if (mesh.rank() == kOddRank) {
+            const auto error = caught<UsageError>([&] { const Reducer r(mesh, bad.options); });
+            ASSERT_TRUE(error) << bad.text;
+            text = error->what();
+          } else {
+            const auto error = caught<MismatchError>([&] { const Reducer r(mesh); });
+            ASSERT_TRUE(error) << bad.text;
+            EXPECT_EQ(error->ranks(), std::vector<int>{kOddRank});
+            text = error->what();
+            EXPECT_NE(text.find("rank 2 of 4"), std::string::npos) << text;
+          }
+          EXPECT_NE(text.find(bad.text), std::string::npos) << text;
+        }
+        const Reducer good(mesh);
+        EXPECT_EQ(good.stats().engine, "host");
+      },
+      kPatient);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, kWellBefore);
+}
+
 // One rank thinks that the microbatch is not the last.
 TEST(SyncMismatch, IsAnErrorOnEveryRank) {
   const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kShape.size(), 1, 1);

@@ -256,6 +256,25 @@ TEST(KilledWithChild, IsNoticedThoughItsChildLivesOn) {
   }
 }
 
+// One rank's mistake is an error on the other, too, and not the end of its patience.
+TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
+  const auto outcomes = run_processes(2, {}, [](int rank) {
+    Communicator job = connect_world();
+    bool told = false;
+    if (rank == 1) {
+      told = caught<UsageError>([] {
+               const Mesh mesh = init_mesh({.replicate = 0, .shard = 2});
+             }).has_value();
+    } else {
+      const auto error = caught<MismatchError>([] { const Mesh mesh = init_mesh({.shard = 2}); });
+      told = error && error->ranks() == std::vector<int>{1};
+    }
+    job.barrier();
+    return told ? 0 : 1;
+  });
+  for (const RankOutcome& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
 // One rank raises in its block: between processes, too, all others go on with it.
 TEST(AbandonBetweenProcesses, TheNextStepIsRight) {
   const MeshShape shape{.replicate = 2, .shard = 2};

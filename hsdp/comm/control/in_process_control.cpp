@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "hsdp/comm/timeout_range.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
 
@@ -238,6 +239,7 @@ std::vector<std::shared_ptr<Control>> in_process_control(int size,
     throw UsageError("in_process_control: bad size: expected at least 1 rank, got " +
                      std::to_string(size));
   }
+  require_timeout(timeout, "in_process_control: timeout");
   const auto hub = std::make_shared<InProcessHub>(size, timeout);
   std::vector<std::shared_ptr<Control>> controls;
   controls.reserve(static_cast<std::size_t>(size));

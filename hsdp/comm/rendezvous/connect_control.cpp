@@ -15,6 +15,7 @@
 #include "hsdp/comm/rendezvous/handshake.h"
 #include "hsdp/comm/rendezvous/host_identity.h"
 #include "hsdp/comm/rendezvous/tcp_rendezvous.h"
+#include "hsdp/comm/timeout_range.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
 
@@ -83,10 +84,7 @@ ProcessControl::ProcessControl(const LaunchEnvironment& launch, std::chrono::mil
     throw UsageError("control: expected a rank below the world size, got rank " +
                      std::to_string(rank_) + " of " + std::to_string(size_));
   }
-  if (timeout_ <= Millis(0)) {
-    throw UsageError("control: timeout: expected more than 0 ms, got " +
-                     std::to_string(timeout_.count()) + " ms");
-  }
+  require_timeout(timeout_, "control: timeout");
   shares_[static_cast<std::size_t>(rank_)] = true;
   try {
     meet(launch);

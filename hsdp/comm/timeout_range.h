@@ -1,0 +1,15 @@
+// How long a world's waits may be: what clocks can add to and a person would call a limit.
+#pragma once
+
+#include <chrono>
+#include <string_view>
+
+namespace hsdp::comm {
+
+constexpr std::chrono::milliseconds kShortestTimeout{1};
+constexpr std::chrono::seconds kLongestTimeout{1'000'000};  // eleven days
+
+// UsageError, which begins with `what`, unless the timeout is within the limits.
+void require_timeout(std::chrono::duration<double> timeout, std::string_view what);
+
+}  // namespace hsdp::comm

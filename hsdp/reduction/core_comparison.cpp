@@ -1,0 +1,124 @@
+// What the ranks compare before they reduce anything: their options and their parameters. Each rank
+// says even what is wrong with its own, so that a mistake of one is an error on all of them at
+// once.
+#include <algorithm>
+
+#include "hsdp/error.h"
+#include "hsdp/reduction/core.h"
+
+namespace hsdp {
+namespace {
+
+constexpr char kFaultMark = '!';  // no options begin with it
+
+std::string rank_text(const Communicator& group, int rank) {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(group.size());
+}
+
+std::string options_text(const ReducerOptions& options) {
+  const auto dtype = [](const std::optional<Dtype>& d) {
+    return d ? std::string(name(*d)) : std::string("own");
+  };
+  return "reduce_dtype " + dtype(options.reduce_dtype) + ", replica_dtype " +
+         dtype(options.replica_dtype) + ", layout " + std::string(name(options.layout)) +
+         ", bucket_bytes " + std::to_string(options.bucket_bytes.value_or(0)) + ", reduction " +
+         options.reduction + ", replica_hop " + std::string(options.replica_hop->name()) +
+         ", missing " + (options.missing == Missing::kError ? "error" : "zero") + ", backwards " +
+         (options.backwards == Backwards::kOne ? "one" : "many") + ", accumulate_dtype " +
+         (options.accumulate_dtype == AccumulateDtype::kF32 ? "f32" : "param");
+}
+
+void check_options(const ReducerOptions& options, std::string_view engine) {
+  for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
+    if (dtype && !is_gradient_dtype(*dtype)) {
+      throw UsageError(
+          "reducer: expected reduce_dtype and replica_dtype of f32, bf16 or f16, got " +
+          std::string(name(*dtype)));
+    }
+  }
+  if (options.bucket_bytes && *options.bucket_bytes < 1) {
+    throw UsageError("reducer: expected bucket_bytes of at least 1, got " +
+                     std::to_string(*options.bucket_bytes));
+  }
+  if (options.reduction != "exact" && options.reduction != "native") {
+    throw UsageError("reducer: expected reduction 'exact' or 'native', got '" + options.reduction +
+                     "'");
+  }
+  if (options.reduction == "native" && engine != "nccl") {
+    throw UsageError("reducer: reduction 'native' is the nccl engine's; expected 'exact' on the " +
+                     std::string(engine) + " engine");
+  }
+}
+
+}  // namespace
+
+// Every rank sees the difference, so that none goes on to wait for one that stopped here.
+void Reducer::Core::compare_options() {
+  // A rank that finds its own options wrong tells the others before it throws, so that nobody waits
+  // for it.
+  std::string fault;
+  try {
+    check_options(options_, world_.engine_name());
+  } catch (const UsageError& error) {
+    fault = error.what();
+  }
+  const std::string mine =
+      fault.empty() ? options_text(options_) + '\n' + new_snapshot_id() : kFaultMark + fault;
+  const std::vector<std::string> all = world_.exchange(mine, "Reducer");
+  if (!fault.empty()) throw UsageError(fault);
+  for (int r = 0; r < world_.size(); ++r) {
+    const std::string& text = all[static_cast<std::size_t>(r)];
+    if (!text.starts_with(kFaultMark)) continue;
+    throw MismatchError(
+        "reducer: " + rank_text(world_, r) + " could not make its Reducer: " + text.substr(1),
+        {world_.world_ranks()[static_cast<std::size_t>(r)]});
+  }
+  const auto options_of = [&all](int r) {
+    const std::string& text = all[static_cast<std::size_t>(r)];
+    return text.substr(0, text.find('\n'));
+  };
+  snapshot_id_ = all.front().substr(options_of(0).size() + 1);
+  for (int r = 0; r < world_.size(); ++r) {
+    if (options_of(r) == options_of(0)) continue;
+    throw MismatchError("reducer: expected the options of rank 0 (" + options_of(0) + "), got " +
+                            options_of(r) + " (rank " + std::to_string(r) + " of " +
+                            std::to_string(world_.size()) + ")",
+                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
+  }
+}
+
+void Reducer::Core::compare_registrations() {
+  std::string mine;
+  for (const std::string& line : parameters_.describe()) mine += line + "\n";
+  const std::vector<std::string> all = world_.exchange(mine, "registration");
+  const auto has_none = [](const std::string& text) { return text.empty(); };
+  if (std::ranges::all_of(all, has_none)) {
+    throw UsageError("reducer: begin_microbatch: expected registered parameters, got none");
+  }
+  for (int r = 0; r < world_.size(); ++r) {
+    if (!has_none(all[static_cast<std::size_t>(r)])) continue;
+    throw MismatchError(
+        "reducer: begin_microbatch: expected registered parameters on every rank, got none on " +
+            rank_text(world_, r) + "; register the same parameters in the same order on every rank",
+        {world_.world_ranks()[static_cast<std::size_t>(r)]});
+  }
+  for (int r = 0; r < world_.size(); ++r) {
+    const std::string& theirs = all[static_cast<std::size_t>(r)];
+    if (theirs == all.front()) continue;
+    const auto [left, right] = std::ranges::mismatch(all.front(), theirs);
+    const auto line = std::count(all.front().begin(), left, '\n');
+    const auto line_of = [line](const std::string& text) {
+      std::size_t begin = 0;
+      for (std::ptrdiff_t i = 0; i < line; ++i) begin = text.find('\n', begin) + 1;
+      return begin >= text.size() ? std::string("no such parameter")
+                                  : text.substr(begin, text.find('\n', begin) - begin);
+    };
+    throw MismatchError("reducer: parameter " + std::to_string(line) + ": expected " +
+                            line_of(all.front()) + " as on rank 0, got " + line_of(theirs) +
+                            " (rank " + std::to_string(r) + " of " + std::to_string(world_.size()) +
+                            "); register the same parameters in the same order on every rank",
+                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
+  }
+}
+
+}  // namespace hsdp

@@ -18,7 +18,8 @@ std::string general(double value, int digits) {
 }
 
 std::string plural(std::int64_t count, const std::string& noun) {
-  return count_text(count) + " " + noun + (count == 1 ? "" : "s");
+  const char* ending = noun.ends_with("ch") ? "es" : "s";
+  return count_text(count) + " " + noun + (count == 1 ? "" : ending);
 }
 
 // What is wrong with the worst parameter, and where.
@@ -170,9 +171,7 @@ std::string verdict_text(const Comparison& comparison) {
   const auto parameters = static_cast<std::int64_t>(comparison.parameters.size());
   const std::string all =
       plural(parameters, "parameter") + ", " + plural(total_count(comparison), "element");
-  if (comparison.verdict == Verdict::kSame) {
-    return "same: " + all + (parameters == 0 ? "; nothing was compared" : "");
-  }
+  if (comparison.verdict == Verdict::kSame) return "same: " + all;
   const ParameterDifference& worst = comparison.parameters.front();
   if (comparison.verdict == Verdict::kNotJudged) {
     return "not judged: " + all + worst_text(comparison, worst) +

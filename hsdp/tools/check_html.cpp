@@ -7,6 +7,11 @@
 
 namespace hsdp {
 
+bool is_html_report(std::string_view page) {
+  return page.starts_with("<!doctype html>") &&
+         page.find("<title>hsdp_check</title>") != std::string_view::npos;
+}
+
 std::string to_html(const nlohmann::ordered_json& findings) {
   constexpr std::string_view kPlace = "@FINDINGS@";
   std::string data;

@@ -1,12 +1,17 @@
 // hsdp_check: compares two snapshots, or validates one. docs/hsdp_check.md describes it.
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <fstream>
 #include <iostream>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <system_error>
 
 #include "hsdp/compare.h"
 #include "hsdp/error.h"
+#include "hsdp/snapshot/snapshot_header.h"
 #include "hsdp/tools/check_facts.h"
 #include "hsdp/tools/check_html.h"
 #include "hsdp/tools/check_json.h"
@@ -18,7 +23,19 @@
 namespace hsdp {
 namespace {
 
-// A report must not take the place of what it is about.
+// Up to so many bytes of a regular file; nothing of anything else, which might not answer.
+std::string first_bytes(const std::filesystem::path& path, std::size_t count) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) return {};
+  std::ifstream file(path, std::ios::binary);
+  std::string bytes(count, '\0');
+  file.read(bytes.data(), static_cast<std::streamsize>(count));
+  bytes.resize(static_cast<std::size_t>(file.gcount()));
+  return bytes;
+}
+
+// A report must not take the place of what it is about, nor of a snapshot that stands there because
+// FILE was forgotten.
 void check_report_path(const CheckOptions& options) {
   if (!options.html) return;
   const auto report = std::filesystem::weakly_canonical(*options.html);
@@ -29,6 +46,17 @@ void check_report_path(const CheckOptions& options) {
     throw UsageError("--html: expected a file apart from the snapshots, got " +
                      options.html->string());
   }
+  if (first_bytes(*options.html, kSnapshotMagic.size()) == kSnapshotMagic) {
+    throw UsageError("--html: expected a file for the report, got the snapshot " +
+                     options.html->string());
+  }
+}
+
+// An earlier run's report would pass for this run's.
+void remove_report(const std::filesystem::path& path) {
+  constexpr std::size_t kTitleBytes = 4096;  // the title is among them
+  std::error_code error;
+  if (is_html_report(first_bytes(path, kTitleBytes))) std::filesystem::remove(path, error);
 }
 
 void write_report(const std::filesystem::path& path, const nlohmann::ordered_json& findings) {
@@ -51,6 +79,9 @@ ExitStatus compare(const CheckOptions& options, const Snapshot& a) {
     compare_options.progress = [&bar](double fraction) { bar.show(fraction); };
     return compare_snapshots(a, b, compare_options);
   }();
+  if (comparison.parameters.empty()) {
+    throw Error("nothing to compare: neither snapshot holds a parameter");
+  }
   if (options.html) write_report(*options.html, to_json(comparison, true));
   TextStyle style = detect_text_style();
   style.all_rows = options.all_rows;
@@ -73,7 +104,10 @@ ExitStatus validate(const CheckOptions& options, const Snapshot& a) {
 }
 
 ExitStatus check(int argc, const char* const* argv) {
-  bool json = false;
+  // Until the command line is understood: it may be wrong.
+  bool json =
+      std::any_of(argv, argv + argc, [](std::string_view word) { return word == "--json"; });
+  std::optional<std::filesystem::path> report;
   try {
     const CheckOptions options = parse_check_options(argc, argv);
     json = options.json;
@@ -82,9 +116,11 @@ ExitStatus check(int argc, const char* const* argv) {
       return ExitStatus::kSame;
     }
     check_report_path(options);
+    report = options.html;
     const Snapshot a = Snapshot::open(options.a);
     return options.b ? compare(options, a) : validate(options, a);
   } catch (const std::exception& error) {
+    if (report) remove_report(*report);
     if (json) std::cout << dump(error_to_json(error.what()), 2) << std::endl;
     std::cerr << "hsdp_check: cannot tell: " << error.what() << std::endl;
     return ExitStatus::kCannotTell;

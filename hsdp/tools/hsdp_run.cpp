@@ -3,6 +3,7 @@
 // Two processes: the one that the user sees, and below it the one that starts the ranks. Each
 // adopts orphans and kills what is left below it, so that even a kill -9 of either leaves no
 // process behind.
+#include <fcntl.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -29,6 +30,14 @@ namespace {
 constexpr int kUsage = 2;
 
 std::atomic<pid_t> launcher{0};
+
+// Else the next file that is opened would pass for a standard stream.
+void open_closed_streams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    // Takes the lowest number that is free, which is this one.
+    if (::fcntl(fd, F_GETFD) < 0) static_cast<void>(::open("/dev/null", O_RDWR));
+  }
+}
 
 void pass_on(int number) {
   const pid_t pid = launcher.load();
@@ -92,6 +101,7 @@ int run(const std::vector<std::string>& arguments) {
 }  // namespace hsdp::tools
 
 int main(int argc, char** argv) {
+  hsdp::tools::open_closed_streams();
   try {
     return hsdp::tools::run({argv + 1, argv + argc});
   } catch (const hsdp::UsageError& error) {

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <climits>
 #include <csignal>
 #include <cstring>
 #include <utility>
@@ -19,6 +18,9 @@ namespace hsdp::tools {
 namespace {
 
 constexpr std::chrono::seconds kKillDelay{5};
+constexpr std::chrono::seconds kReaderPatience{2};
+constexpr std::size_t kOutput = 0;
+constexpr std::size_t kErrors = 1;
 constexpr int kNotExecutable = 126;
 constexpr int kNotFound = 127;
 constexpr int kSignalBase = 128;
@@ -47,7 +49,8 @@ RankLauncher::RankLauncher(RunOptions options, std::string job, std::string secr
       job_(std::move(job)),
       secret_(std::move(secret)),
       signals_(open_signals(kHandled)),
-      orphaned_(open_signals(std::array{kOrphaned})) {
+      orphaned_(open_signals(std::array{kOrphaned})),
+      outputs_{OutputQueue(STDOUT_FILENO), OutputQueue(STDERR_FILENO)} {
   ::signal(SIGPIPE, SIG_IGN);
 }
 
@@ -58,23 +61,8 @@ void RankLauncher::end_if_orphaned() const {
   ::_exit(1);
 }
 
-// Also while nobody reads what we write.
-bool RankLauncher::write_all(int fd, std::string_view text) const {
-  while (!text.empty()) {
-    std::array<pollfd, 2> ready{{{fd, POLLOUT, 0}, {orphaned_.get(), POLLIN, 0}}};
-    ::poll(ready.data(), ready.size(), -1);
-    if (ready[1].revents != 0) end_if_orphaned();
-    if (ready[0].revents == 0) continue;
-    // A pipe that is ready takes so much without waiting.
-    const ssize_t n = ::write(fd, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
-    if (n > 0) text.remove_prefix(static_cast<std::size_t>(n));
-    if (n < 0 && errno != EINTR && errno != EAGAIN) return false;
-  }
-  return true;
-}
-
-void RankLauncher::say(const std::string& text) const {
-  write_all(STDERR_FILENO, "hsdp_run: " + text + "\n");
+void RankLauncher::say(const std::string& text) {
+  outputs_[kErrors].push("hsdp_run: " + text + "\n");
 }
 
 bool RankLauncher::start_all() {
@@ -87,8 +75,8 @@ bool RankLauncher::start_all() {
     }
     const std::string prefix = "[" + std::to_string(rank) + "] ";
     ranks_.push_back({process.pid, true});
-    streams_.push_back({std::move(process.output), STDOUT_FILENO, LinePrefixer(prefix)});
-    streams_.push_back({std::move(process.errors), STDERR_FILENO, LinePrefixer(prefix)});
+    streams_.push_back({std::move(process.output), kOutput, LinePrefixer(prefix)});
+    streams_.push_back({std::move(process.errors), kErrors, LinePrefixer(prefix)});
   }
   return true;
 }
@@ -98,6 +86,7 @@ int RankLauncher::run() {
     while (running_count() > 0) step();
   }
   kill_descendants();
+  for (Rank& rank : ranks_) rank.running = false;
   drain();
   return status_.value_or(0);
 }
@@ -108,28 +97,39 @@ int RankLauncher::running_count() const {
 }
 
 int RankLauncher::wait_ms() const {
-  if (phase_ != Phase::kGrace && phase_ != Phase::kTerminated) return -1;
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(phase_end_ - Clock::now()).count();
+  Clock::time_point end = phase_end_;
+  if (phase_ == Phase::kGone) end = last_taken_ + kReaderPatience;
+  const bool has_end = phase_ == Phase::kGrace || phase_ == Phase::kTerminated ||
+                       (phase_ == Phase::kGone && hurried_status_);
+  if (!has_end) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
   constexpr std::int64_t kLongestMs = 60'000;
   return static_cast<int>(std::clamp<std::int64_t>(left, 0, kLongestMs));
 }
 
 void RankLauncher::step() {
   std::vector<pollfd> ready{{signals_.get(), POLLIN, 0}, {orphaned_.get(), POLLIN, 0}};
-  constexpr std::size_t kFirstStream = 2;
+  for (const OutputQueue& output : outputs_) {
+    if (!output.is_empty()) ready.push_back({output.fd(), POLLOUT, 0});
+  }
+  const std::size_t first_source = ready.size();
   std::vector<std::size_t> sources;
   for (std::size_t i = 0; i < streams_.size(); ++i) {
-    if (!streams_[i].source) continue;
+    // Ranks wait for a slow reader, as if they had its pipe themselves.
+    if (!streams_[i].source || outputs_[streams_[i].target].is_full()) continue;
     ready.push_back({streams_[i].source.get(), POLLIN, 0});
     sources.push_back(i);
   }
-  ::poll(ready.data(), ready.size(), wait_ms());
+  // Nobody is left who could write: what cannot be read now has ended.
+  const bool all_written = phase_ == Phase::kGone && !sources.empty();
+  ::poll(ready.data(), ready.size(), all_written ? 0 : wait_ms());
   if (ready[1].revents != 0) end_if_orphaned();
   for (std::size_t i = 0; i < sources.size(); ++i) {
-    if (ready[i + kFirstStream].revents != 0) read_stream(streams_[sources[i]]);
+    if (all_written || ready[first_source + i].revents != 0) read_stream(streams_[sources[i]]);
   }
   if (ready[0].revents != 0) handle_signals();
   advance_phase();
+  flush_outputs();
 }
 
 void RankLauncher::handle_signals() {
@@ -137,10 +137,18 @@ void RankLauncher::handle_signals() {
   while (::read(signals_.get(), &info, sizeof info) == sizeof info) {
     const int number = static_cast<int>(info.ssi_signo);
     if (number == SIGCHLD) continue;
+    hurry(number);
+    if (phase_ == Phase::kGone) continue;
     signal_ranks(number);
     begin_grace(std::string("passed on signal ") + ::strsignal(number));
   }
   reap();
+}
+
+void RankLauncher::hurry(int number) {
+  if (hurried_status_) return;
+  hurried_status_ = kSignalBase + number;
+  last_taken_ = Clock::now();
 }
 
 void RankLauncher::reap() {
@@ -191,6 +199,7 @@ void RankLauncher::advance_phase() {
     say(left + "sending SIGTERM");
     signal_ranks(SIGTERM);
     signal_ranks(SIGCONT);  // a stopped rank acts on it too
+    hurry(SIGTERM);
     phase_ = Phase::kTerminated;
     phase_end_ = Clock::now() + kKillDelay;
   } else if (phase_ == Phase::kTerminated) {
@@ -206,34 +215,51 @@ void RankLauncher::signal_ranks(int number) const {
   }
 }
 
-void RankLauncher::print(const Stream& stream, const std::string& text) {
-  if (text.empty() || write_all(stream.target, text)) return;
-  // Nobody reads our output any more: neither may the ranks write it.
-  const int closed = stream.target;
-  for (Stream& other : streams_) {
-    if (other.target == closed) other.source.reset();
-  }
-}
-
+// Once, so that a rank that prints without end does not keep us from the signals.
 void RankLauncher::read_stream(Stream& stream) {
   std::array<char, 1U << 16U> bytes{};
-  while (stream.source) {
-    const ssize_t n = ::read(stream.source.get(), bytes.data(), bytes.size());
-    if (n > 0) {
-      print(stream, stream.lines.feed({bytes.data(), static_cast<std::size_t>(n)}));
-      continue;
-    }
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return;
-    stream.source.reset();
-    print(stream, stream.lines.finish());
+  const ssize_t n = ::read(stream.source.get(), bytes.data(), bytes.size());
+  if (n > 0) {
+    outputs_[stream.target].push(stream.lines.feed({bytes.data(), static_cast<std::size_t>(n)}));
+  } else if (n == 0 || (errno != EINTR && errno != EAGAIN) || phase_ == Phase::kGone) {
+    finish_stream(stream);
   }
 }
 
-void RankLauncher::drain() {
+void RankLauncher::finish_stream(Stream& stream) {
+  stream.source.reset();
+  outputs_[stream.target].push(stream.lines.finish());
+}
+
+void RankLauncher::flush_outputs() {
+  for (OutputQueue& output : outputs_) {
+    if (output.flush()) last_taken_ = Clock::now();
+  }
+  // Nobody reads our output any more: neither may the ranks write it.
   for (Stream& stream : streams_) {
-    read_stream(stream);
-    print(stream, stream.lines.finish());
+    if (outputs_[stream.target].is_closed()) stream.source.reset();
+  }
+}
+
+bool RankLauncher::has_output() const {
+  return std::any_of(outputs_.begin(), outputs_.end(),
+                     [](const OutputQueue& output) { return !output.is_empty(); }) ||
+         std::any_of(streams_.begin(), streams_.end(),
+                     [](const Stream& stream) { return static_cast<bool>(stream.source); });
+}
+
+// Waits for a reader as long as it lives, unless we are in a hurry.
+void RankLauncher::drain() {
+  phase_ = Phase::kGone;
+  last_taken_ = Clock::now();
+  while (has_output()) {
+    step();
+    if (!hurried_status_ || Clock::now() < last_taken_ + kReaderPatience) continue;
+    if (!has_output()) return;
+    say("nobody takes the output: the rest of it is lost");
+    flush_outputs();
+    if (!status_) status_ = hurried_status_;
+    return;
   }
 }
 

@@ -1,15 +1,17 @@
 // Starts the ranks of one job, prints what they print, and ends them when one fails.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <csignal>
+#include <cstddef>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "hsdp/comm/unique_fd.h"
 #include "hsdp/tools/line_prefixer.h"
+#include "hsdp/tools/output_queue.h"
 #include "hsdp/tools/rank_process.h"
 #include "hsdp/tools/run_options.h"
 
@@ -28,12 +30,13 @@ class RankLauncher {
 
  private:
   using Clock = std::chrono::steady_clock;
-  enum class Phase { kRunning, kGrace, kTerminated, kKilled };
+  // kGone: no rank is left, what they printed goes out.
+  enum class Phase { kRunning, kGrace, kTerminated, kKilled, kGone };
 
   // One pipe of one rank.
   struct Stream {
     comm::UniqueFd source;
-    int target = -1;  // our standard output or error
+    std::size_t target = 0;  // in outputs_
     LinePrefixer lines;
   };
   struct Rank {
@@ -49,14 +52,16 @@ class RankLauncher {
   void signal_ranks(int number) const;
   void advance_phase();
   void begin_grace(const std::string& reason);
-  void print(const Stream& stream, const std::string& text);
-  bool write_all(int fd, std::string_view text) const;
+  void hurry(int number);
   void end_if_orphaned() const;
   void read_stream(Stream& stream);
+  void finish_stream(Stream& stream);
+  void flush_outputs();
   void drain();
+  [[nodiscard]] bool has_output() const;
   [[nodiscard]] int running_count() const;
   [[nodiscard]] int wait_ms() const;
-  void say(const std::string& text) const;
+  void say(const std::string& text);
 
   RunOptions options_;
   std::string job_;
@@ -65,9 +70,14 @@ class RankLauncher {
   comm::UniqueFd orphaned_;
   std::vector<Rank> ranks_;
   std::vector<Stream> streams_;
+  std::array<OutputQueue, 2> outputs_;  // our standard output and error
   Phase phase_ = Phase::kRunning;
   Clock::time_point phase_end_;
   std::optional<int> status_;  // of the first failure
+  // Set when we were told to end, or end the ranks: a reader that takes nothing is not waited for
+  // for long, and what it misses makes this the status.
+  std::optional<int> hurried_status_;
+  Clock::time_point last_taken_;  // when a reader took output, or the hurry began
 };
 
 }  // namespace hsdp::tools

@@ -135,6 +135,47 @@ TEST_F(HsdpCheck, ExitsWithTwoWhenItCannotTell) {
   }
 }
 
+TEST_F(HsdpCheck, CountsMismatchesInWords) {
+  auto gradients = some_gradients();
+  write("b", gradients);
+  for (const std::size_t i : {1U, 2U}) {
+    gradients[0].data[i] = std::numeric_limits<float>::infinity();
+  }
+  write("a", gradients);
+  EXPECT_THAT(last_line(run("a b").output), HasSubstr("2 NaN or infinity mismatches"));
+}
+
+TEST_F(HsdpCheck, CannotTellOfTwoEmptySnapshots) {
+  write("a", {});
+  write("b", {});
+  const Outcome outcome = run("a b");
+  EXPECT_EQ(outcome.status, 2) << outcome.output;
+  EXPECT_THAT(outcome.output, HasSubstr("cannot tell: nothing to compare: "));
+  EXPECT_EQ(json::parse(run("a b --json", "2>/dev/null").output)["mode"], "error");
+}
+
+TEST_F(HsdpCheck, DoesNotOverwriteASnapshotWithAReport) {
+  write("a.h5", some_gradients());
+  std::filesystem::copy(folder_ / "a.h5", folder_ / "b.h5");
+  const std::vector<char> before = file_bytes(folder_ / "b.h5");
+  const Outcome outcome = run("a.h5 --html b.h5");
+  EXPECT_EQ(outcome.status, 2);
+  EXPECT_THAT(outcome.output,
+              HasSubstr("--html: expected a file for the report, got the snapshot"));
+  EXPECT_EQ(file_bytes(folder_ / "b.h5"), before);
+}
+
+TEST_F(HsdpCheck, AnErrorLeavesNoEarlierReport) {
+  write("s", some_gradients());
+  EXPECT_EQ(run("s --html report.html").status, 0);
+  EXPECT_EQ(run("absent --html report.html").status, 2);
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "report.html"));
+  const std::string other = "<!doctype html><title>mine</title>";
+  write_bytes(folder_ / "report.html", {other.begin(), other.end()});
+  EXPECT_EQ(run("absent --html report.html").status, 2);
+  EXPECT_EQ(file_bytes(folder_ / "report.html").size(), other.size());
+}
+
 TEST_F(HsdpCheck, HelpsAndTellsItsVersion) {
   const Outcome help = run("--help");
   EXPECT_EQ(help.status, 0);
@@ -181,6 +222,11 @@ TEST_F(HsdpCheck, PrintsJsonThatScriptsCanRelyOn) {
   EXPECT_EQ(error["verdict"], "cannot tell");
   EXPECT_EQ(error["exit_status"], 2);
   EXPECT_THAT(error["summary"].get<std::string>(), HasSubstr("absent"));
+  for (const char* wrong : {"--json --rtol x a b", "--frob a b --json", "--json"}) {
+    const json usage = json::parse(run(wrong, "2>/dev/null").output);
+    EXPECT_EQ(usage["mode"], "error") << wrong;
+    EXPECT_EQ(usage["exit_status"], 2) << wrong;
+  }
 }
 
 TEST_F(HsdpCheck, WritesAReportThatStandsAlone) {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import math
+import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,7 @@ import numpy as np
 
 from hsdp import _hsdp
 from hsdp.dtypes import DtypeLike, optional_dtype_text
-from hsdp.errors import SnapshotError, UsageError
+from hsdp.errors import MismatchError, SnapshotError, UsageError
 from hsdp.mesh import Mesh, as_mesh
 
 
@@ -137,17 +139,56 @@ def write_snapshot(
     `reduce_dtype` is what travelled, if not the arrays' dtype: the coarsest one settles how close
     `hsdp_check` and `compare_snapshots` expect two runs to be.
 
-    Blocks until the file is durable. Raises UsageError for what cannot be stored, SnapshotError
-    when it cannot be written.
+    Blocks until the file is durable, with a mesh all files. Raises UsageError for what cannot be
+    stored, SnapshotError when it cannot be written, also by another rank, and MismatchError when
+    the ranks' names differ.
     """
     own_mesh = None if mesh is None else as_mesh(mesh)
     try:
         entries, layout = _entries(named_gradients, own_mesh)
-    except UsageError:
+        info: dict[str, Any] = {"step": _step_number(step), "layout": layout}
+        if reduce_dtype is not None:
+            info["reduce_dtype"] = optional_dtype_text(reduce_dtype)
+        place = _place(path, own_mesh)
+    except Exception:
         if own_mesh is not None:
-            own_mesh.world._handle.exchange("")  # what the others wait for
+            own_mesh.world._handle.exchange(json.dumps(None))  # what the others wait for
         raise
-    write_entries(path, entries, own_mesh, step, layout, optional_dtype_text(reduce_dtype))
+    info["id"] = _hsdp.new_snapshot_id()
+    if own_mesh is None:
+        _hsdp.write_snapshot(place, info, entries)
+        return
+    info["id"] = _agreed_id(own_mesh, info, [entry[:3] for entry in entries])
+    info["rank"] = own_mesh.rank
+    info["replicate_size"] = own_mesh.replicate_size
+    info["shard_size"] = own_mesh.shard_size
+    written = False
+    try:
+        _hsdp.write_snapshot(place, info, entries)
+        written = True
+    finally:
+        words = own_mesh.world._handle.exchange("written" if written else "")
+    _require_all(own_mesh, [word == "written" for word in words], "a file")
+
+
+def _step_number(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = 2**63
+    if not -(2**63) <= number < 2**63:
+        raise UsageError(f"snapshot: step: expected a whole number below 2^63, got {step!r}")
+    return number
+
+
+def _place(path: str | os.PathLike[str], mesh: Mesh | None) -> str:
+    place = os.fspath(path)
+    if mesh is not None and mesh.size > 1 and place.endswith(".h5"):
+        raise UsageError(
+            "snapshot: expected a folder for the files of several ranks, got a path that ends in "
+            f".h5: {place}"
+        )
+    return place
 
 
 def _entries(named_gradients: Mapping[str, Any], mesh: Mesh | None) -> tuple[list[Entry], str]:
@@ -170,39 +211,38 @@ def _entries(named_gradients: Mapping[str, Any], mesh: Mesh | None) -> tuple[lis
     return found
 
 
-# A random id that all files of a snapshot carry. A rank that refused its gradients sends nothing.
-def _agreed_id(mesh: Mesh) -> str:
-    words = mesh.world._handle.exchange(_hsdp.new_snapshot_id())
-    for rank, word in enumerate(words):
-        if not word:
+def _require_all(mesh: Mesh, good: list[bool], what: str) -> None:
+    for rank, is_good in enumerate(good):
+        if not is_good:
             raise SnapshotError(
-                f"snapshot: expected gradients from every rank, got an error on rank {rank} "
+                f"snapshot: expected {what} from every rank, got an error on rank {rank} "
                 f"(of {mesh.size}); see the message there",
                 [mesh.world.ranks[rank]],
             )
-    return words[0]
 
 
-def write_entries(
-    path: str | os.PathLike[str],
-    entries: list[Entry],
-    mesh: Mesh | None,
-    step: int,
-    layout: str,
-    reduce_dtype: str | None,
-) -> None:
-    """Writes this rank's slices of parameters. `layout` is "full", "flat" or "dim0"."""
-    info: dict[str, Any] = {"step": int(step), "layout": layout, "id": _hsdp.new_snapshot_id()}
-    if reduce_dtype is not None:
-        info["reduce_dtype"] = reduce_dtype
-    if mesh is not None:
-        info["id"] = _agreed_id(mesh)
-        info["rank"] = mesh.rank
-        info["replicate_size"] = mesh.replicate_size
-        info["shard_size"] = mesh.shard_size
-        if os.fspath(path).endswith(".h5") and mesh.size > 1:
-            raise UsageError(
-                "snapshot: expected a folder for the files of several ranks, got a path that ends "
-                f"in .h5: {os.fspath(path)}"
-            )
-    _hsdp.write_snapshot(os.fspath(path), info, entries)
+# A random id that all files of a snapshot carry. A rank that refused its gradients sends nothing.
+def _agreed_id(mesh: Mesh, info: dict[str, Any], parameters: list[Any]) -> str:
+    own = {"id": info["id"], "step": info["step"], "layout": info["layout"],
+           "parameters": parameters}
+    words = [json.loads(w) for w in mesh.world._handle.exchange(json.dumps(own))]
+    _require_all(mesh, [word is not None for word in words], "gradients")
+    first = words[0]
+    for rank, word in enumerate(words):
+        for part in ("step", "layout", "parameters"):
+            if word[part] != first[part]:
+                raise MismatchError(
+                    f"snapshot: expected the same {part} on all ranks, got "
+                    f"{_first_difference(first[part], word[part])} on ranks 0 and {rank} "
+                    f"(of {mesh.size})",
+                    [mesh.world.ranks[rank]],
+                )
+    return str(first["id"])
+
+
+def _first_difference(a: Any, b: Any) -> str:
+    if not isinstance(a, list):
+        return f"{a!r} and {b!r}"
+    pairs = zip([*a, None], [*b, None], strict=False)
+    mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    return " and ".join(repr(x[0]) if x else "no more" for x in (mine, theirs))

@@ -140,6 +140,29 @@ def check_refusals(folder: str, mesh: hsdp.Mesh, mesh_2d: Any) -> None:
         with pytest.raises(hsdp.SnapshotError, match="error on rank 1") as caught:
             hsdp.write_snapshot(f"{folder}/no", {"w": torch.ones(2)}, mesh)
         assert caught.value.ranks == (1,)
+    check_uneven_refusals(folder, mesh)
+
+
+def check_uneven_refusals(folder: str, mesh: hsdp.Mesh) -> None:
+    """What only one rank gets wrong is an error on all of them, and the mesh stays usable."""
+    good = {"w": np.ones(2, np.float32)}
+    mistakes: list[tuple[Any, ...]] = [
+        (f"{folder}/uneven", {"w": np.ones(2, np.int64)}, mesh),
+        (f"{folder}/uneven", good, mesh, "x"),
+        (f"{folder}/uneven.h5", good, mesh),
+        (f"{folder}/uneven", good, mesh, 0, "f8"),
+    ]
+    for arguments in mistakes:
+        if mesh.rank == 1:
+            with pytest.raises(hsdp.UsageError):
+                hsdp.write_snapshot(*arguments)
+        else:
+            with pytest.raises(hsdp.SnapshotError, match="error on rank 1"):
+                hsdp.write_snapshot(f"{folder}/uneven", good, mesh)
+    for names, step in ((f"w{mesh.rank}", 0), ("w", mesh.rank)):
+        with pytest.raises(hsdp.MismatchError, match="same (parameters|step) on all ranks.*0 and 1"):
+            hsdp.write_snapshot(f"{folder}/uneven", {names: good["w"]}, mesh, step)
+    hsdp.write_snapshot(f"{folder}/even", good, mesh)
 
 
 def check_shards(mesh: hsdp.Mesh, mesh_2d: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -250,49 +251,48 @@ class ReplicaHookHandle:
     # What all ranks said, when they are at the same point of the same step.
     def _agreed_words(self, texts: list[str]) -> list[dict[str, Any]]:
         words: list[dict[str, Any]] = [json.loads(text) for text in texts]
-        own = words[self._mesh.rank]["call"]
-        for rank, word in enumerate(words):
-            if word["call"] != own:
-                raise MismatchError(
-                    f"replica_hook: step: expected all ranks in the same call, got {own} on rank "
-                    f"{self._mesh.rank} and {word['call']} on rank {rank} (of {self._mesh.size}); "
-                    "call set_requires_all_reduce with the same flags, and finish(), on all of them",
-                    [self._mesh.world.ranks[rank]],
-                )
-        self._require_same_calls([word["calls"] for word in words])
+        own = f"on rank {self._mesh.rank}"
+        self._require_same([word["call"] for word in words], lambda here, there, rank: (
+            f"all ranks in the same call, got {here} {own} and {there} on {rank}; call "
+            "set_requires_all_reduce with the same flags, and finish(), on all of them"
+        ))
+        self._require_same([word["calls"] for word in words], lambda here, there, rank: (
+            "the same number of backwards on all ranks, got "
+            f"{here} calls of set_requires_all_reduce {own} and {there} on {rank}; call it once "
+            "before each backward"
+        ))
         return words
+
+    def _require_same_flags(self, flags: list[list[bool]]) -> None:
+        def describe(here: list[bool], there: list[bool], rank: str) -> str:
+            pairs = enumerate(zip(here, there, strict=True))
+            place = next(place for place, (one, other) in pairs if one != other)
+            return (
+                "the same all-reduce flags on all ranks, got "
+                f"{here[place]} for {self.modules[place]} on rank {self._mesh.rank} and "
+                f"{there[place]} on {rank}; call set_requires_all_reduce alike on all of them"
+            )
+
+        self._require_same(flags, describe)
+
+    # `describe(here, there, "rank r (of n)")` is what was expected and what came.
+    def _require_same(
+        self, values: list[Any], describe: Callable[[Any, Any, str], str]
+    ) -> None:
+        own = values[self._mesh.rank]
+        for rank, other in enumerate(values):
+            if other != own:
+                text = describe(own, other, f"rank {rank} (of {self._mesh.size})")
+                raise MismatchError(
+                    f"replica_hook: step: expected {text}", [self._mesh.world.ranks[rank]]
+                )
 
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError(
-                "replica_hook: expected an open handle, got a closed one; put new hooks on the model "
-                "with hsdp.torch.replica_hook"
+                "replica_hook: expected an open handle, got a closed one; put new hooks on the "
+                "model with hsdp.torch.replica_hook"
             )
-
-    def _require_same_flags(self, flags: list[list[bool]]) -> None:
-        own = flags[self._mesh.rank]
-        for rank, other in enumerate(flags):
-            if other != own:
-                pairs = enumerate(zip(own, other, strict=True))
-                place = next(place for place, (here, there) in pairs if here != there)
-                raise MismatchError(
-                    "replica_hook: step: expected the same all-reduce flags on all ranks, got "
-                    f"{own[place]} for {self.modules[place]} on rank {self._mesh.rank} and "
-                    f"{other[place]} on rank {rank} (of {self._mesh.size}); call "
-                    "set_requires_all_reduce alike on all of them",
-                    [self._mesh.world.ranks[rank]],
-                )
-
-    def _require_same_calls(self, counts: list[int]) -> None:
-        own = counts[self._mesh.rank]
-        for rank, count in enumerate(counts):
-            if count != own:
-                raise MismatchError(
-                    "replica_hook: step: expected the same number of backwards on all ranks, got "
-                    f"{own} calls of set_requires_all_reduce on rank {self._mesh.rank} and {count} "
-                    f"on rank {rank} (of {self._mesh.size}); call it once before each backward",
-                    [self._mesh.world.ranks[rank]],
-                )
 
 
 def replica_hook(

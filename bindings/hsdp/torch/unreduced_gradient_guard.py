@@ -2,7 +2,8 @@
 
 They skip parameters without p.grad, which is what attached parameters are between microbatches;
 and FSDP2's have zeros there while a replica hook keeps their gradients. Both are watched for the
-whole process from the first attachment on, and look at nothing while there is none. An optimizer that knows shards says so: `takes_shards = True` on its class.
+whole process from the first attachment on, and look at nothing while there is none. An optimizer
+that knows shards says so: `takes_shards = True` on its class.
 """
 
 from __future__ import annotations

@@ -1,22 +1,30 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
-.PHONY: help demo test bench gpu format format-check lint fuzz clean venv \
+.PHONY: help demo test build nightly bench gpu format format-check lint fuzz clean venv \
         dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
         bench-dependencies
 .DEFAULT_GOAL := help
 
 # make test PRESET=dev: another preset; make test ARGS="-R Mesh": more arguments for ctest;
-# make test TORCH=0: without PyTorch and its tests. PYTHON names another interpreter than python3.
+# make test TORCH=0: without PyTorch and its tests; CMAKE_ARGS: more arguments for the configuration.
+# PYTHON names another interpreter than python3.
 PRESET ?= release
+TEST_PRESET ?= $(PRESET)
 TORCH ?= 1
 ARGS ?=
+CMAKE_ARGS ?=
+TARGETS ?= all
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 60
-ANALYZER ?= shallow
 INSTALL := sh cmake/install_dependencies.sh
-# The tests build the library again as a wheel and as the other kind of library, in other folders.
+# The same objects are built in several folders: for the wheel, for another linkage, with CUDA.
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 export CCACHE_NOHASHDIR ?= 1
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros
+# ThreadSanitizer cannot place its shadow memory under every kernel's address randomization.
+RUN_TESTS = $(if $(filter tsan%,$(PRESET)),$(shell setarch -R true 2>/dev/null && echo setarch -R))
+RESULTS = $(CURDIR)/build/$(PRESET)/tests.xml
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | \
@@ -26,15 +34,23 @@ demo: dependencies build/release/build.ninja  ## train on a 2x2 mesh of processe
 	@cmake --build --preset release -j $(JOBS) --target examples/all hsdp/tools/all hsdp_python
 	@examples/demo.sh build/release
 
-test: WITH_TORCH = $(TORCH)
-test: dependencies mpi-dependencies venv build/$(PRESET)/build.ninja  ## build everything and run all tests
-	@cmake --build --preset $(PRESET) -j $(JOBS)
-	@ctest --preset $(PRESET) $(if $(filter 0,$(TORCH)),-LE '^torch$$') $(ARGS)
-	@[ "$(TORCH)" != 0 ] || echo "TORCH=0: PyTorch and the tests that need it were left out"
+build: dependencies build/$(PRESET)/build.ninja  ## build everything that PRESET has, or TARGETS of it
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target $(TARGETS)
 
-bench: bench-dependencies build/bench/build.ninja  ## measure against Open MPI, MPICH, Gloo and the roofline
+test: WITH_TORCH = $(TORCH)
+test: dependencies mpi-dependencies venv build  ## build everything and run all tests
+	@rm -f $(RESULTS); $(RUN_TESTS) ctest --preset $(TEST_PRESET) --output-junit $(RESULTS) \
+	  $(if $(filter 0,$(TORCH)),-LE '^torch$$') $(ARGS); status=$$?; \
+	  [ "$(TORCH)" != 0 ] || echo "TORCH=0: PyTorch and the tests that need it were left out"; \
+	  python3 tests/count_cases.py $(RESULTS); exit $$status
+
+nightly:  ## what takes too long for every change: all sources linted, all tests sanitized, long runs
+	@.ci/nightly
+
+bench: bench-dependencies build/bench/build.ninja  ## measure against Intel MPI, Open MPI, MPICH, Gloo and the roofline
 	@cmake --build --preset bench -j $(JOBS)
-	@python3 tests/bench/run.py --build build/bench --json build/bench/bench.json $(ARGS)
+	@python3 tests/bench/run.py --build build/bench --json build/bench/bench.json \
+	  --markdown build/bench/bench.md $(ARGS)
 
 gpu:  ## check and measure this machine's GPU; needs CMake, nvcc and a C++ compiler
 	@tests/gpu/run.sh
@@ -51,22 +67,15 @@ format: lint-dependencies  ## lay out all sources
 format-check: lint-dependencies  ## fail when a source is laid out differently
 	@$(SOURCES) | xargs -0 clang-format --dry-run -Werror
 
-# -Wno-unknown-warning-option: the compile commands are those of the compiler that builds. The
-# static analyzer takes half the time when it follows calls less far; make lint ANALYZER=deep: farther.
-lint: format-check build/dev/build.ninja  ## layout, then clang-tidy
-	@cd build/dev && run-clang-tidy -quiet -j $(JOBS) -p . \
-	  -extra-arg=-Wno-unknown-warning-option -extra-arg=-Xclang -extra-arg=-analyzer-config \
-	  -extra-arg=-Xclang -extra-arg=mode=$(ANALYZER) \
-	  '^$(CURDIR)/(hsdp|zero|quant|examples)/' >tidy.log 2>&1 || \
-	  { grep -E 'error:|warning:' -A4 tidy.log; exit 1; }
-	@echo "clang-tidy: clean"
+lint: format-check build/release/build.ninja  ## layout, then clang-tidy of what changed; TIDY=--all: of everything
+	@python3 cmake/clang_tidy.py build/release $(JOBS) $(TIDY)
 
 clean:  ## remove everything that was built
 	rm -rf build
 
 # Ninja configures again by itself when a CMake file changes.
 build/%/build.ninja: | dependencies venv
-	@mkdir -p build && cmake --preset $* >build/$*.log 2>&1 || { cat build/$*.log; exit 1; }
+	@mkdir -p build && cmake --preset $* $(CMAKE_ARGS) >build/$*.log 2>&1 || { cat build/$*.log; exit 1; }
 
 dependencies:
 	@$(INSTALL) build
@@ -81,8 +90,9 @@ lint-dependencies: dependencies
 	@$(INSTALL) lint
 fuzz-dependencies: dependencies
 	@$(INSTALL) fuzz
-bench-dependencies: dependencies
+bench-dependencies: dependencies venv
 	@$(INSTALL) bench
+	@PYTHON=build/venv/bin/python sh cmake/install_impi.sh build/impi || echo "make: without Intel MPI, the fastest peer"
 
 SOURCES = find hsdp zero quant bindings examples tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
   -type f -print0 2>/dev/null

@@ -1,7 +1,8 @@
 # nvcc, the architectures and the flags of our kernels. Included where CUDA was asked for.
 #
-# CMAKE_CUDA_ARCHITECTURES (cache): by default 80, 90 and, where the toolkit has it, 100; machine code
-# for each, and for the last one also what newer GPUs compile for themselves.
+# CMAKE_CUDA_ARCHITECTURES (cache), else CUDAARCHS (environment): by default 80, 90 and, where the
+# toolkit has it, 100; machine code for each, and for the last one also what newer GPUs compile for
+# themselves.
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   find_program(HSDP_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
   if(NOT HSDP_NVCC)
@@ -10,7 +11,7 @@ if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   endif()
   set(CMAKE_CUDA_COMPILER ${HSDP_NVCC})
 endif()
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE hsdp_known_architectures
                   ERROR_QUIET)
   if(hsdp_known_architectures MATCHES "compute_100\n")

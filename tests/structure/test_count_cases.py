@@ -1,0 +1,60 @@
+"""What counts as a passed and as a failed case."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from count_cases import Count, count_file  # noqa: E402
+
+GOOGLETEST = """[==========] 12 tests from 3 test suites ran. (15 ms total)
+[  PASSED  ] 9 tests.
+[  SKIPPED ] 1 test, listed below:
+[  FAILED  ] 2 tests, listed below:
+"""
+
+
+def counted(*entries: tuple[str, str]) -> Count:
+    """The count of entries, each its status and its output."""
+    cases = "".join(f'<testcase name="t" status="{status}"><system-out>{output}</system-out></testcase>'
+                    for status, output in entries)
+    with tempfile.NamedTemporaryFile("w", suffix=".xml") as file:
+        file.write(f"<testsuite>{cases}</testsuite>")
+        file.flush()
+        return count_file(file.name)
+
+
+class CountCases(unittest.TestCase):
+    def test_what_googletest_says(self) -> None:
+        self.assertEqual(counted(("run", "[  PASSED  ] 12 tests.\n")), Count(12))
+        self.assertEqual(counted(("run", "[  PASSED  ] 1 test.\n")), Count(1))
+        self.assertEqual(counted(("fail", GOOGLETEST)), Count(9, 2, 1))
+
+    def test_what_pytest_says(self) -> None:
+        self.assertEqual(counted(("run", "....\n4 passed in 3.21s\n")), Count(4))
+        self.assertEqual(counted(("run", "=== 4 passed, 2 skipped in 83.0s (0:01:23) ===\n")), Count(4, 0, 2))
+        self.assertEqual(counted(("fail", "2 failed, 4 passed, 1 error in 0.5s\n")), Count(4, 3))
+
+    def test_what_unittest_says(self) -> None:
+        self.assertEqual(counted(("run", "Ran 7 tests in 0.1s\n\nOK\n")), Count(7))
+        self.assertEqual(
+            counted(("fail", "Ran 7 tests in 0.1s\n\nFAILED (failures=1, errors=2)\n")), Count(4, 3))
+
+    def test_an_entry_that_counts_nothing_is_one_case(self) -> None:
+        self.assertEqual(counted(("run", "ok"), ("fail", "no"), ("notrun", "")), Count(1, 1, 1))
+
+    def test_a_crash_is_a_failed_case(self) -> None:
+        self.assertEqual(counted(("fail", "[ RUN      ] A.b\nSegmentation fault\n")), Count(0, 1))
+        self.assertEqual(counted(("fail", "[  PASSED  ] 3 tests.\n==1== data race\n")), Count(3, 1))
+
+    def test_entries_add_up(self) -> None:
+        self.assertEqual(str(counted(("run", "[  PASSED  ] 2 tests.\n"), ("run", ""), ("fail", ""))),
+                         "3 passed, 1 failed")
+
+
+if __name__ == "__main__":
+    unittest.main()

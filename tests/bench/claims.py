@@ -8,7 +8,8 @@ from programs import Key, Report
 
 KIB = 1 << 10
 MIB = 1 << 20
-PEERS = ("openmpi", "mpich", "gloo")
+PEERS = ("impi", "openmpi", "mpich", "gloo")
+STEP_PEERS = ("impi_step", "openmpi_step")
 OPS = ("reduce_scatter", "all_reduce")
 TORCH_CASES = {"six_2048": "6 layers of 2048 x 2048", "twentyfour_256": "24 layers of 256 x 256"}
 
@@ -70,7 +71,8 @@ class Samples:
 
     def fastest_peer(self, op: str, dtype: str, size: int,
                      ranks: int) -> Optional[Tuple[float, str]]:
-        found = [(best[0], f"{peer}/{best[1]}") for peer in PEERS
+        peers = STEP_PEERS if op == "step" else PEERS
+        found = [(best[0], f"{peer}/{best[1]}") for peer in peers
                  for best in [self.best(peer, op, dtype, size, ranks)] if best]
         return min(found) if found else None
 
@@ -83,11 +85,17 @@ def quotient(a: Optional[float], b: Optional[float]) -> Optional[float]:
     return a / b if a is not None and b else None
 
 
+def peer_ratio(samples: Samples, system: str, op: str, size: int, ranks: int) -> Optional[float]:
+    """Time of the fastest peer by that of our `system`."""
+    peer = samples.fastest_peer(op, "f32", size, ranks)
+    return quotient(peer[0] if peer else None, samples.time(system, op, "f32", size, ranks))
+
+
 def against_peers(samples: Samples, system: str, sizes: Dict[int, float]) -> Iterator[Claim]:
     for op in OPS:
         for size, target in sizes.items():
             peer = samples.fastest_peer(op, "f32", size, 4)
-            ratio = quotient(peer[0] if peer else None, samples.time(system, op, "f32", size, 4))
+            ratio = peer_ratio(samples, system, op, size, 4)
             yield Claim(f"{op} {size_text(size)}, 4 ranks, {system.replace('ours_', '')} memory: "
                         "fastest peer / ours", ratio, target, peer[1] if peer else "no peer")
 
@@ -126,10 +134,17 @@ def four_against_two(samples: Samples, sizes: List[int]) -> Iterator[Claim]:
                         quotient(per_byte[0], per_byte[1]), 1.3, "shared memory", at_most=True)
 
 
+def many_ranks(samples: Samples) -> Claim:
+    """Many more ranks than cores: mostly meetings, where nobody may wake all others in turn."""
+    time_us = samples.time("ours_private", "all_reduce", "f32", MIB, 64)
+    return Claim("all_reduce 1 MiB, 64 ranks, private memory: ms",
+                 None if time_us is None else time_us / 1000, 20.0, "on two cores", at_most=True)
+
+
 def step(samples: Samples, dtype: str, size: int) -> Iterator[Claim]:
     ours = samples.time("ours_step", "step", dtype, size, 4)
-    peer = samples.best("openmpi_step", "step", dtype, size, 4)
-    yield Claim(f"Reducer step, {dtype} gradients: Open MPI / ours",
+    peer = samples.fastest_peer("step", dtype, size, 4)
+    yield Claim(f"Reducer step, {dtype} gradients: fastest peer / ours",
                 quotient(peer[0] if peer else None, ours), 3.0, peer[1] if peer else "no peer")
     yield Claim(f"Reducer step, {dtype} gradients: roofline / ours",
                 quotient(samples.time("roofline", "step", dtype, size, 4), ours), 0.7,
@@ -195,6 +210,8 @@ def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
             quotient(samples.time("openmpi_tcp", "all_reduce", "f32", 256 * MIB, 2),
                      samples.time("ours_tcp", "all_reduce", "f32", 256 * MIB, 2)), 1.0,
             "loopback, btl tcp,self"))
+    if has(MIB):
+        found.append(many_ranks(samples))
     found += four_against_two(samples, large)
     found.append(Claim("idle waiting rank, percent of a core",
                        samples.value("idle_rank_cpu_percent"), 5.0, "a peer 2 s late",

@@ -18,6 +18,9 @@ RUN_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
 OPENMPI = ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none"]
 OPENMPI_TCP = OPENMPI + ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
                          "--mca", "btl_tcp_if_include", "lo"]
+# Ranks are pinned by the programs. Which of the settings is fastest depends on machine and size.
+IMPI = {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}
+IMPI_SETTINGS = ("", "I_MPI_THREAD_YIELD=3", "I_MPI_SHM_CMA=0", "I_MPI_SHM_HEAP=1")
 
 BENCH_LINE = re.compile(
     r"\bbench (?P<system>\S+) (?P<variant>\S+) (?P<op>\S+) (?P<dtype>\S+) (?P<bytes>\d+) "
@@ -46,15 +49,17 @@ class Report:
     error: Optional[str] = None
 
 
-def parse(output: str, system: str) -> Report:
+def parse(output: str, system: str, setting: str = "") -> Report:
     """Lines are kept under the launch's name `system`, because two launches may differ in settings
-    only; a program may report a roofline of its own beside its time."""
+    only, and a setting becomes part of the variant's name; a program may report a roofline of its own
+    beside its time."""
     report = Report()
     for line in output.splitlines():
         found = BENCH_LINE.search(line)
         if found:
             named = "roofline" if found["system"] == "roofline" else system
-            key = Key(named, found["variant"], found["op"], found["dtype"], int(found["bytes"]),
+            variant = found["variant"] + (f"+{setting}" if setting else "")
+            key = Key(named, variant, found["op"], found["dtype"], int(found["bytes"]),
                       int(found["ranks"]))
             report.times.append((key, float(found["time_us"]), found["checked"] == "1"))
         found = VALUE_LINE.search(line)
@@ -69,9 +74,10 @@ class Program:
 
     system: str
     file: str  # in tests/bench of the build folder
-    launcher: str  # "openmpi", "mpich", "files" (Gloo's store) or "hsdp_run"
+    launcher: str  # "impi", "openmpi", "mpich", "files" (Gloo's store) or "hsdp_run"
     flags: Tuple[str, ...] = ()
     tcp: bool = False
+    setting: str = ""  # NAME=VALUE in the environment, one of several that the system is tried with
 
 
 def end(process: subprocess.Popen) -> None:
@@ -90,12 +96,14 @@ class Launcher:
         found = sorted(path for path in build.rglob("hsdp_run") if os.access(path, os.X_OK)
                        and path.is_file())
         self._hsdp_run = str(found[0]) if found else None
+        self.impi = str((self._bench / "mpiexec.impi").resolve())
 
     def missing(self, program: Program) -> Optional[str]:
         """Why the program cannot run here, or None."""
         if not (self._bench / program.file).is_file():
             return f"{program.file} was not built"
-        needed = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}.get(program.launcher)
+        needed = {"impi": self.impi, "openmpi": "mpirun.openmpi",
+                  "mpich": "mpirun.mpich"}.get(program.launcher)
         if needed and not shutil.which(needed):
             return f"{needed} is not installed"
         if program.launcher == "hsdp_run" and self._hsdp_run is None:
@@ -105,6 +113,8 @@ class Launcher:
     def run(self, program: Program, ranks: int, arguments: List[str]) -> Report:
         command = [str(self._bench / program.file), *program.flags, *arguments]
         environment = dict(os.environ)
+        if program.setting:
+            environment.update([program.setting.split("=", 1)])
         if program.launcher == "files":
             return self._run_with_store(program, command, ranks, environment)
         if program.launcher == "openmpi":
@@ -114,6 +124,11 @@ class Launcher:
         elif program.launcher == "mpich":
             environment.update(KEEP_PAGES)
             launch = ["mpirun.mpich", "-n", str(ranks)]
+        elif program.launcher == "impi":
+            environment.update(KEEP_PAGES)
+            # Without its root it finds no tuning files.
+            environment.update(IMPI, I_MPI_ROOT=str(pathlib.Path(self.impi).parents[1]))
+            launch = [self.impi, "-n", str(ranks)]
         else:
             if program.tcp:
                 environment["HSDP_TRANSPORT"] = "tcp"
@@ -147,7 +162,7 @@ class Launcher:
             for process in processes:
                 end(process)
         failed = [process.returncode for process in processes if process.returncode != 0]
-        report = parse(output, program.system)
+        report = parse(output, program.system, program.setting)
         if error is None and failed:
             error = f"{program.system}: status {failed[0]}: {output.strip()[-800:]}"
         report.error = error

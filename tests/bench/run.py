@@ -20,17 +20,20 @@ from typing import Dict, List
 
 import claims as rules
 from beside_torch import BesideTorch
-from programs import KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP, Program, Report
+from programs import (IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP, Program,
+                      Report)
 from snapshots import Snapshots
 
 SIZES = {"64K": 64 << 10, "1M": 1 << 20, "16M": 16 << 20, "64M": 64 << 20, "256M": 256 << 20}
 
+OURS_PRIVATE = Program("ours_private", "ours_collectives", "hsdp_run", ("--system=ours_private",))
 PROGRAMS = [
+    *(Program("impi", "peer_impi", "impi", setting=setting) for setting in IMPI_SETTINGS),
     Program("openmpi", "peer_openmpi", "openmpi"),
     Program("mpich", "peer_mpich", "mpich"),
     Program("gloo", "peer_gloo", "files"),
     Program("ours_shared", "ours_collectives", "hsdp_run", ("--system=ours_shared",)),
-    Program("ours_private", "ours_collectives", "hsdp_run", ("--system=ours_private",)),
+    OURS_PRIVATE,
     Program("roofline", "ours_collectives", "hsdp_run", ("--system=roofline",)),
 ]
 TCP_PROGRAMS = [
@@ -39,6 +42,7 @@ TCP_PROGRAMS = [
 ]
 IDLE = Program("ours_idle", "ours_collectives", "hsdp_run", ("--idle",))
 STEP_PROGRAMS = [
+    Program("impi_step", "peer_impi_step", "impi"),
     Program("openmpi_step", "peer_openmpi_step", "openmpi"),
     Program("ours_step", "ours_step", "hsdp_run"),
 ]
@@ -68,6 +72,8 @@ def plan_of_round(sizes: List[int], with_steps: bool) -> List[Run]:
             runs.append(Run(program, ranks, cases + (narrow if ask_narrow else [])))
     if largest in sizes:
         runs += [Run(program, 2, [case("all_reduce", "f32", largest)]) for program in TCP_PROGRAMS]
+    if SIZES["1M"] in sizes:
+        runs.append(Run(OURS_PRIVATE, 64, [case("all_reduce", "f32", SIZES["1M"])]))
     runs.append(Run(IDLE, 4, []))
     if with_steps:
         runs += [Run(program, 4, [f"--gradient={dtype}"]) for dtype in ("f32", "bf16")
@@ -76,12 +82,21 @@ def plan_of_round(sizes: List[int], with_steps: bool) -> List[Run]:
 
 
 def narrowed(run: Run, samples: rules.Samples) -> List[str]:
-    """After the first round only the step peer's fastest variant runs on."""
-    if run.program.system != "openmpi_step":
+    """The arguments after the first round: only the fastest variant of a step peer, and of a system
+    that is tried with several settings the cases in which this setting is the fastest. Empty when
+    there is none."""
+    def fastest(op: str, dtype: str, size: int) -> str:
+        best = samples.best(run.program.system, op, dtype, size, run.ranks)
+        return best[1] if best else ""
+
+    if run.program.system in rules.STEP_PEERS:
+        variant = fastest("step", run.arguments[0].split("=")[1], SIZES["256M"])
+        return run.arguments + ([f"--variant={variant}"] if variant else [])
+    if run.program.launcher != "impi":
         return run.arguments
-    dtype = run.arguments[0].split("=")[1]
-    best = samples.best("openmpi_step", "step", dtype, SIZES["256M"], 4)
-    return run.arguments + ([f"--variant={best[1]}"] if best else [])
+    return [argument for argument in run.arguments
+            for op, dtype, size in [argument.split(":")]
+            if fastest(op, dtype, int(size)).partition("+")[2] == run.program.setting]
 
 
 def first_line(command: List[str]) -> str:
@@ -99,7 +114,7 @@ def read_first(path: str, default: str = "unknown") -> str:
         return default
 
 
-def machine() -> Dict[str, object]:
+def machine(launcher: Launcher) -> Dict[str, object]:
     model = [line.split(":", 1)[1].strip() for line in read_first("/proc/cpuinfo").splitlines()
              if line.startswith("model name")]
     cores = os.cpu_count() or 1
@@ -111,6 +126,7 @@ def machine() -> Dict[str, object]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "load_at_start": os.getloadavg()[0],
+        "impi": first_line([launcher.impi, "--version"]),
         "openmpi": first_line(["mpirun.openmpi", "--version"]),
         "mpich": first_line(["mpichversion"]),
         "gloo": first_line(["dpkg-query", "-W", "libgloo-dev"]),
@@ -131,6 +147,8 @@ def measure(launcher: Launcher, runs: List[Run], rounds: int) -> "tuple[rules.Sa
             show_progress(f"round {number + 1}/{rounds}: {index + 1}/{len(runs)} "
                           f"{run.program.system}, {run.ranks} ranks")
             arguments = narrowed(run, samples) if number > 0 else run.arguments
+            if run.arguments and not arguments:
+                continue
             report: Report = launcher.run(run.program, run.ranks, arguments)
             samples.add(report)
             if report.error:
@@ -175,16 +193,23 @@ def milliseconds(time_us) -> str:
     return f"{time_us:.0f} us" if time_us < 1000 else f"{time_us / 1000:.1f} ms"
 
 
-def print_times(samples: rules.Samples, sizes: List[int]) -> None:
-    systems = [program.system for program in PROGRAMS]
-    print(f"{'':30}" + "".join(f"{system:>14}" for system in systems))
+def times_table(samples: rules.Samples, sizes: List[int]) -> List[str]:
+    """Times of every system, and how many times ours is as fast as the fastest peer in either kind
+    of memory."""
+    systems = list(dict.fromkeys(program.system for program in PROGRAMS))
+    lines = [f"{'':30}" + "".join(f"{system:>14}" for system in
+                                  systems + ["peer/shared", "peer/private"])]
     for op in rules.OPS:
         for ranks in (2, 4):
             for size in sizes:
                 row = [milliseconds(samples.time(system, op, "f32", size, ranks))
                        for system in systems]
-                print(f"{op:15}{ranks} ranks {rules.size_text(size):>8}" +
-                      "".join(f"{cell:>14}" for cell in row))
+                for system in ("ours_shared", "ours_private"):
+                    ratio = rules.peer_ratio(samples, system, op, size, ranks)
+                    row.append("-" if ratio is None else f"{ratio:.2f}")
+                lines.append(f"{op:15}{ranks} ranks {rules.size_text(size):>8}" +
+                             "".join(f"{cell:>14}" for cell in row))
+    return lines
 
 
 def print_claims(found: List[rules.Claim]) -> None:
@@ -196,6 +221,17 @@ def print_claims(found: List[rules.Claim]) -> None:
               f"{claim.detail}")
 
 
+def markdown(found: List[rules.Claim], table: List[str]) -> str:
+    """The tables of docs/benchmarks.md."""
+    lines = ["| claim | ratio | target | verdict | |", "| --- | --- | --- | --- | --- |"]
+    for claim in found:
+        ratio = "-" if claim.ratio is None else f"{claim.ratio:.2f}"
+        bound = f"at {'most' if claim.at_most else 'least'} {claim.target:g}"
+        verdict = "**missed**" if claim.verdict == "MISSED" else claim.verdict
+        lines.append(f"| {claim.name} | {ratio} | {bound} | {verdict} | {claim.detail} |")
+    return "\n".join([*lines, "", "```", *table, "```", ""])
+
+
 def write_json(path: pathlib.Path, samples: rules.Samples, found: List[rules.Claim],
                notes: Dict[str, object]) -> None:
     times = [dict(dataclasses.asdict(key), median_us=samples.median(key), samples_us=values,
@@ -203,7 +239,8 @@ def write_json(path: pathlib.Path, samples: rules.Samples, found: List[rules.Cla
              for key, values in samples.times.items()]
     document = {
         **notes,
-        "settings": {"environment": {**KEEP_PAGES}, "openmpi": OPENMPI, "openmpi_tcp": OPENMPI_TCP,
+        "settings": {"environment": {**KEEP_PAGES}, "impi": IMPI,
+                     "impi_tried": IMPI_SETTINGS, "openmpi": OPENMPI, "openmpi_tcp": OPENMPI_TCP,
                      "pinning": "rank modulo cores"},
         "claims": [dict(dataclasses.asdict(claim), verdict=claim.verdict) for claim in found],
         "values": samples.values,
@@ -217,6 +254,7 @@ def parse_arguments(arguments: List[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
     parser.add_argument("--json", type=pathlib.Path, help="where to write everything")
+    parser.add_argument("--markdown", type=pathlib.Path, help="where to write the docs' tables")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default=",".join(SIZES), help="of " + ",".join(SIZES))
     parser.add_argument("--only", default="", help="systems to run, comma separated; default all")
@@ -237,7 +275,7 @@ def main(arguments: List[str]) -> int:
     sizes = [SIZES[name] for name in asked.sizes.split(",")]
     only = set(filter(None, asked.only.split(",")))
     start = time.time()
-    notes: Dict[str, object] = {"machine": machine(), "rounds": asked.rounds}
+    notes: Dict[str, object] = {"machine": machine(launcher), "rounds": asked.rounds}
     runs = []
     skipped: Dict[str, str] = {}
     for run in plan_of_round(sizes, not asked.no_steps):
@@ -257,8 +295,8 @@ def main(arguments: List[str]) -> int:
         measure_torch(asked.build, asked.rounds, samples, errors, skipped)
     found = rules.claims(samples, lambda size: size in sizes)
 
-    print_times(samples, sizes)
-    print()
+    table = times_table(samples, sizes)
+    print("\n".join(table) + "\n")
     print_claims(found)
     for key, count in samples.wrong.items():
         print(f"wrong results, not quoted: {key.system}/{key.variant} {key.op} {key.bytes} bytes, "
@@ -269,6 +307,9 @@ def main(arguments: List[str]) -> int:
     if asked.json:
         write_json(asked.json, samples, found, notes)
         print(f"written: {asked.json}")
+    if asked.markdown:
+        asked.markdown.write_text(markdown(found, table), encoding="utf-8")
+        print(f"written: {asked.markdown}")
     ours_failed = any(error.startswith(("ours", "roofline")) for error in errors)
     ours_wrong = any(key.system.startswith(("ours", "roofline")) for key in samples.wrong)
     missed = asked.strict and any(claim.verdict == "MISSED" for claim in found)

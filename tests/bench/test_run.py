@@ -1,5 +1,6 @@
 """The driver without the programs: reading reports, medians, claims."""
 
+import dataclasses
 import pathlib
 import tempfile
 import unittest
@@ -70,7 +71,7 @@ class Claims(unittest.TestCase):
         name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"
         for ours, verdict in ((10, "held"), (11, "MISSED")):
             with self.subTest(ours=ours):
-                samples = samples_of((line(time_us=40), "openmpi"), (line(time_us=50), "gloo"),
+                samples = samples_of((line(time_us=40), "impi"), (line(time_us=50), "openmpi"),
                                      (line(time_us=ours), "ours_shared"))
                 claim = self.verdicts(samples)[name]
                 self.assertAlmostEqual(40 / ours, claim.ratio)
@@ -97,6 +98,13 @@ class Claims(unittest.TestCase):
         self.assertAlmostEqual(1.0, claim.ratio)
         self.assertEqual("held", claim.verdict)
 
+    def test_many_ranks_are_bound_by_time(self):
+        for time_us, verdict in ((19_000, "held"), (21_000, "MISSED")):
+            samples = samples_of((line(ranks=64, time_us=time_us), "ours_private"))
+            claim = self.verdicts(samples)["all_reduce 1 MiB, 64 ranks, private memory: ms"]
+            self.assertAlmostEqual(time_us / 1000, claim.ratio)
+            self.assertEqual(verdict, claim.verdict)
+
     def test_idle_is_an_upper_bound(self):
         for percent, verdict in ((4.9, "held"), (5.1, "MISSED")):
             samples = samples_of((f"value idle_rank_cpu_percent {percent}\n", "ours_idle"))
@@ -106,31 +114,96 @@ class Claims(unittest.TestCase):
     def test_step(self):
         size = 256 << 20
         samples = samples_of((line(op="step", size=size, time_us=900), "openmpi_step"),
+                             (line(op="step", size=size, time_us=600), "impi_step"),
                              (line(op="step", size=size, time_us=300) +
                               line(system="roofline", op="step", size=size, time_us=240),
                               "ours_step"))
         verdicts = self.verdicts(samples)
-        self.assertAlmostEqual(3.0, verdicts["Reducer step, f32 gradients: Open MPI / ours"].ratio)
+        peer = verdicts["Reducer step, f32 gradients: fastest peer / ours"]
+        self.assertAlmostEqual(2.0, peer.ratio)
+        self.assertEqual("impi_step/v", peer.detail)
         self.assertAlmostEqual(0.8, verdicts["Reducer step, f32 gradients: roofline / ours"].ratio)
 
 
 class Plan(unittest.TestCase):
     def test_every_round_runs_every_program_at_both_sizes(self):
-        runs = run.plan_of_round([1 << 20], with_steps=False)
+        runs = run.plan_of_round([64 << 10], with_steps=False)
         self.assertEqual(2 * len(run.PROGRAMS) + 1, len(runs))
 
-    def test_step_peer_is_narrowed_to_its_fastest_variant(self):
-        samples = samples_of((line(variant="a", op="step", size=256 << 20, time_us=9) +
-                              line(variant="b", op="step", size=256 << 20, time_us=8),
-                              "openmpi_step"))
-        step = [one for one in run.plan_of_round([1 << 20], with_steps=True)
-                if one.program.system == "openmpi_step"][0]
-        self.assertEqual(["--gradient=f32", "--variant=b"], run.narrowed(step, samples))
+    def test_64_ranks_reduce_private_memory_where_a_mebibyte_is_asked_for(self):
+        for size, expected in ((64 << 10, []), (1 << 20, [["all_reduce:f32:1048576"]])):
+            runs = run.plan_of_round([size], with_steps=False)
+            self.assertEqual(expected, [one.arguments for one in runs if one.ranks == 64])
+
+    def test_each_step_peer_is_narrowed_to_its_fastest_variant(self):
+        for system in claims.STEP_PEERS:
+            samples = samples_of((line(variant="a", op="step", size=256 << 20, time_us=9) +
+                                  line(variant="b", op="step", size=256 << 20, time_us=8), system))
+            step = [one for one in run.plan_of_round([1 << 20], with_steps=True)
+                    if one.program.system == system][0]
+            self.assertEqual(["--gradient=f32", "--variant=b"], run.narrowed(step, samples))
+
+    def test_a_setting_runs_on_where_it_is_the_fastest(self):
+        runs = [one for one in run.plan_of_round([1 << 20, 16 << 20], with_steps=False)
+                if one.program.system == "impi" and one.ranks == 4]
+        samples = claims.Samples()
+        for one, times in zip(runs, [(5, 9), (6, 8), (7, 7)]):
+            samples.add(programs.parse("".join(line(size=size, time_us=time_us) for size, time_us
+                                               in zip((1 << 20, 16 << 20), times)),
+                                       "impi", one.program.setting))
+        self.assertEqual([["all_reduce:f32:1048576"], [], ["all_reduce:f32:16777216"]],
+                         [[case for case in run.narrowed(one, samples) if "all" in case]
+                          for one in runs[:3]])
+        self.assertEqual((7.0, "v+" + runs[2].program.setting),
+                         samples.best("impi", "all_reduce", "f32", 16 << 20, 4))
+
+    def test_every_peer_is_run(self):
+        systems = {one.program.system for one in run.plan_of_round([1 << 20], with_steps=True)}
+        self.assertLessEqual({*claims.PEERS, *claims.STEP_PEERS}, systems)
 
     def test_a_program_that_was_not_built_is_named(self):
         with tempfile.TemporaryDirectory() as folder:
             launcher = programs.Launcher(pathlib.Path(folder))
             self.assertIn("was not built", launcher.missing(run.PROGRAMS[0]))
+
+
+class Launch(unittest.TestCase):
+    def test_intel_mpi_is_the_one_that_its_peer_was_built_with(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name).resolve()
+            bench = folder / "build" / "tests" / "bench"
+            bench.mkdir(parents=True)
+            (bench / "peer_impi").touch()
+            mpiexec = folder / "impi" / "bin" / "mpiexec.hydra"
+            mpiexec.parent.mkdir(parents=True)
+            mpiexec.write_text('#!/bin/sh\n'
+                               f'[ "$I_MPI_ROOT" = {folder}/impi ] && echo "value ranks $2"\n'
+                               '[ "$A" = b ] && echo "value setting 1"\n')
+            mpiexec.chmod(0o755)
+            impi = [one for one in run.PROGRAMS if one.system == "impi"][0]
+            self.assertIn("mpiexec.impi", programs.Launcher(folder / "build").missing(impi))
+            (bench / "mpiexec.impi").symlink_to(mpiexec)
+            launcher = programs.Launcher(folder / "build")
+            self.assertIsNone(launcher.missing(impi))
+            report = launcher.run(dataclasses.replace(impi, setting="A=b"), 3, [])
+            self.assertEqual((None, {"ranks": 3.0, "setting": 1.0}), (report.error, report.values))
+
+
+class Table(unittest.TestCase):
+    def test_both_kinds_of_memory_stand_beside_the_fastest_peer(self):
+        samples = samples_of((line(time_us=60), "impi"), (line(time_us=90), "gloo"),
+                             (line(time_us=10), "ours_shared"), (line(time_us=40), "ours_private"))
+        header, *rows = run.times_table(samples, [1 << 20])
+        self.assertEqual(["peer/shared", "peer/private"], header.split()[-2:])
+        found = [row.split()[-2:] for row in rows if row.startswith("all_reduce     4 ranks")]
+        self.assertEqual([["6.00", "1.50"]], found)
+
+    def test_what_missed_its_target_stands_out_in_the_docs(self):
+        text = run.markdown([claims.Claim("a", 1.234, 2.0, "impi/v"),
+                             claims.Claim("b", None, 5.0, "", at_most=True)], ["header", "row"])
+        self.assertIn("| a | 1.23 | at least 2 | **missed** | impi/v |\n"
+                      "| b | - | at most 5 | not measured |  |\n", text)
+        self.assertTrue(text.endswith("```\nheader\nrow\n```\n"))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,17 @@
 //
 // A file is written under a temporary name, synced, then renamed: a killed writer never leaves a
 // file that passes. Bad or foreign files throw SnapshotError; nothing crashes on any input.
+//
+// Writing enters the HDF5 library, which is not made for threads. It does so inside the calls that
+// begin to write (write_snapshot_file(), write_snapshot(), SnapshotWriter::submit(),
+// Reducer::save_snapshot()), on the thread that calls them and on no other. An application that
+// uses the same library on other threads keeps the two apart: by a lock of its own around these
+// calls, or by set_hdf5_gate(). Nothing else here enters HDF5, reading included.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -49,6 +56,11 @@ struct SnapshotEntry {
   std::int64_t offset = 0;
   ConstTensorView data;
 };
+
+// How HDF5 is entered: `gate` calls `enter` once before it returns, with whatever lock keeps others
+// out of HDF5 held. Empty: `enter` is called at once. It counts for every later call.
+using Hdf5Gate = std::function<void(const std::function<void()>& enter)>;
+void set_hdf5_gate(Hdf5Gate gate);
 
 // Writes one rank's file now: `path/rank_00003.h5` (the directory is made), or `path` itself when
 // it ends in .h5 and the snapshot has one file. Blocks until it is durable.

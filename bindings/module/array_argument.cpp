@@ -17,11 +17,6 @@ namespace py = pybind11;
 constexpr const char* kAccepted =
     "a NumPy array, an array with __dlpack__ (torch, JAX, CuPy), an hsdp.Array or a buffer";
 
-[[noreturn]] void fault(std::string_view what, const std::string& expected,
-                        const std::string& got) {
-  throw UsageError(std::string(what) + ": expected " + expected + ", got " + got);
-}
-
 // NumPy's number of ml_dtypes.bfloat16, once that package was imported by anyone; else -1.
 int bf16_number() {
   static int number = -1;
@@ -58,8 +53,8 @@ Dtype dtype_of(const py::array& array, std::string_view what) {
   const auto* descriptor = py::detail::array_descriptor_proxy(array.dtype().ptr());
   const std::optional<Dtype> dtype = dtype_of_number(descriptor->type_num);
   if (!dtype || descriptor->byteorder == '>') {
-    fault(what, "dtype float32, bfloat16 (ml_dtypes), float16, float64, int64 or uint8",
-          std::string(py::str(array.dtype())) + "; convert it with astype");
+    refuse(what, "dtype float32, bfloat16 (ml_dtypes), float16, float64, int64 or uint8",
+           std::string(py::str(array.dtype())) + "; convert it with astype");
   }
   return *dtype;
 }
@@ -71,7 +66,7 @@ ArrayArgument from_numpy(const py::array& array, std::string_view what) {
   constexpr int kAligned = 0x0100;
   const int flags = array.flags();
   if ((flags & kAligned) == 0) {
-    fault(what, "memory aligned to its elements", "an unaligned array; pass a copy of it");
+    refuse(what, "memory aligned to its elements", "an unaligned array; pass a copy of it");
   }
   result.view.data = array.data();
   result.writable = array.writeable();
@@ -81,7 +76,7 @@ ArrayArgument from_numpy(const py::array& array, std::string_view what) {
     for (std::size_t i = 0; i < dimensions; ++i) {
       const py::ssize_t stride = array.strides(static_cast<py::ssize_t>(i));
       if (stride % item_bytes != 0) {
-        fault(what, "strides of whole elements", "others; pass numpy.ascontiguousarray of it");
+        refuse(what, "strides of whole elements", "others; pass numpy.ascontiguousarray of it");
       }
       result.view.strides.push_back(stride / item_bytes);
     }
@@ -123,16 +118,20 @@ ArrayArgument any_array(py::handle object, std::string_view what, CallerStream& 
     result.writable = result.writable && !array.owndata();  // a NumPy scalar became a copy
     return result;
   }
-  fault(what, kAccepted, "an object of type " + type_name(object));
+  refuse(what, kAccepted, "an object of type " + type_name(object));
 }
 
 }  // namespace
 
+void refuse(std::string_view what, const std::string& expected, const std::string& got) {
+  throw UsageError(std::string(what) + ": expected " + expected + ", got " + got);
+}
+
 void require_device(Device device, std::string_view what, const CallerStream& caller) {
   if (device == caller.device()) return;
-  if (!caller.of_mesh()) fault(what, "host memory", to_string(device) + "; copy it there first");
-  fault(what, "memory on " + to_string(caller.device()) + ", the mesh's device",
-        to_string(device) + "; move it there, or make the mesh with its device");
+  if (!caller.of_mesh()) refuse(what, "host memory", to_string(device) + "; copy it there first");
+  refuse(what, "memory on " + to_string(caller.device()) + ", the mesh's device",
+         to_string(device) + "; move it there, or make the mesh with its device");
 }
 
 ArrayArgument array_argument(py::handle object, std::string_view what, CallerStream& caller) {
@@ -148,11 +147,11 @@ ArrayArgument host_array_argument(py::handle object, std::string_view what) {
 
 ConstTensorView contiguous(const ArrayArgument& argument, std::string_view what) {
   if (!argument.view.is_contiguous()) {
-    fault(what, "a contiguous array",
-          "one of shape " + to_string(argument.view.shape) + " with strides " +
-              to_string(argument.view.strides) +
-              "; pass numpy.ascontiguousarray(x) or "
-              "x.contiguous()");
+    refuse(what, "a contiguous array",
+           "one of shape " + to_string(argument.view.shape) + " with strides " +
+               to_string(argument.view.strides) +
+               "; pass numpy.ascontiguousarray(x) or "
+               "x.contiguous()");
   }
   return {argument.view.data, argument.view.count(), argument.view.dtype, argument.view.device};
 }
@@ -160,9 +159,9 @@ ConstTensorView contiguous(const ArrayArgument& argument, std::string_view what)
 TensorView writable(const ArrayArgument& argument, std::string_view what) {
   const ConstTensorView view = contiguous(argument, what);
   if (!argument.writable) {
-    fault(what, "a writable array",
-          "a read-only one, or one that does not say by DLPack that it may be written to; pass a "
-          "copy");
+    refuse(what, "a writable array",
+           "a read-only one, or one that does not say by DLPack that it may be written to; pass a "
+           "copy");
   }
   return {const_cast<void*>(view.data), view.count, view.dtype, view.device};  // NOLINT
 }

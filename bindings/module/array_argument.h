@@ -7,6 +7,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
 #include <string_view>
 
 #include "bindings/module/caller_stream.h"
@@ -37,6 +38,10 @@ struct ArrayArgument {
                                         CallerStream& caller);
 // UsageError unless an array's memory lies where the caller's does.
 void require_device(Device device, std::string_view what, const CallerStream& caller);
+
+// UsageError: "what: expected ..., got ...".
+[[noreturn]] void refuse(std::string_view what, const std::string& expected,
+                         const std::string& got);
 
 // "float32", "bfloat16" and the like as NumPy's dtype; bf16 is that of ml_dtypes.
 [[nodiscard]] pybind11::object numpy_dtype(Dtype dtype);

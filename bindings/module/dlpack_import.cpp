@@ -13,11 +13,6 @@ namespace py = pybind11;
 using dlpack::DeviceKind;
 using dlpack::TypeCode;
 
-[[noreturn]] void fault(std::string_view what, const std::string& expected,
-                        const std::string& got) {
-  throw UsageError(std::string(what) + ": expected " + expected + ", got " + got);
-}
-
 std::string type_text(dlpack::ElementType type) {
   static constexpr const char* kNames[] = {"int",    "uint",    "float", "handle",
                                            "bfloat", "complex", "bool"};
@@ -36,8 +31,8 @@ Dtype dtype_of(dlpack::ElementType type, std::string_view what) {
     if (type.code == TypeCode::kInt && type.bits == 64) return Dtype::kI64;
     if (type.code == TypeCode::kUInt && type.bits == 8) return Dtype::kU8;
   }
-  fault(what, "dtype float32, bfloat16, float16, float64, int64 or uint8",
-        type_text(type) + "; convert it first");
+  refuse(what, "dtype float32, bfloat16, float16, float64, int64 or uint8",
+         type_text(type) + "; convert it first");
 }
 
 // The one place that decides which devices' memory the library can take.
@@ -50,9 +45,9 @@ Device device_of(dlpack::DeviceId device, std::string_view what) {
     case DeviceKind::kCudaManaged:
       return {DeviceType::kCuda, device.index};
   }
-  fault(what, "memory of the host or of a CUDA device",
-        "memory of DLPack device type " + std::to_string(static_cast<int>(device.kind)) +
-            "; copy it to the host first");
+  refuse(what, "memory of the host or of a CUDA device",
+         "memory of DLPack device type " + std::to_string(static_cast<int>(device.kind)) +
+             "; copy it to the host first");
 }
 
 // What the producer says before it exports; nothing from old ones.
@@ -88,17 +83,17 @@ py::object export_capsule(py::handle object, std::string_view what, CallerStream
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt and the like
     const std::string reason = py::str(error.value());
-    fault(what, "an array that can be exported by DLPack",
-          "a " + type_name(object) + " that refuses (" + reason +
-              "); detach it, or convert it to a plain array first");
+    refuse(what, "an array that can be exported by DLPack",
+           "a " + type_name(object) + " that refuses (" + reason +
+               "); detach it, or convert it to a plain array first");
   }
 }
 
 // torch negates some tensors by a mark, which its exports do not show.
 void require_unmarked(py::handle object, std::string_view what) {
   if (!py::hasattr(object, "is_neg") || !object.attr("is_neg")().cast<bool>()) return;
-  fault(what, "an array whose memory holds its values",
-        "a " + type_name(object) + " that is negated by a mark; pass x.resolve_neg()");
+  refuse(what, "an array whose memory holds its values",
+         "a " + type_name(object) + " that is negated by a mark; pass x.resolve_neg()");
 }
 
 struct Capsule {
@@ -112,7 +107,7 @@ Capsule open_capsule(const py::object& capsule, std::string_view what) {
     const auto* managed = static_cast<const dlpack::VersionedTensor*>(
         PyCapsule_GetPointer(object, dlpack::kVersionedName));
     if (managed->version.major != dlpack::kVersion.major) {
-      fault(what, "DLPack of version 1", "version " + std::to_string(managed->version.major));
+      refuse(what, "DLPack of version 1", "version " + std::to_string(managed->version.major));
     }
     return {&managed->tensor, (managed->flags & dlpack::kReadOnlyFlag) != 0};
   }
@@ -121,7 +116,7 @@ Capsule open_capsule(const py::object& capsule, std::string_view what) {
                  ->tensor,
             std::nullopt};
   }
-  fault(what, "a DLPack capsule from __dlpack__", "something else");
+  refuse(what, "a DLPack capsule from __dlpack__", "something else");
 }
 
 // What an array says beside DLPack. Of one that says nothing it cannot be known: JAX exports its

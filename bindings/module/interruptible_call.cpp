@@ -15,6 +15,7 @@
 
 #include "bindings/module/held_object.h"
 #include "hsdp/comm/fork_guard.h"
+#include "hsdp/error.h"
 
 namespace hsdp::python {
 namespace {
@@ -29,6 +30,9 @@ struct Call {
   std::function<void()> task;
   std::exception_ptr error;
   bool done = false;
+  const std::function<void()>* work = nullptr;  // that the task wants done on the main thread
+  std::exception_ptr work_error;
+  bool interrupted = false;  // no work is done any more
 };
 
 // What the main thread and one calling thread share; the thread holds a share of its own, so that
@@ -40,6 +44,13 @@ struct Post {
   bool retired = false;
 };
 
+// The call whose task this thread runs.
+struct Serving {
+  Post* post = nullptr;
+  Call* call = nullptr;
+};
+thread_local Serving serving;
+
 void serve(const std::shared_ptr<Post>& post) {
   pthread_setname_np(pthread_self(), "hsdp-call");
   Lock lock(post->mutex);
@@ -48,6 +59,7 @@ void serve(const std::shared_ptr<Post>& post) {
     if (!post->call) return;
     const std::shared_ptr<Call> call = post->call;
     lock.unlock();
+    serving = {post.get(), call.get()};
     try {
       call->task();
     } catch (...) {
@@ -86,23 +98,52 @@ MainCalls& main_calls() {
 
 bool is_main_thread() { return ::syscall(SYS_gettid) == ::getpid(); }
 
-bool wait_done(Post& post, const Call& call, std::chrono::milliseconds limit) {
+enum class Found : std::uint8_t { kDone, kWork, kNothing };
+
+Found look(Post& post, const Call& call, std::chrono::milliseconds limit) {
   const py::gil_scoped_release released;
   Lock lock(post.mutex);
-  return post.changed.wait_for(lock, limit, [&] { return call.done; });
+  post.changed.wait_for(lock, limit, [&] { return call.done || call.work != nullptr; });
+  if (call.done) return Found::kDone;
+  return call.work != nullptr ? Found::kWork : Found::kNothing;
+}
+
+void do_work(Post& post, Call& call) {
+  try {
+    (*call.work)();
+  } catch (...) {
+    call.work_error = std::current_exception();
+  }
+  const std::scoped_lock lock(post.mutex);
+  call.work = nullptr;
+  post.changed.notify_all();
+}
+
+void refuse_work(Post& post, Call& call) {
+  const std::scoped_lock lock(post.mutex);
+  call.interrupted = true;
+  call.work = nullptr;
+  post.changed.notify_all();
 }
 
 // Waits for the call; throws what a signal handler raised meanwhile, after ending the call.
-void attend(MainCalls& calls, const Call& call, const Interrupt& interrupt) {
+void attend(MainCalls& calls, Call& call, const Interrupt& interrupt) {
   const std::shared_ptr<Post> post = calls.post;
-  while (!wait_done(*post, call, kLook)) {
+  while (true) {
+    const Found found = look(*post, call, kLook);
+    if (found == Found::kDone) return;
+    if (found == Found::kWork) {
+      do_work(*post, call);
+      continue;
+    }
     if (PyErr_CheckSignals() == 0) continue;
     const py::error_already_set raised;
+    refuse_work(*post, call);
     if (interrupt) {
       const py::gil_scoped_release released;
       interrupt("it was interrupted by a signal");
     }
-    if (!interrupt || !wait_done(*post, call, kReturnsWithin)) {
+    if (!interrupt || look(*post, call, kReturnsWithin) != Found::kDone) {
       const std::scoped_lock lock(post->mutex);
       post->retired = true;
       calls.post = nullptr;
@@ -120,6 +161,22 @@ void run_released(std::function<void()> task) {
     task = nullptr;
   }
   release_held();
+}
+
+void run_on_calling_thread(const std::function<void()>& work) {
+  if (serving.call == nullptr) {
+    const py::gil_scoped_acquire acquired;
+    return work();
+  }
+  Call& call = *serving.call;
+  Lock lock(serving.post->mutex);
+  if (!call.interrupted) {
+    call.work = &work;
+    serving.post->changed.notify_all();
+    serving.post->changed.wait(lock, [&] { return call.work == nullptr; });
+  }
+  if (call.interrupted) throw Error("hsdp: the call was interrupted by a signal");
+  if (call.work_error) std::rethrow_exception(std::exchange(call.work_error, nullptr));
 }
 
 void run_interruptibly(std::function<void()> task, const Interrupt& interrupt) {

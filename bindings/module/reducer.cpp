@@ -95,7 +95,7 @@ int register_parameter(Handle& self, py::handle name, const Shape& shape, const 
   return self.register_parameter(spec);
 }
 
-py::list parameters(const Handle& self) {
+py::list parameter_specs(const Handle& self) {
   py::list result;
   for (const ParameterSpec& spec : self.reducer().parameters()) {
     const py::object reduce_dtype =
@@ -244,7 +244,7 @@ using Class = py::class_<Handle>;
 void bind_settings(Class& bound) {
   bound.def(py::init(&make_reducer))
       .def("register", register_parameter)
-      .def("parameters", parameters)
+      .def("parameters", parameter_specs)
       .def("set_requires_gradient_sync",
            [](const Handle& self, bool flag, const OptionalText& group) {
              self.reducer().set_requires_gradient_sync(flag, group);

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -98,6 +99,33 @@ Memory read(const Snapshot& self, std::size_t parameter, int replica, std::int64
   });
 }
 
+// h5py lets the GIL go in calls of HDF5 and keeps others out by a lock of its own.
+class LockOfH5py {
+ public:
+  LockOfH5py() {
+    const py::dict modules = py::module_::import("sys").attr("modules");
+    if (!modules.contains("h5py._objects")) return;
+    lock_ = py::getattr(modules["h5py._objects"], "phil", py::none());
+    if (!lock_.is_none()) lock_.attr("__enter__")();
+  }
+  ~LockOfH5py() {
+    if (!lock_.is_none()) lock_.attr("__exit__")(py::none(), py::none(), py::none());
+  }
+  LockOfH5py(const LockOfH5py&) = delete;
+  LockOfH5py& operator=(const LockOfH5py&) = delete;
+
+ private:
+  py::object lock_ = py::none();
+};
+
+// [Note: others who use HDF5]
+void enter_hdf5(const std::function<void()>& enter) {
+  run_on_calling_thread([&enter] {
+    const LockOfH5py alone;
+    enter();
+  });
+}
+
 }  // namespace
 
 SnapshotInfo parse_info(const py::dict& given) {
@@ -137,6 +165,7 @@ py::dict info_dict(const SnapshotInfo& info) {
 }
 
 void bind_snapshot(py::module_& module) {
+  set_hdf5_gate(enter_hdf5);
   module.def("new_snapshot_id", &new_snapshot_id);
   module.def("write_snapshot", write);
   py::class_<Snapshot>(module, "Snapshot")

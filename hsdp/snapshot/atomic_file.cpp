@@ -25,11 +25,19 @@ std::string temporary_name(const std::filesystem::path& path) {
   return name;
 }
 
+}  // namespace
+
 std::filesystem::path folder_of(const std::filesystem::path& path) {
   return path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
 }
 
-}  // namespace
+void sync_folder(const std::filesystem::path& folder) {
+  const comm::UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  // Some file systems cannot sync a folder; they answer EINVAL and need not.
+  if (fd && (::fsync(fd.get()) == 0 || errno == EINVAL)) return;
+  throw SnapshotError("snapshot: cannot sync the folder " + folder.string() + ": " +
+                      std::generic_category().message(errno));
+}
 
 AtomicFile::AtomicFile(const std::filesystem::path& path)
     : path_(path),
@@ -63,11 +71,7 @@ void AtomicFile::commit() {
   if (::fsync(fd_.get()) != 0) fail("cannot sync", errno);
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot rename", errno);
   fd_.reset();
-  const comm::UniqueFd folder(::open(folder_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Some file systems cannot sync a folder; they answer EINVAL and need not.
-  if (!folder || (::fsync(folder.get()) != 0 && errno != EINVAL)) {
-    fail("cannot sync the folder of", errno);
-  }
+  sync_folder(folder_of(path_));
 }
 
 }  // namespace hsdp

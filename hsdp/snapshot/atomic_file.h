@@ -36,4 +36,9 @@ class AtomicFile {
   comm::UniqueFd fd_;  // open: not committed yet
 };
 
+// Makes the names in a folder durable.
+void sync_folder(const std::filesystem::path& folder);
+// "." for a name without a folder.
+[[nodiscard]] std::filesystem::path folder_of(const std::filesystem::path& path);
+
 }  // namespace hsdp

@@ -6,18 +6,28 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <utility>
 
 #include "hsdp/error.h"
+#include "hsdp/snapshot.h"
 
 namespace hsdp {
 namespace {
 
-std::mutex& hdf5_mutex() {
-  static std::mutex mutex;
-  return mutex;
+// The gate, and who is in HDF5: the library is not made for threads.
+struct Entrance {
+  std::mutex gate_mutex;
+  Hdf5Gate gate;
+  std::mutex hdf5_mutex;
+};
+
+Entrance& entrance() {
+  static auto* const one = new Entrance;  // outlives static objects
+  return *one;
 }
 
 [[noreturn]] void fail(const char* what) {
@@ -192,16 +202,13 @@ void add_dataset(hid_t group, hid_t properties, std::size_t index, SnapshotSlice
   slice.data_offset = slice.count == 0 ? 0 : file_offset(dataset.get());
 }
 
-std::uint64_t add_checksums(hid_t root, hid_t properties, std::span<const std::uint64_t> sums) {
-  const std::array<hsize_t, 1> extent{sums.size()};
+std::uint64_t add_checksum_table(hid_t root, hid_t properties, std::uint64_t block_count) {
+  const std::array<hsize_t, 1> extent{block_count};
   Handle space(H5Screate_simple(1, extent.data(), nullptr), H5Sclose, "create a space");
   Handle dataset(H5Dcreate2(root, "block_checksums", H5T_STD_U64LE, space.get(), H5P_DEFAULT,
                             properties, H5P_DEFAULT),
                  H5Dclose, "create a dataset");
-  if (sums.empty()) return 0;
-  check(H5Dwrite(dataset.get(), H5T_STD_U64LE, H5S_ALL, H5S_ALL, H5P_DEFAULT, sums.data()),
-        "write the checksums");
-  return file_offset(dataset.get());
+  return block_count == 0 ? 0 : file_offset(dataset.get());
 }
 
 // The memory that HDF5 writes a file to. HDF5 gives it back when it closes the file; this keeps it.
@@ -273,32 +280,62 @@ std::uint64_t end_of_file(const FileImage& image, std::size_t user_block_bytes) 
   return end + user_block_bytes;
 }
 
-}  // namespace
-
-Hdf5Structure build_hdf5_structure(SnapshotHeader& header,
-                                   std::span<const std::uint64_t> block_checksums,
-                                   std::size_t user_block_bytes) {
-  FileImage image;
+void write_structure(SnapshotHeader& header, std::size_t user_block_bytes, FileImage& image) {
+  Handle file = create_file(header, user_block_bytes, image);
+  write_info(file.get(), header);
   {
-    const std::lock_guard lock(hdf5_mutex());
-    check(H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr), "be silenced");
-    Handle file = create_file(header, user_block_bytes, image);
-    write_info(file.get(), header);
-    {
-      Handle properties = dataset_properties();
-      header.checksums_offset = add_checksums(file.get(), properties.get(), block_checksums);
-      Handle group(H5Gcreate2(file.get(), "gradients", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT),
-                   H5Gclose, "create a group");
-      for (std::size_t i = 0; i < header.slices.size(); ++i) {
-        add_dataset(group.get(), properties.get(), i, header.slices[i]);
+    Handle properties = dataset_properties();
+    header.checksums_offset = add_checksum_table(file.get(), properties.get(), header.block_count);
+    Handle group(H5Gcreate2(file.get(), "gradients", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT),
+                 H5Gclose, "create a group");
+    for (std::size_t i = 0; i < header.slices.size(); ++i) {
+      add_dataset(group.get(), properties.get(), i, header.slices[i]);
+    }
+  }
+  file.close("write the structure");
+}
+
+// Alone, through the gate. The process's handler of HDF5 errors is out of the way meanwhile: what
+// fails here is told by an exception, and the handler is the application's again afterwards.
+void enter_hdf5(const std::function<void()>& work) {
+  std::exception_ptr error;
+  const auto enter = [&] {
+    const std::lock_guard alone(entrance().hdf5_mutex);
+    H5E_BEGIN_TRY {
+      try {
+        work();
+      } catch (...) {
+        error = std::current_exception();
       }
     }
-    file.close("write the structure");
+    H5E_END_TRY
+  };
+  Hdf5Gate gate;
+  {
+    const std::lock_guard lock(entrance().gate_mutex);
+    gate = entrance().gate;
   }
+  gate ? gate(enter) : enter();
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace
+
+void set_hdf5_gate(Hdf5Gate gate) {
+  const std::lock_guard lock(entrance().gate_mutex);
+  entrance().gate = std::move(gate);
+}
+
+Hdf5Structure build_hdf5_structure(SnapshotHeader& header, std::size_t user_block_bytes) {
+  FileImage image;
+  enter_hdf5([&] { write_structure(header, user_block_bytes, image); });
   Hdf5Structure structure;
   structure.file_bytes = end_of_file(image, user_block_bytes);
   structure.front.assign(
       image.data, image.data + std::min<std::uint64_t>(image.size_bytes, structure.file_bytes));
+  const std::uint64_t table_end =
+      header.checksums_offset + header.block_count * sizeof(std::uint64_t);
+  if (structure.front.size() < table_end) structure.front.resize(table_end);
   return structure;
 }
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
@@ -39,16 +40,21 @@ SnapshotSlice to_slice(const SnapshotEntry& entry) {
 
 bool names_a_file(const std::filesystem::path& path) { return path.extension() == ".h5"; }
 
-// The file to write; makes the snapshot's directory.
-std::filesystem::path place_file(const std::filesystem::path& path, int rank) {
-  if (names_a_file(path)) return path;
+// Makes the snapshot's folder; returns the folders that have got a new one in them.
+std::vector<std::filesystem::path> make_folder(const std::filesystem::path& path) {
   std::error_code error;
+  std::vector<std::filesystem::path> grown;
+  auto folder = path.has_filename() ? path : path.parent_path();
+  while (!folder.empty() && !std::filesystem::exists(folder, error)) {
+    grown.push_back(folder_of(folder));
+    folder = folder.parent_path();
+  }
   std::filesystem::create_directories(path, error);
   if (error) {
     throw SnapshotError("snapshot: cannot make the directory " + path.string() + ": " +
                         error.message());
   }
-  return path / rank_file_name(rank);
+  return grown;
 }
 
 // The offsets in the header are not known before HDF5 has placed the data, whose place depends on
@@ -63,6 +69,13 @@ std::size_t user_block_bytes(SnapshotHeader header) {
                      " bytes, more than " + std::to_string(kMaxHeaderJsonBytes));
   }
   return std::max(kMinUserBlockBytes, std::bit_ceil(kHeaderPrefixBytes + json_bytes));
+}
+
+// The table of the blocks' checksums lies in the structure's front.
+void fill_checksum_table(std::span<const std::uint64_t> checksums, std::uint64_t offset,
+                         Hdf5Structure& structure) {
+  if (checksums.empty()) return;
+  std::memcpy(structure.front.data() + offset, checksums.data(), checksums.size_bytes());
 }
 
 // Writes the parts of the structure between the data; returns their checksum.
@@ -105,34 +118,41 @@ SnapshotFileWriter SnapshotFileWriter::open(const std::filesystem::path& path,
       info.replicate_size <= kMaxSnapshotRanks / info.shard_size) {
     header.file_count = info.replicate_size * info.shard_size;
   }
-  for (const SnapshotEntry& entry : entries) header.slices.push_back(to_slice(entry));
+  for (const SnapshotEntry& entry : entries) {
+    SnapshotSlice slice = to_slice(entry);
+    slice.first_block = header.block_count;
+    header.block_count += checksum_block_count(entry.data.size_in_bytes());
+    header.slices.push_back(std::move(slice));
+  }
   if (const auto fault = find_fault(header)) throw UsageError("snapshot: " + *fault);
-  static_cast<void>(user_block_bytes(header));
-  return {std::move(header), AtomicFile(place_file(path, info.rank))};
+  const std::size_t front_bytes = user_block_bytes(header);
+  std::vector<std::filesystem::path> grown_folders;
+  if (!names_a_file(path)) grown_folders = make_folder(path);
+  SnapshotFileWriter writer(
+      std::move(header), AtomicFile(names_a_file(path) ? path : path / rank_file_name(info.rank)),
+      std::move(grown_folders));
+  writer.structure_ = build_hdf5_structure(writer.header_, front_bytes);
+  return writer;
 }
 
 void SnapshotFileWriter::write(std::span<const std::span<const std::byte>> data) {
   std::vector<std::uint64_t> checksums;
-  for (std::size_t i = 0; i < data.size(); ++i) {
-    header_.slices[i].first_block = checksums.size();
-    append_block_checksums(data[i], checksums);
-  }
-  header_.block_count = checksums.size();
-  const Hdf5Structure structure =
-      build_hdf5_structure(header_, checksums, user_block_bytes(header_));
+  for (const std::span<const std::byte> bytes : data) append_block_checksums(bytes, checksums);
+  fill_checksum_table(checksums, header_.checksums_offset, structure_);
 
   const std::string json = encode_json(header_);
   HeaderPrefix prefix;
   prefix.json_bytes = static_cast<std::uint32_t>(json.size());
-  prefix.file_bytes = structure.file_bytes;
+  prefix.file_bytes = structure_.file_bytes;
   prefix.structure_checksum = write_structure(
-      structure, structure_ranges(header_, kHeaderPrefixBytes + json.size(), prefix.file_bytes),
+      structure_, structure_ranges(header_, kHeaderPrefixBytes + json.size(), prefix.file_bytes),
       file_);
   for (std::size_t i = 0; i < data.size(); ++i) {
     file_.write_at(header_.slices[i].data_offset, data[i]);
   }
   file_.write_at(kHeaderPrefixBytes, std::as_bytes(std::span(json)));
   file_.write_at(0, encode_prefix(prefix, json));
+  for (const std::filesystem::path& folder : grown_folders_) sync_folder(folder);
   file_.commit();
 }
 

@@ -1,5 +1,5 @@
-// One snapshot file in the making, in two steps: open() finds what can be wrong at once, write()
-// makes it durable, later and on any thread.
+// One snapshot file in the making, in two steps: open() finds what can be wrong at once and lets
+// HDF5 lay the file out, on the caller's thread; write() makes it durable, later and on any thread.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,7 @@
 
 #include "hsdp/snapshot.h"
 #include "hsdp/snapshot/atomic_file.h"
+#include "hsdp/snapshot/hdf5_structure.h"
 #include "hsdp/snapshot/snapshot_header.h"
 
 namespace hsdp {
@@ -25,11 +26,16 @@ class SnapshotFileWriter {
   void write(std::span<const std::span<const std::byte>> data);
 
  private:
-  SnapshotFileWriter(SnapshotHeader header, AtomicFile file)
-      : header_(std::move(header)), file_(std::move(file)) {}
+  SnapshotFileWriter(SnapshotHeader header, AtomicFile file,
+                     std::vector<std::filesystem::path> grown_folders)
+      : header_(std::move(header)),
+        file_(std::move(file)),
+        grown_folders_(std::move(grown_folders)) {}
 
   SnapshotHeader header_;
   AtomicFile file_;
+  std::vector<std::filesystem::path> grown_folders_;  // by a folder that had to be made
+  Hdf5Structure structure_;
 };
 
 [[nodiscard]] std::string rank_file_name(int rank);

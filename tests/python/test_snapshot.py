@@ -6,6 +6,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import types
 from typing import Any
 
 import ml_dtypes
@@ -205,3 +207,87 @@ def test_a_program_that_ends_says_what_it_could_not_write(tmp_path: pathlib.Path
         [sys.executable, "-c", ENDS, str(tmp_path / "s")], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "" and "hsdp: a snapshot was lost: snapshot:" in done.stderr
+
+
+class H5pyLock:
+    """Stands for the one that h5py holds in every call of HDF5."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.owners: list[int] = []
+        self.wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        self.wanted.set()
+        self.lock.acquire()
+        self.owners.append(threading.get_ident())
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+@pytest.fixture
+def phil(monkeypatch: pytest.MonkeyPatch) -> H5pyLock:
+    module: Any = types.ModuleType("h5py._objects")
+    module.phil = H5pyLock()
+    monkeypatch.setitem(sys.modules, "h5py._objects", module)
+    return module.phil
+
+
+def write_one(folder: pathlib.Path) -> None:
+    hsdp.write_snapshot(folder / "one.h5", {"w": np.ones(3, np.float32)})
+
+
+def run_in_thread(task: Any) -> int:
+    thread = threading.Thread(target=task)
+    thread.start()
+    thread.join()
+    assert thread.ident is not None
+    return thread.ident
+
+
+def test_hdf5_is_entered_by_the_calling_thread_with_the_lock_of_h5py(
+    phil: H5pyLock, tmp_path: pathlib.Path
+) -> None:
+    main = threading.get_ident()
+    write_one(tmp_path)
+    assert phil.owners == [main]
+    other = run_in_thread(lambda: write_one(tmp_path))
+    assert phil.owners == [main, other]
+    with hsdp.init_mesh(1, 1) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 3)
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", np.ones(3, np.float32))
+        reducer.save_snapshot(tmp_path / "run", step=1)
+        reducer.flush()
+    assert phil.owners == [main, other, main]
+    assert hsdp.read_snapshot(tmp_path / "run")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_snapshot_may_be_written_inside_a_call_of_h5py(
+    phil: H5pyLock, tmp_path: pathlib.Path
+) -> None:
+    with phil:  # as in a callback of visititems()
+        write_one(tmp_path)
+    assert len(phil.owners) == 2
+
+
+def test_a_snapshot_waits_for_a_call_of_h5py_on_another_thread(
+    phil: H5pyLock, tmp_path: pathlib.Path
+) -> None:
+    inside = threading.Event()
+
+    def other() -> None:
+        with phil:
+            phil.wanted.clear()
+            inside.set()
+            assert phil.wanted.wait(30)  # the main thread is at the door
+            phil.owners.append(0)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    write_one(tmp_path)
+    thread.join()
+    assert phil.owners == [thread.ident, 0, threading.get_ident()]

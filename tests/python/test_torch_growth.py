@@ -1,14 +1,12 @@
-"""10,000 steps of an attached model leave memory, descriptors and threads as they were."""
+"""Thousands of steps of an attached model leave memory, descriptors and threads as they were."""
 
 from __future__ import annotations
 
 import torch
 from conftest import Launcher
-from test_growth import check, resources
+from test_growth import STEPS, WARM_UP_STEPS, check, resources
 
 import hsdp
-
-WARM_UP_STEPS, STEPS = 500, 10_000
 
 
 def steps(reducer: hsdp.Reducer, model: torch.nn.Module, count: int) -> None:

@@ -250,10 +250,10 @@ TEST_F(Hdf5View, ConvertsSixteenBitFloats) {
   entries[1] = {"f16", {4}, Dtype::kF16, Dtype::kF16, 0, {f16.data(), 4, Dtype::kF16}};
   write_snapshot(folder / "plain.h5", SnapshotInfo(), entries);
   ASSERT_NO_FATAL_FAILURE(open(folder / "plain.h5"));
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kInf = std::numeric_limits<float>::infinity();
   std::vector<hsize_t> shape;
-  EXPECT_EQ(floats("gradients/bf16", shape), (std::vector<float>{1, -2.5F, kInfinity, 0x1p-126F}));
-  EXPECT_EQ(floats("gradients/f16", shape), (std::vector<float>{1, -2.5F, kInfinity, 0x1p-24F}));
+  EXPECT_EQ(floats("gradients/bf16", shape), (std::vector<float>{1, -2.5F, kInf, 0x1p-126F}));
+  EXPECT_EQ(floats("gradients/f16", shape), (std::vector<float>{1, -2.5F, kInf, 0x1p-24F}));
 }
 
 // How the golden file was made: --gtest_also_run_disabled_tests.

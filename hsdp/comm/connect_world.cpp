@@ -1,12 +1,16 @@
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/optional_engines.h"
+#include "hsdp/comm/retry.h"
 #include "hsdp/comm/timeout_range.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
@@ -47,15 +51,16 @@ TransportChoice choose_transport(const WorldOptions& options) {
   return options.transport;
 }
 
-// The connections that this process has, held by their users only.
+// The world that this process met last, held by its users only.
 struct OpenWorld {
   std::mutex mutex;
   std::weak_ptr<comm::Control> control;
+  int share_count = 0;  // how often ranks have asked each other whether to share `control`
+  std::uint32_t generation = 0;
   std::weak_ptr<Communicator::Engine> engine;
   EngineKind kind = EngineKind::kHost;
   TransportChoice transport = TransportChoice::kAuto;
   Device device{};
-  std::uint32_t generation = 0;
 };
 
 OpenWorld& open_world() {
@@ -63,22 +68,29 @@ OpenWorld& open_world() {
   return world;
 }
 
-std::shared_ptr<comm::Control> share_control(OpenWorld& open, const WorldOptions& options,
-                                             EngineKind kind) {
-  const comm::LaunchEnvironment launch = options.launch ? *options.launch : comm::detect_launch();
-  if (auto control = open.control.lock()) {
-    if (control->rank() != launch.rank || control->size() != launch.size) {
-      throw UsageError("world: this process is already rank " + std::to_string(control->rank()) +
-                       " of " + std::to_string(control->size()) + ", expected the same, got rank " +
-                       std::to_string(launch.rank) + " of " + std::to_string(launch.size));
-    }
-    return control;
-  }
-  auto control = comm::connect_control(
-      comm::meet_over_mpi(launch, kind == EngineKind::kMpi, options.timeout), options.timeout);
-  open.control = control;
-  open.generation = comm::fork_generation();
-  return control;
+void require_same_place(const comm::Control& control, const comm::LaunchEnvironment& launch) {
+  if (control.rank() == launch.rank && control.size() == launch.size) return;
+  throw UsageError("world: this process is already rank " + std::to_string(control.rank()) +
+                   " of " + std::to_string(control.size()) + ", expected the same, got rank " +
+                   std::to_string(launch.rank) + " of " + std::to_string(launch.size));
+}
+
+// What of the open world all ranks go on with.
+struct Shared {
+  std::shared_ptr<comm::Control> control;
+  std::shared_ptr<Communicator::Engine> engine;
+};
+
+// A rank sees only its own users, and they let go at another time on every rank: what is shared is
+// what all ranks still have [Note: sharing a world].
+Shared agree_to_share(OpenWorld& open, std::shared_ptr<comm::Control> control,
+                      std::shared_ptr<Communicator::Engine> engine) {
+  const std::string key = "connect_world " + std::to_string(open.share_count++);
+  const std::string_view mine = engine ? "engine" : "control";
+  const auto all = control->exchange_while_open(key, mine, {.operation = "connect"});
+  if (!all) return {};
+  const bool all_have_it = std::ranges::count(*all, "engine") == std::ssize(*all);
+  return {std::move(control), all_have_it ? std::move(engine) : nullptr};
 }
 
 }  // namespace
@@ -94,12 +106,29 @@ Communicator connect_world(const WorldOptions& options) {
         "world: a forked child cannot connect while its parent's world is open; fork first, or "
         "start the process anew");
   }
-  const std::shared_ptr<comm::Control> control = share_control(open, options, kind);
-  if (auto engine = open.engine.lock();
-      engine && open.kind == kind && open.transport == transport && open.device == options.device &&
-      &engine->control() == control.get()) {
-    return Communicator(std::move(engine));
+  const auto end = std::chrono::steady_clock::now() + options.timeout;
+  const comm::LaunchEnvironment launch =
+      options.launch ? *options.launch
+                     : comm::wait_out_limit(end, [] { return comm::detect_launch(); });
+  Shared shared;
+  if (auto control = open.control.lock()) {
+    require_same_place(*control, launch);
+    auto engine = open.engine.lock();
+    const bool fits = engine && open.kind == kind && open.transport == transport &&
+                      open.device == options.device && &engine->control() == control.get();
+    if (!control->failed()) {
+      shared = agree_to_share(open, std::move(control), fits ? std::move(engine) : nullptr);
+    }
   }
+  if (shared.engine) return Communicator(std::move(shared.engine));
+  if (!shared.control) {
+    shared.control = comm::connect_control(
+        comm::meet_over_mpi(launch, kind == EngineKind::kMpi, options.timeout), options.timeout);
+    open.control = shared.control;
+    open.share_count = 0;
+    open.generation = comm::fork_generation();
+  }
+  const std::shared_ptr<comm::Control>& control = shared.control;
   Communicator world;
   switch (kind) {
     case EngineKind::kHost:

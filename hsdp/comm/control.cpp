@@ -1,8 +1,18 @@
 #include "hsdp/comm/control.h"
 
+#include <numeric>
+
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
+
+std::optional<std::vector<std::string>> Control::exchange_while_open(std::string_view key,
+                                                                     std::string_view message,
+                                                                     WaitState waiting) {
+  std::vector<int> everyone(static_cast<std::size_t>(size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return exchange(key, everyone, message, waiting);
+}
 
 void throw_failure(const Failure& failure) {
   switch (failure.kind) {

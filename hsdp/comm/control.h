@@ -1,9 +1,9 @@
 // The control connection of one rank: small messages between ranks, and the one place where a
 // failure becomes known. Data never travels here.
 //
-// One per rank and world. Thread-safe. Every wait ends: with the answer, or with the error that
-// ended the world. Implementations: ProcessControl (Boost.Asio, rank 0 relays) and
-// InProcessControl (ranks are threads).
+// One per rank and world. Thread-safe. Every wait ends: with the answer, though the world may have
+// ended since it came, or with the error that ended the world. Implementations: ProcessControl
+// (Boost.Asio, rank 0 relays) and InProcessControl (ranks are threads).
 #pragma once
 
 #include <atomic>
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -71,6 +72,19 @@ class Control {
     return collect(key, members, waiting);
   }
 
+  // As exchange among all ranks of the world; nothing when one of them has closed it, which is so
+  // on every rank that asks with this key. Where no rank can close it alone: as exchange.
+  [[nodiscard]] virtual std::optional<std::vector<std::string>> exchange_while_open(
+      std::string_view key, std::string_view message, WaitState waiting);
+
+  // One message to one rank (not this one), which never answers. tell() never blocks. Messages of a
+  // rank on one topic arrive in order; those that nobody listens to there are dropped.
+  virtual void tell(int peer, std::string_view topic, std::string_view message) = 0;
+  // Calls `hear` for every message on that topic from now on, one at a time, on other threads. Keep
+  // it short. It ends with the handle that is returned; dropping that waits for a call under way.
+  using Hear = std::function<void(int from, std::string_view message)>;
+  [[nodiscard]] virtual std::shared_ptr<void> listen(std::string_view topic, Hear hear) = 0;
+
   // As exchange, for one file descriptor per member; all members share memory with each other.
   // Own place in the result is empty. `fd` stays the caller's.
   [[nodiscard]] virtual std::vector<UniqueFd> exchange_descriptors(std::string_view key,
@@ -84,10 +98,11 @@ class Control {
 
   // Ends the world on every rank. The first failure wins; later calls change nothing. Never blocks.
   virtual void fail(const Failure& failure) = 0;
-  [[nodiscard]] virtual bool failed() const = 0;  // one relaxed load: for wait loops
+  [[nodiscard]] virtual bool failed() const = 0;  // one atomic load: for wait loops
   virtual void throw_if_failed() const = 0;
   // Called once, from another thread, when the world ends: wakes whoever sleeps elsewhere (a futex,
-  // a socket). Keep it short. Returns a handle whose destruction removes the callback.
+  // a socket). Keep it short. Returns a handle whose destruction removes the callback; like that of
+  // listen() it may outlive the Control.
   [[nodiscard]] virtual std::shared_ptr<void> on_failure(std::function<void()> wake) = 0;
 };
 

@@ -3,15 +3,18 @@
 //
 // A GPU runs what it is given in order, so two communicators whose collectives are issued in
 // another order on another rank can block each other for good. With one lane the order is that of
-// the lane. With several the mesh's first rank chooses among what is ready there, the lowest place
-// first, then the oldest lane; the others follow it.
+// the lane, and nothing is sent. With several, the ranks tell the mesh's first one how many tasks
+// of each lane they have ready, and it chooses among those that are ready on every rank: the lowest
+// place, then the oldest lane.
 //
 // Tasks of a lane run in order. Ordered tasks must be the same on every rank; local ones run when
-// they come to the front, without asking anybody. After a failure of the world nobody is asked any
-// more. Thread-safe; add_lane() is collective, in the same order on every rank.
+// they come to the front, without asking anybody. A task that another rank does not have is a wait
+// for that rank, which Control knows and bounds. After a failure of the world nobody is asked any
+// more: the tasks run and find out themselves. Thread-safe.
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -22,13 +25,21 @@ namespace hsdp {
 
 class IssueOrder {
  public:
+  static constexpr int kAfterBuckets = std::numeric_limits<int>::max();
+
+  struct OrderedTask {
+    std::function<void()> run;
+    int place = 0;  // the lowest goes first: a bucket's number, or kAfterBuckets
+    // Asked once, when everything before that may change the answer has run: true makes it a local
+    // task, which does nothing.
+    std::function<bool()> skipped;
+    bool may_skip_later = false;  // it changes what later tasks' `skipped` answers
+  };
+
   class Lane {
    public:
     virtual ~Lane() = default;  // drains it
-    // `place` decides who comes first, a bucket's number; a task that `skipped` says does nothing
-    // is a local one.
-    virtual void run_ordered(std::function<void()> task, int place,
-                             std::function<bool()> skipped) = 0;
+    virtual void run_ordered(OrderedTask task) = 0;
     // The lane's local tasks, events and waits.
     [[nodiscard]] virtual Stream& stream() = 0;
   };
@@ -39,6 +50,8 @@ class IssueOrder {
   IssueOrder(const IssueOrder&) = delete;
   IssueOrder& operator=(const IssueOrder&) = delete;
 
+  // Collective, in the same order on every rank, and while no rank waits for a task of another lane
+  // that is not issued yet. Throws the world's failure.
   [[nodiscard]] std::unique_ptr<Lane> add_lane();
 
  private:
@@ -48,6 +61,8 @@ class IssueOrder {
   explicit IssueOrder(const Communicator& world);
 
   std::shared_ptr<State> state_;
+  std::shared_ptr<void> on_message_;
+  std::shared_ptr<void> on_failure_;
 };
 
 }  // namespace hsdp

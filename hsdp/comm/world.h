@@ -25,8 +25,10 @@ struct WorldOptions {
   std::optional<comm::LaunchEnvironment> launch;  // default: detect_launch()
 };
 
-// The world of this process' job. Collective over the job. A second call in one process shares the
-// first one's connections and their timeout (weakly held: they close with the last user).
+// The world of this process' job. Collective over the job. A world closes, on each rank for itself,
+// with its last user there. A later call shares the connections of the world before, and their
+// timeout, when that is still open on every rank; else all ranks meet anew, beside what some of
+// them may still use. So they do after a failure. What fails during the call is thrown.
 [[nodiscard]] Communicator connect_world(const WorldOptions& options = {});
 
 // `size` ranks as threads of this process: element r is rank r's world. For tests and examples.

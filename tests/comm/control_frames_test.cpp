@@ -21,6 +21,7 @@ JoinFrame join_frame() {
   frame.job = "job";
   frame.host = std::string("ho\0st", 5);
   frame.address = "10.0.0.1";
+  frame.process = "1234";
   return frame;
 }
 
@@ -51,6 +52,11 @@ TEST(ControlFramesTest, WhatIsEncodedIsDecoded) {
   EXPECT_EQ(join->job, "job");
   EXPECT_EQ(join->host, std::string("ho\0st", 5));
   EXPECT_EQ(join->address, "10.0.0.1");
+  EXPECT_EQ(join->process, "1234");
+  const auto post = PostFrame::decode(PostFrame{"key", {0, 1}, "message", true}.encode());
+  ASSERT_TRUE(post);
+  EXPECT_EQ(post->members, (std::vector<int>{0, 1}));
+  EXPECT_TRUE(post->while_open);
   const auto beat = BeatFrame::decode(beat_frame().encode());
   ASSERT_TRUE(beat);
   ASSERT_EQ(beat->waits.size(), 2U);
@@ -70,6 +76,11 @@ TEST(ControlFramesTest, WhatIsEncodedIsDecoded) {
   EXPECT_TRUE(failed->bare);
   EXPECT_EQ(failed->operation, "barrier");
   EXPECT_EQ(failed->bucket, 4);
+  const auto told = TellFrame::decode(TellFrame{5, "topic", std::string("\0x", 2)}.encode());
+  ASSERT_TRUE(told);
+  EXPECT_EQ(told->peer, 5);
+  EXPECT_EQ(told->topic, "topic");
+  EXPECT_EQ(told->message, std::string("\0x", 2));
   const auto answer = AnswerFrame::decode(AnswerFrame{"name", {"a", "", "c"}}.encode());
   ASSERT_TRUE(answer);
   EXPECT_THAT(answer->messages, ElementsAre("a", "", "c"));
@@ -79,16 +90,18 @@ TEST(ControlFramesTest, WhatIsEncodedIsDecoded) {
 std::vector<bool> decode_as_everything(const std::string& bytes) {
   return {JoinFrame::decode(bytes).has_value(), WelcomeFrame::decode(bytes).has_value(),
           PostFrame::decode(bytes).has_value(), AnswerFrame::decode(bytes).has_value(),
-          BeatFrame::decode(bytes).has_value(), Verdict::decode(bytes).has_value()};
+          BeatFrame::decode(bytes).has_value(), Verdict::decode(bytes).has_value(),
+          TellFrame::decode(bytes).has_value()};
 }
 
 TEST(ControlFramesTest, ShortenedAndLengthenedBodiesAreRefused) {
   const std::vector<std::string> bodies{join_frame().encode(),
                                         WelcomeFrame{"secret", {"a", "b"}}.encode(),
-                                        PostFrame{"key", {0, 1}, "message"}.encode(),
+                                        PostFrame{"key", {0, 1}, "message", true}.encode(),
                                         AnswerFrame{"name", {"a", "b"}}.encode(),
                                         beat_frame().encode(),
-                                        verdict().encode()};
+                                        verdict().encode(),
+                                        TellFrame{1, "topic", "message"}.encode()};
   for (std::size_t kind = 0; kind < bodies.size(); ++kind) {
     EXPECT_TRUE(decode_as_everything(bodies[kind])[kind]);
     for (std::size_t size = 0; size < bodies[kind].size(); ++size) {

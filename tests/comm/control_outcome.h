@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "hsdp/comm/rendezvous/launch_environment.h"
@@ -78,15 +81,49 @@ inline double seconds_noted(const RankOutcome& outcome) {
   return -1;
 }
 
-// The rank raised the expected error in time, with everything that a message must name.
+// Longer than anything takes on a busy machine, shorter than what a test would wait for otherwise.
+inline constexpr double kHangSeconds = 15;
+
+// The rank raised the expected error, with everything that a message must name.
 inline void expect_failure(const RankOutcome& outcome, int code,
-                           const std::vector<std::string>& named, double at_most_seconds = 1e9) {
+                           const std::vector<std::string>& named) {
   EXPECT_EQ(outcome.exit_code, code) << ::testing::PrintToString(outcome.notes) << outcome.error;
   ASSERT_FALSE(outcome.notes.empty()) << outcome.error;
   const std::string all = ::testing::PrintToString(outcome.notes);
   for (const std::string& text : named) EXPECT_THAT(all, HasSubstr(text));
   EXPECT_GE(seconds_noted(outcome), 0) << all;
-  EXPECT_LT(seconds_noted(outcome), at_most_seconds) << all;
+  EXPECT_LT(seconds_noted(outcome), kHangSeconds) << all;
+}
+
+// True when all threads of the process wait for something.
+inline bool all_asleep(const std::vector<std::filesystem::path>& threads) {
+  return std::ranges::all_of(threads, [](const std::filesystem::path& thread) {
+    std::ifstream file(thread / "stat");
+    std::string stat;
+    std::getline(file, stat);
+    const std::size_t name_end = stat.rfind(')');
+    return name_end != std::string::npos && stat.substr(name_end, 4) == ") S ";
+  });
+}
+
+// Until the ranks' I/O threads, which run from the moment that a rank has a connection, have done
+// all that there was to do. Name rank 0 last: it hears the others.
+inline bool wait_until_connected(const ProcessRanks& ranks, const std::vector<int>& named) {
+  for (const int rank : named) {
+    const std::filesystem::path tasks = "/proc/" + std::to_string(ranks.pid(rank)) + "/task";
+    constexpr int kLooks = 3;
+    int calm_looks = 0;
+    for (int attempt = 0; attempt < 10'000 && calm_looks < kLooks; ++attempt) {
+      std::vector<std::filesystem::path> threads;
+      for (const auto& entry : std::filesystem::directory_iterator(tasks)) {
+        threads.push_back(entry.path());
+      }
+      calm_looks = threads.size() >= 2 && all_asleep(threads) ? calm_looks + 1 : 0;
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    if (calm_looks < kLooks) return false;
+  }
+  return true;
 }
 
 // Nothing may be left in the runtime directory.

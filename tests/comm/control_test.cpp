@@ -4,8 +4,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <condition_variable>
 #include <csignal>
+#include <map>
+#include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tests/comm/control_outcome.h"
@@ -48,6 +52,55 @@ TEST_F(ControlTest, GroupsWithoutRankZeroExchangeToo) {
     return early[peer] == expected && late[peer] == message + expected ? 0 : 1;
   });
   for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+TEST_F(ControlTest, WhatARankTellsAnotherArrivesInOrderThereAndNowhereElse) {
+  constexpr int kMessages = 200;
+  const auto outcomes = run_processes(3, {}, [](int rank) {
+    const auto control = connect(milliseconds(20'000));
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<int, std::vector<std::string>> heard;
+    auto listening = control->listen("topic", [&](int from, std::string_view message) {
+      const std::lock_guard lock(mutex);
+      heard[from].emplace_back(message);
+      changed.notify_all();
+    });
+    static_cast<void>(control->exchange("all listen", everyone(3), "", {"test"}));
+    for (int number = 0; number < kMessages; ++number) {
+      for (int peer = 0; peer < 3; ++peer) {
+        if (peer == rank) continue;
+        control->tell(peer, "nobody's", "lost");
+        control->tell(peer, "topic", std::to_string(rank) + std::to_string(number));
+      }
+    }
+    {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [&] {
+        return heard.size() == 2 && heard.begin()->second.size() >= kMessages &&
+               heard.rbegin()->second.size() >= kMessages;
+      });
+    }
+    // All have come, and the answer to this would come behind whatever else was sent.
+    static_cast<void>(control->exchange("all heard", everyone(3), "", {"test"}));
+    listening.reset();
+    for (const auto& [from, messages] : heard) {
+      if (from == rank || messages.size() != kMessages) return 1;
+      for (int number = 0; number < kMessages; ++number) {
+        const auto place = static_cast<std::size_t>(number);
+        if (messages[place] != std::to_string(from) + std::to_string(number)) return 2;
+      }
+    }
+    for (const int nobody : {rank, -1, 3}) {
+      try {
+        control->tell(nobody, "topic", "");
+        return 3;
+      } catch (const UsageError&) {
+      }
+    }
+    return 0;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
 }
 
 TEST_F(ControlTest, DescriptorsReachTheMembers) {

@@ -120,7 +120,7 @@ TEST_P(Failure, ARankThatDoesNotComeIsNamedByAll) {
     EXPECT_THAT(ranks, ElementsAre(1));
     done.count_down();
   });
-  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(5'000));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(15'000));
 }
 
 TEST_P(Failure, TheEndOfTheChainOfWaitsIsAtFault) {
@@ -195,7 +195,7 @@ TEST_P(Failure, MoreRanksThanCoresMakeProgress) {
     for (int round = 0; round < 7; ++round) world.all_reduce(data.view());
     EXPECT_EQ(get(data.view(), 19'999), 2097152.0);
   });
-  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10'000));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(60'000));
 }
 
 INSTANTIATE_TEST_SUITE_P(Host, Failure,

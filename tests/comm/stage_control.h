@@ -16,6 +16,8 @@ struct Stage {
   std::string secret;
   // Sees the addresses that ranks tell each other before they connect.
   std::function<void(const std::string& address)> on_address;
+  // Sees them all on each rank, before it connects and listens.
+  std::function<void(int rank, const std::vector<std::string>& addresses)> before_connecting;
 };
 
 class StageControl : public comm::Control {
@@ -39,7 +41,17 @@ class StageControl : public comm::Control {
   }
   [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
                                                  comm::WaitState waiting) override {
-    return inner_->collect(key, members, waiting);
+    auto messages = inner_->collect(key, members, waiting);
+    if (stage_.before_connecting && key.ends_with("/tcp")) {
+      stage_.before_connecting(rank(), messages);
+    }
+    return messages;
+  }
+  void tell(int peer, std::string_view topic, std::string_view message) override {
+    inner_->tell(peer, topic, message);
+  }
+  [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Hear hear) override {
+    return inner_->listen(topic, std::move(hear));
   }
   [[nodiscard]] std::vector<comm::UniqueFd> exchange_descriptors(std::string_view key,
                                                                  std::span<const int> members,

@@ -91,6 +91,17 @@ TEST(TilePlan, ATileTakesWhatItCan) {
   }
 }
 
+TEST(TilePlan, ManyRanksGetWholePages) {
+  for (const int size : {2, 32, 64, 300}) {
+    const std::int64_t count = std::int64_t{1} << 22;
+    const TilePlan plan(slices_of(RowCut(count, size)), sizeof(float));
+    const auto window_bytes = static_cast<std::size_t>(plan.window(0, 0).count) * sizeof(float);
+    EXPECT_GE(window_bytes, std::size_t{4096}) << size;
+    const std::int64_t tile = std::max<std::int64_t>(128 << 10, size * 4096) / 4;
+    EXPECT_EQ(plan.tiles(), (count + tile - 1) / tile) << size;
+  }
+}
+
 class Staged : public testing::TestWithParam<int> {
  protected:
   static void run(const std::function<void(Communicator&)>& body) {

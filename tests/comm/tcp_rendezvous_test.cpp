@@ -1,11 +1,11 @@
 // The rendezvous over TCP, with strangers at the door.
-#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <csignal>
 #include <cstdlib>
 #include <string>
@@ -16,41 +16,10 @@
 #include "hsdp/comm/rendezvous/handshake.h"
 #include "hsdp/comm/rendezvous/join_listener.h"
 #include "hsdp/comm/unique_fd.h"
-#include "tests/comm/control_outcome.h"
+#include "tests/comm/tcp_door.h"
 
 namespace hsdp::comm {
 namespace {
-
-sockaddr_in loopback(int port) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<std::uint16_t>(port));
-  return address;
-}
-
-int free_port() {
-  const UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address = loopback(0);
-  socklen_t length = sizeof address;
-  EXPECT_EQ(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
-  EXPECT_EQ(::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
-  return ntohs(address.sin_port);
-}
-
-// Retries until rank 0 listens.
-UniqueFd connect_to(int port) {
-  const sockaddr_in address = loopback(port);
-  for (int attempt = 0; attempt < 2000; ++attempt) {
-    UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
-      return socket;
-    }
-    std::this_thread::sleep_for(milliseconds(2));
-  }
-  ADD_FAILURE() << "nobody listens at port " << port;
-  return {};
-}
 
 void send_text(const UniqueFd& socket, const std::string& text) {
   static_cast<void>(::send(socket.get(), text.data(), text.size(), MSG_NOSIGNAL));
@@ -58,14 +27,7 @@ void send_text(const UniqueFd& socket, const std::string& text) {
 
 class TcpRendezvousTest : public ControlTest {
  protected:
-  // Every rank alone on its host, as far as the launcher tells.
-  [[nodiscard]] ProcessOptions hosts() const {
-    return {.environment = {{"LOCAL_RANK", "0"},
-                            {"LOCAL_WORLD_SIZE", "1"},
-                            {"HSDP_ADDR", "127.0.0.1"},
-                            {"HSDP_PORT", std::to_string(port_)},
-                            {"HSDP_SECRET", "the secret of this job"}}};
-  }
+  [[nodiscard]] ProcessOptions hosts() const { return ranks_on_hosts(port_); }
   int port_ = free_port();
 };
 
@@ -79,7 +41,7 @@ int exchange_twice(milliseconds timeout, int size) {
     }
   }
   if (control->address() != "127.0.0.1") return 2;
-  return control->secret() == "the secret of this job" ? 0 : 3;
+  return control->secret() == kJobSecret ? 0 : 3;
 }
 
 TEST_F(TcpRendezvousTest, RanksMeetAndShareMemoryWhereTheyCan) {
@@ -116,7 +78,7 @@ TEST_F(TcpRendezvousTest, StrangersNeitherStallNorJoin) {
   const auto begin = std::chrono::steady_clock::now();
   ranks.signal(1, SIGCONT);
   const auto outcomes = ranks.finish();
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(3));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::duration<double>(kHangSeconds));
   for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
 }
 
@@ -140,12 +102,79 @@ TEST_F(TcpRendezvousTest, NonsenseAfterTheProofIsDropped) {
         *make_frame(FrameType::kJoin, std::string(kMaxJoinBytes + 1, 'x')),
         *make_frame(FrameType::kJoin, foreign.encode())}) {
     strangers.push_back(connect_to(port_));
-    ASSERT_TRUE(prove_secret(strangers.back().get(), HandshakeRole::kConnecting,
-                             "the secret of this job", kControlContext, milliseconds(5'000)));
+    ASSERT_TRUE(prove_secret(strangers.back().get(), HandshakeRole::kConnecting, kJobSecret,
+                             kControlContext, milliseconds(5'000)));
     send_text(strangers.back(), text);
   }
   ranks.signal(1, SIGCONT);
   for (const auto& outcome : ranks.finish()) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+// Carries connections from `port` to rank 0's; cuts the first one when it has carried a join.
+[[noreturn]] void carry(const UniqueFd& door, int hub_port) {
+  constexpr std::size_t kProofBytes = 40 + 32;  // hello and proof
+  for (bool cuts = true;; cuts = false) {
+    const UniqueFd rank(::accept(door.get(), nullptr, nullptr));
+    const UniqueFd hub = connect_to(hub_port);
+    std::size_t from_rank = 0;
+    for (bool open = true; open && !(cuts && from_rank > kProofBytes);) {
+      std::array<pollfd, 2> ends{{{rank.get(), POLLIN, 0}, {hub.get(), POLLIN, 0}}};
+      ::poll(ends.data(), ends.size(), -1);
+      for (const std::size_t from : {0, 1}) {
+        if (ends[from].revents == 0) continue;
+        std::array<char, 4096> bytes{};
+        const ssize_t n = ::recv(ends[from].fd, bytes.data(), bytes.size(), 0);
+        open = open && n > 0;
+        if (n > 0) send_text(from == 0 ? hub : rank, {bytes.data(), static_cast<std::size_t>(n)});
+        if (n > 0 && from == 0) from_rank += static_cast<std::size_t>(n);
+      }
+    }
+    if (cuts) note("cut");
+  }
+}
+
+TEST_F(TcpRendezvousTest, ARankTriesAgainUntilItIsWelcomed) {
+  const UniqueFd door(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address = loopback(0);
+  socklen_t length = sizeof address;
+  ASSERT_EQ(::bind(door.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(door.get(), 8), 0);
+  ASSERT_EQ(::getsockname(door.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
+  ProcessRanks carrier(1, {}, [&](int) -> int { carry(door, port_); });
+  ProcessRanks ranks(3, hosts(), [&](int rank) {
+    if (rank == 1) ::setenv("HSDP_PORT", std::to_string(ntohs(address.sin_port)).c_str(), 1);
+    if (rank == 2) ::raise(SIGSTOP);
+    return exchange_twice(milliseconds(20'000), 3);
+  });
+  ASSERT_TRUE(carrier.wait_for_note(0, "cut"));
+  ASSERT_TRUE(ranks.wait_until_stopped(2));
+  ranks.signal(2, SIGCONT);
+  for (const auto& outcome : ranks.finish()) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+TEST_F(TcpRendezvousTest, ARankKilledAfterItJoinedIsNamedByAll) {
+  for (const int victim : {0, 1}) {
+    port_ = free_port();
+    ProcessRanks ranks(4, hosts(), [](int rank) {
+      if (rank == 3) {
+        for (;;) ::pause();  // keeps the rendezvous open
+      }
+      return outcome_of([] { static_cast<void>(connect(milliseconds(20'000))); });
+    });
+    ASSERT_TRUE(wait_until_connected(ranks, {1, 2, 0}));
+    ranks.signal(victim, SIGKILL);
+    for (const int rank : {0, 1, 2}) {
+      EXPECT_TRUE(rank == victim || ranks.wait_for_end(rank));
+    }
+    ranks.signal(3, SIGKILL);
+    const auto outcomes = ranks.finish();
+    for (const int rank : {0, 1, 2}) {
+      if (rank == victim) continue;
+      expect_failure(outcomes[static_cast<std::size_t>(rank)], kPeerLost,
+                     {"rendezvous: rank " + std::to_string(victim) + " of 4 was lost",
+                      "at fault " + std::to_string(victim)});
+    }
+  }
 }
 
 TEST_F(TcpRendezvousTest, AWrongSecretIsTurnedAwayAndToldWhy) {
@@ -166,8 +195,8 @@ TEST_F(TcpRendezvousTest, AWrongSecretNamesTheVariable) {
     if (rank == 1) ::setenv("HSDP_SECRET", "a guess", 1);
     return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
   });
-  expect_failure(outcomes[0], kTimedOut, {"rank 1 of 2 did not join within"}, 3.0);
-  expect_failure(outcomes[1], kTimedOut, {"HSDP_SECRET"}, 3.0);
+  expect_failure(outcomes[0], kTimedOut, {"rank 1 of 2 did not join within"});
+  expect_failure(outcomes[1], kTimedOut, {"HSDP_SECRET"});
 }
 
 TEST_F(TcpRendezvousTest, WhatIsNotSetIsNamed) {
@@ -220,7 +249,7 @@ TEST_F(TcpRendezvousTest, AnIdleStrangerIsCutOff) {
   const auto begin = std::chrono::steady_clock::now();
   char byte = 0;
   EXPECT_LE(::recv(stranger.get(), &byte, 1, 0), 0);
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(4));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::duration<double>(kHangSeconds));
   EXPECT_TRUE(ranks.wait_for_end(0));
   ranks.signal(1, SIGKILL);
   static_cast<void>(ranks.finish());

@@ -96,6 +96,71 @@ TEST_F(ControlTest, ACallThatContradictsTheFirstIsAnError) {
   }
 }
 
+// A garbage collector lets go of a world at another time on every rank.
+TEST_F(ControlTest, RanksAgreeWhenSomeStillHoldTheFirstWorld) {
+  for (const int holder : {0, 2}) {
+    const auto outcomes = run_processes(3, {}, [holder](int rank) {
+      std::optional<Communicator> first = connect_world();
+      if (rank != holder) first.reset();
+      for (int round = 0; round < 2; ++round) {  // the second one is shared
+        Communicator second = connect_world();
+        if (!adds_up(second)) return 1;
+        const Communicator third = connect_world();
+        if (third.engine() != second.engine()) return 2;
+      }
+      return 0;
+    });
+    for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+  }
+}
+
+// Also when the connections are still there and only the group of all ranks is gone.
+TEST_F(ControlTest, RanksAgreeWhenSomeHoldAPartOfTheFirstWorld) {
+  for (const int holder : {0, 2}) {
+    const auto outcomes = run_processes(3, {}, [holder](int rank) {
+      std::optional<Communicator> first = connect_world();
+      Communicator part = first->split(0, rank);
+      if (rank != holder) first.reset();
+      Communicator second = connect_world();
+      return adds_up(second) && adds_up(part) ? 0 : 1;
+    });
+    for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+  }
+}
+
+// A rank that still uses the old world with others goes on when one of them meets anew.
+TEST_F(ControlTest, AnOldWorldGoesOnBesideTheNextOne) {
+  const auto outcomes = run_processes(3, {}, [](int rank) {
+    std::optional<Communicator> first = connect_world();
+    Communicator pair = first->split(rank == 2 ? 1 : 0, rank);
+    first.reset();
+    if (rank == 2) pair = {};
+    Communicator second = connect_world();
+    if (!adds_up(second)) return 1;
+    return rank == 2 || adds_up(pair) ? 0 : 2;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+TEST_F(ControlTest, AFailedWorldIsLeftBehindWhoeverHoldsIt) {
+  const auto outcomes = run_processes(3, {}, [](int rank) {
+    Communicator failed = connect_world();
+    if (rank == 1) failed.abort("the disk is full");
+    const auto barrier_error = [&failed] {
+      try {
+        for (;;) failed.barrier();
+      } catch (const RankError& error) {
+        return std::string(error.what());
+      }
+    };
+    if (barrier_error().find("the disk is full") == std::string::npos) return 1;
+    Communicator next = connect_world();
+    if (!adds_up(next)) return 2;
+    return barrier_error().find("the disk is full") == std::string::npos ? 3 : 0;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
 TEST_F(ControlTest, AForkedChildCannotConnectBesideItsParent) {
   const auto outcomes = run_processes(2, {}, [](int) {
     Communicator world = connect_world();

@@ -40,9 +40,9 @@ FileControl::~FileControl() {
 std::filesystem::path FileControl::file(std::string_view key, std::span<const int> members,
                                         int rank) const {
   std::string name(key);
-  for (const int member : members) name += "," + std::to_string(member);
+  for (const int member : members) name.append(",").append(std::to_string(member));
   for (char& c : name) c = c == '/' ? '_' : c;
-  return folder_ / (name + "=" + std::to_string(rank));
+  return folder_ / name.append("=").append(std::to_string(rank));
 }
 
 // A reader sees all of it or nothing.
@@ -76,6 +76,49 @@ std::vector<std::string> FileControl::collect(std::string_view key, std::span<co
   return messages;
 }
 
+std::filesystem::path FileControl::told_file(std::string_view topic, int from, int to,
+                                             int number) const {
+  const std::vector<int> place{from, to, number};
+  return file(topic, place, from);
+}
+
+void FileControl::tell(int peer, std::string_view topic, std::string_view message) {
+  int number = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<int>& counts = told_[std::string(topic)];
+    counts.resize(static_cast<std::size_t>(size_));
+    number = counts[static_cast<std::size_t>(peer)]++;
+  }
+  write(told_file(topic, rank_, peer, number), message);
+}
+
+std::shared_ptr<void> FileControl::listen(std::string_view topic, Hear hear) {
+  auto handle = listeners_.add(topic, std::move(hear));
+  const std::lock_guard lock(mutex_);
+  heard_[std::string(topic)].resize(static_cast<std::size_t>(size_));
+  return handle;
+}
+
+void FileControl::look_for_messages() {
+  std::map<std::string, std::vector<int>> heard;
+  {
+    const std::lock_guard lock(mutex_);
+    heard = heard_;
+  }
+  for (auto& [topic, counts] : heard) {
+    for (int from = 0; from < size_; ++from) {
+      int& next = counts[static_cast<std::size_t>(from)];
+      while (const auto message = read(told_file(topic, from, rank_, next))) {
+        listeners_.call(topic, from, *message);
+        ++next;
+      }
+    }
+    const std::lock_guard lock(mutex_);
+    heard_[topic] = counts;
+  }
+}
+
 std::vector<comm::UniqueFd> FileControl::exchange_descriptors(std::string_view /*key*/,
                                                               std::span<const int> /*members*/,
                                                               int /*fd*/) {
@@ -99,15 +142,14 @@ void FileControl::fail(const comm::Failure& failure) {
 }
 
 void FileControl::accept(const comm::Failure& failure) {
-  std::map<int, std::function<void()>> callbacks;
   {
     const std::lock_guard lock(mutex_);
     if (failure_) return;
     failure_ = failure;
     failed_ = true;
-    callbacks.swap(callbacks_);
   }
-  for (const auto& [_, wake] : callbacks) wake();
+  const std::lock_guard lock(callbacks_->mutex);
+  for (const auto& [_, wake] : std::exchange(callbacks_->wakes, {})) wake();
 }
 
 void FileControl::throw_if_failed() const {
@@ -117,18 +159,19 @@ void FileControl::throw_if_failed() const {
 }
 
 std::shared_ptr<void> FileControl::on_failure(std::function<void()> wake) {
-  const std::lock_guard lock(mutex_);
-  const int number = next_callback_++;
-  callbacks_[number] = std::move(wake);
-  return {nullptr, [this, number](void*) {
-            const std::lock_guard inner(mutex_);
-            callbacks_.erase(number);
+  const std::lock_guard lock(callbacks_->mutex);
+  const int number = callbacks_->next++;
+  callbacks_->wakes[number] = std::move(wake);
+  return {nullptr, [callbacks = callbacks_, number](void*) {
+            const std::lock_guard inner(callbacks->mutex);
+            callbacks->wakes.erase(number);
           }};
 }
 
 void FileControl::watch() {
   while (!closing_) {
     std::this_thread::sleep_for(milliseconds(20));
+    if (!failed()) look_for_messages();
     if (!failed()) look();
   }
 }

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/control/listeners.h"
 
 namespace hsdp::gpu {
 
@@ -38,6 +40,8 @@ class FileControl : public comm::Control {
   void post(std::string_view key, std::span<const int> members, std::string_view message) override;
   [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
                                                  comm::WaitState waiting) override;
+  void tell(int peer, std::string_view topic, std::string_view message) override;
+  [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Hear hear) override;
   [[nodiscard]] std::vector<comm::UniqueFd> exchange_descriptors(std::string_view key,
                                                                  std::span<const int> members,
                                                                  int fd) override;
@@ -54,12 +58,20 @@ class FileControl : public comm::Control {
     comm::WaitState state;
     Clock::time_point since;
   };
+  struct Callbacks {
+    std::recursive_mutex mutex;  // a callback may drop its own handle
+    std::map<int, std::function<void()>> wakes;
+    int next = 0;
+  };
 
   [[nodiscard]] std::filesystem::path file(std::string_view key, std::span<const int> members,
                                            int rank) const;
   void write(const std::filesystem::path& path, std::string_view text) const;
+  [[nodiscard]] std::filesystem::path told_file(std::string_view topic, int from, int to,
+                                                int number) const;
   void watch();
   void look();
+  void look_for_messages();
   void accept(const comm::Failure& failure);
 
   std::filesystem::path folder_;
@@ -73,8 +85,11 @@ class FileControl : public comm::Control {
   std::optional<comm::Failure> failure_;
   std::map<int, Wait> waits_;
   int next_slot_ = 0;
-  std::map<int, std::function<void()>> callbacks_;
-  int next_callback_ = 0;
+  // Shared with the handles, which may live longer.
+  std::shared_ptr<Callbacks> callbacks_ = std::make_shared<Callbacks>();
+  comm::Listeners listeners_;
+  std::map<std::string, std::vector<int>> told_;   // messages sent, by topic and receiver
+  std::map<std::string, std::vector<int>> heard_;  // messages read, by topic and sender
   std::thread thread_;
 };
 

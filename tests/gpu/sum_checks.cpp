@@ -194,26 +194,26 @@ std::string check_in_place(const Stream& stream) {
 template <class T>
 std::string check_wide(Dtype dtype, const Stream& stream) {
   std::mt19937_64 random(5);
-  constexpr std::size_t kCount = 3000;
-  std::vector<T> host(3 * kCount);
+  constexpr std::size_t kRowCount = 3000;
+  std::vector<T> host(3 * kRowCount);
   for (T& value : host) value = static_cast<T>(static_cast<std::int64_t>(random()));
-  Buffer memory(stream.device(), 4 * kCount * sizeof(T));
+  Buffer memory(stream.device(), 4 * kRowCount * sizeof(T));
   copy_bytes(memory.data(), host.data(), host.size() * sizeof(T), stream);
   const std::byte* const data = memory.data();
-  const std::vector<const void*> rows{data, data + kCount * sizeof(T),
-                                      data + 2 * kCount * sizeof(T)};
-  void* out = memory.data() + 3 * kCount * sizeof(T);
+  const std::vector<const void*> rows{data, data + kRowCount * sizeof(T),
+                                      data + 2 * kRowCount * sizeof(T)};
+  void* out = memory.data() + 3 * kRowCount * sizeof(T);
   SumRows args;
   args.spec.row_dtype = args.spec.out_dtype = dtype;
   args.rows = rows;
   args.outs = std::span(&out, 1);
-  args.count = kCount;
+  args.count = kRowCount;
   sum_rows(args, stream);
-  std::vector<T> got(kCount);
-  copy_bytes(got.data(), out, kCount * sizeof(T), stream);
+  std::vector<T> got(kRowCount);
+  copy_bytes(got.data(), out, kRowCount * sizeof(T), stream);
   Stream(stream).synchronize();
-  for (std::size_t i = 0; i < kCount; ++i) {
-    if (got[i] != host[i] + host[kCount + i] + host[2 * kCount + i]) {
+  for (std::size_t i = 0; i < kRowCount; ++i) {
+    if (got[i] != host[i] + host[kRowCount + i] + host[2 * kRowCount + i]) {
       return std::string(name(dtype)) + ": element " + std::to_string(i) + " differs";
     }
   }

@@ -133,7 +133,7 @@ TEST(NcclFailure, AGpuThatHangsIsATimeoutAndEverythingIsAborted) {
       },
       kImpatient);
   EXPECT_THAT(texts, Each(AllOf(HasSubstr("TimeoutError"), HasSubstr("all_reduce of bucket 7"))));
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(30));
   EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
   EXPECT_EQ(nccl_stand_in().aborts(), 3);
   EXPECT_EQ(nccl_stand_in().revokes(), 3);
@@ -155,7 +155,7 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNobodyUp) {
       },
       kImpatient);
   EXPECT_THAT(texts, Each(AllOf(HasSubstr("TimeoutError"), HasSubstr("bucket 1"))));
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(15));
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(30));
   EXPECT_GT(nccl_stand_in().communicators(), 0);
   nccl_stand_in().release();
   EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
@@ -166,8 +166,8 @@ TEST(NcclFailure, AnErrorOfNcclNamesTheCallAndTheRank) {
   const auto texts = outcomes(3, [](Communicator& world) {
     nccl_stand_in().hang(0);
     if (world.rank() == 2) {
-      std::thread([] {
-        std::this_thread::sleep_for(milliseconds(50));
+      std::thread([before = nccl_stand_in().calls(2).size()] {
+        EXPECT_TRUE(soon([&] { return nccl_stand_in().calls(2).size() > before; }));
         nccl_stand_in().set_error(2, ncclSystemError);
       }).detach();
     }
@@ -191,8 +191,8 @@ TEST(NcclFailure, AWorldThatEndsElsewhereEndsWhatTheGpuDoes) {
   const auto texts = outcomes(3, [](Communicator& world) {
     nccl_stand_in().hang(1);
     if (world.rank() == 1) {
-      std::thread([world]() mutable {
-        std::this_thread::sleep_for(milliseconds(50));
+      std::thread([world, before = nccl_stand_in().calls(1).size()]() mutable {
+        EXPECT_TRUE(soon([&] { return nccl_stand_in().calls(1).size() > before; }));
         world.abort("the test wants it");
       }).detach();
     }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "hsdp/error.h"
 #include "nccl_gpu_rank.h"
 
 namespace hsdp::test {
@@ -142,6 +143,104 @@ TEST(NcclOrder, BlocksMayNestAndEndInAnyOrder) {
   });
   expect_reference(results[0], steps[0], options, shape, "first");
   expect_reference(results[1], steps[1], options, shape, "second");
+}
+
+// One rank reads what the second Reducer gives before it hands anything to the first, whose buckets
+// the others have ready and would send first.
+TEST(NcclOrder, ARankMayFinishWithOneReducerBeforeItBeginsWithAnother) {
+  const MeshShape shape{1, 3};
+  constexpr int kSteps = 3;  // the rank that does so is another one in each
+  std::vector<StepCase> steps;
+  for (const char* name : {"a", "b"}) {
+    steps.push_back(random_step({{.name = name, .shape = {9000}}}, 3, {Sync::kAll}, 31));
+  }
+  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
+  std::vector<std::vector<RankResult>> results(2, std::vector<RankResult>(3));
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer first(mesh, options);
+    Reducer second(mesh, options);
+    GpuRank a(first, steps[0], mesh);
+    GpuRank b(second, steps[1], mesh);
+    const auto r = static_cast<std::size_t>(mesh.rank());
+    for (int step = 0; step < kSteps; ++step) {
+      a.begin(0);
+      b.begin(0);
+      if (step != mesh.rank()) a.hand_over(0, 0);
+      b.hand_over(0, 0);
+      second.end_microbatch();
+      if (step == mesh.rank()) {
+        results[1][r] = b.read();
+        a.hand_over(0, 0);
+      }
+      first.end_microbatch();
+      results[1][r] = b.read();
+      results[0][r] = a.read();
+    }
+  });
+  expect_reference(results[0], steps[0], options, shape, "first");
+  expect_reference(results[1], steps[1], options, shape, "second");
+}
+
+// A bucket without gradients on one rank leaves there at the microbatch's end, long after the
+// others have it ready.
+TEST(NcclOrder, ABucketThatIsAHoleOnOneRankHoldsUpNoOtherReducer) {
+  const MeshShape shape{1, 2};
+  const std::vector<ParameterSpec> two{{.name = "unused", .shape = {1024}},
+                                       {.name = "used", .shape = {1024}}};
+  StepCase holes = random_step(two, 2, {Sync::kAll}, 41);
+  holes.gradients[0][0][1].reset();
+  const StepCase whole = random_step({{.name = "b", .shape = {9000}}}, 2, {Sync::kAll}, 42);
+  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
+  ReducerOptions with_holes = options;
+  with_holes.missing = Missing::kZero;
+  std::vector<std::vector<RankResult>> results(2, std::vector<RankResult>(2));
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer first(mesh, with_holes);
+    Reducer second(mesh, options);
+    GpuRank a(first, holes, mesh);
+    GpuRank b(second, whole, mesh);
+    const auto r = static_cast<std::size_t>(mesh.rank());
+    a.begin(0);
+    b.begin(0);
+    if (r == 0) a.hand_over(0, 0);
+    a.hand_over(1, 0);
+    b.hand_over(0, 0);
+    second.end_microbatch();
+    results[1][r] = b.read();
+    first.end_microbatch();
+    results[0][r] = a.read();
+  });
+  expect_reference(results[0], holes, with_holes, shape, "with a hole");
+  expect_reference(results[1], whole, options, shape, "without");
+}
+
+// Then the ranks have other tasks in other places, and the status word still says what is wrong.
+TEST(NcclOrder, RanksThatDisagreeAboutTheirSyncAreToldSo) {
+  std::vector<StepCase> steps;
+  for (const char* name : {"a", "b"}) {
+    steps.push_back(random_step({{.name = name, .shape = {9000}}}, 2, {Sync::kAll}, 51));
+  }
+  for (const int odd : {0, 1}) {
+    run_nccl_mesh({1, 2}, [&](const Mesh& mesh) {
+      StepCase own = steps[0];
+      if (mesh.rank() == odd) own.schedule = {Sync::kNone};
+      const auto disagree = [&] {
+        Reducer first(mesh, {.bucket_bytes = kSmallBuckets});
+        Reducer second(mesh, {.bucket_bytes = kSmallBuckets});
+        GpuRank a(first, own, mesh);
+        GpuRank b(second, steps[1], mesh);
+        a.begin(0);
+        b.begin(0);
+        b.hand_over(0, 0);
+        a.hand_over(0, 0);
+        first.end_microbatch();
+        second.end_microbatch();
+        first.finish();
+        second.finish();
+      };
+      EXPECT_THROW(disagree(), MismatchError) << "rank " << mesh.rank();
+    });
+  }
 }
 
 }  // namespace

@@ -79,12 +79,13 @@ Values integer_values(std::int64_t count, int low, int high, std::uint64_t seed)
   return values;
 }
 
-Values random_values(std::int64_t count, Dtype dtype, std::uint64_t seed) {
+Values random_values(std::int64_t count, Dtype dtype, std::uint64_t seed, ExponentRange exponents) {
   Random random(seed);
   Values values(static_cast<std::size_t>(count));
   for (float& value : values) {
     const double sign = random.integer(0, 1) == 0 ? 1.0 : -1.0;
-    const double magnitude = std::ldexp(1.0 + random.uniform(), random.integer(-12, 11));
+    const double magnitude =
+        std::ldexp(1.0 + random.uniform(), random.integer(exponents.low, exponents.high));
     const bool zero = random.integer(0, 7) == 0;
     value = round_to(dtype, static_cast<float>(sign * (zero ? 0.0 : magnitude)));
   }

@@ -1,6 +1,7 @@
 // Reproducible gradients, and the memory that hands them to a Reducer.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -9,6 +10,9 @@
 #include "tests/support/numeric_reference.h"
 
 namespace hsdp::test {
+
+// What a gradient may be.
+inline constexpr std::array<Dtype, 3> kDtypes{Dtype::kF32, Dtype::kBf16, Dtype::kF16};
 
 // A small generator of our own: the same numbers with every standard library.
 class Random {
@@ -24,8 +28,14 @@ class Random {
 };
 
 [[nodiscard]] Values integer_values(std::int64_t count, int low, int high, std::uint64_t seed);
-// Both signs, magnitudes from 2^-12 to 2^12, some zeros of either sign; exact in `dtype`.
-[[nodiscard]] Values random_values(std::int64_t count, Dtype dtype, std::uint64_t seed);
+// Magnitudes from 2^low to below 2^(high + 1).
+struct ExponentRange {
+  int low = -12;
+  int high = 11;
+};
+// Both signs, some zeros of either sign; rounded to `dtype`, so exact in it.
+[[nodiscard]] Values random_values(std::int64_t count, Dtype dtype, std::uint64_t seed,
+                                   ExponentRange exponents = {});
 
 // One gradient in memory of its dtype, laid out by `axis_order` (outermost axis first; empty:
 // row-major).

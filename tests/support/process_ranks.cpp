@@ -58,6 +58,9 @@ ProcessRanks::ProcessRanks(int size, ProcessOptions options, std::function<int(i
     if (child.pid < 0) throw std::runtime_error("fork");
     if (child.pid == 0) {
       ::close(ends[0]);
+      for (int earlier = 0; earlier < rank; ++earlier) {
+        ::close(children_[static_cast<std::size_t>(earlier)].notes_fd);
+      }
       run_child(rank, ends[1], run);
     }
     ::close(ends[1]);

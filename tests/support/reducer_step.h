@@ -75,4 +75,7 @@ void expect_reference(std::span<const RankResult> ranks, const StepCase& step,
 // Equal bits; all NaNs count as one.
 void expect_same_bits(const Values& got, const Values& want, const std::string& label);
 
+// The whole gradients of the step that ended, gathered from all ranks, per parameter. Collective.
+[[nodiscard]] std::vector<Values> gathered(Reducer& reducer, const StepCase& step);
+
 }  // namespace hsdp::test

@@ -39,6 +39,7 @@ struct MeshShape {
   int shard = 1;
   [[nodiscard]] int size() const { return replicate * shard; }
 };
+inline constexpr MeshShape kSquare{.replicate = 2, .shard = 2};
 
 [[nodiscard]] std::string to_string(MeshShape shape);  // "2x3"
 void PrintTo(MeshShape shape, std::ostream* out);      // for GoogleTest

@@ -47,6 +47,7 @@ std::string JoinFrame::encode() const {
   out.text(job);
   out.text(host);
   out.text(address);
+  out.text(process);
   return out.take();
 }
 
@@ -60,6 +61,8 @@ std::optional<JoinFrame> JoinFrame::decode(std::string_view body) {
   frame.job = in.text();
   frame.host = in.text();
   frame.address = in.text();
+  // Version 1 had none, and is to be told that it is old.
+  if (frame.version >= 2) frame.process = in.text();
   return checked(in, std::move(frame));
 }
 
@@ -83,6 +86,7 @@ std::string PostFrame::encode() const {
   out.text(key);
   out.ranks(members);
   out.text(message);
+  out.u32(while_open ? 1 : 0);
   return out.take();
 }
 
@@ -92,6 +96,7 @@ std::optional<PostFrame> PostFrame::decode(std::string_view body) {
   frame.key = in.text();
   frame.members = in.ranks();
   frame.message = in.text();
+  frame.while_open = in.u32() != 0;
   return checked(in, std::move(frame));
 }
 
@@ -107,6 +112,23 @@ std::optional<AnswerFrame> AnswerFrame::decode(std::string_view body) {
   AnswerFrame frame;
   frame.exchange = in.text();
   frame.messages = read_texts(in);
+  return checked(in, std::move(frame));
+}
+
+std::string TellFrame::encode() const {
+  WireWriter out;
+  out.i32(peer);
+  out.text(topic);
+  out.text(message);
+  return out.take();
+}
+
+std::optional<TellFrame> TellFrame::decode(std::string_view body) {
+  WireReader in(body);
+  TellFrame frame;
+  frame.peer = in.i32();
+  frame.topic = in.text();
+  frame.message = in.text();
   return checked(in, std::move(frame));
 }
 

@@ -26,12 +26,13 @@ enum class FrameType : std::uint8_t {
   kFail = 7,        // both ways: the world ended
   kGoodbye = 8,     // both ways: I leave in order; no body
   kProcessEnd = 9,  // rank -> hub: a process of my host ended; body: its rank
+  kTell = 10,       // both ways: one rank's message to another
 };
 
 constexpr std::size_t kFrameHeaderBytes = 5;
 constexpr std::size_t kMaxFrameBytes = 64U << 20U;
 constexpr std::size_t kMaxJoinBytes = 8U << 10U;  // all that a peer may send before it has joined
-constexpr std::uint32_t kProtocolVersion = 1;
+constexpr std::uint32_t kProtocolVersion = 2;
 
 // Header and body, ready to send and shared by all receivers.
 using FrameBytes = std::shared_ptr<const std::string>;
@@ -45,6 +46,7 @@ struct JoinFrame {
   std::string job;
   std::string host;     // equal where descriptors may pass: boot, user, network namespace
   std::string address;  // numeric, for data connections
+  std::string process;  // random: the same when a process tries again
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<JoinFrame> decode(std::string_view body);
 };
@@ -60,15 +62,24 @@ struct PostFrame {
   std::string key;
   std::vector<int> members;
   std::string message;
+  bool while_open = false;  // answered without messages when a member has closed its world
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<PostFrame> decode(std::string_view body);
 };
 
 struct AnswerFrame {
-  std::string exchange;  // exchange_name()
-  std::vector<std::string> messages;
+  std::string exchange;               // exchange_name()
+  std::vector<std::string> messages;  // none: a member closed, and the post was `while_open`
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<AnswerFrame> decode(std::string_view body);
+};
+
+struct TellFrame {
+  int peer = 0;  // rank -> hub: to whom; hub -> rank: from whom
+  std::string topic;
+  std::string message;
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<TellFrame> decode(std::string_view body);
 };
 
 // One wait of a rank, as its beat tells it.

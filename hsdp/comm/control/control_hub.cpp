@@ -1,6 +1,7 @@
 #include "hsdp/comm/control/control_hub.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
 
@@ -17,6 +18,12 @@ bool is_valid_group(const std::vector<int>& members, int rank, int size) {
 // A job without a name is called after its parent process, which differs from host to host.
 bool same_job(const std::string& a, const std::string& b) {
   return a == b || a.starts_with("parent-") || b.starts_with("parent-");
+}
+
+FrameBytes unanswered(const std::string& exchange) {
+  AnswerFrame answer;
+  answer.exchange = exchange;
+  return make_frame(FrameType::kAnswer, answer.encode());
 }
 
 Verdict mismatch(int rank, const std::string& message) {
@@ -95,7 +102,8 @@ std::optional<Verdict> ControlHub::objection(const JoinFrame& join) const {
     return mismatch(join.rank, "rendezvous: world size: expected " + std::to_string(own.size) +
                                    " (rank 0), got " + std::to_string(join.size) + who);
   }
-  if (peers_[static_cast<std::size_t>(join.rank)].phase != Phase::kAwaited) {
+  const Peer& peer = peers_[static_cast<std::size_t>(join.rank)];
+  if (peer.phase != Phase::kAwaited && (welcomed_ || peer.process != join.process)) {
     Verdict alone = mismatch(join.rank, "rendezvous: rank " + std::to_string(join.rank) +
                                             " has already joined; two processes have this rank");
     alone.failure.ranks.clear();
@@ -108,18 +116,19 @@ void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) 
   if (const auto problem = objection(join)) return refuse(std::move(link), *problem);
   const int rank = join.rank;
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (peer.link) peer.link->close();  // of an earlier attempt of this process
   peer.phase = Phase::kJoined;
+  peer.vanished.clear();
   peer.link = link;
   peer.host = join.host;
+  peer.process = join.process;
   peer.last_heard = clock_.now();
   link->set_max_body_bytes(kMaxFrameBytes);
   ControlLink::Handlers handlers;
   handlers.on_frame = [this, rank](FrameType type, std::string_view body) {
     handle(rank, type, body);
   };
-  handlers.on_closed = [this, rank, is_unix = link->is_unix()](const std::string& reason) {
-    lost(rank, is_unix ? "its process ended" : "its connection ended: " + reason);
-  };
+  handlers.on_closed = [this, rank](const std::string& reason) { link_closed(rank, reason); };
   handlers.on_progress = [this, rank] {
     peers_[static_cast<std::size_t>(rank)].last_heard = clock_.now();
   };
@@ -160,7 +169,10 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
   switch (type) {
     case FrameType::kPost:
       return post(rank, body);
+    case FrameType::kTell:
+      return pass_on(rank, body);
     case FrameType::kBeat:
+      ++peer.beat_count;
       if (auto beat = BeatFrame::decode(body)) peer.waits = std::move(beat->waits);
       return;
     case FrameType::kFail:
@@ -174,13 +186,29 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
       return;
     }
     case FrameType::kGoodbye:
-      peer.phase = Phase::kClosed;
-      peer.waits.clear();
-      if (peer.link) peer.link->finish_sending();
-      return;
+      return close(rank);
     default:
       return end(mismatch(rank, "control: unexpected message from rank " + std::to_string(rank)));
   }
+}
+
+void ControlHub::close(int rank) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  peer.phase = Phase::kClosed;
+  peer.waits.clear();
+  if (peer.link) peer.link->finish_sending();
+  std::erase_if(exchanges_, [&](const auto& entry) {
+    const auto& [name, exchange] = entry;
+    const auto& members = exchange.members;
+    if (!exchange.while_open || !std::binary_search(members.begin(), members.end(), rank)) {
+      return false;
+    }
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      if (exchange.messages[i]) send(members[i], unanswered(name));
+    }
+    exchange_names_.erase(exchange.hash);
+    return true;
+  });
 }
 
 void ControlHub::post(int rank, std::string_view body) {
@@ -191,6 +219,12 @@ void ControlHub::post(int rank, std::string_view body) {
     return end(mismatch(rank, "control: malformed exchange from " + from));
   }
   const std::string name = exchange_name(frame->key, frame->members);
+  const auto is_closed = [this](int member) {
+    return peers_[static_cast<std::size_t>(member)].phase == Phase::kClosed;
+  };
+  if (frame->while_open && std::ranges::any_of(frame->members, is_closed)) {
+    return send(rank, unanswered(name));
+  }
   auto [place, is_new] = exchanges_.try_emplace(name);
   Exchange& exchange = place->second;
   if (is_new) {
@@ -199,6 +233,7 @@ void ControlHub::post(int rank, std::string_view body) {
     exchange.members = frame->members;
     exchange.messages.resize(exchange.members.size());
     exchange.missing_count = exchange.members.size();
+    exchange.while_open = frame->while_open;
   }
   const auto member = std::lower_bound(exchange.members.begin(), exchange.members.end(), rank);
   auto& message = exchange.messages[static_cast<std::size_t>(member - exchange.members.begin())];
@@ -215,6 +250,25 @@ void ControlHub::post(int rank, std::string_view body) {
   exchange_names_.erase(exchange.hash);
   exchanges_.erase(place);
   for (const int receiver : members) send(receiver, bytes);
+}
+
+void ControlHub::link_closed(int rank, const std::string& reason) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (peer.link->is_unix()) return lost(rank, "its process ended");
+  const std::string why = "its connection ended: " + reason;
+  if (welcomed_ || ended_) return lost(rank, why);
+  peer.phase = Phase::kAwaited;
+  peer.vanished = why;
+}
+
+void ControlHub::pass_on(int rank, std::string_view body) {
+  if (ended_) return;
+  auto frame = TellFrame::decode(body);
+  if (!frame || frame->peer < 0 || frame->peer >= options_.own.size) {
+    return end(mismatch(rank, "control: malformed message from rank " + std::to_string(rank)));
+  }
+  const int receiver = std::exchange(frame->peer, rank);
+  send(receiver, make_frame(FrameType::kTell, frame->encode()));
 }
 
 void ControlHub::lost(int rank, const std::string& reason) {

@@ -31,6 +31,8 @@ class ControlHub {
     JoinFrame own;               // what joining ranks must agree with
     std::string welcome_secret;  // for ranks that have none of their own
     std::chrono::milliseconds timeout;
+    // Why ranks that knock may not get in, "" when they do: for the message about missing ranks.
+    std::function<std::string()> trouble_at_door;
   };
   using FrameHandler = std::function<void(FrameType type, std::string_view body)>;
 
@@ -53,6 +55,10 @@ class ControlHub {
   [[nodiscard]] bool all_gone() const;
   [[nodiscard]] bool all_closed() const;  // said goodbye, or gone
   [[nodiscard]] std::vector<int> missing() const;
+  // True where the end of the rank's process is seen from here.
+  [[nodiscard]] bool watches(int rank) const {
+    return peers_[static_cast<std::size_t>(rank)].watch != nullptr;
+  }
 
  private:
   enum class Phase : std::uint8_t { kAwaited, kJoined, kClosed };
@@ -61,22 +67,30 @@ class ControlHub {
     std::shared_ptr<ControlLink> link;
     std::unique_ptr<ProcessWatch> watch;
     std::string host;
+    std::string process;
+    std::string vanished;  // why its connection ended before the welcome, if it has not come again
     std::chrono::milliseconds last_heard{0};
-    std::vector<BeatWait> waits;
+    std::int64_t beat_count = 0;
+    std::vector<BeatWait> waits;  // of the last beat
   };
   struct Exchange {
     std::uint64_t hash = 0;
     std::vector<int> members;
     std::vector<std::optional<std::string>> messages;
     std::size_t missing_count = 0;
+    bool while_open = false;
   };
 
   [[nodiscard]] std::optional<Verdict> objection(const JoinFrame& join) const;
   void refuse(std::shared_ptr<ControlLink> link, const Verdict& problem);
   void post(int rank, std::string_view body);
+  void close(int rank);
+  void pass_on(int rank, std::string_view body);
   void send(int rank, const FrameBytes& frame);
   void send_beats();
   void lost(int rank, const std::string& reason);
+  void link_closed(int rank, const std::string& reason);
+  void judge_vanished();
   [[nodiscard]] std::vector<int> missing_in(const Exchange& exchange) const;
   [[nodiscard]] std::vector<RankReport> reports() const;
   void judge_waits_on_closed(const std::vector<RankReport>& reports);
@@ -93,8 +107,8 @@ class ControlHub {
   std::deque<std::shared_ptr<ControlLink>> refused_;  // until they have read why
   std::map<std::string, Exchange, std::less<>> exchanges_;
   std::map<std::uint64_t, std::string> exchange_names_;  // by hash
-  // (waiting rank, wait id) -> since when it has waited for a rank that said goodbye.
-  std::map<std::pair<int, std::uint32_t>, std::chrono::milliseconds> waits_on_closed_;
+  // (waiting rank, wait id) -> since which of its beats it has waited for a rank that said goodbye.
+  std::map<std::pair<int, std::uint32_t>, std::int64_t> waits_on_closed_;
 };
 
 }  // namespace hsdp::comm

@@ -7,8 +7,9 @@ namespace hsdp::comm {
 namespace {
 
 // A rank may have left after it did all its part, while the beat that tells of a wait for it was
-// still under way, or the waiting thread has not run since.
-constexpr std::chrono::milliseconds kPatienceWithLeft{1'000};
+// still under way, or the waiting thread has not run since. Counted in beats: a rank that gets no
+// core sends none.
+constexpr std::int64_t kBeatsAfterLeft = 4;
 
 }  // namespace
 
@@ -16,19 +17,32 @@ void ControlHub::tick() {
   if (ended_ || left_) return;
   send_beats();
   if (!welcomed_) {
-    if (clock_.now() - started_ < options_.timeout) return;
+    judge_vanished();
+    if (ended_ || clock_.now() - started_ < options_.timeout) return;
+    const std::string trouble = options_.trouble_at_door();
     Verdict verdict;
     verdict.failure.kind = FailureKind::kTimeout;
     verdict.failure.ranks = missing();
     verdict.failure.message = "rendezvous: " + ranks_text(missing(), options_.own.size) +
-                              " did not join within " + seconds_text(options_.timeout) +
-                              "; check that all ranks were started and still run";
+                              " did not join within " + seconds_text(options_.timeout) + "; " +
+                              (trouble.empty() ? "check that all ranks were started and still run"
+                                               : trouble + " (rank 0)");
     return end(std::move(verdict));
   }
   const std::vector<RankReport> all = reports();
   judge_waits_on_closed(all);
   if (ended_) return;
   if (auto verdict = judge(all, options_.timeout)) end(std::move(*verdict));
+}
+
+// A rank whose connection ended before the welcome comes again soon, if it lives.
+void ControlHub::judge_vanished() {
+  constexpr std::chrono::milliseconds kForReturning{1'000};
+  for (std::size_t rank = 0; rank < peers_.size() && !ended_; ++rank) {
+    const Peer& peer = peers_[rank];
+    if (peer.vanished.empty() || clock_.now() - peer.last_heard < kForReturning) continue;
+    lost(static_cast<int>(rank), peer.vanished);
+  }
 }
 
 void ControlHub::send_beats() {
@@ -74,7 +88,7 @@ std::vector<RankReport> ControlHub::reports() const {
 }
 
 void ControlHub::judge_waits_on_closed(const std::vector<RankReport>& reports) {
-  std::map<std::pair<int, std::uint32_t>, std::chrono::milliseconds> still;
+  std::map<std::pair<int, std::uint32_t>, std::int64_t> still;
   for (std::size_t rank = 0; rank < reports.size(); ++rank) {
     const RankReport& report = reports[rank];
     for (std::size_t i = 0; i < report.waits.size(); ++i) {
@@ -86,10 +100,11 @@ void ControlHub::judge_waits_on_closed(const std::vector<RankReport>& reports) {
       const BeatWait& wait = report.waits[i];
       const std::pair<int, std::uint32_t> key{static_cast<int>(rank), wait.id};
       const auto seen = waits_on_closed_.find(key);
-      const auto since = seen == waits_on_closed_.end() ? clock_.now() : seen->second;
+      const std::int64_t beats = peers_[rank].beat_count;
+      const std::int64_t since = seen == waits_on_closed_.end() ? beats : seen->second;
       still[key] = since;
       // What a rank posts comes before its goodbye, so a missing post never comes any more.
-      if (wait.exchange == 0 && clock_.now() - since < kPatienceWithLeft) continue;
+      if (wait.exchange == 0 && beats - since < kBeatsAfterLeft) continue;
       Verdict verdict = lost_verdict(*closed, options_.own.size, "it closed its world");
       verdict.operation = wait.operation;
       verdict.bucket = wait.bucket;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
+#include "hsdp/comm/descriptor_limit.h"
 
 namespace hsdp::comm {
 namespace asio = boost::asio;
@@ -26,15 +27,21 @@ ControlLoop::~ControlLoop() { stop(); }
 void ControlLoop::start_as_hub(int listener, const std::string& secret,
                                const std::string& welcome_secret) {
   hub_ = std::make_unique<ControlHub>(
-      io_, state_->clock(), ControlHub::Options{own_, welcome_secret, timeout_},
+      io_, state_->clock(),
+      ControlHub::Options{
+          own_, welcome_secret, timeout_,
+          [this] { return state_->at_descriptor_limit() ? descriptor_limit_text() : ""; }},
       [this](FrameType type, std::string_view body) { from_hub(type, body); });
   if (listener >= 0) {
     constexpr Millis kProofDeadline{5'000};
-    listener_ = std::make_unique<JoinListener>(
-        io_, listener, secret, std::min(kProofDeadline, timeout_),
-        [this](std::shared_ptr<ControlLink> link, const JoinFrame& join) {
-          hub_->join(std::move(link), join);
-        });
+    JoinListener::Options options{secret, std::min(kProofDeadline, timeout_), own_.size - 1};
+    JoinListener::Handlers handlers;
+    handlers.on_join = [this](std::shared_ptr<ControlLink> link, const JoinFrame& join) {
+      hub_->join(std::move(link), join);
+    };
+    handlers.on_limit = [this] { state_->note_descriptor_limit(); };
+    listener_ =
+        std::make_unique<JoinListener>(io_, listener, std::move(options), std::move(handlers));
   } else {
     hub_->welcome_if_complete();
   }
@@ -135,6 +142,11 @@ void ControlLoop::from_hub(FrameType type, std::string_view body) {
         state_->deliver(answer->exchange, std::move(answer->messages));
       }
       return;
+    case FrameType::kTell:
+      if (auto told = TellFrame::decode(body)) {
+        state_->hear(told->topic, told->peer, told->message);
+      }
+      return;
     case FrameType::kWelcome:
       welcomed_ = true;
       if (auto welcome = WelcomeFrame::decode(body)) state_->welcome(std::move(*welcome));
@@ -149,7 +161,8 @@ void ControlLoop::from_hub(FrameType type, std::string_view body) {
     }
     case FrameType::kGoodbye:
       hub_left_ = true;
-      return;
+      hub_left_at_ = state_->clock().now();
+      return state_->hub_left();
     default: {
       Verdict verdict;
       verdict.failure = {FailureKind::kMismatch, "control: unexpected message from rank 0", {0}};
@@ -160,6 +173,7 @@ void ControlLoop::from_hub(FrameType type, std::string_view body) {
 
 void ControlLoop::hub_closed(const std::string& reason) {
   if (hub_left_ || stop_ != Stop::kNo) return;
+  lost_hub_ = true;
   end(lost_verdict(0, own_.size, reason));
 }
 
@@ -176,7 +190,9 @@ void ControlLoop::lead_descriptors(UniqueFd listener, std::vector<int> local_ran
     handlers.to_own = [this](const std::string& exchange, int from, UniqueFd fd) {
       state_->deliver_descriptor(exchange, from, std::move(fd));
     };
+    handlers.on_limit = [this] { state_->note_descriptor_limit(); };
     handlers.on_process_end = [this](int rank) { tell_process_end(rank); };
+    handlers.is_watched = [this](int rank) { return hub_ && hub_->watches(rank); };
     broker_ = std::make_unique<DescriptorBroker>(io_, std::move(*listener), local_ranks,
                                                  std::move(handlers));
   });
@@ -185,14 +201,18 @@ void ControlLoop::lead_descriptors(UniqueFd listener, std::vector<int> local_ran
 void ControlLoop::follow_descriptors(UniqueFd socket, int leader) {
   asio::post(io_, [this, leader, socket = std::make_shared<UniqueFd>(std::move(socket))] {
     descriptors_ = std::make_shared<DescriptorChannel>(io_, std::move(*socket));
-    descriptors_->start([this](const std::string& text, UniqueFd fd) {
+    DescriptorChannel::Handlers handlers;
+    handlers.on_message = [this](const std::string& text, UniqueFd fd) {
       std::string exchange;
       int from = -1;
       if (DescriptorBroker::open_envelope(text, exchange, from)) {
         state_->deliver_descriptor(exchange, from, std::move(fd));
       }
-    });
-    descriptors_->send(DescriptorBroker::hello(own_.rank), {});
+    };
+    handlers.on_limit = [this] { state_->note_descriptor_limit(); };
+    descriptors_->start(std::move(handlers));
+    descriptors_->send(DescriptorBroker::hello(own_.rank), nullptr);
+    if (leader == 0 && hub_watch_) return;
     if (const auto pid = descriptors_->peer_pid()) {
       leader_watch_ = std::make_unique<ProcessWatch>(io_, *pid, [this, leader] {
         if (leader == 0) {
@@ -211,7 +231,7 @@ void ControlLoop::send_descriptor(std::string exchange, UniqueFd fd) {
         if (broker_) {
           broker_->post(own_.rank, exchange, std::move(*fd));
         } else if (descriptors_) {
-          descriptors_->send(exchange, std::move(*fd));
+          descriptors_->send(exchange, fd);
         }
       });
 }

@@ -5,6 +5,7 @@
 // for stop(), which is bounded.
 #pragma once
 
+#include <atomic>
 #include <boost/asio/executor_work_guard.hpp>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/steady_timer.hpp>
@@ -36,6 +37,8 @@ class ControlLoop {
   // -1: a world of one.
   void start_as_hub(int listener, const std::string& secret, const std::string& welcome_secret);
   void start_as_rank(UniqueFd socket);
+  // The link to rank 0 ended before rank 0 said anything about it.
+  [[nodiscard]] bool lost_hub() const { return lost_hub_; }
   void stop_listening();  // waits until the I/O thread has let go of the listener
 
   void send(FrameType type, std::string body);
@@ -83,6 +86,8 @@ class ControlLoop {
   std::unique_ptr<ProcessWatch> hub_watch_;
   Millis hub_heard_{0};
   bool hub_left_ = false;
+  Millis hub_left_at_{0};
+  std::atomic<bool> lost_hub_{false};
   std::vector<int> missing_;  // as rank 0 last told
   bool welcomed_ = false;
 

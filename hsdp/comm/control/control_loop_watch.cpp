@@ -1,4 +1,5 @@
 // The part of ControlLoop that runs on timers: heartbeats, watching rank 0, and the orderly end.
+#include <algorithm>
 #include <boost/asio/post.hpp>
 #include <utility>
 
@@ -59,10 +60,12 @@ void ControlLoop::watch_hub() {
     verdict.bare = true;
     return fail(verdict);
   }
+  const Millis since_left = state_->clock().now() - hub_left_at_;
   for (const ActiveWait& wait : state_->active_waits()) {
     // Without rank 0 no exchange is ever answered.
     const bool for_hub =
-        wait.exchange != 0 || (wait.state.peer == 0 && wait.age >= kPatienceWithClosed);
+        wait.exchange != 0 ||
+        (wait.state.peer == 0 && std::min(wait.age, since_left) >= kPatienceWithClosed);
     if (hub_left_ && for_hub) return fail(lost_verdict(0, own_.size, "it closed its world"));
     if (wait.age < timeout_ + kAfterHub) continue;
     Verdict verdict;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "hsdp/comm/control/verdict.h"
+#include "hsdp/comm/descriptor_limit.h"
 
 namespace hsdp::comm {
 
@@ -25,6 +26,18 @@ void ControlState::welcome(WelcomeFrame frame) {
   changed_.notify_all();
 }
 
+void ControlState::hub_left() {
+  const std::lock_guard lock(mutex_);
+  hub_left_ = true;
+  changed_.notify_all();
+}
+
+bool ControlState::at_descriptor_limit() const {
+  constexpr std::int64_t kBetweenAttempts{1'000};
+  const std::int64_t met = limit_met_ms_.load();
+  return met != kNever && clock_.now().count() - met < kBetweenAttempts;
+}
+
 template <typename Ready>
 void ControlState::wait_until(Lock& lock, WaitState waiting, std::uint64_t exchange, Ready ready) {
   const auto ended = [&] { return failed() || ready(); };
@@ -33,7 +46,7 @@ void ControlState::wait_until(Lock& lock, WaitState waiting, std::uint64_t excha
     changed_.wait(lock, ended);
     end_wait(slot);
   }
-  if (!failed()) return;
+  if (ready()) return;
   lock.unlock();
   throw_failure_of(waiting);
 }
@@ -58,6 +71,16 @@ std::vector<UniqueFd> ControlState::take_descriptors(const std::string& exchange
     result.push_back(member == own_rank ? UniqueFd() : std::move(node.mapped()[member]));
   }
   return result;
+}
+
+std::optional<std::vector<std::string>> ControlState::take_while_open(const std::string& exchange,
+                                                                      WaitState waiting) {
+  Lock lock(mutex_);
+  // Rank 0 may have left before it could answer: no exchange of which it is told as awaited.
+  wait_until(lock, waiting, 0, [&] { return hub_left_ || answers_.contains(exchange); });
+  auto answer = answers_.extract(exchange);
+  if (answer.empty() || answer.mapped().empty()) return std::nullopt;
+  return std::move(answer.mapped());
 }
 
 WelcomeFrame ControlState::await_welcome() {
@@ -107,6 +130,9 @@ Failure ControlState::describe(const std::optional<WaitState>& doing) const {
   if (failure.kind != FailureKind::kPeerLost) after.clear();  // its message has the time
   failure.message = (operation.empty() ? "world" : operation) + ": " + failure.message + after +
                     "; save what you need and restart the job";
+  if (failure.kind == FailureKind::kTimeout && at_descriptor_limit()) {
+    failure.message += "; on this rank " + descriptor_limit_text();
+  }
   return failure;
 }
 

@@ -7,16 +7,19 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/control_frames.h"
+#include "hsdp/comm/control/listeners.h"
 #include "hsdp/comm/control/own_clock.h"
 #include "hsdp/comm/control/wait_slots.h"
 #include "hsdp/comm/unique_fd.h"
@@ -36,18 +39,35 @@ class ControlState {
   void deliver(const std::string& exchange, std::vector<std::string> messages);
   void deliver_descriptor(const std::string& exchange, int from, UniqueFd fd);
   void welcome(WelcomeFrame frame);
+  void hub_left();
+  // A call for a descriptor met the limit of open files just now, and will be made again.
+  void note_descriptor_limit() { limit_met_ms_.store(clock_.now().count()); }
+  void hear(std::string_view topic, int from, std::string_view message) {
+    listeners_.call(topic, from, message);
+  }
 
-  // By callers: each waits for what it names, or throws what ended the world.
+  [[nodiscard]] bool at_descriptor_limit() const;
+
+  // By callers: each waits for what it names, or throws what ended the world. What has come counts,
+  // though the world ended since.
   [[nodiscard]] std::vector<std::string> take(const std::string& exchange, WaitState waiting);
   // One from each member but `own_rank`, in the order of the members.
   [[nodiscard]] std::vector<UniqueFd> take_descriptors(const std::string& exchange,
                                                        std::span<const int> members, int own_rank,
                                                        WaitState waiting);
   [[nodiscard]] WelcomeFrame await_welcome();
+  // As take(); nothing when a member has closed its world.
+  [[nodiscard]] std::optional<std::vector<std::string>> take_while_open(const std::string& exchange,
+                                                                        WaitState waiting);
+
+  [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Control::Hear hear) {
+    return listeners_.add(topic, std::move(hear));
+  }
 
   // The first one stays; true if this was it. Wakes all callers, but not the callbacks.
   bool end(const Verdict& verdict);
-  [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  // Acquire: who sees it sees what peers wrote before they left.
+  [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
   void throw_if_failed() const {
     if (failed()) throw_failure_of(std::nullopt);
   }
@@ -70,13 +90,17 @@ class ControlState {
 
   OwnClock clock_;
   WaitSlots slots_;
+  Listeners listeners_;
   std::atomic<bool> failed_{false};
+  static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::min();
+  std::atomic<std::int64_t> limit_met_ms_{kNever};
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::vector<std::string>> answers_;
   std::map<std::string, std::map<int, UniqueFd>> descriptors_;
   std::optional<WelcomeFrame> welcome_;
+  bool hub_left_ = false;
   std::optional<Verdict> verdict_;
   std::optional<ActiveWait> wait_at_end_;
   mutable std::optional<Failure> described_;

@@ -4,9 +4,12 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
 #include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
+#include "hsdp/comm/descriptor_limit.h"
 
 namespace hsdp::comm {
 namespace asio = boost::asio;
@@ -15,8 +18,7 @@ using boost::system::error_code;
 namespace {
 
 constexpr const char* kHello = "hsdp descriptors";
-
-UniqueFd duplicate(const UniqueFd& fd) { return UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)); }
+constexpr std::chrono::milliseconds kBetweenAttempts{50};
 
 }  // namespace
 
@@ -46,6 +48,8 @@ DescriptorBroker::DescriptorBroker(asio::io_context& io, UniqueFd listener,
     : io_(io),
       listener_(io),
       listener_guard_(listener.get()),
+      accept_retry_(io),
+      deliver_retry_(io),
       local_ranks_(std::move(local_ranks)),
       handlers_(std::move(handlers)) {
   listener_.assign(listener.release());
@@ -60,22 +64,35 @@ DescriptorBroker::~DescriptorBroker() {
 }
 
 void DescriptorBroker::accept_next() {
-  listener_.async_wait(
-      asio::posix::stream_descriptor::wait_read, [this, alive = alive_](error_code error) {
-        if (error || !*alive) return;
-        const int fd =
-            ::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd >= 0) {
-          auto channel = std::make_shared<DescriptorChannel>(io_, UniqueFd(fd));
-          strangers_.push_back(channel);
-          std::weak_ptr<DescriptorChannel> weak = channel;
-          channel->start([this, alive, weak](const std::string& text, const UniqueFd&) {
-            const auto self = weak.lock();
-            if (*alive && self) greet(self, text);
-          });
-        }
-        accept_next();
-      });
+  listener_.async_wait(asio::posix::stream_descriptor::wait_read,
+                       [this, alive = alive_](error_code error) {
+                         if (!error && *alive) accept_one();
+                       });
+}
+
+void DescriptorBroker::accept_one() {
+  UniqueFd socket(
+      ::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!socket && is_descriptor_limit(errno)) {
+    handlers_.on_limit();
+    accept_retry_.expires_after(kBetweenAttempts);
+    return accept_retry_.async_wait([this, alive = alive_](error_code error) {
+      if (!error && *alive) accept_next();
+    });
+  }
+  if (socket) {
+    auto channel = std::make_shared<DescriptorChannel>(io_, std::move(socket));
+    strangers_.push_back(channel);
+    std::weak_ptr<DescriptorChannel> weak = channel;
+    DescriptorChannel::Handlers handlers;
+    handlers.on_message = [this, alive = alive_, weak](const std::string& text, const UniqueFd&) {
+      const auto self = weak.lock();
+      if (*alive && self) greet(self, text);
+    };
+    handlers.on_limit = handlers_.on_limit;
+    channel->start(std::move(handlers));
+  }
+  accept_next();
 }
 
 void DescriptorBroker::greet(const std::shared_ptr<DescriptorChannel>& channel,
@@ -88,10 +105,13 @@ void DescriptorBroker::greet(const std::shared_ptr<DescriptorChannel>& channel,
   std::erase(strangers_, channel);
   if (!known) return channel->close();
   channels_[rank] = channel;
-  channel->set_handler([this, alive = alive_, rank](const std::string& exchange, UniqueFd fd) {
+  DescriptorChannel::Handlers handlers;
+  handlers.on_message = [this, alive = alive_, rank](const std::string& exchange, UniqueFd fd) {
     if (*alive && fd) post(rank, exchange, std::move(fd));
-  });
-  if (const auto pid = channel->peer_pid()) {
+  };
+  handlers.on_limit = handlers_.on_limit;
+  channel->set_handlers(std::move(handlers));
+  if (const auto pid = channel->peer_pid(); pid && !handlers_.is_watched(rank)) {
     watches_[rank] =
         std::make_unique<ProcessWatch>(io_, *pid, [this, rank] { handlers_.on_process_end(rank); });
   }
@@ -111,7 +131,7 @@ void DescriptorBroker::post(int rank, const std::string& exchange, UniqueFd fd) 
     return;
   }
   auto& posted = pending_[exchange];
-  posted[rank] = std::move(fd);
+  posted[rank] = std::make_shared<const UniqueFd>(std::move(fd));
   if (posted.size() < members.size()) return;
   const auto all = std::move(posted);
   pending_.erase(exchange);
@@ -119,11 +139,27 @@ void DescriptorBroker::post(int rank, const std::string& exchange, UniqueFd fd) 
     for (const auto& [from, descriptor] : all) {
       if (from == to) continue;
       if (to == local_ranks_.front()) {
-        handlers_.to_own(exchange, from, duplicate(descriptor));
+        own_.push_back({exchange, from, descriptor});
       } else if (const auto channel = channels_.find(to); channel != channels_.end()) {
-        channel->second->send(envelope(exchange, from), duplicate(descriptor));
+        channel->second->send(envelope(exchange, from), descriptor);
       }
     }
+  }
+  deliver_own();
+}
+
+void DescriptorBroker::deliver_own() {
+  for (; !own_.empty(); own_.pop_front()) {
+    const OwnDelivery& next = own_.front();
+    UniqueFd copy(::fcntl(next.fd->get(), F_DUPFD_CLOEXEC, 0));
+    if (!copy && is_descriptor_limit(errno)) {
+      handlers_.on_limit();
+      deliver_retry_.expires_after(kBetweenAttempts);
+      return deliver_retry_.async_wait([this, alive = alive_](error_code error) {
+        if (!error && *alive) deliver_own();
+      });
+    }
+    handlers_.to_own(next.exchange, next.from, std::move(copy));
   }
 }
 

@@ -5,6 +5,8 @@
 
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -22,6 +24,8 @@ class DescriptorBroker {
   struct Handlers {
     std::function<void(const std::string& exchange, int from, UniqueFd fd)> to_own;
     std::function<void(int rank)> on_process_end;
+    std::function<bool(int rank)> is_watched;  // by somebody else in this process: once is enough
+    std::function<void()> on_limit;  // a call for a descriptor met the limit; it is made again
   };
 
   // Takes a listening, non-blocking SOCK_SEQPACKET socket; `local_ranks` are ascending, the first
@@ -44,17 +48,28 @@ class DescriptorBroker {
 
  private:
   void accept_next();
+  void accept_one();
   void greet(const std::shared_ptr<DescriptorChannel>& channel, const std::string& text);
+
+  struct OwnDelivery {
+    std::string exchange;
+    int from;
+    std::shared_ptr<const UniqueFd> fd;
+  };
+  void deliver_own();
 
   boost::asio::io_context& io_;
   boost::asio::posix::stream_descriptor listener_;
   ForkGuard listener_guard_;
+  boost::asio::steady_timer accept_retry_;
+  boost::asio::steady_timer deliver_retry_;
   std::vector<int> local_ranks_;
   Handlers handlers_;
   std::vector<std::shared_ptr<DescriptorChannel>> strangers_;
   std::map<int, std::shared_ptr<DescriptorChannel>> channels_;
   std::map<int, std::unique_ptr<ProcessWatch>> watches_;
-  std::map<std::string, std::map<int, UniqueFd>> pending_;
+  std::map<std::string, std::map<int, std::shared_ptr<const UniqueFd>>> pending_;
+  std::deque<OwnDelivery> own_;  // for the leader itself
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
 };
 

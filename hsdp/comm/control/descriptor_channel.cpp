@@ -13,17 +13,17 @@ namespace asio = boost::asio;
 using boost::system::error_code;
 
 DescriptorChannel::DescriptorChannel(asio::io_context& io, UniqueFd socket)
-    : socket_(io), retry_(io), guard_(socket.get()) {
+    : socket_(io), read_retry_(io), write_retry_(io), guard_(socket.get()) {
   socket_.assign(socket.release());
 }
 
-void DescriptorChannel::start(MessageHandler on_message) {
-  set_handler(std::move(on_message));
+void DescriptorChannel::start(Handlers handlers) {
+  set_handlers(std::move(handlers));
   read_next();
 }
 
-void DescriptorChannel::set_handler(MessageHandler on_message) {
-  on_message_ = std::make_shared<MessageHandler>(std::move(on_message));
+void DescriptorChannel::set_handlers(Handlers handlers) {
+  handlers_ = std::make_shared<Handlers>(std::move(handlers));
 }
 
 void DescriptorChannel::close() {
@@ -32,8 +32,9 @@ void DescriptorChannel::close() {
   guard_.release();
   error_code ignored;
   socket_.close(ignored);
-  retry_.cancel();
-  on_message_.reset();
+  read_retry_.cancel();
+  write_retry_.cancel();
+  handlers_.reset();
   queue_.clear();
 }
 
@@ -52,13 +53,26 @@ void DescriptorChannel::read_next() {
   socket_.async_wait(asio::posix::stream_descriptor::wait_read,
                      [self = shared_from_this()](error_code error) {
                        if (error) return;
-                       while (self->open_ && self->read_one()) {
-                       }
+                       Read read = Read::kMessage;
+                       while (self->open_ && read == Read::kMessage) read = self->read_one();
+                       if (read == Read::kNoRoom) return self->read_later();
                        self->read_next();
                      });
 }
 
-bool DescriptorChannel::read_one() {
+void DescriptorChannel::read_later() {
+  if (!open_) return;
+  const auto handlers = handlers_;
+  if (handlers->on_limit) handlers->on_limit();
+  read_retry_.expires_after(std::chrono::milliseconds(50));
+  read_retry_.async_wait([self = shared_from_this()](error_code error) {
+    if (!error) self->read_next();
+  });
+}
+
+// Looks first: a message whose descriptor finds no free number stays in the socket. It would be
+// lost if it were taken, and other threads take numbers at any moment.
+DescriptorChannel::Read DescriptorChannel::read_one() {
   std::vector<char> text(kMaxTextBytes);
   iovec part{text.data(), text.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
@@ -67,9 +81,9 @@ bool DescriptorChannel::read_one() {
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
-  const ssize_t size =
-      ::recvmsg(socket_.native_handle(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  if (size < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  const int socket = socket_.native_handle();
+  const ssize_t size = ::recvmsg(socket, &message, MSG_PEEK | MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (size < 0 && (errno == EAGAIN || errno == EINTR)) return Read::kNothing;
   UniqueFd fd;
   const cmsghdr* const header = size > 0 ? CMSG_FIRSTHDR(&message) : nullptr;
   if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
@@ -77,18 +91,20 @@ bool DescriptorChannel::read_one() {
     std::memcpy(&number, CMSG_DATA(header), sizeof number);
     fd.reset(number);
   }
+  if (size > 0 && !fd && (message.msg_flags & MSG_CTRUNC) != 0) return Read::kNoRoom;
   if (size <= 0 || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
     close();
-    return false;
+    return Read::kNothing;
   }
-  const auto on_message = on_message_;
-  if (*on_message) {
-    (*on_message)(std::string(text.data(), static_cast<std::size_t>(size)), std::move(fd));
+  ::recv(socket, text.data() + size, 0, MSG_DONTWAIT);  // takes what was seen
+  const auto handlers = handlers_;
+  if (handlers->on_message) {
+    handlers->on_message(std::string(text.data(), static_cast<std::size_t>(size)), std::move(fd));
   }
-  return true;
+  return Read::kMessage;
 }
 
-void DescriptorChannel::send(std::string text, UniqueFd fd) {
+void DescriptorChannel::send(std::string text, std::shared_ptr<const UniqueFd> fd) {
   if (!open_) return;
   queue_.push_back({std::move(text), std::move(fd)});
   if (!writing_) write_ready();
@@ -108,7 +124,7 @@ bool DescriptorChannel::write_one(const Message& message) {
     rights->cmsg_level = SOL_SOCKET;
     rights->cmsg_type = SCM_RIGHTS;
     rights->cmsg_len = CMSG_LEN(sizeof(int));
-    const int number = message.fd.get();
+    const int number = message.fd->get();
     std::memcpy(CMSG_DATA(rights), &number, sizeof number);
   }
   return ::sendmsg(socket_.native_handle(), &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
@@ -130,8 +146,8 @@ void DescriptorChannel::write_ready() {
 
 void DescriptorChannel::write_later() {
   writing_ = true;
-  retry_.expires_after(std::chrono::milliseconds(2));
-  retry_.async_wait([self = shared_from_this()](error_code error) {
+  write_retry_.expires_after(std::chrono::milliseconds(2));
+  write_retry_.async_wait([self = shared_from_this()](error_code error) {
     if (!error) self->write_ready();
   });
 }

@@ -9,6 +9,7 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -24,37 +25,43 @@ class DescriptorChannel : public std::enable_shared_from_this<DescriptorChannel>
  public:
   static constexpr std::size_t kMaxTextBytes = 60U << 10U;
 
-  using MessageHandler = std::function<void(const std::string& text, UniqueFd fd)>;
+  struct Handlers {
+    // A message without a descriptor comes with an empty `fd`.
+    std::function<void(const std::string& text, UniqueFd fd)> on_message;
+    std::function<void()> on_limit;  // no descriptor is free for what came: it waits
+  };
 
   DescriptorChannel(boost::asio::io_context& io, UniqueFd socket);
   ~DescriptorChannel() { close(); }
   DescriptorChannel(const DescriptorChannel&) = delete;
   DescriptorChannel& operator=(const DescriptorChannel&) = delete;
 
-  // A message without a descriptor comes with an empty `fd`.
-  void start(MessageHandler on_message);
-  void set_handler(MessageHandler on_message);
-  void send(std::string text, UniqueFd fd);
+  void start(Handlers handlers);
+  void set_handlers(Handlers handlers);
+  void send(std::string text, std::shared_ptr<const UniqueFd> fd);  // null: none
   void close();
   [[nodiscard]] std::optional<pid_t> peer_pid();
 
  private:
   struct Message {
     std::string text;
-    UniqueFd fd;
+    std::shared_ptr<const UniqueFd> fd;  // shared by all receivers
   };
+  enum class Read : std::uint8_t { kMessage, kNothing, kNoRoom };  // nothing: now, or closed
   void read_next();
-  bool read_one();  // false: nothing more now, or closed
+  void read_later();
+  [[nodiscard]] Read read_one();
   void write_ready();
   [[nodiscard]] bool write_one(const Message& message);
   void write_later();
 
   boost::asio::posix::stream_descriptor socket_;
-  boost::asio::steady_timer retry_;
+  boost::asio::steady_timer read_retry_;
+  boost::asio::steady_timer write_retry_;
   ForkGuard guard_;
   bool open_ = true;
   bool writing_ = false;
-  std::shared_ptr<MessageHandler> on_message_;
+  std::shared_ptr<Handlers> handlers_;
   std::deque<Message> queue_;
 };
 

@@ -51,6 +51,12 @@ class InProcessControl : public Control {
                                                  WaitState waiting) override {
     return hub_->collect(exchange_key(key, members), members, rank_, waiting);
   }
+  void tell(int peer, std::string_view topic, std::string_view message) override {
+    hub_->tell(rank_, peer, topic, message);
+  }
+  [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Hear hear) override {
+    return hub_->listen(rank_, topic, std::move(hear));
+  }
   [[nodiscard]] std::vector<UniqueFd> exchange_descriptors(std::string_view key,
                                                            std::span<const int> members,
                                                            int fd) override;
@@ -62,7 +68,9 @@ class InProcessControl : public Control {
   void throw_if_failed() const override { hub_->throw_if_failed(); }
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override {
     const int number = hub_->add_callback(std::move(wake));
-    return {nullptr, [hub = hub_, number](void*) { hub->remove_callback(number); }};
+    return {nullptr, [weak = std::weak_ptr(hub_), number](void*) {
+              if (const auto hub = weak.lock()) hub->remove_callback(number);
+            }};
   }
 
  private:
@@ -89,7 +97,10 @@ std::vector<UniqueFd> InProcessControl::exchange_descriptors(std::string_view ke
 }  // namespace
 
 InProcessHub::InProcessHub(int size, std::chrono::milliseconds timeout)
-    : size_(size), timeout_(timeout), watch_([this] { watch(); }) {}
+    : size_(size),
+      timeout_(timeout),
+      listeners_(static_cast<std::size_t>(size)),
+      watch_([this] { watch(); }) {}
 
 InProcessHub::~InProcessHub() {
   {
@@ -117,10 +128,7 @@ std::vector<std::string> InProcessHub::collect(const std::string& key, std::span
     return std::ranges::find_if(members, [&](int m) { return !exchange.messages.contains(m); });
   };
   const int slot = next_slot_++;
-  for (;;) {
-    if (failure_) break;
-    const auto absent = missing();
-    if (absent == members.end()) break;
+  for (auto absent = missing(); absent != members.end() && !failure_; absent = missing()) {
     if (waiting.peer != *absent || !waits_.contains(slot)) {
       waiting.peer = *absent;
       waits_[slot] = {rank, waiting, Clock::now()};
@@ -128,11 +136,23 @@ std::vector<std::string> InProcessHub::collect(const std::string& key, std::span
     changed_.wait(lock);
   }
   waits_.erase(slot);
-  if (failure_) throw_failure(*failure_);
+  if (missing() != members.end()) throw_failure(*failure_);
   std::vector<std::string> messages;
   for (const int member : members) messages.push_back(exchange.messages.at(member));
   if (++exchange.collected == members.size()) exchanges_.erase(key);
   return messages;
+}
+
+void InProcessHub::tell(int from, int peer, std::string_view topic, std::string_view message) {
+  if (peer < 0 || peer >= size_ || peer == from) {
+    throw UsageError("control: tell: expected another world rank, got " + std::to_string(peer) +
+                     " (rank " + std::to_string(from) + " of " + std::to_string(size_) + ")");
+  }
+  if (!failed()) listeners_[static_cast<std::size_t>(peer)].call(topic, from, message);
+}
+
+std::shared_ptr<void> InProcessHub::listen(int rank, std::string_view topic, Control::Hear hear) {
+  return listeners_[static_cast<std::size_t>(rank)].add(topic, std::move(hear));
 }
 
 int InProcessHub::begin_wait(int rank, WaitState state) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/control/listeners.h"
 
 namespace hsdp::comm {
 
@@ -36,11 +37,13 @@ class InProcessHub {
   [[nodiscard]] std::vector<std::string> collect(const std::string& key,
                                                  std::span<const int> members, int rank,
                                                  WaitState waiting);
+  void tell(int from, int peer, std::string_view topic, std::string_view message);
+  [[nodiscard]] std::shared_ptr<void> listen(int rank, std::string_view topic, Control::Hear hear);
   [[nodiscard]] int begin_wait(int rank, WaitState state);
   void end_wait(int slot);
 
   void fail(const Failure& failure);
-  [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
   void throw_if_failed() const;
   [[nodiscard]] int add_callback(std::function<void()> wake);
   void remove_callback(int number);
@@ -67,7 +70,8 @@ class InProcessHub {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, Exchange> exchanges_;
-  std::map<int, Wait> waits_;  // by slot
+  std::vector<Listeners> listeners_;  // by rank; they lock for themselves
+  std::map<int, Wait> waits_;         // by slot
   int next_slot_ = 0;
   std::optional<Failure> failure_;
   bool closing_ = false;

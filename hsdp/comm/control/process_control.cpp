@@ -6,9 +6,11 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <utility>
 
 #include "hsdp/comm/fork_guard.h"
+#include "hsdp/comm/retry.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -49,20 +51,35 @@ void ProcessControl::post(std::string_view key, std::span<const int> members,
                           std::string_view message) {
   require_own_process();
   require_member(members);
+  send_post({.key = std::string(key),
+             .members = {members.begin(), members.end()},
+             .message = std::string(message)});
+}
+
+void ProcessControl::send_post(const PostFrame& frame) {
   // An answer holds all messages and must fit into one frame.
   constexpr std::size_t kOverheadBytes = 64U << 10U;
-  const std::size_t limit = (kMaxFrameBytes - kOverheadBytes) / members.size() - 2 * key.size();
-  if (message.size() > limit) {
-    throw UsageError("control: message of an exchange among " + std::to_string(members.size()) +
-                     " ranks: expected at most " + std::to_string(limit) + " bytes, got " +
-                     std::to_string(message.size()));
+  const std::size_t limit =
+      (kMaxFrameBytes - kOverheadBytes) / frame.members.size() - 2 * frame.key.size();
+  if (frame.message.size() > limit) {
+    throw UsageError("control: message of an exchange among " +
+                     std::to_string(frame.members.size()) + " ranks: expected at most " +
+                     std::to_string(limit) + " bytes, got " + std::to_string(frame.message.size()));
   }
   if (failed()) return;  // collect() tells, and knows what the caller was doing
-  PostFrame frame;
-  frame.key = key;
-  frame.members.assign(members.begin(), members.end());
-  frame.message = message;
   loop_->send(FrameType::kPost, frame.encode());
+}
+
+std::optional<std::vector<std::string>> ProcessControl::exchange_while_open(
+    std::string_view key, std::string_view message, WaitState waiting) {
+  require_own_process();
+  PostFrame frame{.key = std::string(key),
+                  .members = std::vector<int>(static_cast<std::size_t>(size_)),
+                  .message = std::string(message),
+                  .while_open = true};
+  std::iota(frame.members.begin(), frame.members.end(), 0);
+  send_post(frame);
+  return state_->take_while_open(exchange_name(key, frame.members), waiting);
 }
 
 std::vector<std::string> ProcessControl::collect(std::string_view key, std::span<const int> members,
@@ -70,6 +87,26 @@ std::vector<std::string> ProcessControl::collect(std::string_view key, std::span
   require_own_process();
   require_member(members);
   return state_->take(exchange_name(key, members), waiting);
+}
+
+void ProcessControl::tell(int peer, std::string_view topic, std::string_view message) {
+  require_own_process();
+  if (peer < 0 || peer >= size_ || peer == rank_) {
+    throw UsageError("control: tell: expected another world rank, got " + std::to_string(peer) +
+                     " (rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ")");
+  }
+  TellFrame frame{peer, std::string(topic), std::string(message)};
+  std::string body = frame.encode();
+  if (body.size() > kMaxFrameBytes) {
+    throw UsageError("control: tell: expected at most " + std::to_string(kMaxFrameBytes) +
+                     " bytes, got " + std::to_string(body.size()));
+  }
+  if (!failed()) loop_->send(FrameType::kTell, std::move(body));
+}
+
+std::shared_ptr<void> ProcessControl::listen(std::string_view topic, Hear hear) {
+  require_own_process();
+  return state_->listen(topic, std::move(hear));
 }
 
 std::vector<UniqueFd> ProcessControl::exchange_descriptors(std::string_view key,
@@ -85,7 +122,12 @@ std::vector<UniqueFd> ProcessControl::exchange_descriptors(std::string_view key,
   if (exchange.size() > DescriptorChannel::kMaxTextBytes / 2) {
     throw UsageError("control: exchange of descriptors: key or group too large");
   }
-  UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  UniqueFd copy = wait_out_limit(std::chrono::steady_clock::now() + timeout_, [&] {
+    throw_if_failed();
+    UniqueFd own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!own) throw_if_descriptor_limit("control: cannot pass descriptor " + std::to_string(fd));
+    return own;
+  });
   if (!copy) {
     throw Error("control: cannot pass descriptor " + std::to_string(fd) + ": " +
                 std::strerror(errno));

@@ -5,6 +5,7 @@
 // UsageError, and its copy is leaked on purpose.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/control_loop.h"
 #include "hsdp/comm/control/control_state.h"
+#include "hsdp/comm/rendezvous/handshake.h"
 #include "hsdp/comm/rendezvous/job_directory.h"
 #include "hsdp/comm/rendezvous/launch_environment.h"
 
@@ -37,6 +39,10 @@ class ProcessControl final : public Control {
   void post(std::string_view key, std::span<const int> members, std::string_view message) override;
   [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
                                                  WaitState waiting) override;
+  [[nodiscard]] std::optional<std::vector<std::string>> exchange_while_open(
+      std::string_view key, std::string_view message, WaitState waiting) override;
+  void tell(int peer, std::string_view topic, std::string_view message) override;
+  [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Hear hear) override;
   [[nodiscard]] std::vector<UniqueFd> exchange_descriptors(std::string_view key,
                                                            std::span<const int> members,
                                                            int fd) override;
@@ -48,13 +54,20 @@ class ProcessControl final : public Control {
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override;
 
  private:
+  using Time = std::chrono::steady_clock::time_point;
+
   [[nodiscard]] bool is_forked() const;
   void require_own_process() const;
+  void send_post(const PostFrame& frame);
   void require_member(std::span<const int> members) const;
-  void meet(const LaunchEnvironment& launch);
-  void join_one_host(const LaunchEnvironment& launch);
-  void join_hosts(const LaunchEnvironment& launch);
-  void connect_descriptors(const LaunchEnvironment& launch, const std::vector<std::string>& hosts);
+  void meet(const LaunchEnvironment& launch, Time end);
+  void make_loop(const LaunchEnvironment& launch, Time end);
+  void join_one_host(const LaunchEnvironment& launch, Time end);
+  void join_hosts(const LaunchEnvironment& launch, Time end);
+  void welcome_all(int door, const std::string& secret, const std::string& welcome_secret);
+  void knock_until_welcomed(const LaunchEnvironment& launch, Time end);
+  void connect_descriptors(const LaunchEnvironment& launch, const std::vector<std::string>& hosts,
+                           Time end);
   [[nodiscard]] JoinFrame own_frame(const LaunchEnvironment& launch) const;
 
   int rank_;
@@ -63,9 +76,10 @@ class ProcessControl final : public Control {
   std::uint32_t generation_;
   std::string address_ = "127.0.0.1";
   std::string secret_;
+  std::string process_ = random_secret();  // tells rank 0 a second attempt from a second process
   std::string host_;
   std::vector<bool> shares_;
-  std::shared_ptr<ControlState> state_ = std::make_shared<ControlState>();
+  std::shared_ptr<ControlState> state_;
   std::unique_ptr<ControlLoop> loop_;
 };
 

@@ -1,7 +1,8 @@
 // Tells when a process of this host ends, even while a forked child of it keeps its sockets open.
 //
 // Lives on the I/O thread. Where the kernel has no pidfd, or the process is not visible from here,
-// it watches nothing, and the connection's end is all there is.
+// it watches nothing, and the connection's end is all there is. At the limit of open files it tries
+// again until it gets a descriptor.
 #pragma once
 
 #include <sys/types.h>

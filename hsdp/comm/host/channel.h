@@ -29,10 +29,6 @@ class Channel {
   virtual void pop() = 0;
   // Receives the next message into the caller's memory; false: call again.
   [[nodiscard]] virtual bool receive(std::byte* data, std::size_t size) = 0;
-
-  // For poll(): the socket behind the channel, -1 if none, and the events it is blocked on.
-  [[nodiscard]] virtual int socket() const { return -1; }
-  [[nodiscard]] virtual short blocked_events() const { return 0; }
 };
 
 }  // namespace hsdp::comm

@@ -4,79 +4,59 @@
 
 namespace hsdp::comm {
 
-HostBoard::HostBoard(std::vector<RankLines*> lines, std::vector<int> members, int rank,
-                     Control& control)
-    : lines_(std::move(lines)),
+HostBoard::HostBoard(GroupLines& group, std::vector<RankLines*> lines, std::vector<int> members,
+                     int rank, Control& control)
+    : group_(group),
+      lines_(std::move(lines)),
       members_(std::move(members)),
       calls_(lines_.size()),
       rank_(static_cast<std::size_t>(rank)),
       control_(control),
-      bed_(lines_[rank_]->bell) {}
+      bed_(group.bell) {}
 
-void HostBoard::ring_peers() {
-  for (std::size_t r = 0; r < lines_.size(); ++r) {
-    if (r != rank_) lines_[r]->bell.ring_if_sleeping();
-  }
+// The rank's own line first: whoever is counted is never named as missing.
+void HostBoard::come(GroupLines::Meeting& meeting, Lines own, std::uint64_t number) {
+  (lines_[rank_]->*own).store(number);
+  if (meeting.arrivals.fetch_add(1) + 1 < number * lines_.size()) return;
+  meeting.passed.store(number);
+  group_.bell.ring_if_sleeping();
 }
 
-std::span<const HostCall> HostBoard::post(std::uint64_t sequence, const HostCall& mine,
-                                          WaitState waiting) {
-  const std::size_t parity = sequence % 2;
-  RankLines::Posted& posted = lines_[rank_]->posted[parity];
-  posted.call = mine;
-  posted.sequence.store(sequence);
-  ring_peers();
+void HostBoard::wait(const GroupLines::Meeting& meeting, Lines own, std::uint64_t number,
+                     WaitState waiting) {
   std::size_t next = 0;
   wait_until(
-      control_, bed_, waiting,
+      control_, bed_, waiting, [&] { return meeting.passed.load() >= number; },
       [&] {
-        for (; next < lines_.size(); ++next) {
-          const RankLines::Posted& other = lines_[next]->posted[parity];
-          if (other.sequence.load() != sequence) return false;
-          calls_[next] = other.call;
-        }
-        return true;
-      },
-      [&] { return members_[next]; });
+        while (next < lines_.size() && (lines_[next]->*own).load() >= number) ++next;
+        return next < lines_.size() ? members_[next] : -1;
+      });
+}
+
+std::span<const HostCall> HostBoard::post(const HostCall& mine, WaitState waiting) {
+  const std::size_t parity = ++posts_ % 2;
+  lines_[rank_]->posted[parity].call = mine;
+  arrive();
+  wait_arrived(waiting);
+  for (std::size_t r = 0; r < lines_.size(); ++r) calls_[r] = lines_[r]->posted[parity].call;
   return calls_;
 }
 
-void HostBoard::finish(std::uint64_t sequence, bool nonfinite) {
-  lines_[rank_]->finished.store(2 * sequence + (nonfinite ? 1 : 0));
-  ring_peers();
-}
-
-void HostBoard::arrive() {
-  lines_[rank_]->arrived.store(++arrivals_);
-  ring_peers();
-}
+void HostBoard::arrive() { come(group_.steps, &RankLines::steps, ++steps_); }
 
 void HostBoard::wait_arrived(WaitState waiting) {
-  std::size_t next = 0;
-  wait_until(
-      control_, bed_, waiting,
-      [&] {
-        while (next < lines_.size() && lines_[next]->arrived.load() >= arrivals_) ++next;
-        return next == lines_.size();
-      },
-      [&] { return members_[next]; });
+  wait(group_.steps, &RankLines::steps, steps_, waiting);
 }
 
-bool HostBoard::wait_finished(std::uint64_t sequence, WaitState waiting) {
-  std::size_t next = 0;
-  bool nonfinite = false;
-  wait_until(
-      control_, bed_, waiting,
-      [&] {
-        for (; next < lines_.size(); ++next) {
-          const std::uint64_t finished = lines_[next]->finished.load();
-          if (finished / 2 < sequence) return false;
-          nonfinite = nonfinite || finished == 2 * sequence + 1;
-        }
-        return true;
-      },
-      [&] { return members_[next]; });
-  return nonfinite;
+void HostBoard::finish(bool nonfinite) {
+  ++ends_;
+  if (nonfinite) group_.nonfinite_end.store(ends_);
+  come(group_.ends, &RankLines::ends, ends_);
+}
+
+bool HostBoard::wait_finished(WaitState waiting) {
+  wait(group_.ends, &RankLines::ends, ends_, waiting);
+  return group_.nonfinite_end.load() == ends_;
 }
 
 }  // namespace hsdp::comm

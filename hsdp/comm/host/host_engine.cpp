@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "hsdp/comm/host/control_reduce.h"
 #include "hsdp/comm/host/host_allocation.h"
 #include "hsdp/comm/host/host_direct.h"
 #include "hsdp/comm/host/host_piped.h"
@@ -91,8 +92,11 @@ void HostEngine::all_reduce(const AllReduce& args, Stream& stream) {
                      .add(static_cast<std::uint64_t>(args.send_exponent))
                      .add(static_cast<std::uint64_t>(args.total_exponent))
                      .value();
-    const auto calls = group.agree(call);
-    if (all_direct(calls)) {
+    const auto bytes = control_row(group, args);
+    const auto calls = group.agree(call, bytes);
+    if (!bytes.empty()) {
+      control_all_reduce(group, args);
+    } else if (all_direct(calls)) {
       direct_all_reduce(group, calls, args);
     } else if (group.shares_memory()) {
       group.open_scratch();

@@ -1,43 +1,19 @@
 #include "hsdp/comm/host/host_group.h"
 
-#include <poll.h>
-
 #include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "hsdp/comm/host/ring_layout.h"
 #include "hsdp/comm/host/tcp_channel.h"
 #include "hsdp/comm/host/tcp_links.h"
 #include "hsdp/comm/host/tile_plan.h"
+#include "hsdp/comm/retry.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
 namespace {
-
-constexpr std::size_t kTcpMessageBytes = std::size_t{256} << 10;
-
-// Sleeps until a socket moves. Rings have no descriptor: with both in one group, sleep briefly.
-class SocketBed : public Bed {
- public:
-  SocketBed(Bell& bell, const std::vector<std::unique_ptr<Channel>>& channels, bool rings_too)
-      : Bed(bell), channels_(channels), rings_too_(rings_too) {}
-
-  void sleep(std::uint32_t /*seen*/, std::chrono::milliseconds at_most) override {
-    sockets_.clear();
-    for (const auto& channel : channels_) {
-      if (channel == nullptr || channel->blocked_events() == 0) continue;
-      sockets_.push_back({channel->socket(), channel->blocked_events(), 0});
-    }
-    constexpr std::chrono::milliseconds kWithRings{2};
-    const auto limit = rings_too_ ? std::min(at_most, kWithRings) : at_most;
-    ::poll(sockets_.data(), sockets_.size(), static_cast<int>(limit.count()));
-  }
-
- private:
-  const std::vector<std::unique_ptr<Channel>>& channels_;
-  std::vector<pollfd> sockets_;
-  bool rings_too_;
-};
 
 // The place of `peer` among the others, seen by `owner`.
 int ring_index(std::size_t owner, std::size_t peer) {
@@ -66,28 +42,30 @@ HostGroup::HostGroup(std::shared_ptr<HostWorld> world, std::string id, std::vect
                        [&](int peer) { return world_->shares_memory_with(peer); });
   lines_[static_cast<std::size_t>(rank_)] = &own_lines_;
   if (size() == 1) return;
-  message_bytes_ = agree_message_bytes();
   if (neighbours_.size() > 1) open_lines();
   Bell& bell = lines_[static_cast<std::size_t>(rank_)]->bell;
   if (shares_memory()) {
-    board_ = std::make_unique<HostBoard>(lines_, members_, rank_, control());
+    board_ = std::make_unique<HostBoard>(*group_lines_, lines_, members_, rank_, control());
     bed_ = std::make_unique<Bed>(bell);
   } else {
     if (neighbours_.size() > 1) open_rings();
-    open_sockets();
-    bed_ = std::make_unique<SocketBed>(bell, channels_, neighbours_.size() > 1);
+    auto sockets = std::make_unique<SocketBed>(bell, neighbours_.size() > 1);
+    sockets_ = sockets.get();
+    bed_ = std::move(sockets);
   }
-  wake_ = control().on_failure([&bell] { bell.ring(); });
+  wake_ = control().on_failure([&bell, board = board_.get()] {
+    bell.ring();
+    if (board != nullptr) board->bell().ring();
+  });
 }
 
-// One length for all pairs: that of a ring's slot if any pair has a ring.
+// One length for all pairs: at most that of a ring's slot if any pair has a ring.
 std::size_t HostGroup::agree_message_bytes() {
   const std::size_t slot = RingLayout(size()).message_bytes();
   if (shares_memory()) return slot;
   const auto counts = exchange("neighbours", std::to_string(neighbours_.size()));
-  return std::ranges::all_of(counts, [](const auto& count) { return count == "1"; })
-             ? kTcpMessageBytes
-             : slot;
+  const bool rings = std::ranges::any_of(counts, [](const auto& count) { return count != "1"; });
+  return rings ? std::min(slot, tcp_message_bytes(size())) : tcp_message_bytes(size());
 }
 
 Transport HostGroup::transport() const {
@@ -107,7 +85,12 @@ std::vector<std::shared_ptr<SharedSegment>> HostGroup::share_segment(std::size_t
   std::shared_ptr<SharedSegment> mine;
   std::string reason;
   try {
-    mine = SharedSegment::create(size, what);
+    // Half of the time: peers wait for this rank, and should hear why it could not.
+    const auto end = std::chrono::steady_clock::now() + control().timeout() / 2;
+    mine = wait_out_limit(end, [&] {
+      control().throw_if_failed();
+      return SharedSegment::create(size, what);
+    });
     mine->hide_from_children();
   } catch (const Error& error) {
     reason = error.what();
@@ -118,10 +101,11 @@ std::vector<std::shared_ptr<SharedSegment>> HostGroup::share_segment(std::size_t
 }
 
 void HostGroup::open_lines() {
-  const auto segments = share_segment(sizeof(RankLines), "board");
+  const auto segments = share_segment(sizeof(RankLines) + sizeof(GroupLines), "board");
   for (std::size_t i = 0; i < neighbours_.size(); ++i) {
-    lines_[static_cast<std::size_t>(index_of(neighbours_[i]))] =
-        reinterpret_cast<RankLines*>(segments[i]->data());
+    const auto rank = static_cast<std::size_t>(index_of(neighbours_[i]));
+    lines_[rank] = reinterpret_cast<RankLines*>(segments[i]->data());
+    if (rank == 0) group_lines_ = reinterpret_cast<GroupLines*>(lines_[rank] + 1);
   }
 }
 
@@ -148,11 +132,15 @@ void HostGroup::open_rings() {
 }
 
 void HostGroup::open_sockets() {
-  auto sockets = connect_tcp({control(), id_, members_, neighbours_});
+  // Of this attempt: a group whose links could not be made may try again.
+  const std::string key = id_ + "/" + std::to_string(sequence_) + "/tcp";
+  auto sockets = connect_tcp({control(), key, members_, neighbours_});
   for (std::size_t r = 0; r < sockets.size(); ++r) {
     if (!sockets[r]) continue;
-    channels_[r] = std::make_unique<TcpChannel>(std::move(sockets[r]), message_bytes_,
+    auto channel = std::make_unique<TcpChannel>(std::move(sockets[r]), message_bytes_,
                                                 TcpPeer{control(), members_[r], waiting_});
+    sockets_->add(*channel);
+    channels_[r] = std::move(channel);
   }
 }
 
@@ -167,15 +155,26 @@ void HostGroup::open_scratch() {
 }
 
 void HostGroup::open_channels() {
-  if (shares_memory() && channels_[rank_ == 0 ? 1 : 0] == nullptr) open_rings();
+  if (open_ || size() == 1) return;
+  message_bytes_ = agree_message_bytes();
+  if (shares_memory()) {
+    open_rings();
+  } else {
+    open_sockets();
+  }
+  open_ = true;
 }
 
 void HostGroup::wait(const std::function<bool()>& ready, const std::function<int()>& peer) {
-  wait_until(control(), *bed_, waiting_, ready,
+  const auto look = [&] {
+    if (sockets_ != nullptr) sockets_->look();
+    return ready();
+  };
+  wait_until(control(), *bed_, waiting_, look,
              [&] { return members_[static_cast<std::size_t>(peer())]; });
 }
 
-std::span<const HostCall> HostGroup::agree(HostCall mine) {
+std::span<const HostCall> HostGroup::agree(HostCall mine, std::span<const std::byte> bytes) {
   waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
   throw_if_failed(control(), waiting_);
   ++sequence_;
@@ -184,7 +183,9 @@ std::span<const HostCall> HostGroup::agree(HostCall mine) {
     calls_[0] = mine;
     return calls_;
   }
-  const auto calls = board_ ? board_->post(sequence_, mine, waiting_) : post_by_channels(mine);
+  const auto calls = board_  ? board_->post(mine, waiting_)
+                     : open_ ? post_by_channels(mine)
+                             : post_by_control(mine, bytes);
   for (std::size_t r = 0; r < calls.size(); ++r) {
     if (!agrees(calls[r], mine)) end_world(control(), mismatch(calls, members_), waiting_);
     if (seen_dropped_[r] == calls[r].dropped) continue;
@@ -219,6 +220,27 @@ std::span<const HostCall> HostGroup::post_by_channels(const HostCall& mine) {
       [&] { return missing; });
   calls_[static_cast<std::size_t>(rank_)] = mine;
   return calls_;
+}
+
+std::span<const HostCall> HostGroup::post_by_control(const HostCall& mine,
+                                                     std::span<const std::byte> bytes) {
+  std::string message(reinterpret_cast<const char*>(&mine), sizeof mine);
+  message.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  messages_ = exchange("call", message);
+  for (std::size_t r = 0; r < messages_.size(); ++r) {
+    if (messages_[r].size() < sizeof(HostCall)) {
+      throw Error("host: a call: expected " + std::to_string(sizeof(HostCall)) + " bytes, got " +
+                  std::to_string(messages_[r].size()) + " (rank " + std::to_string(members_[r]) +
+                  " of " + std::to_string(control().size()) + ")");
+    }
+    std::memcpy(&calls_[r], messages_[r].data(), sizeof(HostCall));
+  }
+  return calls_;
+}
+
+std::span<const std::byte> HostGroup::bytes_of(int rank) const {
+  return std::as_bytes(std::span(messages_[static_cast<std::size_t>(rank)]))
+      .subspan(sizeof(HostCall));
 }
 
 std::vector<std::string> HostGroup::exchange(const std::string& what, const std::string& message) {

@@ -19,6 +19,7 @@
 #include "hsdp/comm/host/host_memory.h"
 #include "hsdp/comm/host/multicast.h"
 #include "hsdp/comm/host/shared_segment.h"
+#include "hsdp/comm/host/socket_bed.h"
 #include "hsdp/comm/world.h"
 
 namespace hsdp::comm {
@@ -51,12 +52,17 @@ class HostGroup {
   [[nodiscard]] bool shares_memory() const { return neighbours_.size() == members_.size(); }
 
   // Starts the next call: posts it, waits for every member's and compares; result[r] is rank r's.
-  // Throws MismatchError on every rank when they differ.
-  std::span<const HostCall> agree(HostCall mine);
+  // Throws MismatchError on every rank when they differ. The calls go over Control while
+  // calls_take_bytes(), and take `bytes` with them.
+  std::span<const HostCall> agree(HostCall mine, std::span<const std::byte> bytes = {});
+  // True until a group that shares no memory has its channels; the same on every member.
+  [[nodiscard]] bool calls_take_bytes() const { return size() > 1 && !shares_memory() && !open_; }
+  // What rank r's last call took with it.
+  [[nodiscard]] std::span<const std::byte> bytes_of(int rank) const;
   [[nodiscard]] std::uint64_t sequence() const { return sequence_; }
   // The end of a call that read or wrote peers' memory. Only when shares_memory().
-  void finish(bool nonfinite) { board_->finish(sequence_, nonfinite); }
-  bool wait_finished() { return board_->wait_finished(sequence_, waiting_); }
+  void finish(bool nonfinite) { board_->finish(nonfinite); }
+  bool wait_finished() { return board_->wait_finished(waiting_); }
   // Between the steps of such a call, equally often on every rank.
   void arrive() { board_->arrive(); }
   void wait_arrived() { board_->wait_arrived(waiting_); }
@@ -69,13 +75,14 @@ class HostGroup {
            static_cast<std::size_t>(tile % 2) * tile_bytes_;
   }
 
+  // Collective: makes the rings of a group that shares memory and the links of one that does not,
+  // once, when they are first needed [Note: links at the first call].
+  void open_channels();
   // The channel to another rank; valid after open_channels().
   [[nodiscard]] Channel& channel(int rank) { return *channels_[static_cast<std::size_t>(rank)]; }
   // The way to all ranks at once; null in a group that does not share memory.
   [[nodiscard]] Multicast* multicast() { return multicast_.get(); }
   [[nodiscard]] std::size_t message_bytes() const { return message_bytes_; }
-  // Collective: makes the rings of a group that shares memory, once, when they are first needed.
-  void open_channels();
   // Until `ready()`; `peer()` is the group rank waited for.
   void wait(const std::function<bool()>& ready, const std::function<int()>& peer);
 
@@ -91,6 +98,8 @@ class HostGroup {
   void open_rings();
   void open_sockets();
   [[nodiscard]] std::span<const HostCall> post_by_channels(const HostCall& mine);
+  [[nodiscard]] std::span<const HostCall> post_by_control(const HostCall& mine,
+                                                          std::span<const std::byte> bytes);
   [[nodiscard]] int index_of(int world_rank) const;
 
   std::shared_ptr<HostWorld> world_;
@@ -104,6 +113,7 @@ class HostGroup {
   RankLines own_lines_{};  // of a rank that shares memory with nobody
   std::vector<std::shared_ptr<SharedSegment>> segments_;
   std::vector<RankLines*> lines_;  // by group rank; null: no shared memory
+  GroupLines* group_lines_ = nullptr;
   std::unique_ptr<HostBoard> board_;
   std::vector<std::byte*> scratch_;  // by group rank; empty until needed
   std::size_t tile_bytes_ = 0;
@@ -111,7 +121,10 @@ class HostGroup {
   std::vector<std::unique_ptr<Channel>> channels_;
   std::unique_ptr<Multicast> multicast_;
   std::unique_ptr<Bed> bed_;
+  SocketBed* sockets_ = nullptr;  // the bed of a group that does not share memory
+  bool open_ = false;             // the channels
   std::vector<HostCall> calls_;
+  std::vector<std::string> messages_;  // the last calls that went over Control
   std::vector<std::uint32_t> seen_dropped_;
   std::shared_ptr<void> wake_;  // last: removed before what it wakes
 };

@@ -2,8 +2,8 @@
 // sleeps on its bell; the peers ring the bell only while it sleeps [Note: waiting].
 //
 // A rank that waits long costs nearly nothing, and more ranks than cores do not collapse. Every
-// wait ends with what it waited for or with the world's failure; how long is too long is judged by
-// Control, which is told of every wait that comes to a sleep.
+// wait ends with what it waited for, though peers have left since, or with the world's failure; how
+// long is too long is judged by Control, which is told of every wait that comes to a sleep.
 #pragma once
 
 #include <atomic>
@@ -14,14 +14,14 @@
 
 namespace hsdp::comm {
 
-// Lies in memory that the rank's peers can write.
+// What one rank or several sleep on. Lies in memory that their peers can write.
 struct alignas(128) Bell {
   std::atomic<std::uint32_t> rings;
-  std::atomic<std::uint32_t> sleeping;
+  std::atomic<std::uint32_t> sleepers;
 
-  // Call after a sequentially consistent store of what the sleeper waits for.
+  // Wakes all. Call after a sequentially consistent store of what the sleepers wait for.
   void ring_if_sleeping() {
-    if (sleeping.load() != 0) ring();
+    if (sleepers.load() != 0) ring();
   }
   void ring();
   // Until the next ring after `rings` had the value `seen`, or the time is over.
@@ -78,7 +78,8 @@ void throw_if_failed(Control& control, WaitState state);
 // Ends the world and throws why it ended: `failure`, unless another was first.
 [[noreturn]] void end_world(Control& control, const Failure& failure, WaitState state);
 
-// Returns when `ready()` is true. `ready` may do work; `peer()` names the world rank waited for.
+// Returns when `ready()` is true. `ready` may do work; `peer()` names the world rank waited for, or
+// is -1.
 template <typename Ready, typename Peer>
 void wait_until(Control& control, Bed& bed, WaitState state, Ready&& ready, Peer&& peer) {
   constexpr int kSpins = 48;
@@ -94,12 +95,14 @@ void wait_until(Control& control, Bed& bed, WaitState state, Ready&& ready, Peer
   AnnouncedWait announced(control, state);
   for (;;) {
     const std::uint32_t seen = bed.bell().rings.load();
-    bed.bell().sleeping.store(1);
+    bed.bell().sleepers.fetch_add(1);
     const bool done = ready();
     if (!done) announced.waits_for(peer());
     if (!done && !control.failed()) bed.sleep(seen, kLongestSleep);
-    bed.bell().sleeping.store(0);
+    bed.bell().sleepers.fetch_sub(1);
     if (done) return;
+    if (!control.failed()) continue;
+    if (ready()) return;  // it came before the end of the world did
     control.throw_if_failed();
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "hsdp/comm/host/tcp_channel.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
 
@@ -43,6 +44,7 @@ PipedReduce::PipedReduce(HostGroup& group, const AllReduce& args)
   out_ = static_cast<std::byte*>(args.data.slice(own.begin, own.length).data);
   plan();
   if (!encodes()) return;
+  static_assert(1 + kWindow <= kStagedMessages);
   staging_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(1 + kWindow) *
                                                          group.message_bytes());
 }

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <system_error>
 
+#include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/page.h"
 #include "hsdp/error.h"
@@ -128,6 +129,7 @@ std::shared_ptr<SharedSegment> SharedSegment::create(std::size_t size, const std
   UniqueFd fd(::memfd_create(("hsdp " + what).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd || ::ftruncate(fd.get(), static_cast<off_t>(pages)) != 0 ||
       ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    throw_if_descriptor_limit("host memory: cannot make memory for " + what);
     throw_errno(what, "reserving", pages);
   }
   std::shared_ptr<SharedSegment> segment(new SharedSegment(std::move(fd), pages));

@@ -1,8 +1,8 @@
 #include "hsdp/comm/host/tcp_channel.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <system_error>
@@ -13,6 +13,13 @@
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
+
+std::size_t tcp_message_bytes(int size) {
+  constexpr std::size_t kLargest = std::size_t{256} << 10;
+  constexpr std::size_t kLine = 64;  // whole cache lines, thus whole elements
+  const std::size_t messages = 2 * (static_cast<std::size_t>(size) - 1) + kStagedMessages;
+  return std::min(kLargest, kTcpBufferBytes / messages / kLine * kLine);
+}
 
 TcpChannel::TcpChannel(UniqueFd socket, std::size_t message_bytes, TcpPeer peer)
     : socket_(std::move(socket)),
@@ -28,14 +35,13 @@ TcpChannel::~TcpChannel() {
 }
 
 bool TcpChannel::write(const std::byte* data, std::size_t size, std::size_t& done) {
-  write_blocked_ = false;
   while (done < size) {
+    if (write_blocked_) return false;
     const ssize_t count = ::send(socket_.get(), data + done, size - done, MSG_NOSIGNAL);
     if (count >= 0) {
       done += static_cast<std::size_t>(count);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       write_blocked_ = true;
-      return false;
     } else if (errno != EINTR) {
       lose(std::generic_category().message(errno));
     }
@@ -44,8 +50,8 @@ bool TcpChannel::write(const std::byte* data, std::size_t size, std::size_t& don
 }
 
 bool TcpChannel::read(std::byte* data, std::size_t size, std::size_t& done) {
-  read_blocked_ = false;
   while (done < size) {
+    if (read_blocked_) return false;
     const ssize_t count = ::recv(socket_.get(), data + done, size - done, 0);
     if (count > 0) {
       done += static_cast<std::size_t>(count);
@@ -53,7 +59,6 @@ bool TcpChannel::read(std::byte* data, std::size_t size, std::size_t& done) {
       lose("it closed the connection");
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       read_blocked_ = true;
-      return false;
     } else if (errno != EINTR) {
       lose(std::generic_category().message(errno));
     }
@@ -62,8 +67,9 @@ bool TcpChannel::read(std::byte* data, std::size_t size, std::size_t& done) {
 }
 
 void TcpChannel::lose(const std::string& reason) {
-  // A peer that left because the world ended has said why through Control: that reason comes first.
-  constexpr int kPatience = 100;
+  // A peer that left because the world ended has said why through Control: that reason comes first
+  // [Note: dead links].
+  constexpr int kPatience = 200;
   for (int i = 0; i < kPatience && !peer_.control.failed(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
@@ -112,10 +118,6 @@ bool TcpChannel::receive(std::byte* data, std::size_t size) {
   if (!read(data, size, received_)) return false;
   received_ = 0;
   return true;
-}
-
-short TcpChannel::blocked_events() const {
-  return static_cast<short>((write_blocked_ ? POLLOUT : 0) | (read_blocked_ ? POLLIN : 0));
 }
 
 }  // namespace hsdp::comm

@@ -1,7 +1,8 @@
 // A channel over one TCP connection.
 //
 // Owns the socket. Reads and writes happen on the calling thread, without blocking; what is in
-// flight waits in the kernel's buffers.
+// flight waits in the kernel's buffers. A socket that could not go on is left alone until
+// look_again() [Note: links at the first call].
 #pragma once
 
 #include <cstddef>
@@ -15,6 +16,12 @@
 #include "hsdp/comm/unique_fd.h"
 
 namespace hsdp::comm {
+
+// A group of `size` ranks sends messages of this size, on every rank: a whole one each way for each
+// channel, and those that a reduction stages, then take at most kTcpBufferBytes.
+constexpr std::size_t kTcpBufferBytes = std::size_t{16} << 20;
+constexpr std::size_t kStagedMessages = 5;
+[[nodiscard]] std::size_t tcp_message_bytes(int size);
 
 struct TcpPeer {
   Control& control;
@@ -36,8 +43,17 @@ class TcpChannel : public Channel {
   [[nodiscard]] const std::byte* front(std::size_t size) override;
   void pop() override { received_ = 0; }
   [[nodiscard]] bool receive(std::byte* data, std::size_t size) override;
-  [[nodiscard]] int socket() const override { return socket_.get(); }
-  [[nodiscard]] short blocked_events() const override;
+
+  [[nodiscard]] int socket() const { return socket_.get(); }
+  // The socket may have moved since it could not go on.
+  struct Moved {
+    bool read = false;
+    bool write = false;
+  };
+  void look_again(Moved moved) {
+    read_blocked_ = read_blocked_ && !moved.read;
+    write_blocked_ = write_blocked_ && !moved.write;
+  }
 
  private:
   // Moves `done` towards `size`; true when it is reached.

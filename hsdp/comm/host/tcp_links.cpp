@@ -3,58 +3,51 @@
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
-#include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
-#include <cstring>
-#include <deque>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <list>
+#include <optional>
 #include <sstream>
+#include <system_error>
+#include <utility>
 
+#include "hsdp/comm/descriptor_limit.h"
+#include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/host_wait.h"
+#include "hsdp/comm/host/shared_segment.h"
+#include "hsdp/comm/host/tcp_handshake.h"
 #include "hsdp/comm/rendezvous/handshake.h"
-#include "hsdp/error.h"
 
 namespace hsdp::comm {
 namespace {
 
-namespace asio = boost::asio;
-using asio::ip::tcp;
-using boost::system::error_code;
+namespace ip = boost::asio::ip;
+using Clock = std::chrono::steady_clock;
+using Millis = std::chrono::milliseconds;
 
-constexpr std::chrono::milliseconds kLook{50};  // between looks at the world's failure
+std::string problem_text(int error) { return std::generic_category().message(error); }
 
-// First on every connection: who calls, and that it knows the listener's token.
-struct Hello {
-  std::array<char, 8> magic{'h', 's', 'd', 'p', 't', 'c', 'p', '1'};
-  std::array<char, 32> token{};
-  std::uint32_t rank = 0;  // in the group
-  std::uint32_t unused = 0;
-};
-static_assert(sizeof(Hello) == 48);
-
-struct Address {
-  std::string host;
-  unsigned short port = 0;
-  std::array<char, 32> token{};
-};
-
-void set_option(int socket, int level, int option, int value) {
-  ::setsockopt(socket, level, option, &value, sizeof value);  // tuning: works without
+std::string descriptor_problem(std::size_t links) {
+  return "tcp: cannot open links to " + std::to_string(links) +
+         " peers: " + descriptor_limit_text() + ", or use engine 'mpi'";
 }
 
-void tune(int socket, std::chrono::milliseconds timeout) {
-  constexpr std::chrono::milliseconds kDeadLink{30'000};
-  const auto dead = static_cast<int>(std::min(kDeadLink, timeout).count());
-  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, dead / 2000));
-  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, dead / 6000));
-  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, dead);
-  ::fcntl(socket, F_SETFD, FD_CLOEXEC);
+// Neither keepalive nor TCP_USER_TIMEOUT: Control finds dead peers [Note: dead links].
+void tune(int socket) {
+  const int yes = 1;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
 }
+
+// A descriptor that a forked child does not keep.
+struct GuardedFd {
+  UniqueFd fd;
+  ForkGuard guard{fd.get()};
+};
 
 // Makes all connections of one rank of one group.
 class Linker {
@@ -63,203 +56,294 @@ class Linker {
   std::vector<UniqueFd> run();
 
  private:
-  struct Caller {  // accepted, its hello not complete
-    tcp::socket socket;
-    Hello hello;
-    std::size_t received = 0;
+  // A member before this one: called until it answers.
+  struct Callee {
+    int rank = 0;
+    ip::tcp::endpoint address;
+    std::string token;
+    std::optional<TcpHandshake> handshake;  // none between two calls
+    Clock::time_point next_call;
+    Millis pause{10};
+    std::optional<Clock::time_point> first_refusal;
   };
 
-  void listen();
-  std::vector<Address> exchange_addresses();
-  void connect_to(int rank, const Address& address);
-  void accept_rest();
+  // What this rank tells the others: its address, or after a '!' why it has none.
+  [[nodiscard]] std::string prepare();
+  [[nodiscard]] bool listen();
+  void learn_addresses(const std::vector<std::string>& messages, const std::vector<int>& ascending);
+  void connect();
+  void call_those_due();
+  void wait_and_advance();
+  void advance(Callee& callee);
+  void call_later(Callee& callee, const std::string& reason);
   void accept_new();
-  // False when the caller is to be dropped.
-  bool hear(Caller& caller);
-  bool admit(Caller& caller);
-  void keep(int rank, tcp::socket socket);
+  void advance_caller(std::list<TcpHandshake>::iterator caller);
+  void keep(int rank, UniqueFd socket);
+  // A new descriptor from `open`, at the cost of a reserved one or of a stranger if need be.
+  template <typename Open>
+  [[nodiscard]] UniqueFd open_socket(Open open);
+
+  [[nodiscard]] bool is_neighbour(int rank) const;
   [[nodiscard]] bool needs(int rank) const;
-  [[nodiscard]] std::string context(int caller, int listener) const;
-  [[noreturn]] void give_up(int rank, const std::string& reason);
+  [[nodiscard]] std::size_t count_expected_callers() const;
+  [[nodiscard]] SecretProof proof(HandshakeRole role, int caller, int listener,
+                                  const std::string& token) const;
+  [[noreturn]] void give_up(const Failure& failure);
 
   const TcpLinks& links_;
   Control& control_;
+  int size_;
   int rank_;
-  asio::io_context context_;
-  tcp::acceptor listener_{context_};
-  std::array<char, 32> token_{};
-  std::deque<Caller> callers_;
+  std::string token_ = random_secret();
+  UniqueFd listener_;
+  ForkGuard listener_guard_;
+  std::vector<GuardedFd> reserved_;  // so that descriptors are known to suffice before all begin
+  std::list<Callee> callees_;
+  std::list<TcpHandshake> callers_;  // not proven yet, oldest first
   std::vector<UniqueFd> sockets_;
 };
 
 Linker::Linker(const TcpLinks& links)
     : links_(links),
       control_(links.control),
+      size_(static_cast<int>(links.members.size())),
       rank_(static_cast<int>(std::ranges::find(links.members, links.control.rank()) -
                              links.members.begin())),
-      sockets_(links.members.size()) {
-  const std::string secret = random_secret();
-  std::memcpy(token_.data(), secret.data(), std::min(secret.size(), token_.size()));
+      sockets_(links.members.size()) {}
+
+bool Linker::is_neighbour(int rank) const {
+  return std::ranges::binary_search(links_.neighbours,
+                                    links_.members[static_cast<std::size_t>(rank)]);
 }
 
 bool Linker::needs(int rank) const {
-  const auto index = static_cast<std::size_t>(rank);
-  return !std::ranges::binary_search(links_.neighbours, links_.members[index]) && !sockets_[index];
+  return !is_neighbour(rank) && !sockets_[static_cast<std::size_t>(rank)];
 }
 
-std::string Linker::context(int caller, int listener) const {
-  std::string text = "data " + std::to_string(caller) + ">" + std::to_string(listener) + " ";
-  text += links_.group_id.substr(0, 64 - text.size());
-  return text;
+std::size_t Linker::count_expected_callers() const {
+  std::size_t count = 0;
+  for (int rank = rank_ + 1; rank < size_; ++rank) count += needs(rank) ? 1 : 0;
+  return count;
 }
 
-void Linker::give_up(int rank, const std::string& reason) {
-  const int world_rank = links_.members[static_cast<std::size_t>(rank)];
-  end_world(control_,
-            {.kind = FailureKind::kPeerLost,
-             .message = "tcp: cannot connect to rank " + std::to_string(world_rank) + " of " +
-                        std::to_string(control_.size()) + ": " + reason,
-             .ranks = {world_rank}},
-            {.operation = "connect"});
+SecretProof Linker::proof(HandshakeRole role, int caller, int listener,
+                          const std::string& token) const {
+  const std::string who = "data " + std::to_string(caller) + ">" + std::to_string(listener) + " ";
+  return {role, control_.secret() + token, who + std::string(links_.key)};
 }
 
-void Linker::listen() {
-  error_code error;
-  const auto address = asio::ip::make_address(control_.address(), error);
-  const auto any = address.is_v6() ? tcp::v6() : tcp::v4();
-  listener_.open(any);
-  ::fcntl(listener_.native_handle(), F_SETFD, FD_CLOEXEC);
-  if (!error) listener_.bind({address, 0}, error);
-  if (error) listener_.bind({any, 0});
-  listener_.listen(tcp::acceptor::max_listen_connections);
-  listener_.non_blocking(true);
+void Linker::give_up(const Failure& failure) {
+  end_world(control_, failure, {.operation = "connect"});
 }
 
-std::vector<Address> Linker::exchange_addresses() {
-  std::ostringstream mine;
-  mine << control_.address() << ' ' << listener_.local_endpoint().port() << ' '
-       << std::string_view(token_.data(), token_.size());
-  std::vector<int> ascending = links_.members;
-  std::ranges::sort(ascending);
-  const auto messages =
-      control_.exchange(links_.group_id + "/tcp", ascending, mine.str(), {.operation = "connect"});
-  std::vector<Address> addresses(links_.members.size());
+bool Linker::listen() {
+  boost::system::error_code no_number;
+  const auto address = ip::make_address(control_.address(), no_number);
+  const auto any = address.is_v6() ? ip::tcp::v6() : ip::tcp::v4();
+  listener_.reset(::socket(any.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!listener_) return false;
+  listener_guard_ = ForkGuard(listener_.get());
+  const ip::tcp::endpoint own(address, 0);
+  const ip::tcp::endpoint everywhere(any, 0);
+  const int socket = listener_.get();
+  const bool bound =
+      !no_number && ::bind(socket, own.data(), static_cast<socklen_t>(own.size())) == 0;
+  return (bound ||
+          ::bind(socket, everywhere.data(), static_cast<socklen_t>(everywhere.size())) == 0) &&
+         ::listen(socket, SOMAXCONN) == 0;
+}
+
+std::string Linker::prepare() {
+  const std::size_t wanted = links_.members.size() - links_.neighbours.size();
+  if (!listen()) {
+    if (is_descriptor_limit(errno)) return "!" + descriptor_problem(wanted);
+    return "!tcp: cannot listen at " + control_.address() + ": " + problem_text(errno);
+  }
+  // One more than links: whoever waits for the sockets needs a descriptor, too.
+  while (reserved_.size() <= wanted) {
+    UniqueFd place(::fcntl(listener_.get(), F_DUPFD_CLOEXEC, 0));
+    if (!place) return "!" + descriptor_problem(wanted);
+    reserved_.push_back({std::move(place)});
+  }
+  ip::tcp::endpoint bound;
+  auto length = static_cast<socklen_t>(bound.capacity());
+  ::getsockname(listener_.get(), bound.data(), &length);
+  return control_.address() + ' ' + std::to_string(bound.port()) + ' ' + token_;
+}
+
+void Linker::learn_addresses(const std::vector<std::string>& messages,
+                             const std::vector<int>& ascending) {
   for (std::size_t i = 0; i < messages.size(); ++i) {
-    const auto rank = std::ranges::find(links_.members, ascending[i]) - links_.members.begin();
-    Address& address = addresses[static_cast<std::size_t>(rank)];
-    std::string token;
-    std::istringstream(messages[i]) >> address.host >> address.port >> token;
-    std::memcpy(address.token.data(), token.data(), std::min(token.size(), address.token.size()));
+    if (!messages[i].starts_with('!')) continue;
+    throw AgreedError(messages[i].substr(1) + " (rank " + std::to_string(ascending[i]) + " of " +
+                      std::to_string(control_.size()) + ")");
   }
-  return addresses;
+  for (int rank = 0; rank < rank_; ++rank) {
+    if (is_neighbour(rank)) continue;
+    const int member = links_.members[static_cast<std::size_t>(rank)];
+    const auto place = std::ranges::lower_bound(ascending, member) - ascending.begin();
+    std::string host;
+    unsigned short port = 0;
+    Callee callee{.rank = rank};
+    std::istringstream(messages[static_cast<std::size_t>(place)]) >> host >> port >> callee.token;
+    boost::system::error_code error;
+    callee.address = {ip::make_address(host, error), port};
+    if (error) {
+      give_up({.kind = FailureKind::kPeerLost,
+               .message = "tcp: cannot connect to rank " + std::to_string(member) + " of " +
+                          std::to_string(control_.size()) + ": its address '" + host +
+                          "' is no number",
+               .ranks = {member}});
+    }
+    callees_.push_back(std::move(callee));
+  }
 }
 
-void Linker::keep(int rank, tcp::socket socket) {
-  tune(socket.native_handle(), control_.timeout());
-  socket.native_non_blocking(true);
-  sockets_[static_cast<std::size_t>(rank)].reset(socket.release());
-}
-
-void Linker::connect_to(int rank, const Address& address) {
-  error_code error;
-  const auto host = asio::ip::make_address(address.host, error);
-  if (error) give_up(rank, "its address '" + address.host + "' is no number");
-  tcp::socket socket(context_);
-  const tcp::endpoint endpoint(host, address.port);
-  socket.open(endpoint.protocol());
-  tune(socket.native_handle(), control_.timeout());
-  socket.native_non_blocking(true);
-  AnnouncedWait announced(control_, {.operation = "connect"});
-  announced.waits_for(links_.members[static_cast<std::size_t>(rank)]);
-  if (::connect(socket.native_handle(), endpoint.data(), static_cast<socklen_t>(endpoint.size())) !=
-          0 &&
-      errno != EINPROGRESS) {
-    give_up(rank, std::strerror(errno));
-  }
-  pollfd ready{socket.native_handle(), POLLOUT, 0};
-  while (::poll(&ready, 1, static_cast<int>(kLook.count())) <= 0) control_.throw_if_failed();
-  int outcome = 0;
-  socklen_t size = sizeof outcome;
-  ::getsockopt(socket.native_handle(), SOL_SOCKET, SO_ERROR, &outcome, &size);
-  if (outcome != 0) give_up(rank, std::strerror(outcome));
-  Hello hello;
-  hello.token = address.token;
-  hello.rank = static_cast<std::uint32_t>(rank_);
-  // Fits the empty send buffer of a fresh connection.
-  if (socket.send(asio::buffer(&hello, sizeof hello), 0, error) != sizeof hello) {
-    give_up(rank, error.message());
-  }
-  if (!control_.secret().empty() &&
-      !prove_secret(socket.native_handle(), HandshakeRole::kConnecting, control_.secret(),
-                    context(rank_, rank), control_.timeout())) {
-    give_up(rank, "it did not prove the job's secret");
-  }
-  keep(rank, std::move(socket));
-}
-
-bool Linker::admit(Caller& caller) {
-  const auto rank = static_cast<int>(caller.hello.rank);
-  const bool known = caller.hello.magic == Hello().magic && caller.hello.token == token_ &&
-                     rank > rank_ && rank < static_cast<int>(links_.members.size()) && needs(rank);
-  if (!known) return false;
-  if (!control_.secret().empty() &&
-      !prove_secret(caller.socket.native_handle(), HandshakeRole::kAccepting, control_.secret(),
-                    context(rank, rank_), control_.timeout())) {
-    return false;
-  }
-  keep(rank, std::move(caller.socket));
-  return false;
-}
-
-bool Linker::hear(Caller& caller) {
-  error_code error;
-  auto* const bytes = reinterpret_cast<std::byte*>(&caller.hello);
-  caller.received += caller.socket.receive(
-      asio::buffer(bytes + caller.received, sizeof(Hello) - caller.received), 0, error);
-  if (error == asio::error::would_block || error == asio::error::interrupted) return true;
-  if (error) return false;
-  return caller.received < sizeof(Hello) || admit(caller);
-}
-
-void Linker::accept_new() {
-  constexpr std::size_t kMostCallers = 64;
+template <typename Open>
+UniqueFd Linker::open_socket(Open open) {
   for (;;) {
-    error_code error;
-    tcp::socket socket = listener_.accept(error);
-    if (error) return;
-    ::fcntl(socket.native_handle(), F_SETFD, FD_CLOEXEC);
-    socket.non_blocking(true);
-    if (callers_.size() == kMostCallers) callers_.pop_front();  // the slowest stranger
-    callers_.push_back({.socket = std::move(socket), .hello = {}, .received = 0});
-    callers_.back().hello.magic = {};
+    UniqueFd socket(open());
+    if (socket || !is_descriptor_limit(errno)) return socket;
+    if (!reserved_.empty()) {
+      reserved_.pop_back();
+    } else if (!callers_.empty()) {
+      callers_.pop_front();
+    } else {
+      give_up({.kind = FailureKind::kAborted,
+               .message = descriptor_problem(links_.members.size() - links_.neighbours.size()) +
+                          " (rank " + std::to_string(control_.rank()) + " of " +
+                          std::to_string(control_.size()) + ")",
+               .ranks = {control_.rank()}});
+    }
   }
 }
 
-void Linker::accept_rest() {
-  AnnouncedWait announced(control_, {.operation = "connect"});
-  const int size = static_cast<int>(links_.members.size());
-  for (int rank = rank_ + 1; rank < size;) {
-    if (!needs(rank)) {
-      ++rank;
+void Linker::keep(int rank, UniqueFd socket) {
+  sockets_[static_cast<std::size_t>(rank)] = std::move(socket);
+  if (!reserved_.empty()) reserved_.pop_back();
+}
+
+void Linker::call_those_due() {
+  for (Callee& callee : callees_) {
+    if (callee.handshake || Clock::now() < callee.next_call) continue;
+    UniqueFd socket = open_socket([&] {
+      return ::socket(callee.address.protocol().family(),
+                      SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    });
+    if (!socket || (::connect(socket.get(), callee.address.data(),
+                              static_cast<socklen_t>(callee.address.size())) != 0 &&
+                    errno != EINPROGRESS)) {
+      call_later(callee, problem_text(errno));
       continue;
     }
-    announced.waits_for(links_.members[static_cast<std::size_t>(rank)]);
-    std::vector<pollfd> ready{{listener_.native_handle(), POLLIN, 0}};
-    for (Caller& caller : callers_) ready.push_back({caller.socket.native_handle(), POLLIN, 0});
-    ::poll(ready.data(), ready.size(), static_cast<int>(kLook.count()));
+    tune(socket.get());
+    callee.handshake.emplace(std::move(socket), rank_,
+                             proof(HandshakeRole::kConnecting, rank_, callee.rank, callee.token));
+  }
+}
+
+// A refusal need not be final: the callee may have taken this rank for one stranger too many. If it
+// has ended, Control says so before the patience is over.
+void Linker::call_later(Callee& callee, const std::string& reason) {
+  constexpr Millis kPatience{10'000};
+  constexpr Millis kLongestPause{320};
+  const auto now = Clock::now();
+  if (!callee.first_refusal) callee.first_refusal = now;
+  if (now - *callee.first_refusal >= std::min(kPatience, control_.timeout() / 2)) {
+    const int member = links_.members[static_cast<std::size_t>(callee.rank)];
+    std::ostringstream message;
+    message << "tcp: cannot connect to rank " << member << " of " << control_.size() << " at "
+            << callee.address << ": " << reason;
+    give_up({.kind = FailureKind::kPeerLost, .message = message.str(), .ranks = {member}});
+  }
+  callee.handshake.reset();
+  callee.next_call = now + callee.pause;
+  callee.pause = std::min(2 * callee.pause, kLongestPause);
+}
+
+void Linker::advance(Callee& callee) {
+  switch (callee.handshake->advance()) {
+    case TcpHandshake::State::kWaiting:
+      return;
+    case TcpHandshake::State::kProven:
+      return keep(callee.rank, callee.handshake->take_socket());
+    case TcpHandshake::State::kBroken:
+      return call_later(callee, callee.handshake->problem());
+  }
+}
+
+void Linker::advance_caller(std::list<TcpHandshake>::iterator caller) {
+  const auto state = caller->advance();
+  if (state == TcpHandshake::State::kWaiting) return;
+  if (state == TcpHandshake::State::kProven && needs(caller->caller())) {
+    keep(caller->caller(), caller->take_socket());
+  }
+  callers_.erase(caller);
+}
+
+// Strangers may be as many as they like: the oldest callers make room, and a member among them
+// calls again.
+void Linker::accept_new() {
+  constexpr std::size_t kMostStrangers = 64;
+  for (;;) {
+    UniqueFd socket = open_socket(
+        [&] { return ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+    if (!socket) return;
+    tune(socket.get());
+    if (callers_.size() >= count_expected_callers() + kMostStrangers) callers_.pop_front();
+    callers_.emplace_back(std::move(socket), [this](int caller) -> std::optional<SecretProof> {
+      if (caller <= rank_ || caller >= size_ || !needs(caller)) return std::nullopt;
+      return proof(HandshakeRole::kAccepting, caller, rank_, token_);
+    });
+    advance_caller(std::prev(callers_.end()));
+  }
+}
+
+void Linker::wait_and_advance() {
+  constexpr Millis kLook{50};  // between looks at the world's failure and at calls that are due
+  constexpr Millis kLookToCall{5};
+  std::vector<pollfd> fds{{listener_.get(), POLLIN, 0}};
+  bool calls_later = false;
+  for (const Callee& callee : callees_) {
+    calls_later = calls_later || !callee.handshake;
+    fds.push_back(callee.handshake ? callee.handshake->awaited() : pollfd{-1, 0, 0});
+  }
+  for (const TcpHandshake& caller : callers_) fds.push_back(caller.awaited());
+  ::poll(fds.data(), fds.size(), static_cast<int>((calls_later ? kLookToCall : kLook).count()));
+  auto fd = fds.begin() + 1;
+  for (Callee& callee : callees_) {
+    if ((fd++)->revents != 0) advance(callee);
+  }
+  for (auto caller = callers_.begin(); caller != callers_.end();) {
+    const auto next = std::next(caller);
+    if ((fd++)->revents != 0) advance_caller(caller);
+    caller = next;
+  }
+  if (fds.front().revents != 0) accept_new();
+  std::erase_if(callees_, [&](const Callee& callee) { return !needs(callee.rank); });
+}
+
+void Linker::connect() {
+  AnnouncedWait announced(control_, {.operation = "connect"});
+  for (int missing = 0; missing < size_;) {
+    if (!needs(missing)) {
+      ++missing;
+      continue;
+    }
+    announced.waits_for(links_.members[static_cast<std::size_t>(missing)]);
+    call_those_due();
+    wait_and_advance();
     control_.throw_if_failed();
-    accept_new();
-    std::erase_if(callers_, [&](Caller& caller) { return !hear(caller); });
   }
 }
 
 std::vector<UniqueFd> Linker::run() {
-  listen();
-  const auto addresses = exchange_addresses();
-  for (int rank = 0; rank < rank_; ++rank) {
-    if (needs(rank)) connect_to(rank, addresses[static_cast<std::size_t>(rank)]);
-  }
-  accept_rest();
+  std::vector<int> ascending = links_.members;
+  std::ranges::sort(ascending);
+  const std::string own = prepare();
+  learn_addresses(control_.exchange(links_.key, ascending, own, {.operation = "connect"}),
+                  ascending);
+  connect();
   return std::move(sockets_);
 }
 

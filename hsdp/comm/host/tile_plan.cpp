@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "hsdp/comm/host/page.h"
+
 namespace hsdp::comm {
 namespace {
 
 // Two buffers of a few ranks on one core fit its second cache, with room for the data's own lines.
-constexpr std::size_t kTileBytes = std::size_t{128} << 10;
+constexpr std::size_t kSmallestTileBytes = std::size_t{128} << 10;
 constexpr std::int64_t kBlock = 32;  // elements: whole cache lines of any dtype
 constexpr std::size_t kWidestElementBytes = 8;
 
@@ -15,11 +17,18 @@ std::int64_t divide_up(std::int64_t dividend, std::int64_t divisor) {
   return (dividend + divisor - 1) / divisor;
 }
 
+// Many ranks share a core, and no cache holds what all of them stage: then fewer meetings count for
+// more, and copies of whole pages.
+std::size_t content_bytes(std::size_t ranks) {
+  return std::max(kSmallestTileBytes, ranks * kPageBytes);
+}
+
 }  // namespace
 
 // Windows are whole blocks: up to one for each rank more than an even share.
 std::size_t TilePlan::tile_bytes(int size) {
-  return kTileBytes + static_cast<std::size_t>(size * kBlock) * kWidestElementBytes;
+  return content_bytes(static_cast<std::size_t>(size)) +
+         static_cast<std::size_t>(size * kBlock) * kWidestElementBytes;
 }
 
 TilePlan::TilePlan(std::vector<Slice> slices, std::size_t element_bytes)
@@ -27,7 +36,8 @@ TilePlan::TilePlan(std::vector<Slice> slices, std::size_t element_bytes)
   std::int64_t elements = 0;
   for (const Slice& slice : slices_) elements += slice.length;
   if (elements == 0) return;
-  tiles_ = divide_up(elements, static_cast<std::int64_t>(kTileBytes / element_bytes));
+  const std::size_t tile_elements = content_bytes(slices_.size()) / element_bytes;
+  tiles_ = divide_up(elements, static_cast<std::int64_t>(tile_elements));
   std::size_t offset = 0;
   for (std::size_t r = 0; r < slices_.size(); ++r) {
     const std::int64_t length = divide_up(divide_up(slices_[r].length, tiles_), kBlock) * kBlock;

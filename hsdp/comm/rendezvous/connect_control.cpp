@@ -1,11 +1,11 @@
 // The rendezvous: how the ranks of a job find rank 0, and who can pass descriptors to whom.
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <boost/system/system_error.hpp>
+#include <cerrno>
 #include <chrono>
-#include <thread>
+#include <exception>
 #include <utility>
 
 #include "hsdp/comm/control/process_control.h"
@@ -15,6 +15,7 @@
 #include "hsdp/comm/rendezvous/handshake.h"
 #include "hsdp/comm/rendezvous/host_identity.h"
 #include "hsdp/comm/rendezvous/tcp_rendezvous.h"
+#include "hsdp/comm/retry.h"
 #include "hsdp/comm/timeout_range.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
@@ -25,16 +26,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Millis = std::chrono::milliseconds;
 
-// Calls `attempt` until it gives something or the time is over.
-template <typename Attempt>
-auto retry_until(Clock::time_point end, Attempt attempt) -> decltype(attempt()) {
-  constexpr Millis kFirstPause{1};
-  constexpr Millis kLongestPause{50};
-  for (Millis pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
-    if (auto result = attempt()) return result;
-    if (Clock::now() + pause >= end) return {};
-    std::this_thread::sleep_for(pause);
-  }
+Millis left_until(Clock::time_point end) {
+  return std::max(Millis(1), std::chrono::ceil<Millis>(end - Clock::now()));
 }
 
 [[noreturn]] void throw_hub_absent(const std::string& where, Millis timeout, int rank, int size,
@@ -52,8 +45,21 @@ std::string leader_name(int rank) { return "leader" + std::to_string(rank); }
 std::optional<JobSocket> try_to_claim(const std::filesystem::path& path) {
   try {
     return JobSocket::claim(path, SOCK_SEQPACKET);
+  } catch (const DescriptorLimitError&) {
+    throw;
   } catch (const Error&) {  // no place for a socket: this host's ranks use TCP
     return std::nullopt;
+  }
+}
+
+// Empty where the leader's socket is not visible from here.
+UniqueFd try_to_follow(const std::filesystem::path& path, Millis patience) {
+  try {
+    return connect_job_socket(path, SOCK_SEQPACKET, patience);
+  } catch (const DescriptorLimitError&) {
+    throw;
+  } catch (const Error&) {
+    return {};
   }
 }
 
@@ -78,8 +84,7 @@ ProcessControl::ProcessControl(const LaunchEnvironment& launch, std::chrono::mil
       timeout_(timeout),
       generation_(fork_generation()),
       secret_(launch.secret.value_or("")),
-      host_(host_identity()),
-      shares_(static_cast<std::size_t>(launch.size), false) {
+      shares_(static_cast<std::size_t>(std::max(launch.size, 0)), false) {
   if (size_ < 1 || rank_ < 0 || rank_ >= size_) {
     throw UsageError("control: expected a rank below the world size, got rank " +
                      std::to_string(rank_) + " of " + std::to_string(size_));
@@ -87,25 +92,39 @@ ProcessControl::ProcessControl(const LaunchEnvironment& launch, std::chrono::mil
   require_timeout(timeout_, "control: timeout");
   shares_[static_cast<std::size_t>(rank_)] = true;
   try {
-    meet(launch);
+    meet(launch, Clock::now() + timeout_);
   } catch (const PeerLostError&) {
     sweep_dead_sockets(launch);
     throw;
   }
 }
 
-void ProcessControl::meet(const LaunchEnvironment& launch) {
+void ProcessControl::meet(const LaunchEnvironment& launch, Clock::time_point end) {
+  host_ = wait_out_limit(end, [] { return host_identity(); });
   if (size_ == 1) {
-    loop_ = std::make_unique<ControlLoop>(state_, own_frame(launch), timeout_);
+    make_loop(launch, end);
     loop_->start_as_hub(-1, "", "");
   } else if (launch.one_host()) {
-    join_one_host(launch);
+    join_one_host(launch, end);
   } else {
-    join_hosts(launch);
+    join_hosts(launch, end);
   }
   const WelcomeFrame welcome = state_->await_welcome();
   if (secret_.empty()) secret_ = welcome.secret;
-  if (size_ > 1) connect_descriptors(launch, welcome.hosts);
+  if (size_ > 1) connect_descriptors(launch, welcome.hosts, end);
+}
+
+void ProcessControl::make_loop(const LaunchEnvironment& launch, Clock::time_point end) {
+  state_ = std::make_shared<ControlState>();
+  loop_ = wait_out_limit(end, [&] {
+    try {
+      return std::make_unique<ControlLoop>(state_, own_frame(launch), timeout_);
+    } catch (const boost::system::system_error& error) {
+      errno = error.code().value();
+      throw_if_descriptor_limit("rendezvous: cannot watch connections");
+      throw;
+    }
+  });
 }
 
 JoinFrame ProcessControl::own_frame(const LaunchEnvironment& launch) const {
@@ -116,15 +135,16 @@ JoinFrame ProcessControl::own_frame(const LaunchEnvironment& launch) const {
   frame.job = launch.job;
   frame.host = host_;
   frame.address = address_;
+  frame.process = process_;
   return frame;
 }
 
-void ProcessControl::join_one_host(const LaunchEnvironment& launch) {
+void ProcessControl::join_one_host(const LaunchEnvironment& launch, Clock::time_point end) {
   const auto path = job_socket_path(launch, "rank0");
-  const Clock::time_point end = Clock::now() + timeout_;
-  loop_ = std::make_unique<ControlLoop>(state_, own_frame(launch), timeout_);
+  make_loop(launch, end);
   if (rank_ != 0) {
-    UniqueFd socket = retry_until(end, [&] { return connect_job_socket(path, SOCK_STREAM); });
+    UniqueFd socket =
+        retry_until(end, [&] { return connect_job_socket(path, SOCK_STREAM, left_until(end)); });
     if (!socket) {
       static_cast<void>(sweep_job_socket(path));
       throw_hub_absent(path.string(), timeout_, rank_, size_,
@@ -141,7 +161,24 @@ void ProcessControl::join_one_host(const LaunchEnvironment& launch) {
     throw Error("rendezvous: another process is rank 0 of this job (" + path.string() +
                 "); end it or set another HSDP_JOB");
   }
-  loop_->start_as_hub(door->listener(), "", random_secret());
+  welcome_all(door->listener(), "", random_secret());
+}
+
+void ProcessControl::join_hosts(const LaunchEnvironment& launch, Clock::time_point end) {
+  require_tcp_settings(launch);
+  if (rank_ != 0) return knock_until_welcomed(launch, end);
+  const UniqueFd door =
+      wait_out_limit(end, [&] { return listen_tcp_hub(*launch.address, *launch.port); });
+  const ForkGuard guard(door.get());
+  address_ = own_address(door.get());
+  make_loop(launch, end);
+  welcome_all(door.get(), secret_, "");
+}
+
+// Rank 0: until all have joined.
+void ProcessControl::welcome_all(int door, const std::string& secret,
+                                 const std::string& welcome_secret) {
+  loop_->start_as_hub(door, secret, welcome_secret);
   try {
     static_cast<void>(state_->await_welcome());
   } catch (...) {
@@ -151,47 +188,48 @@ void ProcessControl::join_one_host(const LaunchEnvironment& launch) {
   loop_->stop_listening();
 }
 
-void ProcessControl::join_hosts(const LaunchEnvironment& launch) {
-  require_tcp_settings(launch);
+// A connection that ends before the welcome is made again, for as long as rank 0 listens.
+void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock::time_point end) {
+  constexpr Millis kPatienceWithAbsent{1'000};
   const std::string where = *launch.address + ":" + std::to_string(*launch.port);
-  const Clock::time_point end = Clock::now() + timeout_;
-  if (rank_ != 0) {
+  std::exception_ptr lost;
+  for (;;) {
+    Clock::time_point listened = Clock::now();
     bool was_refused = false;
-    UniqueFd socket = retry_until(end, [&]() -> UniqueFd {
-      const auto left = std::chrono::ceil<Millis>(end - Clock::now());
-      return connect_tcp_hub(*launch.address, *launch.port, secret_, left, was_refused);
+    Knock knock = retry_until(end, [&] {
+      Knock one = connect_tcp_hub(*launch.address, *launch.port, secret_, left_until(end));
+      was_refused = was_refused || one.somebody_listens;
+      if (one.somebody_listens) listened = Clock::now();
+      if (lost && Clock::now() - listened > kPatienceWithAbsent) std::rethrow_exception(lost);
+      return one;
     });
-    if (!socket) {
+    if (!knock) {
+      if (lost) std::rethrow_exception(lost);
       throw_hub_absent(where, timeout_, rank_, size_,
                        was_refused ? " (it answers, but does not prove this job's secret: compare "
                                      "HSDP_SECRET)"
                                    : "");
     }
-    bound_dead_link(socket.get(), timeout_);
-    address_ = own_address(socket.get());
-    loop_ = std::make_unique<ControlLoop>(state_, own_frame(launch), timeout_);
-    loop_->start_as_rank(std::move(socket));
-    static_cast<void>(state_->await_welcome());
-    return;
+    bound_dead_link(knock.socket.get(), timeout_);
+    address_ = own_address(knock.socket.get());
+    make_loop(launch, end);
+    loop_->start_as_rank(std::move(knock.socket));
+    try {
+      static_cast<void>(state_->await_welcome());
+      return;
+    } catch (const PeerLostError&) {
+      if (!loop_->lost_hub()) throw;  // rank 0 said who was lost
+      lost = std::current_exception();
+      loop_->stop();
+    }
   }
-  const UniqueFd door = listen_tcp_hub(*launch.address, *launch.port);
-  const ForkGuard guard(door.get());
-  address_ = own_address(door.get());
-  loop_ = std::make_unique<ControlLoop>(state_, own_frame(launch), timeout_);
-  loop_->start_as_hub(door.get(), secret_, "");
-  try {
-    static_cast<void>(state_->await_welcome());
-  } catch (...) {
-    loop_->stop();
-    throw;
-  }
-  loop_->stop_listening();
 }
 
 // Ranks with one host identity meet at the lowest of them, which brokers; who cannot reach it
 // (other mount namespace) shares memory with nobody.
 void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
-                                         const std::vector<std::string>& hosts) {
+                                         const std::vector<std::string>& hosts,
+                                         Clock::time_point end) {
   std::vector<int> everyone;
   std::vector<int> local_ranks;
   for (int rank = 0; rank < size_; ++rank) {
@@ -202,22 +240,21 @@ void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
   const bool leads = leader == rank_ && local_ranks.size() > 1;
   const WaitState waiting{"rendezvous"};
   const auto own_path = job_socket_path(launch, leader_name(rank_));
-  auto door = leads ? try_to_claim(own_path) : std::nullopt;
+  std::optional<JobSocket> door =
+      leads ? wait_out_limit(end, [&] { return try_to_claim(own_path); }) : std::nullopt;
+  // It accepts from now on: more ranks may come than its queue holds.
+  if (door) loop_->lead_descriptors(door->take_listener(), local_ranks);
   const auto paths =
       exchange("hsdp leader paths", everyone, door ? own_path.string() : "", waiting);
   const std::string& leader_path = paths[static_cast<std::size_t>(leader)];
   bool reaches = door.has_value();
   if (!leads && !leader_path.empty()) {
-    UniqueFd socket;
-    try {
-      socket = connect_job_socket(leader_path, SOCK_SEQPACKET);
-    } catch (const Error&) {  // not visible from here
-    }
+    UniqueFd socket =
+        wait_out_limit(end, [&] { return try_to_follow(leader_path, left_until(end)); });
     reaches = static_cast<bool>(socket);
     if (reaches) loop_->follow_descriptors(std::move(socket), leader);
   }
   const auto reached = exchange("hsdp leader reach", everyone, reaches ? "yes" : "no", waiting);
-  if (door) loop_->lead_descriptors(door->take_listener(), local_ranks);
   for (const int rank : local_ranks) {
     const bool both = reaches && reached[static_cast<std::size_t>(rank)] == "yes";
     if (both) shares_[static_cast<std::size_t>(rank)] = true;

@@ -5,6 +5,7 @@
 
 #include <fstream>
 
+#include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/handshake.h"
 
 namespace hsdp::comm {
@@ -12,6 +13,7 @@ namespace hsdp::comm {
 std::string host_identity() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  if (boot.empty()) require_free_descriptor("rendezvous: cannot tell which host this is");
   struct stat network {};
   if (boot.empty() || ::stat("/proc/self/ns/net", &network) != 0) {
     // Nothing is known, so nobody is on the same host: a name that no other process has.

@@ -7,6 +7,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 #include <utility>
 
 #include "hsdp/comm/control/control_frames.h"
+#include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -40,6 +42,7 @@ std::optional<UniqueFd> open_private(const std::filesystem::path& directory) {
   UniqueFd fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   if (!fd) {
     if (errno == ENOENT) return std::nullopt;
+    throw_if_descriptor_limit("rendezvous: cannot open " + directory.string());
     refuse(directory);
   }
   struct stat status {};
@@ -69,9 +72,23 @@ const sockaddr* generic(const sockaddr_un& address) {
 }
 
 UniqueFd open_socket(int type) {
-  UniqueFd fd(::socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd) throw Error("rendezvous: cannot open a socket: " + last_error());
-  return fd;
+  UniqueFd fd(::socket(AF_UNIX, type | SOCK_CLOEXEC, 0));
+  if (fd) return fd;
+  throw_if_descriptor_limit("rendezvous: cannot open a socket");
+  throw Error("rendezvous: cannot open a socket: " + last_error());
+}
+
+// How long connect() may wait for a place in the queue of a door that many knock at.
+void bound_connect(int socket, std::chrono::milliseconds patience) {
+  const auto seconds = std::chrono::floor<std::chrono::seconds>(patience);
+  timeval limit{};  // all zero would be no limit
+  limit.tv_sec = seconds.count();
+  limit.tv_usec = std::max<suseconds_t>(1, std::chrono::microseconds(patience - seconds).count());
+  ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+}
+
+void make_non_blocking(int socket) {
+  ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
 }
 
 std::filesystem::path base_directory() {
@@ -118,6 +135,7 @@ std::optional<JobSocket> JobSocket::claim(const std::filesystem::path& path, int
     if (!is_still_at(directory, lock->get())) continue;
     ::unlink(path.c_str());  // of a dead holder: a live one would have the lock
     UniqueFd listener = open_socket(socket_type);
+    make_non_blocking(listener.get());
     if (::bind(listener.get(), generic(address), sizeof address) != 0 ||
         ::listen(listener.get(), SOMAXCONN) != 0) {
       throw Error("rendezvous: cannot listen at " + path.string() + ": " + last_error());
@@ -129,9 +147,7 @@ std::optional<JobSocket> JobSocket::claim(const std::filesystem::path& path, int
 
 UniqueFd JobSocket::take_listener() {
   listener_guard_.release();
-  UniqueFd listener = std::move(listener_);
-  remove();
-  return listener;
+  return std::move(listener_);
 }
 
 void JobSocket::remove() {
@@ -144,14 +160,17 @@ void JobSocket::remove() {
   lock_.reset();
 }
 
-UniqueFd connect_job_socket(const std::filesystem::path& path, int socket_type) {
+UniqueFd connect_job_socket(const std::filesystem::path& path, int socket_type,
+                            std::chrono::milliseconds patience) {
   const sockaddr_un address = address_of(path);
   if (!open_private(path.parent_path())) return {};
   UniqueFd fd = open_socket(socket_type);
+  bound_connect(fd.get(), patience);
   if (::connect(fd.get(), generic(address), sizeof address) != 0) {
-    if (errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN) return {};
+    if (errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN || errno == EINTR) return {};
     throw Error("rendezvous: cannot connect to " + path.string() + ": " + last_error());
   }
+  make_non_blocking(fd.get());
   ucred peer{};
   socklen_t length = sizeof peer;
   if (::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0 ||

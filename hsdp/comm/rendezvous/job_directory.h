@@ -6,6 +6,7 @@
 // finds the holder dead sweeps behind it.
 #pragma once
 
+#include <chrono>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -24,7 +25,8 @@ namespace hsdp::comm {
 // A listening socket in the job's directory, held by this process.
 class JobSocket {
  public:
-  // nullopt while another live process holds the name; Error for a hostile directory or no space.
+  // nullopt while another live process holds the name; Error for a hostile directory or no space,
+  // DescriptorLimitError at the limit of open files.
   [[nodiscard]] static std::optional<JobSocket> claim(const std::filesystem::path& path,
                                                       int socket_type);
   JobSocket(JobSocket&&) noexcept = default;
@@ -32,7 +34,7 @@ class JobSocket {
   ~JobSocket() { remove(); }
 
   [[nodiscard]] int listener() const { return listener_.get(); }
-  // The listening socket goes to the caller, the path goes away: who has connected is kept.
+  // The listening socket goes to the caller; the path stays until remove().
   [[nodiscard]] UniqueFd take_listener();
   // Unlinks the path, removes the directory, and stops listening.
   void remove();
@@ -46,9 +48,11 @@ class JobSocket {
   ForkGuard listener_guard_;
 };
 
-// Connects (non-blocking) to the socket at `path`, served by a process of this user. Empty while
-// nobody listens there; Error for a hostile directory.
-[[nodiscard]] UniqueFd connect_job_socket(const std::filesystem::path& path, int socket_type);
+// Connects to the socket at `path`, served by a process of this user; the result is non-blocking.
+// Waits for at most `patience` where more knock than fit into the queue. Empty while nobody listens
+// there; Error for a hostile directory.
+[[nodiscard]] UniqueFd connect_job_socket(const std::filesystem::path& path, int socket_type,
+                                          std::chrono::milliseconds patience);
 
 // Removes what a dead holder left at `path`. False while somebody holds it, whose it stays.
 [[nodiscard]] bool sweep_job_socket(const std::filesystem::path& path);

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/secret_proof.h"
 
 namespace hsdp::comm {
@@ -21,7 +22,7 @@ using boost::system::error_code;
 class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
  public:
   struct Handlers {
-    JoinHandler on_join;
+    std::function<void(std::shared_ptr<ControlLink>, const JoinFrame&)> on_join;
     std::function<void(const std::shared_ptr<Pending>&)> on_end;  // joined or not
   };
 
@@ -38,14 +39,15 @@ class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
     if (secret.empty()) return read_join();
     timer_.expires_after(deadline);
     timer_.async_wait([self = shared_from_this()](error_code error) {
-      if (!error && !self->trusted_) self->end();
+      if (!error && !self->trusted()) self->end();
     });
     proof_ = std::make_unique<SecretProof>(HandshakeRole::kAccepting, secret, kControlContext);
     prove();
   }
 
   // It proved the secret, or came by a socket that only this user can reach.
-  [[nodiscard]] bool trusted() const { return trusted_; }
+  [[nodiscard]] bool trusted() const { return !proof_ || proof_->knows_peer(); }
+  [[nodiscard]] bool greeted() const { return trusted() || proof_->is_greeted(); }
 
   void drop() {
     handlers_ = {};
@@ -84,7 +86,6 @@ class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
 
   void read_join() {
     if (!socket_.is_open()) return;
-    trusted_ = true;
     timer_.cancel();
     error_code error;
     guard_.release();
@@ -96,7 +97,7 @@ class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
       const auto join = type == FrameType::kJoin ? JoinFrame::decode(body) : std::nullopt;
       if (!join) return self->end();
       const auto link = std::move(self->link_);
-      const JoinHandler on_join = self->handlers_.on_join;
+      const auto on_join = self->handlers_.on_join;
       link->set_handlers({});
       self->end();
       if (on_join) on_join(link, *join);
@@ -116,21 +117,18 @@ class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
   asio::generic::stream_protocol::socket socket_;
   ForkGuard guard_;
   asio::steady_timer timer_;
-  bool trusted_ = false;
   Handlers handlers_;
   std::unique_ptr<SecretProof> proof_;
   std::array<std::uint8_t, SecretProof::kMaxFrameBytes> frame_{};
   std::shared_ptr<ControlLink> link_;
 };
 
-JoinListener::JoinListener(asio::io_context& io, int listener, std::string secret,
-                           std::chrono::milliseconds proof_deadline, JoinHandler on_join)
+JoinListener::JoinListener(asio::io_context& io, int listener, Options options, Handlers handlers)
     : io_(io),
       listener_(io, listener),
       retry_(io),
-      secret_(std::move(secret)),
-      proof_deadline_(proof_deadline),
-      on_join_(std::move(on_join)) {
+      options_(std::move(options)),
+      handlers_(std::move(handlers)) {
   accept_next();
 }
 
@@ -157,7 +155,8 @@ void JoinListener::accept_ready() {
       admit(std::move(socket));
       continue;
     }
-    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+    if (is_descriptor_limit(errno) || errno == ENOBUFS || errno == ENOMEM) {
+      if (is_descriptor_limit(errno)) handlers_.on_limit();
       retry_.expires_after(std::chrono::milliseconds(50));
       retry_.async_wait([this, alive](error_code error) {
         if (!error && *alive) accept_next();
@@ -169,21 +168,27 @@ void JoinListener::accept_ready() {
   if (*alive) accept_next();
 }
 
-void JoinListener::admit(UniqueFd socket) {
+void JoinListener::make_room() {
   const auto is_stranger = [](const auto& pending) { return !pending->trusted(); };
-  if (std::count_if(pending_.begin(), pending_.end(), is_stranger) >= kMaxStrangers) {
-    const auto oldest = std::find_if(pending_.begin(), pending_.end(), is_stranger);
-    (*oldest)->drop();
-    pending_.erase(oldest);
-  }
+  const auto is_silent = [](const auto& pending) { return !pending->greeted(); };
+  const auto count = std::count_if(pending_.begin(), pending_.end(), is_stranger);
+  if (count < kMaxStrangers + options_.rank_count) return;
+  auto chosen = std::find_if(pending_.begin(), pending_.end(), is_silent);
+  if (chosen == pending_.end()) chosen = std::find_if(pending_.begin(), chosen, is_stranger);
+  (*chosen)->drop();
+  pending_.erase(chosen);
+}
+
+void JoinListener::admit(UniqueFd socket) {
+  make_room();
   Pending::Handlers handlers;
-  handlers.on_join = on_join_;
+  handlers.on_join = handlers_.on_join;
   handlers.on_end = [this, alive = alive_](const std::shared_ptr<Pending>& pending) {
     if (*alive) forget(pending);
   };
   pending_.push_back(std::make_shared<Pending>(io_, std::move(socket), std::move(handlers)));
   const auto pending = pending_.back();
-  pending->start(secret_, proof_deadline_);
+  pending->start(options_.secret, options_.proof_deadline);
 }
 
 void JoinListener::forget(const std::shared_ptr<Pending>& pending) { pending_.remove(pending); }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/read_file.h"
 #include "hsdp/error.h"
 
@@ -193,7 +194,10 @@ std::optional<std::string> read_secret(const Variables& variables) {
     throw UsageError("launch: HSDP_SECRET and HSDP_SECRET_FILE are both set; set one of them");
   }
   auto contents = read_file(*path);
-  if (!contents) throw UsageError("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
+  if (!contents) {
+    require_free_descriptor("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
+    throw UsageError("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
+  }
   while (!contents->empty() && (contents->back() == '\n' || contents->back() == '\r')) {
     contents->pop_back();
   }
@@ -228,6 +232,7 @@ void read_addresses(const Variables& variables, LaunchEnvironment& launch) {
 std::string parent_name() {
   const pid_t parent = ::getppid();
   const std::string stat = read_file("/proc/" + std::to_string(parent) + "/stat").value_or("");
+  if (stat.empty()) require_free_descriptor("launch: cannot read about the parent process");
   std::string start_time = "0";
   // The command, field 2, is in parentheses and may hold anything; the start time is field 22.
   if (const auto command_end = stat.rfind(')'); command_end != std::string::npos) {

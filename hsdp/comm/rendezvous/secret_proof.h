@@ -30,6 +30,10 @@ class SecretProof {
   [[nodiscard]] std::size_t expected_bytes() const;
   void received(std::span<const std::uint8_t> bytes);
 
+  // What the other side has shown so far: that it speaks this protocol, that it knows the secret.
+  [[nodiscard]] bool is_greeted() const { return have_their_hello_; }
+  [[nodiscard]] bool knows_peer() const { return proof_checked_; }
+
   static constexpr std::size_t kMaxFrameBytes = 40;
 
  private:

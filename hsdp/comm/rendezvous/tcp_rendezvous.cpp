@@ -8,7 +8,9 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <utility>
 
+#include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/handshake.h"
 #include "hsdp/comm/rendezvous/join_listener.h"
 #include "hsdp/error.h"
@@ -27,13 +29,16 @@ Addresses resolve(const std::string& address, int port) {
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* found = nullptr;
   if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    require_free_descriptor("rendezvous: cannot resolve '" + address + "'");
     found = nullptr;
   }
   return {found, &::freeaddrinfo};
 }
 
 UniqueFd open_socket(const addrinfo& address) {
-  return UniqueFd(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd) throw_if_descriptor_limit("rendezvous: cannot open a socket");
+  return fd;
 }
 
 bool finish_connect(int socket, Millis limit) {
@@ -85,11 +90,12 @@ UniqueFd listen_tcp_hub(const std::string& address, int port) {
               " (HSDP_ADDR:HSDP_PORT): " + problem);
 }
 
-UniqueFd connect_tcp_hub(const std::string& address, int port, const std::string& secret,
-                         Millis limit, bool& was_refused) {
+Knock connect_tcp_hub(const std::string& address, int port, const std::string& secret,
+                      Millis limit) {
   constexpr Millis kLongestAttempt{5'000};
   limit = std::clamp(limit, Millis(1), kLongestAttempt);
   const Addresses addresses = resolve(address, port);
+  Knock knock;
   for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) {
     UniqueFd socket = open_socket(*one);
     if (!socket) continue;
@@ -97,11 +103,13 @@ UniqueFd connect_tcp_hub(const std::string& address, int port, const std::string
         (errno != EINPROGRESS || !finish_connect(socket.get(), limit))) {
       continue;
     }
-    was_refused =
-        !prove_secret(socket.get(), HandshakeRole::kConnecting, secret, kControlContext, limit);
-    if (!was_refused) return socket;
+    knock.somebody_listens = true;
+    if (prove_secret(socket.get(), HandshakeRole::kConnecting, secret, kControlContext, limit)) {
+      knock.socket = std::move(socket);
+      break;
+    }
   }
-  return {};
+  return knock;
 }
 
 std::string own_address(int socket) {

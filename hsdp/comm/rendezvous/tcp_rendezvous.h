@@ -15,11 +15,16 @@ void require_tcp_settings(const LaunchEnvironment& launch);
 // Listening and non-blocking. Error when the address is not of this host or the port is taken.
 [[nodiscard]] UniqueFd listen_tcp_hub(const std::string& address, int port);
 
-// One attempt: connects, and both sides prove the secret. Empty when nobody listens, or
-// (`was_refused`) when who listens does not prove the secret.
-[[nodiscard]] UniqueFd connect_tcp_hub(const std::string& address, int port,
-                                       const std::string& secret, std::chrono::milliseconds limit,
-                                       bool& was_refused);
+// What an attempt to reach rank 0 came to.
+struct Knock {
+  UniqueFd socket;                // once both sides have proven the secret
+  bool somebody_listens = false;  // though the proof may have failed
+  explicit operator bool() const { return static_cast<bool>(socket); }
+};
+
+// One attempt: connects, and both sides prove the secret.
+[[nodiscard]] Knock connect_tcp_hub(const std::string& address, int port, const std::string& secret,
+                                    std::chrono::milliseconds limit);
 
 // The numeric address of this end.
 [[nodiscard]] std::string own_address(int socket);

@@ -1,0 +1,40 @@
+// Where a rank waits for the sockets of its group: one epoll set, which also tells each channel
+// whether a look at its socket is worth a system call.
+//
+// One thread at a time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "hsdp/comm/fork_guard.h"
+#include "hsdp/comm/host/host_wait.h"
+#include "hsdp/comm/host/tcp_channel.h"
+#include "hsdp/comm/unique_fd.h"
+
+namespace hsdp::comm {
+
+class SocketBed : public Bed {
+ public:
+  // Rings have no descriptor: with `rings_too` in the group, sleeps are short.
+  SocketBed(Bell& bell, bool rings_too) : Bed(bell), rings_too_(rings_too) {}
+  SocketBed(const SocketBed&) = delete;
+  SocketBed& operator=(const SocketBed&) = delete;
+  ~SocketBed() override;
+
+  // The channel outlives every later look and sleep.
+  void add(TcpChannel& channel);
+  // Tells the channels what has come since.
+  void look() { look(std::chrono::milliseconds(0)); }
+  void sleep(std::uint32_t seen, std::chrono::milliseconds at_most) override;
+
+ private:
+  void look(std::chrono::milliseconds at_most);
+
+  bool rings_too_;
+  UniqueFd epoll_;  // opened with the first channel
+  ForkGuard fork_guard_;
+  std::uint32_t generation_ = fork_generation();
+};
+
+}  // namespace hsdp::comm

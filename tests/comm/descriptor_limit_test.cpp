@@ -1,0 +1,246 @@
+// Ranks that reach their limit of open files while they join: waited out, or named.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <future>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/rendezvous/job_directory.h"
+#include "tests/comm/tcp_door.h"
+
+namespace hsdp::comm {
+namespace {
+
+constexpr milliseconds kAMoment{300};
+constexpr milliseconds kLong{20'000};
+
+// All descriptors of this process up to a low limit, but for `spare` of them.
+class FullTable {
+ public:
+  explicit FullTable(std::size_t spare = 0) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NOFILE, &limit);
+    limit.rlim_cur = 128;
+    if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) throw std::runtime_error("setrlimit");
+    for (int fd = 0; (fd = ::fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, 0)) >= 0;)
+      taken_.emplace_back(fd);
+    if (errno != EMFILE) throw std::runtime_error("dup");
+    for (; spare > 0; --spare) taken_.pop_back();
+  }
+  // Frees all of them a moment later, on a thread.
+  void free_soon() {
+    thread_ = std::thread([this] {
+      std::this_thread::sleep_for(kAMoment);
+      taken_.clear();
+    });
+  }
+  ~FullTable() {
+    if (thread_.joinable()) thread_.join();
+  }
+  FullTable(const FullTable&) = delete;
+  FullTable& operator=(const FullTable&) = delete;
+
+ private:
+  std::vector<UniqueFd> taken_;
+  std::thread thread_;
+};
+
+enum class Door { kUnix, kTcp };
+
+class DescriptorLimitTest : public ControlTest, public ::testing::WithParamInterface<Door> {
+ protected:
+  [[nodiscard]] static ProcessOptions options() {
+    return GetParam() == Door::kTcp ? ranks_on_hosts(free_port()) : ProcessOptions{};
+  }
+};
+
+int join_all(int size, milliseconds timeout) {
+  return outcome_of([&] {
+    const auto control = connect(timeout);
+    static_cast<void>(control->exchange("word", everyone(size), "", {"test"}));
+    for (int peer = 0; peer < size; ++peer) {
+      if (!control->shares_memory_with(peer)) throw UsageError("shares no memory");
+    }
+  });
+}
+
+TEST_P(DescriptorLimitTest, ARankWaitsUntilDescriptorsAreFree) {
+  for (const int full : {0, 1}) {
+    const auto outcomes = run_processes(3, options(), [full](int rank) {
+      if (rank != full) return join_all(3, kLong);
+      FullTable table;
+      table.free_soon();
+      return join_all(3, kLong);
+    });
+    for (const auto& outcome : outcomes) {
+      EXPECT_EQ(outcome.exit_code, 0) << outcome.error << ::testing::PrintToString(outcome.notes);
+    }
+  }
+}
+
+TEST_P(DescriptorLimitTest, ARankThatGetsNoneNamesTheLimit) {
+  for (const int full : {0, 1}) {
+    const auto outcomes = run_processes(2, options(), [full](int rank) {
+      if (rank != full) return join_all(2, milliseconds(1'500));
+      const FullTable table;
+      return join_all(2, milliseconds(700));
+    });
+    for (const int rank : {0, 1}) {
+      const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
+      EXPECT_LT(outcome.seconds, 10.0);
+      if (rank == full) {
+        EXPECT_THAT(outcome.error, AllOf(HasSubstr("rendezvous: "), HasSubstr("128 open files"),
+                                         HasSubstr("ulimit -n")));
+      } else {
+        EXPECT_EQ(outcome.exit_code, kTimedOut) << outcome.error;
+      }
+    }
+  }
+}
+
+// Rank 0 listens, and then its table is full when the others come.
+void fill_when_listening(const std::function<void()>& join, bool frees) {
+  const auto count_threads = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
+  };
+  std::promise<void> counted;
+  std::thread filler([frees, count_threads, &counted] {
+    const auto before = count_threads();
+    counted.set_value();
+    while (count_threads() == before) {  // until its I/O thread runs, too
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    FullTable table;
+    note("full");
+    if (frees) return table.free_soon();
+    for (;;) ::pause();
+  });
+  counted.get_future().wait();
+  filler.detach();
+  join();
+}
+
+TEST_P(DescriptorLimitTest, RankZeroLetsRanksInWhenDescriptorsAreFree) {
+  for (const bool frees : {true, false}) {
+    const milliseconds timeout = frees ? kLong : milliseconds(1'500);
+    ProcessRanks ranks(4, options(), [&](int rank) {
+      if (rank != 0) {
+        ::raise(SIGSTOP);
+        return join_all(4, timeout);
+      }
+      int code = 0;
+      fill_when_listening([&] { code = join_all(4, timeout); }, frees);
+      return code;
+    });
+    ASSERT_TRUE(ranks.wait_for_note(0, "full"));
+    for (int rank = 1; rank < 4; ++rank) {
+      ASSERT_TRUE(ranks.wait_until_stopped(rank));
+      ranks.signal(rank, SIGCONT);
+    }
+    const auto outcomes = ranks.finish();
+    for (const auto& outcome : outcomes) {
+      EXPECT_EQ(outcome.exit_code, frees ? 0 : kTimedOut)
+          << outcome.error << ::testing::PrintToString(outcome.notes);
+    }
+    if (!frees) {
+      EXPECT_THAT(::testing::PrintToString(outcomes[0].notes),
+                  AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n")));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Doors, DescriptorLimitTest, ::testing::Values(Door::kUnix, Door::kTcp),
+                         [](const auto& chosen) {
+                           return chosen.param == Door::kTcp ? "Tcp" : "Unix";
+                         });
+
+TEST_F(ControlTest, AGroupIsMadeWhenDescriptorsAreFree) {
+  const auto outcomes = run_processes(3, {}, [](int rank) {
+    Communicator world = connect_world({.timeout = kLong});
+    std::optional<FullTable> table;
+    if (rank == 1) table.emplace();
+    if (rank == 1) table->free_soon();
+    Communicator group = world.split(0, rank);
+    group.barrier();
+    return 0;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+TEST_F(ControlTest, AGroupThatGetsNoDescriptorNamesTheLimitOnEveryRank) {
+  const auto outcomes = run_processes(3, {}, [](int rank) {
+    Communicator world = connect_world({.timeout = milliseconds(1'500)});
+    std::optional<FullTable> table;
+    if (rank == 1) table.emplace();
+    static_cast<void>(world.split(0, rank));
+    return 0;
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_THAT(outcome.error, AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n"),
+                                     HasSubstr("(rank 1 of 3)")));
+  }
+}
+
+// Until the I/O thread neither opens nor closes anything more of the rendezvous.
+void settle(Control& control, int size) {
+  static_cast<void>(control.exchange("settled", everyone(size), "", {"test"}));
+  const std::string own = std::to_string(::gettid());
+  for (int calm_looks = 0; calm_looks < 3;) {
+    std::vector<std::filesystem::path> others;
+    for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+      if (thread.path().filename() != own) others.push_back(thread.path());
+    }
+    calm_looks = all_asleep(others) ? calm_looks + 1 : 0;
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+}
+
+// Descriptors that peers send wait in the socket while there is no number for them.
+TEST_F(ControlTest, APassedDescriptorIsNotLostAtTheLimit) {
+  for (const int full : {0, 2}) {
+    for (const bool frees : {true, false}) {
+      const auto outcomes = run_processes(3, {}, [&](int rank) {
+        return outcome_of([&] {
+          const auto control = connect(frees ? kLong : milliseconds(1'500));
+          const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
+          settle(*control, 3);
+          std::optional<FullTable> table;
+          if (rank == full) table.emplace(1);  // its own copy, to pass on
+          // Nobody sends before it is full.
+          static_cast<void>(control->exchange("full", everyone(3), "", {"test"}));
+          if (rank == full && frees) table->free_soon();
+          const auto fds = control->exchange_descriptors("fds", everyone(3), memory.get());
+          for (int peer = 0; peer < 3; ++peer) {
+            if (!fds[static_cast<std::size_t>(peer)] != (peer == rank)) throw UsageError("none");
+          }
+          static_cast<void>(control->exchange("done", everyone(3), "", {"test"}));
+        });
+      });
+      for (const auto& outcome : outcomes) {
+        EXPECT_EQ(outcome.exit_code == 0, frees)
+            << outcome.error << ::testing::PrintToString(outcome.notes);
+      }
+      if (!frees) {  // at its own copy, or at what the others sent
+        const RankOutcome& outcome = outcomes[static_cast<std::size_t>(full)];
+        EXPECT_THAT(outcome.error + ::testing::PrintToString(outcome.notes),
+                    AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n")));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hsdp::comm

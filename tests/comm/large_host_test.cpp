@@ -1,0 +1,166 @@
+// 64 processes on one host, many more than it may have cores.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <linux/capability.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "hsdp/mesh.h"
+#include "hsdp/reducer.h"
+#include "tests/support/process_ranks.h"
+
+namespace hsdp::test {
+namespace {
+
+constexpr int kRanks = 64;
+constexpr std::chrono::seconds kDeadline{120};
+constexpr std::chrono::seconds kTimeout{60};
+
+// A user's process: root may have more descriptors in flight between processes than its limit.
+void drop_capabilities() {
+  __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct none[2] = {};
+  if (::syscall(SYS_capset, &header, none) != 0) throw std::runtime_error("capset");
+}
+
+ProcessOptions with_descriptors(rlim_t limit) {
+  ProcessOptions options{.deadline = kDeadline};
+  options.before = [limit](int /*rank*/) {
+    drop_capabilities();
+    const rlimit both{limit, limit};
+    if (::setrlimit(RLIMIT_NOFILE, &both) != 0) throw std::runtime_error("setrlimit");
+  };
+  return options;
+}
+
+std::size_t open_descriptors() {
+  std::size_t count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    static_cast<void>(entry);
+    ++count;
+  }
+  return count - 1;  // the one that reads the directory
+}
+
+void expect_all_ok(const std::vector<RankOutcome>& outcomes) {
+  for (const RankOutcome& outcome : outcomes) {
+    EXPECT_TRUE(outcome.ok()) << outcome.exit_code << " " << outcome.error;
+  }
+}
+
+// Small integers: every sum is exact.
+float value(int rank, int round, std::size_t index) {
+  return static_cast<float>((static_cast<std::size_t>(rank * 7 + round) + index) % 32);
+}
+
+void expect_sum_in(Communicator& group) {
+  std::vector<float> data(3'000);
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<float>(i + 1);
+  group.all_reduce(TensorView{data.data(), static_cast<std::int64_t>(data.size())});
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    if (data[i] != static_cast<float>(i + 1) * static_cast<float>(group.size())) {
+      throw std::runtime_error("wrong sum");
+    }
+  }
+  // Rings are made when a copy of private memory first needs them.
+  std::vector<float> all(static_cast<std::size_t>(group.size()));
+  const auto own = static_cast<float>(group.rank());
+  group.all_gather(ConstTensorView(&own, 1, Dtype::kF32), TensorView{all.data(), group.size()});
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] != static_cast<float>(r)) throw std::runtime_error("wrong row");
+  }
+}
+
+void expect_step(const Mesh& mesh) {
+  Reducer reducer(mesh, {.bucket_bytes = 64 << 10});
+  std::vector<float> gradient(50'000, 1.0F);
+  reducer.register_parameter({.name = "w", .shape = {50'000}});
+  for (const bool last : {false, true}) {
+    reducer.begin_microbatch({.last = last});
+    reducer.gradient_ready("w", {.data = gradient.data(), .shape = {50'000}});
+    reducer.end_microbatch();
+  }
+  const TensorView shard = reducer.shard("w");
+  for (std::int64_t i = 0; i < shard.count; ++i) {
+    if (static_cast<const float*>(shard.data)[i] != 2.0F) throw std::runtime_error("wrong mean");
+  }
+  reducer.close();
+}
+
+// All that 64 ranks open, each within the usual limit of a user's process.
+TEST(LargeHost, AMeshItsGroupsAndAStepTakeFewDescriptors) {
+  const auto outcomes = run_processes(kRanks, with_descriptors(1024), [](int rank) {
+    const Mesh mesh = init_mesh({.replicate = 8, .shard = 8, .engine = "host", .timeout_s = 60.0});
+    for (Communicator* group : {&mesh.world(), &mesh.shard_group(), &mesh.replicate_group()}) {
+      if (group->transport() != Transport::kSharedMemory) return 1;
+      expect_sum_in(*group);
+    }
+    expect_step(mesh);
+    // Rank 0 has a control link, a way to pass descriptors and a watch for each of the others.
+    // Memory that is mapped needs none.
+    const std::size_t for_peers = rank == 0 ? 3 * (kRanks - 1) : 0;
+    constexpr std::size_t kForItself = 16;
+    const std::size_t open = open_descriptors();
+    if (open > for_peers + kForItself) note(std::to_string(open) + " are open");
+    mesh.world().barrier();
+    return 0;
+  });
+  expect_all_ok(outcomes);
+  for (const RankOutcome& outcome : outcomes) EXPECT_THAT(outcome.notes, testing::IsEmpty());
+}
+
+// Staged reductions of several tiles, with another rank late each time.
+TEST(LargeHost, SumsAreRightWhoeverIsLate) {
+  const auto outcomes = run_processes(kRanks, {.deadline = kDeadline}, [](int rank) {
+    Communicator world = connect_world({.engine = "host", .timeout = kTimeout});
+    std::vector<float> data(200'000);
+    for (int round = 0; round < 32; ++round) {
+      for (std::size_t i = 0; i < data.size(); ++i) data[i] = value(rank, round, i);
+      if (rank == 2 * round) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      world.all_reduce(TensorView{data.data(), static_cast<std::int64_t>(data.size())});
+      for (std::size_t i = 0; i < data.size(); i += 97) {
+        float sum = 0.0F;
+        for (int r = 0; r < kRanks; ++r) sum += value(r, round, i);
+        if (data[i] != sum) throw std::runtime_error("wrong sum");
+      }
+    }
+    return 0;
+  });
+  expect_all_ok(outcomes);
+}
+
+TEST(LargeHost, ARankKilledInTheMiddleIsNamedByAll) {
+  constexpr int kVictim = 17;
+  ProcessRanks ranks(kRanks, {.deadline = kDeadline}, [](int /*rank*/) {
+    Communicator world = connect_world({.engine = "host", .timeout = kTimeout});
+    std::vector<float> data(100'000);
+    try {
+      for (int round = 0;; ++round) {
+        world.all_reduce(TensorView{data.data(), 100'000});
+        if (round == 3) note("busy");
+      }
+    } catch (const PeerLostError& error) {
+      return error.ranks() == std::vector<int>{kVictim} ? 0 : 1;
+    }
+  });
+  for (int rank = 0; rank < kRanks; ++rank) ASSERT_TRUE(ranks.wait_for_note(rank, "busy"));
+  ranks.signal(kVictim, SIGKILL);
+  auto outcomes = ranks.finish();
+  EXPECT_EQ(outcomes[kVictim].signal, SIGKILL);
+  outcomes.erase(outcomes.begin() + kVictim);
+  expect_all_ok(outcomes);
+}
+
+}  // namespace
+}  // namespace hsdp::test

@@ -1,0 +1,155 @@
+// Hundreds of ranks that join at once, with strangers at the door, and that leave at once.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstdlib>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/comm/tcp_door.h"
+
+namespace hsdp::comm {
+namespace {
+
+class ManyRanksTest : public ControlTest {};
+
+constexpr milliseconds kLong{60'000};
+
+int count_lost(const std::vector<RankOutcome>& outcomes) {
+  const auto lost = std::count_if(outcomes.begin(), outcomes.end(),
+                                  [](const RankOutcome& outcome) { return !outcome.ok(); });
+  for (const RankOutcome& outcome : outcomes) {
+    if (outcome.ok()) continue;
+    ADD_FAILURE() << lost << " of " << outcomes.size() << " failed, the first with exit code "
+                  << outcome.exit_code << ": " << outcome.error << " "
+                  << ::testing::PrintToString(outcome.notes);
+    break;
+  }
+  return static_cast<int>(lost);
+}
+
+// Ranks wait in it until they all are there, so that they come at once.
+class Gate {
+ public:
+  Gate() {
+    if (::pipe2(ends_.data(), O_CLOEXEC) != 0) throw std::runtime_error("pipe2");
+  }
+  ~Gate() { open(); }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  void wait() {
+    note("at the gate");
+    open();  // this process' end
+    char byte = 0;
+    static_cast<void>(::read(ends_[0], &byte, 1));
+  }
+  void open() {
+    if (ends_[1] >= 0) ::close(std::exchange(ends_[1], -1));
+  }
+
+ private:
+  std::array<int, 2> ends_{-1, -1};
+};
+
+std::vector<RankOutcome> run_at_once(int size, ProcessOptions options,
+                                     const std::function<int(int)>& run) {
+  Gate gate;
+  options.deadline = kLong;
+  ProcessRanks ranks(size, std::move(options), [&](int rank) {
+    gate.wait();
+    return run(rank);
+  });
+  for (int rank = 0; rank < size; ++rank) EXPECT_TRUE(ranks.wait_for_note(rank, "at the gate"));
+  gate.open();
+  return ranks.finish();
+}
+
+int join_and_say_one_word(int size) {
+  return outcome_of([size] {
+    const auto control = connect(kLong);
+    static_cast<void>(control->exchange("word", everyone(size), "", {"test"}));
+  });
+}
+
+TEST_F(ManyRanksTest, FourHundredMeetOverTcp) {
+  constexpr int kSize = 400;
+  EXPECT_EQ(count_lost(run_at_once(kSize, ranks_on_hosts(free_port()),
+                                   [](int) { return join_and_say_one_word(kSize); })),
+            0);
+}
+
+TEST_F(ManyRanksTest, FourHundredMeetOnOneHost) {
+  constexpr int kSize = 400;
+  EXPECT_EQ(count_lost(run_at_once(kSize, {}, [](int) { return join_and_say_one_word(kSize); })),
+            0);
+}
+
+// Keeps `count` connections that say nothing, and replaces each one that is cut off.
+[[noreturn]] void besiege(int port, std::size_t count) {
+  std::vector<UniqueFd> strangers;
+  while (strangers.size() < count) strangers.push_back(connect_to(port));
+  note("at the door");
+  for (;;) {
+    std::vector<pollfd> ends;
+    for (const UniqueFd& stranger : strangers) ends.push_back({stranger.get(), POLLIN, 0});
+    ::poll(ends.data(), ends.size(), -1);
+    for (std::size_t i = 0; i < count; ++i) {
+      if (ends[i].revents != 0) strangers[i] = connect_to(port);
+    }
+  }
+}
+
+TEST_F(ManyRanksTest, SilentStrangersLoseNobody) {
+  constexpr int kSize = 128;
+  const int port = free_port();
+  ProcessOptions options = ranks_on_hosts(port);
+  options.deadline = kLong;
+  ProcessRanks ranks(kSize, options, [](int rank) {
+    if (rank != 0) ::raise(SIGSTOP);
+    return join_and_say_one_word(kSize);
+  });
+  ProcessRanks strangers(1, {.deadline = kLong}, [port](int) -> int { besiege(port, 200); });
+  ASSERT_TRUE(strangers.wait_for_note(0, "at the door"));
+  for (int rank = 1; rank < kSize; ++rank) ASSERT_TRUE(ranks.wait_until_stopped(rank));
+  for (int rank = 1; rank < kSize; ++rank) ranks.signal(rank, SIGCONT);
+  EXPECT_EQ(count_lost(ranks.finish()), 0);
+}
+
+// What a rank waits for in its last collective has come, though peers have left since.
+class LeavingTest : public ManyRanksTest,
+                    public ::testing::WithParamInterface<std::pair<TransportChoice, int>> {};
+
+TEST_P(LeavingTest, NobodyReportsALostPeer) {
+  const auto [transport, size] = GetParam();
+  constexpr int kTimes = 3;
+  for (int time = 0; time < kTimes; ++time) {
+    const auto outcomes = run_processes(size, {.deadline = kLong}, [&](int) {
+      return outcome_of([&] {
+        Communicator world = connect_world({.timeout = kLong, .transport = transport});
+        static_cast<void>(world.exchange("the last word", "status"));
+        world.barrier();
+      });
+    });
+    EXPECT_EQ(count_lost(outcomes), 0) << "time " << time;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AtOnce, LeavingTest,
+                         ::testing::Values(std::pair(TransportChoice::kAuto, 128),
+                                           std::pair(TransportChoice::kTcp, 32)),
+                         [](const auto& chosen) {
+                           return chosen.param.first == TransportChoice::kTcp ? "Tcp"
+                                                                              : "SharedMemory";
+                         });
+
+}  // namespace
+}  // namespace hsdp::comm

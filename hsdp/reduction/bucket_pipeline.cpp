@@ -12,7 +12,6 @@
 namespace hsdp::reduction {
 namespace {
 
-constexpr int kAfterBuckets = std::numeric_limits<int>::max();                    // a place
 constexpr std::int64_t kNeverDropped = std::numeric_limits<std::int64_t>::max();  // an epoch
 
 }  // namespace
@@ -72,12 +71,15 @@ bool BucketPipeline::needs_completion(const GroupLaunch& group) const {
   return !divided_already;
 }
 
-void BucketPipeline::run_ordered(int place, std::int64_t epoch, std::function<void()> task) {
+void BucketPipeline::run_ordered(int place, std::int64_t epoch, std::function<void()> task,
+                                 bool may_drop) {
   if (on_host()) {
     shard_.host.run(std::move(task));
   } else {
-    parts_.issuer->run_ordered(std::move(task), place,
-                               [this, epoch] { return parts_.outcome.skips(epoch); });
+    parts_.issuer->run_ordered({.run = std::move(task),
+                                .place = place,
+                                .skipped = [this, epoch] { return parts_.outcome.skips(epoch); },
+                                .may_skip_later = may_drop});
   }
 }
 
@@ -212,7 +214,7 @@ void BucketPipeline::run_after(Scope scope, std::int64_t epoch, std::function<vo
   auto guarded_task = [this, epoch, task = std::move(task)] { guarded(epoch, task); };
   if (scope == Scope::kThisRank) return shard_.host.run(std::move(guarded_task));
   // After all buckets: of several Reducers the others' buckets come first.
-  run_ordered(kAfterBuckets, epoch, std::move(guarded_task));
+  run_ordered(IssueOrder::kAfterBuckets, epoch, std::move(guarded_task), true);
 }
 
 void BucketPipeline::run_when_done(std::function<void()> task) {
@@ -244,7 +246,7 @@ void BucketPipeline::run_now(Scope scope, const std::function<void(Stream&)>& ta
     }
   };
   if (scope == Scope::kAllRanks) {
-    run_ordered(kAfterBuckets, kNeverDropped, run_it);
+    run_ordered(IssueOrder::kAfterBuckets, kNeverDropped, run_it);
   } else {
     shard_.host.run(run_it);
   }

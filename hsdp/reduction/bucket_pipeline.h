@@ -68,7 +68,8 @@ class BucketPipeline {
   void join_streams();
   // kAllRanks: every rank runs this task at this place among the collectives.
   enum class Scope : std::uint8_t { kThisRank, kAllRanks };
-  // Runs on the shard stream after everything launched so far; skipped as launches are.
+  // Runs on the shard stream after everything launched so far; skipped as launches are. On all
+  // ranks it may drop the step.
   void run_after(Scope scope, std::int64_t epoch, std::function<void()> task);
   // From a task of run_after(): runs `task` once the device has done what was enqueued so far. On a
   // GPU that is on a thread of its own, and nobody waits; on the host it is now. Not skipped when
@@ -115,8 +116,10 @@ class BucketPipeline {
     Stream device;
     [[nodiscard]] Stream stream() const { return device.inside_task(); }
   };
-  // A task that every rank runs at this place among the collectives.
-  void run_ordered(int place, std::int64_t epoch, std::function<void()> task);
+  // A task that every rank runs at this place among the collectives. `may_drop`: it may drop the
+  // step, and with it tasks that come later.
+  void run_ordered(int place, std::int64_t epoch, std::function<void()> task,
+                   bool may_drop = false);
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void send_delayed();

@@ -32,11 +32,11 @@ TensorView GradientMemory::carry(const ShardSlice& slice) const {
 }
 
 void GradientMemory::require_totals() {
-  if (total_.size() == 0) total_ = Buffer(device_, carry_.view().size_in_bytes());
+  if (!total_) total_.emplace(device_, carry_.view().size_in_bytes());
 }
 
 TensorView GradientMemory::total(const Bucket& bucket) const {
-  return total_.view(Dtype::kF32)
+  return total_->view(Dtype::kF32)
       .slice(bucket.shard_offsets[static_cast<std::size_t>(shard_rank_)],
              bucket.rows.length(shard_rank_));
 }
@@ -79,7 +79,7 @@ std::int64_t GradientMemory::staging_bytes() const {
 }
 
 std::int64_t GradientMemory::total_bytes() const {
-  return static_cast<std::int64_t>(total_.size());
+  return total_ ? static_cast<std::int64_t>(total_->size()) : 0;
 }
 
 std::int64_t GradientMemory::accumulator_bytes() const {

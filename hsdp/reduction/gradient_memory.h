@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "hsdp/bucket_layout.h"
@@ -62,7 +63,7 @@ class GradientMemory {
   AccumulateDtype accumulate_dtype_;
   SharedMemory carry_;
   std::array<SharedMemory, kStagingSlots> staging_;
-  Buffer total_;
+  std::optional<Buffer> total_;  // made once, as tasks read it; may be of no bytes
   Buffer accumulators_;
   std::vector<std::int64_t> accumulator_offsets_;  // bytes
 };

@@ -13,8 +13,6 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-constexpr std::array<Dtype, 3> kDtypes{Dtype::kF32, Dtype::kBf16, Dtype::kF16};
-
 struct Schedule {
   std::vector<Sync> syncs;
   bool finish = false;
@@ -127,14 +125,10 @@ TEST_P(Bitwise, LocalSumsInTheGradientDtype) {
   check_steps(shape, {.accumulate_dtype = AccumulateDtype::kParam}, steps);
 }
 
-std::string mesh_name(const testing::TestParamInfo<MeshShape>& info) {
-  return to_string(info.param);
-}
-
 INSTANTIATE_TEST_SUITE_P(Meshes, Bitwise,
                          testing::Values(MeshShape{1, 1}, MeshShape{1, 3}, MeshShape{3, 1},
                                          MeshShape{2, 2}, MeshShape{2, 3}, MeshShape{3, 2}),
-                         mesh_name);
+                         testing::PrintToStringParamName());
 
 // Everything that must not change a bit, one after another over the same inputs.
 class Unchanged : public testing::Test {

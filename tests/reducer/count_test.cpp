@@ -13,7 +13,7 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 
 constexpr int kMicrobatchCount = 4;
 
-std::vector<ParameterSpec> parameters() {
+std::vector<ParameterSpec> counted_parameters() {
   return {{.name = "a", .shape = {1000, 3}, .dtype = Dtype::kBf16},
           {.name = "b", .shape = {77}, .dtype = Dtype::kBf16},
           {.name = "c", .shape = {64, 64}, .dtype = Dtype::kBf16}};
@@ -36,7 +36,7 @@ ReducerStats difference(const ReducerStats& after, const ReducerStats& before) {
 // What the second of two equal steps did, per rank.
 std::vector<ReducerStats> costs_of(MeshShape shape, Sync until_last,
                                    const ReducerOptions& options) {
-  StepCase step = integer_step(parameters(), shape.size(), kMicrobatchCount, 1);
+  StepCase step = integer_step(counted_parameters(), shape.size(), kMicrobatchCount, 1);
   for (int m = 0; m + 1 < kMicrobatchCount; ++m) {
     step.schedule[static_cast<std::size_t>(m)] = until_last;
   }

@@ -14,7 +14,6 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-constexpr std::array<Dtype, 3> kDtypes{Dtype::kF32, Dtype::kBf16, Dtype::kF16};
 constexpr MeshShape kShape{.replicate = 2, .shard = 4};
 constexpr int kMicrobatchCount = 6;
 constexpr std::int64_t kCount = 257;

@@ -13,7 +13,6 @@ namespace {
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
 constexpr int kMaxMicrobatchCount = 5;
-constexpr std::array<Dtype, 3> kDtypes{Dtype::kF32, Dtype::kBf16, Dtype::kF16};
 constexpr std::array<Layout, 2> kLayouts{Layout::kFlat, Layout::kDim0};
 constexpr std::array<std::int64_t, 4> kBucketBytes{1 << 10, 3000, 16 << 10, 32 << 20};
 
@@ -132,11 +131,8 @@ TEST_P(ExactSum, OverTcp) {
   }
 }
 
-std::string mesh_name(const testing::TestParamInfo<MeshShape>& info) {
-  return to_string(info.param);
-}
-
-INSTANTIATE_TEST_SUITE_P(EveryMesh, ExactSum, testing::ValuesIn(every_mesh(8)), mesh_name);
+INSTANTIATE_TEST_SUITE_P(EveryMesh, ExactSum, testing::ValuesIn(every_mesh(8)),
+                         testing::PrintToStringParamName());
 
 // A 16-bit gradient on an fp32 wire and the reverse keep integers exact too.
 TEST(ExactSumOptions, WireDtypesOfTheReducer) {

@@ -9,27 +9,25 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-constexpr MeshShape kShape{.replicate = 2, .shard = 2};
-
-std::vector<ParameterSpec> parameters() {
+std::vector<ParameterSpec> lasting_parameters() {
   return {{.name = "w", .shape = {90, 3}}, {.name = "b", .shape = {31}, .dtype = Dtype::kBf16}};
 }
 
 StepCase a_step(std::vector<Sync> schedule, std::uint64_t seed) {
-  return random_step(parameters(), kShape.size(), std::move(schedule), seed);
+  return random_step(lasting_parameters(), kSquare.size(), std::move(schedule), seed);
 }
 
 // Runs `before` and then a clean step through the same Reducer; the clean step must be right.
 void expect_no_leak(const std::function<void(Reducer&, const Mesh&)>& before) {
   const StepCase clean = a_step({Sync::kNone, Sync::kShard, Sync::kAll}, 21);
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 256});
     register_all(reducer, clean);
     before(reducer, mesh);
     results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, clean, mesh.rank());
   });
-  expect_reference(results, clean, {}, kShape, "the next step");
+  expect_reference(results, clean, {}, kSquare, "the next step");
 }
 
 TEST(Finish, CompletesAPendingCarryAndIsSafeTwice) {
@@ -44,8 +42,8 @@ TEST(Finish, CompletesAPendingCarryAndIsSafeTwice) {
     reducer.finish();
     again[rank] = read_result(reducer, pending);
   });
-  expect_reference(results, finished, {}, kShape, "finished");
-  expect_reference(again, finished, {}, kShape, "finished twice");
+  expect_reference(results, finished, {}, kSquare, "finished");
+  expect_reference(again, finished, {}, kSquare, "finished twice");
 }
 
 TEST(Finish, WithNothingPendingDoesNothing) {
@@ -66,7 +64,7 @@ TEST(Finish, KeepsTheResultOfACompleteStep) {
     reducer.discard();
     results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, complete);
   });
-  expect_reference(results, complete, {}, kShape, "complete");
+  expect_reference(results, complete, {}, kSquare, "complete");
 }
 
 TEST(Discard, DropsWhateverIsPending) {
@@ -101,7 +99,7 @@ TEST(Steps, FollowEachOtherWithoutReadingTheResult) {
 
 TEST(Shard, IsReadableOnlyWhileAResultStands) {
   const StepCase step = a_step({Sync::kShard, Sync::kAll}, 5);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 256});
     register_all(reducer, step);
     const auto refused = [&] {
@@ -139,7 +137,7 @@ TEST(PartialShard, ReadsACopyOfTheCarryOnly) {
   const StepCase step = a_step({Sync::kShard, Sync::kShard}, 7);
   std::vector<Values> partials(4);
   std::vector<Slice> slices(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 256});
     register_all(reducer, step);
     const auto rank = static_cast<std::size_t>(mesh.rank());
@@ -152,7 +150,7 @@ TEST(PartialShard, ReadsACopyOfTheCarryOnly) {
   });
   for (int replica = 0; replica < 2; ++replica) {
     const Values want =
-        reference_partial(reference_step(step, {}, kShape, 0), step.gradients[0], replica);
+        reference_partial(reference_step(step, {}, kSquare, 0), step.gradients[0], replica);
     Values got;
     for (std::size_t s = 0; s < 2; ++s) {
       const std::size_t rank = static_cast<std::size_t>(replica) * 2 + s;
@@ -185,7 +183,7 @@ TEST(PartialShard, OfUnreducedMicrobatchesNamesFinish) {
 TEST(CallOrder, InsideAMicrobatchIsCheckedAndHarmless) {
   const StepCase step = a_step({Sync::kAll}, 9);
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 256});
     register_all(reducer, step);
     const StoredGradient gradient(*step.gradients[0][0][0], {90, 3}, Dtype::kF32);
@@ -204,7 +202,7 @@ TEST(CallOrder, InsideAMicrobatchIsCheckedAndHarmless) {
     reducer.end_microbatch();
     results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
   });
-  expect_reference(results, step, {}, kShape, "after refused calls");
+  expect_reference(results, step, {}, kSquare, "after refused calls");
 }
 
 TEST(Registration, RefusesWhatCannotBeReduced) {
@@ -273,7 +271,7 @@ TEST(Registration, RefusesBadOptions) {
 
 TEST(Close, AllowsNothingButStatsAndCloseAfterwards) {
   const StepCase step = a_step({Sync::kAll}, 10);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
     register_all(reducer, step);
     run_step(reducer, step, mesh.rank());
@@ -288,7 +286,7 @@ TEST(Close, AllowsNothingButStatsAndCloseAfterwards) {
 
 TEST(Close, ByDestructionWithAStepPendingDoesNotHang) {
   const StepCase step = a_step({Sync::kShard}, 11);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     {
       Reducer reducer(mesh, {.bucket_bytes = 256});
       register_all(reducer, step);

@@ -17,7 +17,6 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-constexpr MeshShape kShape{.replicate = 2, .shard = 2};
 constexpr int kOddRank = 2;
 
 struct Disagreement {
@@ -51,7 +50,7 @@ std::vector<Disagreement> disagreements() {
 class RegistrationMismatch : public testing::TestWithParam<Disagreement> {};
 
 TEST_P(RegistrationMismatch, NamesTheFirstDifferenceOnEveryRank) {
-  run_mesh(kShape, [](const Mesh& mesh) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
     const bool odd = mesh.rank() == kOddRank;
     Reducer reducer(mesh);
     for (const ParameterSpec& spec : odd ? GetParam().odd : GetParam().common) {
@@ -78,7 +77,7 @@ TEST(OptionMismatch, IsAnErrorOnEveryRankBeforeAnythingIsReduced) {
                                                 {.backwards = Backwards::kMany},
                                                 {.accumulate_dtype = AccumulateDtype::kParam}};
   for (std::size_t i = 0; i < odd_options.size(); ++i) {
-    run_mesh(kShape, [&](const Mesh& mesh) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
       const auto error = caught<MismatchError>([&] {
         Reducer reducer(mesh, mesh.rank() == kOddRank ? odd_options[i] : ReducerOptions{});
         reducer.register_parameter({.name = "w", .shape = {1000}});
@@ -98,7 +97,7 @@ TEST(NoRegistration, OnOneRankIsNamedOnEveryRankAtOnce) {
   for (const int odd : {0, kOddRank}) {
     const auto start = std::chrono::steady_clock::now();
     run_mesh(
-        kShape,
+        kSquare,
         [&](const Mesh& mesh) {
           Reducer reducer(mesh);
           if (mesh.rank() != odd) reducer.register_parameter({.name = "w", .shape = {10}});
@@ -118,7 +117,7 @@ TEST(NoRegistration, OnOneRankIsNamedOnEveryRankAtOnce) {
 
 // The same mistake everywhere is no mismatch, and may be mended.
 TEST(NoRegistration, OnAllRanksIsAUsageErrorAndTheReducerGoesOn) {
-  run_mesh(kShape, [](const Mesh& mesh) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
     Reducer reducer(mesh);
     EXPECT_TRUE(caught<UsageError>([&] { reducer.begin_microbatch({.last = true}); }));
     reducer.register_parameter({.name = "w", .shape = {4}});
@@ -143,7 +142,7 @@ TEST(BadOptions, OfOneRankAreRepeatedOnEveryRankAtOnceAndTheMeshGoesOn) {
       {{.reduce_dtype = Dtype::kF64}, "got f64"}};
   const auto start = std::chrono::steady_clock::now();
   run_mesh(
-      kShape,
+      kSquare,
       [&](const Mesh& mesh) {
         for (const BadOptions& bad : cases) {
           std::string text;
@@ -169,12 +168,12 @@ TEST(BadOptions, OfOneRankAreRepeatedOnEveryRankAtOnceAndTheMeshGoesOn) {
 
 // One rank thinks that the microbatch is not the last.
 TEST(SyncMismatch, IsAnErrorOnEveryRank) {
-  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kShape.size(), 1, 1);
+  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kSquare.size(), 1, 1);
   for (const auto& [common, odd] :
        {std::pair{Sync::kAll, Sync::kShard}, std::pair{Sync::kShard, Sync::kAll},
         std::pair{Sync::kNone, Sync::kShard}, std::pair{Sync::kShard, Sync::kNone}}) {
     const auto start = std::chrono::steady_clock::now();
-    run_mesh(kShape,
+    run_mesh(kSquare,
              [&, c = common, o = odd](const Mesh& mesh) {
                Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
                register_all(reducer, step);
@@ -194,10 +193,10 @@ TEST(SyncMismatch, IsAnErrorOnEveryRank) {
 }
 
 TEST(FailedWorld, EveryCallRepeatsTheFirstErrorButTheLastResultStays) {
-  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kShape.size(), 1, 1);
+  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kSquare.size(), 1, 1);
   // Not the world's own barrier: its end may still be on its way to a rank when another one aborts.
-  std::latch stepped(kShape.size());
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  std::latch stepped(kSquare.size());
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
     register_all(reducer, step);
     const RankResult result = run_step(reducer, step, mesh.rank());
@@ -231,9 +230,9 @@ TEST(FailedWorld, EveryCallRepeatsTheFirstErrorButTheLastResultStays) {
 // A rank that never comes: the others' wait ends, and says for whom they waited. Its own next call
 // says the same.
 TEST(AbsentRank, IsATimeoutOnEveryRank) {
-  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kShape.size(), 1, 1);
+  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kSquare.size(), 1, 1);
   std::atomic<int> gave_up{0};
-  run_mesh(kShape,
+  run_mesh(kSquare,
            [&](const Mesh& mesh) {
              Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
              register_all(reducer, step);

@@ -9,9 +9,7 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-constexpr MeshShape kShape{.replicate = 2, .shard = 2};
-
-std::vector<ParameterSpec> parameters() {
+std::vector<ParameterSpec> parameters_with_holes() {
   return {{.name = "first", .shape = {40, 3}},
           {.name = "second", .shape = {77}, .dtype = Dtype::kBf16},
           {.name = "third", .shape = {300}}};
@@ -33,7 +31,7 @@ using Misuse = std::function<void(Reducer&, const StepCase&, int microbatch, int
 void expect_dropped(const Misuse& misuse, const std::string& text, const std::string& others) {
   const std::vector<Sync> schedule{Sync::kShard, Sync::kNone, Sync::kAll};
   for (int m = 0; m < static_cast<int>(schedule.size()); ++m) {
-    FaultyStep faulty{.step = random_step(parameters(), kShape.size(), schedule, 5),
+    FaultyStep faulty{.step = random_step(parameters_with_holes(), kSquare.size(), schedule, 5),
                       .microbatch = m,
                       .bad_ranks = {1}};
     faulty.fault = [&](Reducer& reducer, int rank) {
@@ -42,7 +40,7 @@ void expect_dropped(const Misuse& misuse, const std::string& text, const std::st
       misuse(reducer, faulty.step, m, rank);
       open.end();
     };
-    const auto reports = run_faulty_step(kShape, {.bucket_bytes = 256}, faulty);
+    const auto reports = run_faulty_step(kSquare, {.bucket_bytes = 256}, faulty);
     EXPECT_TRUE(reports[1].usage) << reports[1].text;
     EXPECT_TRUE(contains(reports[1].text, text)) << reports[1].text;
     expect_aborted(reports, faulty, others);
@@ -140,7 +138,7 @@ TEST(WrongGradient, OfAnotherShapeDtypeOrDevice) {
 
 TEST(MissingAsZero, TheSetMayDifferBetweenMicrobatchesAndRanks) {
   const ReducerOptions options{.bucket_bytes = 256, .missing = Missing::kZero};
-  StepCase step = random_step(parameters(), kShape.size(),
+  StepCase step = random_step(parameters_with_holes(), kSquare.size(),
                               {Sync::kShard, Sync::kNone, Sync::kShard, Sync::kAll}, 3);
   // "second" only in the first microbatch, "third" only on one rank, later.
   for (std::size_t m = 0; m < 4; ++m) {
@@ -150,16 +148,16 @@ TEST(MissingAsZero, TheSetMayDifferBetweenMicrobatchesAndRanks) {
     }
   }
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options);
     register_all(reducer, step);
     results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
   });
-  expect_reference(results, step, options, kShape, "sparse gradients");
+  expect_reference(results, step, options, kSquare, "sparse gradients");
 }
 
 TEST(MissingAsZero, NoGradientAtAllIsZero) {
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.missing = Missing::kZero});
     reducer.register_parameter({.name = "w", .shape = {10}});
     for (const bool last : {false, true}) {
@@ -191,8 +189,8 @@ TEST_P(ManyBackwards, AddRepeatsLocally) {
   const ReducerOptions options{.bucket_bytes = 256, .backwards = Backwards::kMany};
   const std::vector<ParameterSpec> specs{{.name = "w", .shape = {41, 3}, .dtype = GetParam()}};
   const StepCase repeats =
-      random_step(specs, kShape.size(), std::vector<Sync>(2 * kRepeatCount, Sync::kNone), 3);
-  StepCase sums = random_step(specs, kShape.size(), {Sync::kShard, Sync::kAll}, 3);
+      random_step(specs, kSquare.size(), std::vector<Sync>(2 * kRepeatCount, Sync::kNone), 3);
+  StepCase sums = random_step(specs, kSquare.size(), {Sync::kShard, Sync::kAll}, 3);
   for (std::size_t m = 0; m < 2; ++m) {
     for (std::size_t rank = 0; rank < 4; ++rank) {
       Values& sum = *sums.gradients[0][m][rank];
@@ -206,7 +204,7 @@ TEST_P(ManyBackwards, AddRepeatsLocally) {
     }
   }
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options);
     register_all(reducer, sums);
     for (int m = 0; m < 2; ++m) {
@@ -220,14 +218,14 @@ TEST_P(ManyBackwards, AddRepeatsLocally) {
     }
     results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, sums);
   });
-  expect_reference(results, sums, options, kShape, "repeats");
+  expect_reference(results, sums, options, kSquare, "repeats");
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, ManyBackwards, testing::Values(Dtype::kF32, Dtype::kBf16),
                          [](const auto& row) { return std::string(name(row.param)); });
 
 TEST(ManyBackwardsSync, AlsoInMicrobatchesThatStayLocal) {
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.backwards = Backwards::kMany});
     reducer.register_parameter({.name = "w", .shape = {10}});
     const StoredGradient gradient(Values(10, 1.0F), {10}, Dtype::kF32);

@@ -44,21 +44,6 @@ std::uint64_t hash_of(const std::vector<Values>& arrays) {
   return hash;
 }
 
-std::vector<Values> gathered(Reducer& reducer, const StepCase& step) {
-  std::vector<Values> arrays;
-  std::vector<NamedArray> views;
-  for (const ParameterSpec& spec : step.parameters) {
-    arrays.emplace_back(static_cast<std::size_t>(element_count(spec.shape)));
-  }
-  for (std::size_t p = 0; p < arrays.size(); ++p) {
-    views.push_back({.name = step.parameters[p].name,
-                     .array = {.data = arrays[p].data(),
-                               .count = static_cast<std::int64_t>(arrays[p].size())}});
-  }
-  reducer.gather_gradients(views);
-  return arrays;
-}
-
 class SameBits : public testing::TestWithParam<MeshShape> {};
 
 TEST_P(SameBits, OnEveryTransportAndBucketSize) {

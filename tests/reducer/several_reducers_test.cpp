@@ -13,8 +13,6 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-constexpr MeshShape kShape{.replicate = 2, .shard = 2};
-
 std::vector<ParameterSpec> many_parameters(int count, Dtype dtype) {
   std::vector<ParameterSpec> specs;
   for (int p = 0; p < count; ++p) {
@@ -25,12 +23,12 @@ std::vector<ParameterSpec> many_parameters(int count, Dtype dtype) {
 
 TEST(SeveralReducers, InterleaveOnOneMesh) {
   const StepCase first =
-      random_step(many_parameters(9, Dtype::kF32), kShape.size(), {Sync::kShard, Sync::kAll}, 1);
+      random_step(many_parameters(9, Dtype::kF32), kSquare.size(), {Sync::kShard, Sync::kAll}, 1);
   const StepCase second =
-      random_step(many_parameters(5, Dtype::kBf16), kShape.size(), {Sync::kNone, Sync::kAll}, 2);
+      random_step(many_parameters(5, Dtype::kBf16), kSquare.size(), {Sync::kNone, Sync::kAll}, 2);
   std::vector<RankResult> first_results(4);
   std::vector<RankResult> second_results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     const auto rank = static_cast<std::size_t>(mesh.rank());
     Reducer a(mesh, {.bucket_bytes = 1 << 10});
     Reducer b(mesh, {.bucket_bytes = 1 << 9});
@@ -48,17 +46,17 @@ TEST(SeveralReducers, InterleaveOnOneMesh) {
     second_results[rank] = read_result(b, second);
     first_results[rank] = read_result(a, first);
   });
-  expect_reference(first_results, first, {}, kShape, "first");
-  expect_reference(second_results, second, {}, kShape, "second");
+  expect_reference(first_results, first, {}, kSquare, "first");
+  expect_reference(second_results, second, {}, kSquare, "second");
 }
 
 // One's blocks may close in another order than they were opened.
 TEST(SeveralReducers, MayEndInTheOrderOfTheirOpening) {
   const StepCase step =
-      random_step(many_parameters(4, Dtype::kF16), kShape.size(), {Sync::kAll}, 3);
+      random_step(many_parameters(4, Dtype::kF16), kSquare.size(), {Sync::kAll}, 3);
   constexpr std::size_t kReducerCount = 4;
   std::vector<std::vector<RankResult>> results(kReducerCount, std::vector<RankResult>(4));
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     std::vector<Reducer> reducers;
     for (std::size_t i = 0; i < kReducerCount; ++i) {
       reducers.emplace_back(mesh, ReducerOptions{.bucket_bytes = 1 << 9});
@@ -72,14 +70,14 @@ TEST(SeveralReducers, MayEndInTheOrderOfTheirOpening) {
       results[i][static_cast<std::size_t>(mesh.rank())] = read_result(reducers[i], step);
     }
   });
-  for (const auto& result : results) expect_reference(result, step, {}, kShape, "one of four");
+  for (const auto& result : results) expect_reference(result, step, {}, kSquare, "one of four");
 }
 
 TEST(SeveralReducers, OneDropsItsStepTheOtherKeepsIts) {
   const StepCase step =
-      random_step(many_parameters(4, Dtype::kF32), kShape.size(), {Sync::kAll}, 4);
+      random_step(many_parameters(4, Dtype::kF32), kSquare.size(), {Sync::kAll}, 4);
   std::vector<RankResult> kept(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer a(mesh, {.bucket_bytes = 1 << 9});
     Reducer b(mesh, {.bucket_bytes = 1 << 9});
     register_all(a, step);
@@ -97,17 +95,17 @@ TEST(SeveralReducers, OneDropsItsStepTheOtherKeepsIts) {
     b.end_microbatch();
     kept[static_cast<std::size_t>(mesh.rank())] = read_result(b, step);
   });
-  expect_reference(kept, step, {}, kShape, "the other");
+  expect_reference(kept, step, {}, kSquare, "the other");
 }
 
 // Every rank holds back what the others send first, and the buckets that go first come last.
 TEST(Arrival, LateBucketsFirstInADifferentOrderOnEveryRank) {
-  const StepCase step = random_step(many_parameters(40, Dtype::kBf16), kShape.size(),
+  const StepCase step = random_step(many_parameters(40, Dtype::kBf16), kSquare.size(),
                                     {Sync::kShard, Sync::kNone, Sync::kAll}, 5);
   for (const Order order : {Order::kReverse, Order::kRandom}) {
     for (const TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
       std::vector<RankResult> results(4);
-      run_mesh(kShape,
+      run_mesh(kSquare,
                [&](const Mesh& mesh) {
                  Reducer reducer(mesh, {.bucket_bytes = 256});
                  register_all(reducer, step);
@@ -116,7 +114,7 @@ TEST(Arrival, LateBucketsFirstInADifferentOrderOnEveryRank) {
                               {.order = mesh.rank() == 0 ? Order::kForward : order, .seed = 3});
                },
                {.transport = transport});
-      expect_reference(results, step, {}, kShape, "late buckets first");
+      expect_reference(results, step, {}, kSquare, "late buckets first");
     }
   }
 }
@@ -124,10 +122,10 @@ TEST(Arrival, LateBucketsFirstInADifferentOrderOnEveryRank) {
 // gradient_ready returns although no peer has begun: it never waits for one.
 TEST(Arrival, GradientReadyNeverWaitsForAPeer) {
   const StepCase step =
-      random_step(many_parameters(30, Dtype::kF32), kShape.size(), {Sync::kAll, Sync::kAll}, 6);
+      random_step(many_parameters(30, Dtype::kF32), kSquare.size(), {Sync::kAll, Sync::kAll}, 6);
   std::vector<RankResult> results(4);
   std::atomic<bool> delivered{false};
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 256});
     register_all(reducer, step);
     run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
@@ -144,20 +142,20 @@ TEST(Arrival, GradientReadyNeverWaitsForAPeer) {
   StepCase second = step;
   second.schedule = {Sync::kAll};
   for (Gradients& gradients : second.gradients) gradients.erase(gradients.begin());
-  expect_reference(results, second, {}, kShape, "delivered alone");
+  expect_reference(results, second, {}, kSquare, "delivered alone");
 }
 
 TEST(Arrival, EightThreadsAndManyBuckets) {
   const StepCase step =
-      random_step(many_parameters(64, Dtype::kF32), kShape.size(), {Sync::kShard, Sync::kAll}, 7);
+      random_step(many_parameters(64, Dtype::kF32), kSquare.size(), {Sync::kShard, Sync::kAll}, 7);
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 512});
     register_all(reducer, step);
     results[static_cast<std::size_t>(mesh.rank())] = run_step(
         reducer, step, mesh.rank(), {.order = Order::kRandom, .thread_count = 8, .seed = 11});
   });
-  expect_reference(results, step, {}, kShape, "eight threads");
+  expect_reference(results, step, {}, kSquare, "eight threads");
 }
 
 }  // namespace

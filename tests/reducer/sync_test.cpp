@@ -11,8 +11,6 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-constexpr MeshShape kShape{.replicate = 2, .shard = 2};
-
 // What the last microbatch left: a result, a carry that can be read, or local sums only.
 Sync observed(Reducer& reducer) {
   if (!caught<UsageError>([&] { static_cast<void>(reducer.shard("w")); })) return Sync::kAll;
@@ -59,8 +57,8 @@ class SyncPrecedence : public testing::TestWithParam<Precedence> {};
 
 TEST_P(SyncPrecedence, Decides) {
   const Precedence& row = GetParam();
-  const StepCase step = integer_step({{.name = "w", .shape = {50}}}, kShape.size(), 1, 2);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  const StepCase step = integer_step({{.name = "w", .shape = {50}}}, kSquare.size(), 1, 2);
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 64});
     register_all(reducer, step);
     reducer.set_requires_gradient_sync(row.gradient_sync);
@@ -92,7 +90,7 @@ class Groups : public testing::TestWithParam<Dtype> {
   [[nodiscard]] StepCase step(int microbatch_count, std::uint64_t seed) const {
     return random_step({{.name = "late", .shape = {130, 3}, .group = "late"},
                         {.name = "early", .shape = {301}, .group = "early"}},
-                       kShape.size(),
+                       kSquare.size(),
                        std::vector<Sync>(static_cast<std::size_t>(microbatch_count), Sync::kAll),
                        seed);
   }
@@ -107,10 +105,10 @@ class Groups : public testing::TestWithParam<Dtype> {
     StepCase group = step;
     group.schedule = std::move(schedule);
     group.finish = finish;
-    const Values want = reference_result(reference_step(group, options(), kShape, parameter),
+    const Values want = reference_result(reference_step(group, options(), kSquare, parameter),
                                          step.gradients[parameter]);
-    for (int replica = 0; replica < kShape.replicate; ++replica) {
-      expect_same_bits(joined(results, kShape.shard, replica, parameter,
+    for (int replica = 0; replica < kSquare.replicate; ++replica) {
+      expect_same_bits(joined(results, kSquare.shard, replica, parameter,
                               element_count(step.parameters[parameter].shape)),
                        want, step.parameters[parameter].name);
     }
@@ -127,7 +125,7 @@ TEST_P(Groups, AGroupThatIsAllMidStepKeepsItsTotals) {
   const StepCase second = step(1, 2);
   std::vector<RankResult> first_results(4);
   std::vector<RankResult> second_results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     const auto rank = static_cast<std::size_t>(mesh.rank());
     Reducer reducer(mesh, options());
     register_all(reducer, first);
@@ -151,7 +149,7 @@ TEST_P(Groups, AGroupThatIsAllMidStepKeepsItsTotals) {
 TEST_P(Groups, FinishCompletesTheGroupThatIsPending) {
   const StepCase first = step(2, 3);
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options());
     register_all(reducer, first);
     set_flags(reducer, true, false);
@@ -168,7 +166,7 @@ TEST_P(Groups, FinishCompletesTheGroupThatIsPending) {
 TEST_P(Groups, LastEndsTheStepForAllGroups) {
   const StepCase first = step(2, 4);
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options());
     register_all(reducer, first);
     set_flags(reducer, true, false);
@@ -184,7 +182,7 @@ TEST_P(Groups, DiscardDropsTotalsToo) {
   const StepCase dropped = step(1, 5);
   const StepCase kept = step(1, 6);
   std::vector<RankResult> results(4);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options());
     register_all(reducer, kept);
     set_flags(reducer, true, false);
@@ -200,7 +198,7 @@ TEST_P(Groups, DiscardDropsTotalsToo) {
 
 TEST_P(Groups, CountTheirOwnBuckets) {
   const StepCase first = step(2, 7);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options());
     register_all(reducer, first);
     set_flags(reducer, true, true);
@@ -220,7 +218,7 @@ TEST_P(Groups, CountTheirOwnBuckets) {
 
 TEST_P(Groups, LastWithOneGroupsSyncOffIsAnError) {
   const StepCase first = step(1, 8);
-  run_mesh(kShape, [&](const Mesh& mesh) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options());
     register_all(reducer, first);
     set_flags(reducer, false, true);

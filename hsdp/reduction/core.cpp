@@ -210,8 +210,11 @@ void Reducer::Core::close() {
   if (state_ == State::kClosed) return;
   if (state_ == State::kCollecting) abandon_microbatch("the Reducer was closed");
   state_ = State::kClosed;
-  if (collector_) world_.wait(collector_->packed());
-  if (pipeline_) pipeline_->wait_idle();
+  try {
+    if (collector_) world_.wait(collector_->packed());
+    if (pipeline_) pipeline_->wait_idle();
+  } catch (const RankError&) {  // the world's end, which every other call says
+  }
   snapshots_.flush();
 }
 

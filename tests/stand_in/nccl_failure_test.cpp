@@ -67,13 +67,31 @@ std::vector<std::string> outcomes(int size, const RankBody& body,
   return texts;
 }
 
-// An all-reduce on a stream of the GPU, and the wait for it.
+// Data on a rank's GPU and the stream that uses it. A collective that throws may have enqueued a
+// part.
+struct OnGpu {
+  explicit OnGpu(Device gpu) : data(gpu, 4096), stream(Stream::create(gpu, "caller")) {}
+  ~OnGpu() {
+    try {
+      stream.synchronize();
+    } catch (const Error&) {  // what broke the stream was thrown to the test
+    }
+  }
+  OnGpu(const OnGpu&) = delete;
+  OnGpu& operator=(const OnGpu&) = delete;
+
+  void all_reduce(Communicator& world, int bucket) {
+    world.all_reduce({.data = data.view(Dtype::kF32), .bucket = bucket}, stream);
+  }
+
+  Buffer data;
+  Stream stream;
+};
+
 void reduce_and_wait(Communicator& world, int bucket) {
-  const Device gpu = gpu_of(world.rank());
-  const Buffer data(gpu, 4096);
-  Stream stream = Stream::create(gpu, "caller");
-  world.all_reduce({.data = data.view(Dtype::kF32), .bucket = bucket}, stream);
-  world.wait(stream.record());
+  OnGpu gpu(gpu_of(world.rank()));
+  gpu.all_reduce(world, bucket);
+  world.wait(gpu.stream.record());
 }
 
 bool soon(const std::function<bool()>& holds) {
@@ -197,6 +215,20 @@ TEST(NcclFailure, AWorldThatEndsElsewhereEndsWhatTheGpuDoes) {
       }).detach();
     }
     reduce_and_wait(world, 0);
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("RankError"), HasSubstr("the test wants it"))));
+}
+
+// An abort completes what hung, with data that nobody sent.
+TEST(NcclFailure, AWaitThatBeginsAfterTheFailureThrowsIt) {
+  const auto texts = outcomes(2, [](Communicator& world) {
+    nccl_stand_in().hang(0);
+    OnGpu gpu(gpu_of(world.rank()));
+    gpu.all_reduce(world, 0);
+    const Event done = gpu.stream.record();
+    if (world.rank() == 1) world.abort("the test wants it");
+    EXPECT_TRUE(soon([&] { return done.complete(); }));
+    world.wait(done);
   });
   EXPECT_THAT(texts, Each(AllOf(HasSubstr("RankError"), HasSubstr("the test wants it"))));
 }

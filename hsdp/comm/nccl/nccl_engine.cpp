@@ -86,16 +86,14 @@ void NcclEngine::run_on_own_stream(const HostCall& call, const Enqueue& enqueue)
   });
 }
 
-// An aborted communicator lets the GPU go on, with data that nobody sent; one whose abort hangs
-// does not.
+// An aborted communicator lets the GPU go on, with data that nobody sent: an event that is complete
+// proves nothing once the world has failed. One whose abort hangs does not let it go on.
 void NcclEngine::wait(const Event& event) {
   using std::chrono::microseconds;
   using Clock = std::chrono::steady_clock;
   constexpr microseconds kShortest{10};
   constexpr microseconds kLongest{500};
   constexpr std::chrono::seconds kAbortTime{3};
-  if (event.complete()) return event.wait();
-  const bool failed_before = control().failed();
   auto pause = kShortest;
   std::optional<Clock::time_point> end;
   while (!event.complete()) {
@@ -105,7 +103,7 @@ void NcclEngine::wait(const Event& event) {
     pause = std::min(2 * pause, kLongest);
   }
   event.wait();
-  if (!failed_before) control().throw_if_failed();
+  control().throw_if_failed();
 }
 
 void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {

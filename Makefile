@@ -22,6 +22,8 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 export CCACHE_NOHASHDIR ?= 1
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
+# Ranks wait for each other as long as they compute.
+TEST_JOBS ?= $(shell expr $(JOBS) \* 3 / 2)
 # ThreadSanitizer cannot place its shadow memory under every kernel's address randomization.
 RUN_TESTS = $(if $(filter tsan%,$(PRESET)),$(shell setarch -R true 2>/dev/null && echo setarch -R))
 RESULTS = $(CURDIR)/build/$(PRESET)/tests.xml
@@ -39,7 +41,7 @@ build: dependencies build/$(PRESET)/build.ninja  ## build everything that PRESET
 
 test: WITH_TORCH = $(TORCH)
 test: dependencies mpi-dependencies venv build  ## build everything and run all tests
-	@rm -f $(RESULTS); $(RUN_TESTS) ctest --preset $(TEST_PRESET) --output-junit $(RESULTS) \
+	@rm -f $(RESULTS); $(RUN_TESTS) ctest --preset $(TEST_PRESET) -j $(TEST_JOBS) --output-junit $(RESULTS) \
 	  $(if $(filter 0,$(TORCH)),-LE '^torch$$') $(ARGS); status=$$?; \
 	  [ "$(TORCH)" != 0 ] || echo "TORCH=0: PyTorch and the tests that need it were left out"; \
 	  python3 tests/count_cases.py $(RESULTS); exit $$status
@@ -67,8 +69,9 @@ format: lint-dependencies  ## lay out all sources
 format-check: lint-dependencies  ## fail when a source is laid out differently
 	@$(SOURCES) | xargs -0 clang-format --dry-run -Werror
 
-lint: format-check build/release/build.ninja  ## layout, then clang-tidy of what changed; TIDY=--all: of everything
-	@python3 cmake/clang_tidy.py build/release $(JOBS) $(TIDY)
+# The preset dev compiles source by source, as clang-tidy looks at them.
+lint: format-check build/dev/build.ninja  ## layout, then clang-tidy of what changed; TIDY=--all: of everything
+	@python3 cmake/clang_tidy.py build/dev $(JOBS) $(TIDY)
 
 clean:  ## remove everything that was built
 	rm -rf build

@@ -31,7 +31,8 @@ if(NOT BUILD_HERE)
   endif()
   run("configuring the ${LINKAGE} library"
       ${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${BUILD_DIR} -G ${GENERATOR} ${compilers}
-      -DBUILD_SHARED_LIBS=${shared} ${how} -DHSDP_BUILD_TESTS=OFF -DHSDP_BUILD_EXAMPLES=OFF)
+      -DBUILD_SHARED_LIBS=${shared} ${how} -DCMAKE_UNITY_BUILD=ON
+      -DHSDP_BUILD_TESTS=OFF -DHSDP_BUILD_EXAMPLES=OFF)
   run("building the ${LINKAGE} library" ${CMAKE_COMMAND} --build ${BUILD_DIR} -j 2)
 endif()
 run("installing" ${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${prefix})

@@ -2,8 +2,8 @@
 """Runs clang-tidy over the sources that changed since the commit in .ci/clang_tidy_clean.
 
 For a changed header its own source is looked at, else the first one that includes it. Everything is looked
-at with --all, when .clang-tidy changed, and where that commit is not known. After --all found nothing,
-`git rev-parse HEAD >.ci/clang_tidy_clean` records it.
+at with --all, when .clang-tidy changed, and where that commit is not known. A commit is recorded, with
+`git rev-parse HEAD >.ci/clang_tidy_clean`, when --all found nothing and it is on the main branch.
 
 Usage: clang_tidy.py BUILD_DIR JOBS [--all]      BUILD_DIR holds compile_commands.json
 """

@@ -95,30 +95,29 @@ inline void expect_failure(const RankOutcome& outcome, int code,
   EXPECT_LT(seconds_noted(outcome), kHangSeconds) << all;
 }
 
-// True when all threads of the process wait for something.
-inline bool all_asleep(const std::vector<std::filesystem::path>& threads) {
-  return std::ranges::all_of(threads, [](const std::filesystem::path& thread) {
-    std::ifstream file(thread / "stat");
+// Of a process: whether its I/O thread runs, and all its threads wait for something.
+inline bool io_is_asleep(pid_t pid) {
+  bool has_io_thread = false;
+  for (const auto& thread :
+       std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/task")) {
+    std::ifstream file(thread.path() / "stat");
     std::string stat;
     std::getline(file, stat);
     const std::size_t name_end = stat.rfind(')');
-    return name_end != std::string::npos && stat.substr(name_end, 4) == ") S ";
-  });
+    if (name_end == std::string::npos || stat.substr(name_end, 4) != ") S ") return false;
+    has_io_thread = has_io_thread || stat.substr(0, name_end).ends_with("(hsdp-control");
+  }
+  return has_io_thread;
 }
 
 // Until the ranks' I/O threads, which run from the moment that a rank has a connection, have done
 // all that there was to do. Name rank 0 last: it hears the others.
 inline bool wait_until_connected(const ProcessRanks& ranks, const std::vector<int>& named) {
   for (const int rank : named) {
-    const std::filesystem::path tasks = "/proc/" + std::to_string(ranks.pid(rank)) + "/task";
     constexpr int kLooks = 3;
     int calm_looks = 0;
     for (int attempt = 0; attempt < 10'000 && calm_looks < kLooks; ++attempt) {
-      std::vector<std::filesystem::path> threads;
-      for (const auto& entry : std::filesystem::directory_iterator(tasks)) {
-        threads.push_back(entry.path());
-      }
-      calm_looks = threads.size() >= 2 && all_asleep(threads) ? calm_looks + 1 : 0;
+      calm_looks = io_is_asleep(ranks.pid(rank)) ? calm_looks + 1 : 0;
       std::this_thread::sleep_for(milliseconds(1));
     }
     if (calm_looks < kLooks) return false;

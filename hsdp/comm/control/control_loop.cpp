@@ -78,6 +78,7 @@ void ControlLoop::start_thread() {
 }
 
 void ControlLoop::run() {
+  ::pthread_setname_np(::pthread_self(), "hsdp-control");
   for (;;) {
     try {
       io_.run();

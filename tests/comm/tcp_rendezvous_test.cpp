@@ -1,6 +1,8 @@
 // The rendezvous over TCP, with strangers at the door.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -175,6 +177,33 @@ TEST_F(TcpRendezvousTest, ARankKilledAfterItJoinedIsNamedByAll) {
                       "at fault " + std::to_string(victim)});
     }
   }
+}
+
+// In milliseconds, of this process' TCP connections.
+std::vector<unsigned> bounds_of_connections() {
+  std::vector<unsigned> bounds;
+  for (int fd = 3; fd < 256; ++fd) {
+    sockaddr_storage peer{};
+    socklen_t length = sizeof peer;
+    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) continue;
+    if (peer.ss_family != AF_INET) continue;
+    unsigned bound = 0;
+    length = sizeof bound;
+    ::getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &bound, &length);
+    bounds.push_back(bound);
+  }
+  return bounds;
+}
+
+// A side without a bound would notice a dead host only when it has sent nothing back for timeout_s.
+TEST_F(TcpRendezvousTest, ADeadLinkIsBoundedAtBothEnds) {
+  const auto outcomes = run_processes(3, hosts(), [](int rank) {
+    const auto control = connect(milliseconds(300'000));
+    const auto bounds = bounds_of_connections();
+    static_cast<void>(control->exchange("all", everyone(3), "", {"test"}));
+    return bounds == std::vector<unsigned>(rank == 0 ? 2 : 1, 30'000) ? 0 : 1;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
 }
 
 TEST_F(TcpRendezvousTest, AWrongSecretIsTurnedAwayAndToldWhy) {

@@ -124,6 +124,7 @@ void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) 
   peer.process = join.process;
   peer.last_heard = clock_.now();
   link->set_max_body_bytes(kMaxFrameBytes);
+  link->bound_dead_link(options_.timeout);
   ControlLink::Handlers handlers;
   handlers.on_frame = [this, rank](FrameType type, std::string_view body) {
     handle(rank, type, body);
@@ -257,6 +258,7 @@ void ControlHub::link_closed(int rank, const std::string& reason) {
   if (peer.link->is_unix()) return lost(rank, "its process ended");
   const std::string why = "its connection ended: " + reason;
   if (welcomed_ || ended_) return lost(rank, why);
+  peer.last_heard = clock_.now();
   peer.phase = Phase::kAwaited;
   peer.vanished = why;
 }

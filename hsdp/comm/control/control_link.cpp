@@ -31,8 +31,19 @@ void set_option(int socket, int level, int name, int value) {
 
 }  // namespace
 
-void bound_dead_link(int socket, std::chrono::milliseconds timeout) {
-  if (family_of(socket) == AF_UNIX) return;
+ControlLink::ControlLink(asio::io_context& io, UniqueFd socket)
+    : socket_(io), guard_(socket.get()) {
+  const int family = family_of(socket.get());
+  is_unix_ = family == AF_UNIX;
+  socket_.assign(asio::generic::stream_protocol(family, 0), socket.get());
+  static_cast<void>(socket.release());
+}
+
+ControlLink::~ControlLink() { close(); }
+
+void ControlLink::bound_dead_link(std::chrono::milliseconds timeout) {
+  if (is_unix_) return;
+  const int socket = socket_.native_handle();
   const auto limit = std::min(timeout, std::chrono::milliseconds(30'000));
   const int seconds =
       std::max(1, static_cast<int>(std::chrono::floor<std::chrono::seconds>(limit).count()));
@@ -44,16 +55,6 @@ void bound_dead_link(int socket, std::chrono::milliseconds timeout) {
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbeCount);
   set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(limit.count()));
 }
-
-ControlLink::ControlLink(asio::io_context& io, UniqueFd socket)
-    : socket_(io), guard_(socket.get()) {
-  const int family = family_of(socket.get());
-  is_unix_ = family == AF_UNIX;
-  socket_.assign(asio::generic::stream_protocol(family, 0), socket.get());
-  static_cast<void>(socket.release());
-}
-
-ControlLink::~ControlLink() { close(); }
 
 void ControlLink::start(Handlers handlers, std::size_t max_body_bytes) {
   set_handlers(std::move(handlers));

@@ -51,6 +51,9 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   // The process at the other end of a Unix socket, where it is visible here.
   [[nodiscard]] std::optional<pid_t> peer_pid() const;
   [[nodiscard]] bool is_unix() const { return is_unix_; }
+  // Keepalive and TCP_USER_TIMEOUT: a dead link breaks after min(30 s, timeout). Both ends need it:
+  // each sees only what it sends unanswered. No-op on Unix sockets.
+  void bound_dead_link(std::chrono::milliseconds timeout);
 
  private:
   void read_header();
@@ -69,9 +72,5 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   std::string body_;
   std::deque<FrameBytes> queue_;
 };
-
-// Keepalive and TCP_USER_TIMEOUT: a dead link breaks after min(30 s, timeout). No-op on Unix
-// sockets.
-void bound_dead_link(int socket, std::chrono::milliseconds timeout);
 
 }  // namespace hsdp::comm

@@ -50,6 +50,7 @@ void ControlLoop::start_as_hub(int listener, const std::string& secret,
 
 void ControlLoop::start_as_rank(UniqueFd socket) {
   link_ = std::make_shared<ControlLink>(io_, std::move(socket));
+  link_->bound_dead_link(timeout_);
   hub_heard_ = state_->clock().now();
   if (const auto pid = link_->peer_pid()) {
     hub_watch_ =

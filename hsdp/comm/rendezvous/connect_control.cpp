@@ -210,7 +210,6 @@ void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock
                                      "HSDP_SECRET)"
                                    : "");
     }
-    bound_dead_link(knock.socket.get(), timeout_);
     address_ = own_address(knock.socket.get());
     make_loop(launch, end);
     loop_->start_as_rank(std::move(knock.socket));

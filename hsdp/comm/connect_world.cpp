@@ -3,9 +3,11 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/fork_guard.h"
@@ -87,7 +89,12 @@ Shared agree_to_share(OpenWorld& open, std::shared_ptr<comm::Control> control,
                       std::shared_ptr<Communicator::Engine> engine) {
   const std::string key = "connect_world " + std::to_string(open.share_count++);
   const std::string_view mine = engine ? "engine" : "control";
-  const auto all = control->exchange_while_open(key, mine, {.operation = "connect"});
+  std::optional<std::vector<std::string>> all;
+  try {
+    all = control->exchange_while_open(key, mine, {.operation = "connect"});
+  } catch (const RankError&) {  // the open world has failed: some ranks may have known before
+    if (!control->failed()) throw;
+  }
   if (!all) return {};
   const bool all_have_it = std::ranges::count(*all, "engine") == std::ssize(*all);
   return {std::move(control), all_have_it ? std::move(engine) : nullptr};

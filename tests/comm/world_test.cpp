@@ -161,6 +161,20 @@ TEST_F(ControlTest, AFailedWorldIsLeftBehindWhoeverHoldsIt) {
   for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
 }
 
+// A rank that knows of the failure meets the others anew; one that does not asks them first.
+TEST_F(ControlTest, AFailedWorldIsLeftBehindByRanksThatDoNotKnowYet) {
+  const auto outcomes = run_processes(3, {}, [](int rank) {
+    for (int round = 0; round < 5; ++round) {
+      Communicator failed = connect_world({.timeout = std::chrono::milliseconds(20'000)});
+      if (rank == 1) failed.abort("the disk is full");
+      Communicator next = connect_world({.timeout = std::chrono::milliseconds(20'000)});
+      if (!adds_up(next)) return 1;
+    }
+    return 0;
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
 TEST_F(ControlTest, AForkedChildCannotConnectBesideItsParent) {
   const auto outcomes = run_processes(2, {}, [](int) {
     Communicator world = connect_world();

@@ -53,7 +53,7 @@ bool TcpHandshake::greet() {
   if (proof_for_ == nullptr) return send({bytes, sizeof hello_});
   if (!receive({bytes, sizeof hello_})) return false;
   if (hello_.magic == Hello::kMagic) proof_ = proof_for_(caller());
-  if (!proof_) break_off("it is no rank that is expected");
+  if (!proof_) break_off("no such rank is expected here");
   return proof_.has_value();
 }
 

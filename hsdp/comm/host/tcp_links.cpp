@@ -192,7 +192,7 @@ void Linker::learn_addresses(const std::vector<std::string>& messages,
       give_up({.kind = FailureKind::kPeerLost,
                .message = "tcp: cannot connect to rank " + std::to_string(member) + " of " +
                           std::to_string(control_.size()) + ": its address '" + host +
-                          "' is no number",
+                          "' is not numeric",
                .ranks = {member}});
     }
     callees_.push_back(std::move(callee));

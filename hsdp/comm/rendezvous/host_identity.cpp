@@ -3,17 +3,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <fstream>
+#include <algorithm>
+#include <string>
 
 #include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/handshake.h"
+#include "hsdp/comm/rendezvous/read_file.h"
 
 namespace hsdp::comm {
 
 std::string host_identity() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  if (boot.empty()) require_free_descriptor("rendezvous: cannot tell which host this is");
+  const auto read = read_file("/proc/sys/kernel/random/boot_id");
+  if (!read) throw_if_descriptor_limit("rendezvous: cannot tell which host this is");
+  std::string boot = read.value_or("");
+  boot.resize(std::min(boot.size(), boot.find('\n')));
   struct stat network {};
   if (boot.empty() || ::stat("/proc/self/ns/net", &network) != 0) {
     // Nothing is known, so nobody is on the same host: a name that no other process has.

@@ -195,7 +195,7 @@ std::optional<std::string> read_secret(const Variables& variables) {
   }
   auto contents = read_file(*path);
   if (!contents) {
-    require_free_descriptor("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
+    throw_if_descriptor_limit("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
     throw UsageError("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
   }
   while (!contents->empty() && (contents->back() == '\n' || contents->back() == '\r')) {
@@ -231,8 +231,9 @@ void read_addresses(const Variables& variables, LaunchEnvironment& launch) {
 // Ranks started by one parent share this name; the start time tells a reused pid apart.
 std::string parent_name() {
   const pid_t parent = ::getppid();
-  const std::string stat = read_file("/proc/" + std::to_string(parent) + "/stat").value_or("");
-  if (stat.empty()) require_free_descriptor("launch: cannot read about the parent process");
+  const auto read = read_file("/proc/" + std::to_string(parent) + "/stat");
+  if (!read) throw_if_descriptor_limit("launch: cannot read about the parent process");
+  const std::string stat = read.value_or("");
   std::string start_time = "0";
   // The command, field 2, is in parentheses and may hold anything; the start time is field 22.
   if (const auto command_end = stat.rfind(')'); command_end != std::string::npos) {

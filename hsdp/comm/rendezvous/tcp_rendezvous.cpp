@@ -28,7 +28,9 @@ Addresses resolve(const std::string& address, int port) {
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* found = nullptr;
+  errno = 0;
   if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    throw_if_descriptor_limit("rendezvous: cannot resolve '" + address + "'");
     require_free_descriptor("rendezvous: cannot resolve '" + address + "'");
     found = nullptr;
   }

@@ -86,8 +86,8 @@ void NcclEngine::run_on_own_stream(const HostCall& call, const Enqueue& enqueue)
   });
 }
 
-// An aborted communicator lets the GPU go on, with data that nobody sent: an event that is complete
-// proves nothing once the world has failed. One whose abort hangs does not let it go on.
+// An aborted communicator lets the GPU go on, with data that nobody sent; one whose abort hangs
+// does not.
 void NcclEngine::wait(const Event& event) {
   using std::chrono::microseconds;
   using Clock = std::chrono::steady_clock;
@@ -102,8 +102,10 @@ void NcclEngine::wait(const Event& event) {
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongest);
   }
+  const auto& watch = group_->world()->watch;
+  const bool aborting = watch != nullptr && watch->aborting();
   event.wait();
-  control().throw_if_failed();
+  if (aborting) control().throw_if_failed();
 }
 
 void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {

@@ -155,6 +155,7 @@ std::optional<Failure> NcclWatch::look_at_links() {
 }
 
 void NcclWatch::abort_all() {
+  aborting_ = true;
   std::vector<NcclHandle> handles;
   for (NcclLink* const link : links_) {
     if (NcclHandle const handle = link->take()) handles.push_back(handle);

@@ -7,6 +7,7 @@
 // without a limit. Thread-safe. [Note: NCCL without blocking]
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -40,6 +41,8 @@ class NcclWatch {
   void follow(const NcclLink* link, WaitState call, const Event& begun, const Event& done);
   // Ends a communicator that nothing uses any more.
   void tear_down(NcclHandle handle);
+  // From here on events are complete because collectives were aborted.
+  [[nodiscard]] bool aborting() const { return aborting_; }
   // The abort that follows the world's failure is over, on this rank.
   [[nodiscard]] bool aborted() const;
 
@@ -74,6 +77,7 @@ class NcclWatch {
   std::deque<Followed> followed_;
   std::chrono::steady_clock::time_point remote_since_;
   bool closing_ = false;
+  std::atomic<bool> aborting_{false};
   bool failed_ = false;
   std::shared_ptr<void> on_failure_;
   std::thread thread_;

@@ -4,10 +4,12 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -99,17 +101,23 @@ Memory read(const Snapshot& self, std::size_t parameter, int replica, std::int64
   });
 }
 
-// h5py lets the GIL go in calls of HDF5 and keeps others out by a lock of its own.
+// h5py lets the GIL go in calls of HDF5 and keeps others out by a lock of its own. Whoever holds it
+// may hold it long: Ctrl-C ends the wait.
 class LockOfH5py {
  public:
   LockOfH5py() {
     const py::dict modules = py::module_::import("sys").attr("modules");
     if (!modules.contains("h5py._objects")) return;
     lock_ = py::getattr(modules["h5py._objects"], "phil", py::none());
-    if (!lock_.is_none()) lock_.attr("__enter__")();
+    if (lock_.is_none()) return;
+    while (!lock_.attr("acquire")(false).cast<bool>()) {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      const py::gil_scoped_release released;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
   ~LockOfH5py() {
-    if (!lock_.is_none()) lock_.attr("__exit__")(py::none(), py::none(), py::none());
+    if (!lock_.is_none()) lock_.attr("release")();
   }
   LockOfH5py(const LockOfH5py&) = delete;
   LockOfH5py& operator=(const LockOfH5py&) = delete;

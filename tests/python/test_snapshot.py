@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -217,13 +218,21 @@ class H5pyLock:
         self.owners: list[int] = []
         self.wanted = threading.Event()
 
-    def __enter__(self) -> None:
+    def acquire(self, blocking: bool = True) -> bool:
         self.wanted.set()
-        self.lock.acquire()
-        self.owners.append(threading.get_ident())
+        acquired = self.lock.acquire(blocking)
+        if acquired:
+            self.owners.append(threading.get_ident())
+        return acquired
+
+    def release(self) -> None:
+        self.lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
 
     def __exit__(self, *error: object) -> None:
-        self.lock.release()
+        self.release()
 
 
 @pytest.fixture
@@ -291,3 +300,25 @@ def test_a_snapshot_waits_for_a_call_of_h5py_on_another_thread(
     write_one(tmp_path)
     thread.join()
     assert phil.owners == [thread.ident, 0, threading.get_ident()]
+
+
+def test_ctrl_c_ends_the_wait_for_h5py(phil: H5pyLock, tmp_path: pathlib.Path) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with phil:
+            phil.wanted.clear()
+            inside.set()
+            if phil.wanted.wait(30):  # the main thread is at the door
+                os.kill(os.getpid(), signal.SIGINT)
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(KeyboardInterrupt):
+        write_one(tmp_path)
+    leave.set()
+    thread.join()
+    assert list(tmp_path.iterdir()) == []
+    write_one(tmp_path)

@@ -44,7 +44,7 @@ test: dependencies mpi-dependencies venv build  ## build everything and run all 
 	@rm -f $(RESULTS); $(RUN_TESTS) ctest --preset $(TEST_PRESET) -j $(TEST_JOBS) --output-junit $(RESULTS) \
 	  $(if $(filter 0,$(TORCH)),-LE '^torch$$') $(ARGS); status=$$?; \
 	  [ "$(TORCH)" != 0 ] || echo "TORCH=0: PyTorch and the tests that need it were left out"; \
-	  python3 tests/count_cases.py $(RESULTS); exit $$status
+	  python3 tests/count_cases.py $(RESULTS) || [ $$status -ne 0 ] || status=1; exit $$status
 
 nightly:  ## what takes too long for every change: all sources linted, all tests sanitized, long runs
 	@.ci/nightly

@@ -12,9 +12,10 @@ failed=0
 # stage NAME COMMAND...: counts the cases of its last line `N passed, N failed`; a stage without such a
 # line is one case.
 stage() {
-  local name=$1 start=$SECONDS status=0 count
+  local name=$1 start=$SECONDS status=0 count command
   shift
-  printf '\n=== %s: %s\n' "$name" "$*"
+  command=$(printf ' %q' "$@")
+  printf '\n=== %s:%s\n' "$name" "$command"
   "$@" 2>&1 | tee "$logs/$name" || status=$?
   count=$(grep -xE '[0-9]+ passed, [0-9]+ failed' "$logs/$name" | tail -n 1)
   [ -n "$count" ] ||
@@ -27,7 +28,7 @@ stage() {
     return
   fi
   [ "$failed" -gt 0 ] || failed=1
-  summary+=("$(printf '%-8s FAILED in %4d s; to see it again: %s' "$name" $((SECONDS - start)) "$*")")
+  summary+=("$(printf '%-8s FAILED in %4d s; to see it again:%s' "$name" $((SECONDS - start)) "$command")")
   finish
 }
 

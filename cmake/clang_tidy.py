@@ -25,7 +25,10 @@ FLAGS = ["-Wno-unknown-warning-option", "-Xclang", "-analyzer-config", "-Xclang"
 
 
 def git(*command: str) -> str | None:
-    done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
     return done.stdout if done.returncode == 0 else None
 
 
@@ -59,6 +62,8 @@ def chosen_sources(build: pathlib.Path, everything: bool) -> list[str]:
     sources = all_sources(build)
     changed = None if everything else changed_files()
     if changed is None:
+        if not everything:
+            print("clang-tidy: what changed is not known, so everything is looked at", flush=True)
         return sources
     chosen = {name for name in changed if name in sources}
     headers = (name for name in changed if name.endswith(".h") and (ROOT / name).exists())

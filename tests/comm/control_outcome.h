@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -95,11 +96,14 @@ inline void expect_failure(const RankOutcome& outcome, int code,
   EXPECT_LT(seconds_noted(outcome), kHangSeconds) << all;
 }
 
-// Of a process: whether its I/O thread runs, and all its threads wait for something.
+// Of a process: whether its I/O thread runs, and all its threads but the one that asks wait for
+// something.
 inline bool io_is_asleep(pid_t pid) {
+  const std::string own = std::to_string(::gettid());
   bool has_io_thread = false;
   for (const auto& thread :
        std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/task")) {
+    if (thread.path().filename() == own) continue;
     std::ifstream file(thread.path() / "stat");
     std::string stat;
     std::getline(file, stat);

@@ -197,13 +197,8 @@ TEST_F(ControlTest, AGroupThatGetsNoDescriptorNamesTheLimitOnEveryRank) {
 // Until the I/O thread neither opens nor closes anything more of the rendezvous.
 void settle(Control& control, int size) {
   static_cast<void>(control.exchange("settled", everyone(size), "", {"test"}));
-  const std::string own = std::to_string(::gettid());
   for (int calm_looks = 0; calm_looks < 3;) {
-    std::vector<std::filesystem::path> others;
-    for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
-      if (thread.path().filename() != own) others.push_back(thread.path());
-    }
-    calm_looks = all_asleep(others) ? calm_looks + 1 : 0;
+    calm_looks = io_is_asleep(::getpid()) ? calm_looks + 1 : 0;
     std::this_thread::sleep_for(milliseconds(5));
   }
 }

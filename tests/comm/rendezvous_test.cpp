@@ -152,19 +152,23 @@ TEST_F(RendezvousTest, DirectoriesOfOthersAreRefused) {
 }
 
 TEST_F(RendezvousTest, ASecondProcessOfARankIsRefusedAlone) {
-  const auto outcomes = run_processes(4, {}, [](int rank) {
+  ProcessRanks ranks(4, {}, [](int rank) {
     // Processes 0, 1, 2 are the world; process 3 says that it is rank 1 too.
     ::setenv("WORLD_SIZE", "3", 1);
     ::setenv("LOCAL_WORLD_SIZE", "3", 1);
     if (rank == 3) ::setenv("RANK", "1", 1);
     if (rank == 3) ::setenv("LOCAL_RANK", "1", 1);
-    if (rank == 2) std::this_thread::sleep_for(milliseconds(300));
+    if (rank == 2) ::raise(SIGSTOP);  // the door stays open
     return outcome_of([] {
-      const auto control = connect();
+      const auto control = connect(milliseconds(20'000));
       static_cast<void>(control->exchange("all", everyone(3), "", {"test"}));
       static_cast<void>(control->exchange("all done", everyone(3), "", {"test"}));
     });
   });
+  ASSERT_TRUE(ranks.wait_until_stopped(2));
+  ASSERT_TRUE(ranks.wait_for_end_of_one({1, 3}));
+  ranks.signal(2, SIGCONT);
+  const auto outcomes = ranks.finish();
   EXPECT_TRUE(outcomes[0].ok()) << outcomes[0].error;
   EXPECT_TRUE(outcomes[2].ok()) << outcomes[2].error;
   const RankOutcome& refused = outcomes[1].ok() ? outcomes[3] : outcomes[1];

@@ -165,10 +165,15 @@ bool ProcessRanks::wait_until_stopped(int rank) {
   return false;
 }
 
-bool ProcessRanks::wait_for_end(int rank) {
-  const Child& child = children_[static_cast<std::size_t>(rank)];
-  while (child.running && !past_deadline()) poll_children();
-  return !child.running;
+bool ProcessRanks::wait_for_end_of_one(const std::vector<int>& ranks) {
+  const auto has_ended = [this](int rank) {
+    return !children_[static_cast<std::size_t>(rank)].running;
+  };
+  while (!std::ranges::any_of(ranks, has_ended)) {
+    if (past_deadline()) return false;
+    poll_children();
+  }
+  return true;
 }
 
 void ProcessRanks::signal(int rank, int number) const { ::kill(pid(rank), number); }

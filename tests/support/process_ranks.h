@@ -49,7 +49,8 @@ class ProcessRanks {
   // Waits until the rank is stopped by a signal: one that continues it before would be lost.
   bool wait_until_stopped(int rank);
   // Waits until the rank has ended; false at the deadline.
-  bool wait_for_end(int rank);
+  bool wait_for_end(int rank) { return wait_for_end_of_one({rank}); }
+  bool wait_for_end_of_one(const std::vector<int>& ranks);
   void signal(int rank, int number) const;
   [[nodiscard]] pid_t pid(int rank) const { return children_[static_cast<size_t>(rank)].pid; }
   // Waits for all; a rank that overruns is killed.

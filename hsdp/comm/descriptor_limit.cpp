@@ -1,11 +1,8 @@
 #include "hsdp/comm/descriptor_limit.h"
 
 #include <sys/resource.h>
-#include <sys/socket.h>
 
 #include <cerrno>
-
-#include "hsdp/comm/unique_fd.h"
 
 namespace hsdp::comm {
 
@@ -21,11 +18,6 @@ std::string descriptor_limit_text() {
 void throw_if_descriptor_limit(const std::string& doing) {
   if (is_descriptor_limit(errno))
     throw DescriptorLimitError(doing + ": " + descriptor_limit_text());
-}
-
-void require_free_descriptor(const std::string& doing) {
-  const UniqueFd probe(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!probe) throw_if_descriptor_limit(doing);
 }
 
 }  // namespace hsdp::comm

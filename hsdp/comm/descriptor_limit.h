@@ -21,7 +21,5 @@ class DescriptorLimitError : public Error {
 
 // After a call that failed: throws when `errno` is the limit. `doing`: "rendezvous: cannot ...".
 void throw_if_descriptor_limit(const std::string& doing);
-// Where a library hides why it failed: throws when not one descriptor is free.
-void require_free_descriptor(const std::string& doing);
 
 }  // namespace hsdp::comm

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -127,6 +128,25 @@ inline bool wait_until_connected(const ProcessRanks& ranks, const std::vector<in
     if (calm_looks < kLooks) return false;
   }
   return true;
+}
+
+// Ranks 0 to 2 of 4 meet, rank 3 keeps the rendezvous open, and the victim is killed in it.
+inline void expect_a_joined_rank_named_when_killed(const ProcessOptions& options, int victim) {
+  ProcessRanks ranks(4, options, [](int rank) {
+    while (rank == 3) ::pause();
+    return outcome_of([] { static_cast<void>(connect(milliseconds(20'000))); });
+  });
+  ASSERT_TRUE(wait_until_connected(ranks, {1, 2, 0}));
+  ranks.signal(victim, SIGKILL);
+  for (const int rank : {0, 1, 2}) EXPECT_TRUE(rank == victim || ranks.wait_for_end(rank));
+  ranks.signal(3, SIGKILL);
+  const auto outcomes = ranks.finish();
+  for (const int rank : {0, 1, 2}) {
+    if (rank == victim) continue;
+    expect_failure(outcomes[static_cast<std::size_t>(rank)], kPeerLost,
+                   {"rendezvous: rank " + std::to_string(victim) + " of 4 was lost",
+                    "at fault " + std::to_string(victim)});
+  }
 }
 
 // Nothing may be left in the runtime directory.

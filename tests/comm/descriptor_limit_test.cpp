@@ -25,6 +25,7 @@ namespace hsdp::comm {
 namespace {
 
 constexpr milliseconds kAMoment{300};
+constexpr milliseconds kShort{3'000};
 constexpr milliseconds kLong{20'000};
 
 // All descriptors of this process up to a low limit, but for `spare` of them.
@@ -94,7 +95,7 @@ TEST_P(DescriptorLimitTest, ARankWaitsUntilDescriptorsAreFree) {
 TEST_P(DescriptorLimitTest, ARankThatGetsNoneNamesTheLimit) {
   for (const int full : {0, 1}) {
     const auto outcomes = run_processes(2, options(), [full](int rank) {
-      if (rank != full) return join_all(2, milliseconds(1'500));
+      if (rank != full) return join_all(2, kShort);
       const FullTable table;
       return join_all(2, milliseconds(700));
     });
@@ -135,7 +136,7 @@ void fill_when_listening(const std::function<void()>& join, bool frees) {
 
 TEST_P(DescriptorLimitTest, RankZeroLetsRanksInWhenDescriptorsAreFree) {
   for (const bool frees : {true, false}) {
-    const milliseconds timeout = frees ? kLong : milliseconds(1'500);
+    const milliseconds timeout = frees ? kLong : kShort;
     ProcessRanks ranks(4, options(), [&](int rank) {
       if (rank != 0) {
         ::raise(SIGSTOP);
@@ -182,7 +183,7 @@ TEST_F(ControlTest, AGroupIsMadeWhenDescriptorsAreFree) {
 
 TEST_F(ControlTest, AGroupThatGetsNoDescriptorNamesTheLimitOnEveryRank) {
   const auto outcomes = run_processes(3, {}, [](int rank) {
-    Communicator world = connect_world({.timeout = milliseconds(1'500)});
+    Communicator world = connect_world({.timeout = kShort});
     std::optional<FullTable> table;
     if (rank == 1) table.emplace();
     static_cast<void>(world.split(0, rank));
@@ -209,7 +210,7 @@ TEST_F(ControlTest, APassedDescriptorIsNotLostAtTheLimit) {
     for (const bool frees : {true, false}) {
       const auto outcomes = run_processes(3, {}, [&](int rank) {
         return outcome_of([&] {
-          const auto control = connect(frees ? kLong : milliseconds(1'500));
+          const auto control = connect(frees ? kLong : kShort);
           const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
           settle(*control, 3);
           std::optional<FullTable> table;

@@ -42,26 +42,8 @@ TEST_F(RendezvousTest, AMissingRankZeroIsNamed) {
 
 TEST_F(RendezvousTest, ARankKilledAfterItJoinedIsNamedByAll) {
   for (const int victim : {0, 1}) {
-    ProcessRanks ranks(4, {}, [](int rank) {
-      if (rank == 3) {
-        for (;;) ::pause();  // keeps the rendezvous open
-      }
-      return outcome_of([] { static_cast<void>(connect(milliseconds(20'000))); });
-    });
-    ASSERT_TRUE(wait_until_connected(ranks, {1, 2, 0}));
-    ranks.signal(victim, SIGKILL);
-    for (const int rank : {0, 1, 2}) {
-      if (rank == victim) continue;
-      EXPECT_TRUE(ranks.wait_for_end(rank));
-    }
-    ranks.signal(3, SIGKILL);
-    const auto outcomes = ranks.finish();
-    for (const int rank : {0, 1, 2}) {
-      if (rank == victim) continue;
-      expect_failure(outcomes[static_cast<std::size_t>(rank)], kPeerLost,
-                     {"rendezvous: rank " + std::to_string(victim) + " of 4 was lost",
-                      "at fault " + std::to_string(victim)});
-    }
+    SCOPED_TRACE(victim);
+    expect_a_joined_rank_named_when_killed({}, victim);
   }
 }
 

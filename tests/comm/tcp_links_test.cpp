@@ -160,7 +160,7 @@ TEST(TcpLinks, ACrowdOfStrangersPushesNobodyOut) {
 }
 
 TEST(TcpLinks, AnotherSecretIsRefused) {
-  const auto controls = comm::in_process_control(2, std::chrono::milliseconds(500));
+  const auto controls = comm::in_process_control(2, std::chrono::seconds(2));
   std::vector<std::string> messages(2);
   run_each(2, [&](std::size_t r) {
     const Stage stage{.secret = r == 0 ? "the job's" : "another"};

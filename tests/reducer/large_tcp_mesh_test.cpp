@@ -1,7 +1,10 @@
 // A mesh of 200 processes that share no memory, with the descriptors that a default limit leaves.
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/resource.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <filesystem>
 #include <iterator>
 #include <string>
@@ -26,6 +29,23 @@ void limit_descriptors() {
   limit.rlim_cur = std::min(kDefaultLimit, limit.rlim_max);
   ::setrlimit(RLIMIT_NOFILE, &limit);
 }
+
+std::size_t heap_bytes() {
+  const struct mallinfo2 info = ::mallinfo2();
+  return info.uordblks + info.hblkhd;
+}
+
+std::ptrdiff_t count_descriptors() {
+  const std::filesystem::directory_iterator descriptors("/proc/self/fd");
+  return std::distance(begin(descriptors), end(descriptors));
+}
+
+// One link to each other member of a group that moves data, and what a rank needs without any.
+constexpr std::ptrdiff_t kLinks =
+    (kShape.replicate * kShape.shard - 1) + (kShape.replicate - 1) + (kShape.shard - 1);
+constexpr std::ptrdiff_t kDescriptorsBeside = 32;
+// What a group's links hold, however many they are; and at least that, or the count counts nothing.
+constexpr std::size_t kGroupBytes = std::size_t{16} << 20;
 
 TEST(LargeTcpMesh, TakesMeansAndAStep) {
   const int size = kShape.size();
@@ -53,21 +73,21 @@ TEST(LargeTcpMesh, TakesMeansAndAStep) {
     register_all(reducer, step);
     run_step(reducer, step, rank);
     if (gathered(reducer, step) != want) return 3;
+    const std::size_t before = heap_bytes();
     if (!mean(1'000)) return 4;
-    if (rank == 0) {
-      const std::filesystem::directory_iterator descriptors("/proc/self/fd");
-      note(std::to_string(std::distance(begin(descriptors), end(descriptors))));
-    }
+    const std::size_t held = heap_bytes() - before;
+    note(std::to_string(held) + " bytes, " + std::to_string(count_descriptors()) + " descriptors");
+    if (held > kGroupBytes || held < kGroupBytes / 2) return 5;
+    // Rank 0 also has the control connection of each.
+    if (count_descriptors() > kLinks + (rank == 0 ? size : 0) + kDescriptorsBeside) return 6;
     reducer.close();
     mesh.world().barrier();
     return 0;
   });
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     EXPECT_TRUE(outcomes[rank].ok())
-        << "rank " << rank << ": " << outcomes[rank].exit_code << " " << outcomes[rank].error;
-  }
-  for (const std::string& descriptors : outcomes[0].notes) {
-    RecordProperty("descriptors_of_rank_0", descriptors);
+        << "rank " << rank << ": " << outcomes[rank].exit_code << " " << outcomes[rank].error << " "
+        << ::testing::PrintToString(outcomes[rank].notes);
   }
 }
 

@@ -144,10 +144,7 @@ std::vector<std::string> InProcessHub::collect(const std::string& key, std::span
 }
 
 void InProcessHub::tell(int from, int peer, std::string_view topic, std::string_view message) {
-  if (peer < 0 || peer >= size_ || peer == from) {
-    throw UsageError("control: tell: expected another world rank, got " + std::to_string(peer) +
-                     " (rank " + std::to_string(from) + " of " + std::to_string(size_) + ")");
-  }
+  require_other_rank(peer, from, size_);
   if (!failed()) listeners_[static_cast<std::size_t>(peer)].call(topic, from, message);
 }
 

@@ -91,10 +91,7 @@ std::vector<std::string> ProcessControl::collect(std::string_view key, std::span
 
 void ProcessControl::tell(int peer, std::string_view topic, std::string_view message) {
   require_own_process();
-  if (peer < 0 || peer >= size_ || peer == rank_) {
-    throw UsageError("control: tell: expected another world rank, got " + std::to_string(peer) +
-                     " (rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ")");
-  }
+  require_other_rank(peer, rank_, size_);
   TellFrame frame{peer, std::string(topic), std::string(message)};
   std::string body = frame.encode();
   if (body.size() > kMaxFrameBytes) {

@@ -57,37 +57,27 @@ bool TcpHandshake::greet() {
   return proof_.has_value();
 }
 
-bool TcpHandshake::send(std::span<const std::uint8_t> frame) {
+template <typename Byte, typename Move>
+bool TcpHandshake::move_all(std::span<Byte> frame, Move move, short events) {
   while (done_ < frame.size()) {
-    const ssize_t count =
-        ::send(socket_.get(), frame.data() + done_, frame.size() - done_, MSG_NOSIGNAL);
+    const std::span<Byte> rest = frame.subspan(done_);
+    const ssize_t count = move(socket_.get(), rest.data(), rest.size(), MSG_NOSIGNAL);
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) {
-      wait_or_break(POLLOUT);
-      return false;
-    }
+    if (count == 0) break_off("it closed the connection before it proved the job's secret");
+    if (count < 0) wait_or_break(events);
+    if (count <= 0) return false;
     done_ += static_cast<std::size_t>(count);
   }
   done_ = 0;
   return true;
 }
 
+bool TcpHandshake::send(std::span<const std::uint8_t> frame) {
+  return move_all(frame, ::send, POLLOUT);
+}
+
 bool TcpHandshake::receive(std::span<std::uint8_t> frame) {
-  while (done_ < frame.size()) {
-    const ssize_t count = ::recv(socket_.get(), frame.data() + done_, frame.size() - done_, 0);
-    if (count < 0 && errno == EINTR) continue;
-    if (count == 0) {
-      break_off("it closed the connection before it proved the job's secret");
-      return false;
-    }
-    if (count < 0) {
-      wait_or_break(POLLIN);
-      return false;
-    }
-    done_ += static_cast<std::size_t>(count);
-  }
-  done_ = 0;
-  return true;
+  return move_all(frame, ::recv, POLLIN);
 }
 
 void TcpHandshake::wait_or_break(short events) {

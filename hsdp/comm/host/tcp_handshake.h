@@ -55,6 +55,8 @@ class TcpHandshake {
   // True when all bytes have moved; `done_` counts within the frame.
   [[nodiscard]] bool send(std::span<const std::uint8_t> frame);
   [[nodiscard]] bool receive(std::span<std::uint8_t> frame);
+  template <typename Byte, typename Move>
+  [[nodiscard]] bool move_all(std::span<Byte> frame, Move move, short events);
   // What a failed system call leaves: more waiting, or the end.
   void wait_or_break(short events);
   void break_off(std::string problem);

@@ -21,17 +21,16 @@ namespace {
 using Millis = std::chrono::milliseconds;
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-// Empty where the name does not resolve (yet).
+// Empty where the name does not resolve (yet). The library may hide that no descriptor was free.
 Addresses resolve(const std::string& address, int port) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  errno = 0;
   if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
-    throw_if_descriptor_limit("rendezvous: cannot resolve '" + address + "'");
-    require_free_descriptor("rendezvous: cannot resolve '" + address + "'");
+    const UniqueFd probe(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (!probe) throw_if_descriptor_limit("rendezvous: cannot resolve '" + address + "'");
     found = nullptr;
   }
   return {found, &::freeaddrinfo};

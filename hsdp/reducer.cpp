@@ -8,7 +8,7 @@
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/clip.h"
-#include "hsdp/reduction/core.h"
+#include "hsdp/reducer/core.h"
 
 namespace hsdp {
 namespace {

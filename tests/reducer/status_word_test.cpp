@@ -1,5 +1,5 @@
 // What ranks tell each other at the end of a microbatch, as bytes.
-#include "hsdp/reduction/status_word.h"
+#include "hsdp/reducer/status_word.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 void expect_same(const StatusWord& got, const StatusWord& want) {
@@ -56,4 +56,4 @@ TEST(StatusWord, AMismatchNamesTheFieldAndBothValues) {
 }
 
 }  // namespace
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

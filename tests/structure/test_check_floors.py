@@ -31,8 +31,8 @@ class OwnIncludes(unittest.TestCase):
             "hsdp/kernels/norm.h": include("hsdp/device/stream.h"),
             "hsdp/comm/world.h": include("hsdp/kernels/norm.h", "hsdp/device/stream.h"),
             "hsdp/mesh.h": include("hsdp/comm/world.h"),
-            "hsdp/reducer.cpp": include("hsdp/mesh.h", "hsdp/snapshot.h", "hsdp/reduction/core.h"),
-            "hsdp/reduction/core.cpp": include("hsdp/reducer.h", "hsdp/mesh.h"),
+            "hsdp/reducer.cpp": include("hsdp/mesh.h", "hsdp/snapshot.h", "hsdp/reducer/core.h"),
+            "hsdp/reducer/core.cpp": include("hsdp/reducer.h", "hsdp/mesh.h"),
             "zero/partition.h": include("hsdp/reducer.h"),
             "quant/loco_hop.h": include("hsdp/replica_hop.h"),
             "bindings/module.cpp": include("zero/partition.h", "quant/loco_hop.h"),
@@ -53,8 +53,8 @@ class OwnIncludes(unittest.TestCase):
             "hsdp/compare.cpp": "hsdp/tools/progress_bar.h",
             "zero/partition.cpp": "bindings/module.h",
             "hsdp/plain_hop.cpp": "tests/comm/ranks.h",
-            "hsdp/reduction/dtype.h": "zero/partition.h",
-            "hsdp/comm/mesh.h": "hsdp/reduction/core.h",
+            "hsdp/reducer/dtype.h": "zero/partition.h",
+            "hsdp/comm/mesh.h": "hsdp/reducer/core.h",
         }
         for path, target in upward.items():
             with self.subTest(path=path):

@@ -4,7 +4,7 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
-#include "hsdp/reduction/core.h"
+#include "hsdp/reducer/core.h"
 
 namespace hsdp {
 
@@ -44,22 +44,22 @@ void Reducer::Core::settle_bits(const EndTask& task) {
 
 // False when a rank abandoned the microbatch: the step is dropped.
 bool Reducer::Core::words_agree(const EndTask& task) {
-  std::vector<reduction::StatusWord> words;
+  std::vector<reducer::StatusWord> words;
   for (const std::string& bytes : world_.collect(key("word", task.sequence), "status word")) {
-    words.push_back(reduction::StatusWord::decode(bytes));
+    words.push_back(reducer::StatusWord::decode(bytes));
   }
-  if (const auto mismatch = reduction::find_mismatch(words, world_.world_ranks())) {
+  if (const auto mismatch = reducer::find_mismatch(words, world_.world_ranks())) {
     world_.engine()->control().fail(*mismatch);
     comm::throw_failure(*mismatch);
   }
-  const std::optional<int> abandoned = reduction::find_abandoned(words);
+  const std::optional<int> abandoned = reducer::find_abandoned(words);
   if (!abandoned) return true;
   pipeline_->run_when_done([this, step = task.step] {
     collect_bits(*step);
     options_.replica_hop->end_step(false);
   });
   if (!words[static_cast<std::size_t>(world_.rank())].abandoned) {
-    const reduction::StatusWord& word = words[static_cast<std::size_t>(*abandoned)];
+    const reducer::StatusWord& word = words[static_cast<std::size_t>(*abandoned)];
     const std::string text = "reducer: step " + std::to_string(task.step->number) +
                              " was dropped: rank " + std::to_string(*abandoned) + " of " +
                              std::to_string(world_.size()) + " abandoned microbatch " +

@@ -6,7 +6,7 @@
 
 #include "hsdp/reducer.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 struct GroupLaunch {
   Sync sync = Sync::kNone;
@@ -23,4 +23,4 @@ struct GroupLaunch {
   [[nodiscard]] int send_exponent(Dtype wire) const;
 };
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -8,7 +8,7 @@
 #include "hsdp/device/stream.h"
 #include "hsdp/tensor_view.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 // What one parameter contributes: the fresh gradient, the local sum of earlier microbatches, both,
 // or neither (a hole: zeros).
@@ -31,4 +31,4 @@ void pack_segment(const Contribution& contribution, const BucketSegment& segment
 void add_to_carry(const Contribution& contribution, std::int64_t flat_offset, bool accumulate,
                   TensorView carry, const Stream& stream);
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -17,12 +17,12 @@
 #include <utility>
 #include <vector>
 
-#include "hsdp/reduction/gradient_memory.h"
-#include "hsdp/reduction/group_launch.h"
-#include "hsdp/reduction/pack_streams.h"
-#include "hsdp/reduction/packing.h"
+#include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/group_launch.h"
+#include "hsdp/reducer/pack_streams.h"
+#include "hsdp/reducer/packing.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 class Collector {
  public:
@@ -173,4 +173,4 @@ class Collector {
   std::int64_t peak_retained_bytes_ = 0;
 };
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

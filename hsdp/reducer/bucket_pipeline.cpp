@@ -1,4 +1,4 @@
-#include "hsdp/reduction/bucket_pipeline.h"
+#include "hsdp/reducer/bucket_pipeline.h"
 
 #include <array>
 #include <limits>
@@ -9,7 +9,7 @@
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 constexpr std::int64_t kNeverDropped = std::numeric_limits<std::int64_t>::max();  // an epoch
@@ -284,4 +284,4 @@ void BucketPipeline::hold(std::shared_ptr<const void> memory) {
   if (!on_host()) in_flight_.hold(shard_.stream().record(), std::move(memory));
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <tuple>
 
-#include "hsdp/reduction/collector.h"
+#include "hsdp/reducer/collector.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 void Collector::pack_ready(Lock& lock) {
   while (!ready_.empty()) {
@@ -54,4 +54,4 @@ void Collector::slot_free(int slot, const Event& free) {
   if (!leaves_packing_to_caller()) pack_ready(lock);
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -8,7 +8,7 @@
 #include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
-#include "hsdp/reduction/core.h"
+#include "hsdp/reducer/core.h"
 
 namespace hsdp {
 

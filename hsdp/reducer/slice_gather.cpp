@@ -1,4 +1,4 @@
-#include "hsdp/reduction/slice_gather.h"
+#include "hsdp/reducer/slice_gather.h"
 
 #include <cstddef>
 #include <vector>
@@ -6,7 +6,7 @@
 #include "hsdp/device/copy.h"
 #include "hsdp/device/scratch.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 constexpr std::size_t kDirectBytes = std::size_t{1} << 20;  // from here on: no copy
@@ -89,4 +89,4 @@ std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout
   return gathers;
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

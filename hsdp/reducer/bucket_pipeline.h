@@ -18,12 +18,12 @@
 #include "hsdp/comm/issue_order.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/device/in_flight.h"
-#include "hsdp/reduction/gradient_memory.h"
-#include "hsdp/reduction/group_launch.h"
-#include "hsdp/reduction/outcome.h"
+#include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/group_launch.h"
+#include "hsdp/reducer/outcome.h"
 #include "hsdp/replica_hop.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 struct HopCounts {
   std::atomic<std::int64_t> reduce_scatter_count{0};
@@ -141,4 +141,4 @@ class BucketPipeline {
   InFlight in_flight_;
 };
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

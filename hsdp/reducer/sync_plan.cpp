@@ -1,10 +1,10 @@
-#include "hsdp/reduction/sync_plan.h"
+#include "hsdp/reducer/sync_plan.h"
 
 #include <algorithm>
 
 #include "hsdp/error.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 Sync group_sync(const MicrobatchOptions& options, const SyncFlags& flags) {
@@ -45,4 +45,4 @@ std::string describe(const SyncPlan& plan) {
   return text;
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -1,4 +1,4 @@
-#include "hsdp/reduction/core.h"
+#include "hsdp/reducer/core.h"
 
 #include <sched.h>
 
@@ -72,23 +72,23 @@ int Reducer::Core::register_parameter(const ParameterSpec& spec) {
 }
 
 void Reducer::Core::each_group(const std::optional<std::string>& group,
-                               const std::function<void(reduction::SyncFlags&)>& apply) {
+                               const std::function<void(reducer::SyncFlags&)>& apply) {
   check_usable("set_requires_gradient_sync");
   require_state(State::kIdle, "set_requires_gradient_sync and set_requires_all_reduce");
   flags_.resize(static_cast<std::size_t>(std::max(1, parameters_.group_count())));
   if (group) {
     apply(flags_[static_cast<std::size_t>(parameters_.find_group(*group))]);
   } else {
-    for (reduction::SyncFlags& flags : flags_) apply(flags);
+    for (reducer::SyncFlags& flags : flags_) apply(flags);
   }
 }
 
 void Reducer::Core::set_requires_gradient_sync(bool flag, const std::optional<std::string>& group) {
-  each_group(group, [flag](reduction::SyncFlags& f) { f.gradient_sync = f.all_reduce = flag; });
+  each_group(group, [flag](reducer::SyncFlags& f) { f.gradient_sync = f.all_reduce = flag; });
 }
 
 void Reducer::Core::set_requires_all_reduce(bool flag, const std::optional<std::string>& group) {
-  each_group(group, [flag](reduction::SyncFlags& f) { f.all_reduce = flag; });
+  each_group(group, [flag](reducer::SyncFlags& f) { f.all_reduce = flag; });
 }
 
 void Reducer::Core::set_gradient_divide_factor(std::optional<double> factor) {
@@ -120,12 +120,12 @@ void Reducer::Core::set_loss_scale(double scale) {
 }
 
 // Packing ahead needs a core for the thread that waits, beside those that reduce; a GPU does both.
-reduction::PackOrder Reducer::Core::pack_order() const {
-  if (mesh_.device().type != DeviceType::kHost) return reduction::PackOrder::kAhead;
+reducer::PackOrder Reducer::Core::pack_order() const {
+  if (mesh_.device().type != DeviceType::kHost) return reducer::PackOrder::kAhead;
   cpu_set_t cores;
   const bool known = ::sched_getaffinity(0, sizeof cores, &cores) == 0;
-  return known && CPU_COUNT(&cores) <= mesh_.shard_size() ? reduction::PackOrder::kInTurn
-                                                          : reduction::PackOrder::kAhead;
+  return known && CPU_COUNT(&cores) <= mesh_.shard_size() ? reducer::PackOrder::kInTurn
+                                                          : reducer::PackOrder::kAhead;
 }
 
 // Lays out the buckets and takes the memory, once, when the first microbatch begins.
@@ -138,7 +138,7 @@ void Reducer::Core::freeze() {
   layout_.emplace(layout_parameters, mesh_.shard_size(), options_.layout, *options_.bucket_bytes);
   memory_.emplace(parameters_, *layout_, shard_group_, replicate_group_, mesh_.device(),
                   options_.accumulate_dtype);
-  pipeline_.emplace(reduction::BucketPipeline::Parts{
+  pipeline_.emplace(reducer::BucketPipeline::Parts{
       *layout_, *memory_, outcome_, mesh_.device(), shard_group_, replicate_group_,
       options_.replica_hop, options_.replica_dtype,
       options_.reduction == "native" ? Reduction::kNative : Reduction::kExact,
@@ -149,9 +149,9 @@ void Reducer::Core::freeze() {
     pipeline_->launch({bucket, slot, launches_[static_cast<std::size_t>(group)], epoch_, packed,
                        step_->nonfinite});
   };
-  collector_.emplace(reduction::Collector::Parts{
+  collector_.emplace(reducer::Collector::Parts{
       parameters_, *layout_, *memory_, mesh_.device(),
-      reduction::Collector::Options{options_.backwards == Backwards::kMany, pack_order()}, launch,
+      reducer::Collector::Options{options_.backwards == Backwards::kMany, pack_order()}, launch,
       [this](std::exception_ptr error) { outcome_.fail(std::move(error)); },
       [this](const Event& event) { world_.wait(event); }});
   outcome_.set_on_change([this] { collector_->notify(); });
@@ -186,7 +186,7 @@ void Reducer::Core::raise_failure() {
 
 // Raises a step that another rank dropped, once; this rank is idle and usable after it.
 void Reducer::Core::raise_abort() {
-  const std::optional<reduction::Outcome::Abort> abort = outcome_.take_abort();
+  const std::optional<reducer::Outcome::Abort> abort = outcome_.take_abort();
   if (!abort) return;
   if (state_ == State::kCollecting) {
     collector_->drop();
@@ -234,7 +234,7 @@ ReducerStats Reducer::Core::stats() const {
   if (layout_) {
     s.bucket_count = static_cast<int>(std::ranges::count_if(
         layout_->buckets(), [](const Bucket& bucket) { return bucket.rows.count() > 0; }));
-    const reduction::HopCounts& counts = pipeline_->counts();
+    const reducer::HopCounts& counts = pipeline_->counts();
     s.reduce_scatter_count = counts.reduce_scatter_count;
     s.all_reduce_count = counts.all_reduce_count;
     s.shard_hop_bytes = counts.shard_hop_bytes;

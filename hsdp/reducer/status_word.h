@@ -10,7 +10,7 @@
 
 #include "hsdp/comm/control.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 struct StatusWord {
   std::string call;  // "microbatch", "finish", "discard"
@@ -34,4 +34,4 @@ struct StatusWord {
 // The first rank that abandoned its block, as an index into `words`.
 [[nodiscard]] std::optional<int> find_abandoned(std::span<const StatusWord> words);
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -10,7 +10,7 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 struct FullArray {
   int parameter = 0;
@@ -22,4 +22,4 @@ struct FullArray {
 [[nodiscard]] std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
                                          std::span<const FullArray> arrays, Stream& stream);
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

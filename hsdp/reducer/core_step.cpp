@@ -6,7 +6,7 @@
 #include "hsdp/divide_factors.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
-#include "hsdp/reduction/core.h"
+#include "hsdp/reducer/core.h"
 
 namespace hsdp {
 
@@ -19,7 +19,7 @@ void Reducer::Core::begin_microbatch(const MicrobatchOptions& options) {
     outcome_.fail(std::current_exception());
     throw;
   }
-  plan_ = reduction::plan_sync(options, flags_);
+  plan_ = reducer::plan_sync(options, flags_);
   // How a step ended is known before the next one begins; within a step nobody waits here.
   if (!pending()) wait_for_words();
   open(true);
@@ -35,13 +35,13 @@ void Reducer::Core::start_step() {
   collector_->clear_accumulators();
 }
 
-std::vector<reduction::GroupLaunch> Reducer::Core::launches(bool fresh) const {
+std::vector<reducer::GroupLaunch> Reducer::Core::launches(bool fresh) const {
   const double factor =
       gradient_divide_factor(mesh_.shard_size(), mesh_.replicate_size(), true, divide_factor_);
-  std::vector<reduction::GroupLaunch> result;
+  std::vector<reducer::GroupLaunch> result;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
-    reduction::GroupLaunch launch;
+    reducer::GroupLaunch launch;
     launch.sync = plan_.groups[g];
     launch.fresh = fresh;
     launch.local_count = group.local_count + (fresh ? 1 : 0);
@@ -107,7 +107,7 @@ void Reducer::Core::check_gradient(int parameter, const StridedView& gradient) c
 }
 
 void Reducer::Core::gradient_ready(int parameter, const StridedView& gradient,
-                                   reduction::GradientOwner owner,
+                                   reducer::GradientOwner owner,
                                    const std::optional<Event>& produced) {
   if (state_ == State::kClosed) check_usable("gradient_ready");
   outcome_.rethrow_failure();
@@ -217,11 +217,11 @@ void Reducer::Core::wait_for_words() {
 }
 
 void Reducer::Core::post_word(const Closing& closing) {
-  reduction::StatusWord word;
+  reducer::StatusWord word;
   word.call = closing.call;
   word.step = step_->number;
   word.microbatch = microbatch_;
-  word.sync = reduction::describe(plan_);
+  word.sync = reducer::describe(plan_);
   word.divide_factor = divide_factor_.value_or(0.0);
   word.loss_scale = loss_scale_;
   word.abandoned = closing.abandoned;
@@ -240,13 +240,13 @@ void Reducer::Core::enqueue_end_task(const Closing& closing) {
   task.reduced = !task.drops_step &&
                  std::ranges::any_of(plan_.groups, [](Sync sync) { return sync != Sync::kNone; });
   pipeline_->join_streams();
-  pipeline_->run_after(reduction::BucketPipeline::Scope::kAllRanks, epoch_,
+  pipeline_->run_after(reducer::BucketPipeline::Scope::kAllRanks, epoch_,
                        [this, task] { run_end_task(task); });
 }
 
 void Reducer::Core::count_microbatch() {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    const reduction::GroupLaunch& launch = launches_[g];
+    const reducer::GroupLaunch& launch = launches_[g];
     Group& group = groups_[g];
     if (launch.sync == Sync::kNone) {
       group.local_count = launch.local_count;

@@ -1,4 +1,4 @@
-#include "hsdp/reduction/status_word.h"
+#include "hsdp/reducer/status_word.h"
 
 #include <array>
 #include <charconv>
@@ -7,7 +7,7 @@
 #include <map>
 #include <sstream>
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 struct Field {
@@ -119,4 +119,4 @@ std::optional<int> find_abandoned(std::span<const StatusWord> words) {
   return std::nullopt;
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -10,7 +10,7 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/reducer.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 class ParameterTable {
  public:
@@ -52,4 +52,4 @@ class ParameterTable {
   std::unordered_map<std::string, int> index_;
 };
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

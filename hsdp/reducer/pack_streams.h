@@ -15,7 +15,7 @@
 #include "hsdp/reducer.h"
 #include "hsdp/tensor_view.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 // Who keeps a gradient's memory, and for how long.
 struct GradientOwner {
@@ -63,4 +63,4 @@ class PackStreams {
   InFlight in_flight_;
 };
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

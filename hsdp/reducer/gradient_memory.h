@@ -13,9 +13,9 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/buffer.h"
-#include "hsdp/reduction/parameter_table.h"
+#include "hsdp/reducer/parameter_table.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 constexpr int kStagingSlots = 2;
 constexpr int kNoSlot = -1;  // of a bucket that is not staged
@@ -68,4 +68,4 @@ class GradientMemory {
   std::vector<std::int64_t> accumulator_offsets_;  // bytes
 };
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

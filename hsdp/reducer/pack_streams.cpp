@@ -1,10 +1,10 @@
-#include "hsdp/reduction/pack_streams.h"
+#include "hsdp/reducer/pack_streams.h"
 
 #include <utility>
 
-#include "hsdp/reduction/gradient_memory.h"
+#include "hsdp/reducer/gradient_memory.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 PackStreams::PackStreams(Device device, std::function<void(const Event&)> wait)
     : device_(device), wait_(std::move(wait)) {
@@ -74,4 +74,4 @@ void PackStreams::wait_idle() noexcept {
   in_flight_.reap();
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

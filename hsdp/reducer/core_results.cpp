@@ -8,8 +8,8 @@
 #include "hsdp/error.h"
 #include "hsdp/kernels/indicate.h"
 #include "hsdp/kernels/scale_and_cast.h"
-#include "hsdp/reduction/core.h"
-#include "hsdp/reduction/slice_gather.h"
+#include "hsdp/reducer/core.h"
+#include "hsdp/reducer/slice_gather.h"
 
 namespace hsdp {
 
@@ -156,10 +156,10 @@ Slice Reducer::Core::slice(int parameter) {
 namespace {
 
 // The arrays in registration order, checked against the parameters.
-std::vector<reduction::FullArray> full_arrays(const reduction::ParameterTable& parameters,
-                                              std::span<const NamedArray> arrays, Device device,
-                                              std::string_view call) {
-  std::vector<reduction::FullArray> result;
+std::vector<reducer::FullArray> full_arrays(const reducer::ParameterTable& parameters,
+                                            std::span<const NamedArray> arrays, Device device,
+                                            std::string_view call) {
+  std::vector<reducer::FullArray> result;
   for (const NamedArray& named : arrays) {
     const int parameter = parameters.find(named.name);
     if (named.array.data == nullptr && named.array.count > 0) {
@@ -178,8 +178,8 @@ std::vector<reduction::FullArray> full_arrays(const reduction::ParameterTable& p
     }
     result.push_back({parameter, named.array});
   }
-  std::ranges::sort(result, {}, &reduction::FullArray::parameter);
-  const auto twice = std::ranges::adjacent_find(result, {}, &reduction::FullArray::parameter);
+  std::ranges::sort(result, {}, &reducer::FullArray::parameter);
+  const auto twice = std::ranges::adjacent_find(result, {}, &reducer::FullArray::parameter);
   if (twice != result.end()) {
     throw UsageError("reducer: " + std::string(call) + ": expected every parameter once, got '" +
                      parameters.spec(twice->parameter).name + "' twice");
@@ -200,7 +200,7 @@ Dtype finest_wire(std::span<const Bucket> buckets) {
 }  // namespace
 
 void Reducer::Core::gather_gradients(std::span<const NamedArray> arrays) {
-  const std::vector<reduction::FullArray> full =
+  const std::vector<reducer::FullArray> full =
       full_arrays(parameters_, arrays, mesh_.device(), "gather_gradients");
   for (const NamedArray& named : arrays) {
     if (!is_gradient_dtype(named.array.dtype)) {
@@ -212,7 +212,7 @@ void Reducer::Core::gather_gradients(std::span<const NamedArray> arrays) {
   check_usable("gather_gradients");
   run_on_device(
       [&](Stream& stream) {
-        for (const reduction::FullArray& target : full) {
+        for (const reducer::FullArray& target : full) {
           const ShardSlice& own = layout_->slice(target.parameter, mesh_.shard_rank());
           kernels::ScaleAndCast args;
           args.in = memory_->carry(own).data;
@@ -221,13 +221,13 @@ void Reducer::Core::gather_gradients(std::span<const NamedArray> arrays) {
           args.count = own.count;
           kernels::scale_and_cast(args, stream);
         }
-        all_gather_count_ += reduction::gather_slices(shard_group_, *layout_, full, stream);
+        all_gather_count_ += reducer::gather_slices(shard_group_, *layout_, full, stream);
       },
       Scope::kAllRanks);
 }
 
 void Reducer::Core::gather_parameters(std::span<const NamedArray> arrays) {
-  const std::vector<reduction::FullArray> full =
+  const std::vector<reducer::FullArray> full =
       full_arrays(parameters_, arrays, mesh_.device(), "gather_parameters");
   require_idle("gather_parameters");
   wait_idle();
@@ -237,7 +237,7 @@ void Reducer::Core::gather_parameters(std::span<const NamedArray> arrays) {
   }
   run_on_device(
       [&](Stream& stream) {
-        all_gather_count_ += reduction::gather_slices(shard_group_, *layout_, full, stream);
+        all_gather_count_ += reducer::gather_slices(shard_group_, *layout_, full, stream);
       },
       Scope::kAllRanks);
 }

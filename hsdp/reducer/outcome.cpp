@@ -1,9 +1,9 @@
-#include "hsdp/reduction/outcome.h"
+#include "hsdp/reducer/outcome.h"
 
 #include <algorithm>
 #include <utility>
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 void Outcome::fail(std::exception_ptr error) {
   {
@@ -52,4 +52,4 @@ bool Outcome::skips(std::int64_t epoch) const {
   return failure_ != nullptr || epoch <= skip_through_epoch_;
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

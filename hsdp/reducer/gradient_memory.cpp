@@ -1,6 +1,6 @@
-#include "hsdp/reduction/gradient_memory.h"
+#include "hsdp/reducer/gradient_memory.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 constexpr std::int64_t kAccumulatorAlignment = 64;  // bytes: a cache line
@@ -86,4 +86,4 @@ std::int64_t GradientMemory::accumulator_bytes() const {
   return static_cast<std::int64_t>(accumulators_.size());
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -8,7 +8,7 @@
 
 #include "hsdp/reducer.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 // As FSDP2's set_requires_gradient_sync and set_requires_all_reduce leave them.
 struct SyncFlags {
@@ -28,4 +28,4 @@ struct SyncPlan {
 // "shard all none": one word a group, for status words and messages.
 [[nodiscard]] std::string describe(const SyncPlan& plan);
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

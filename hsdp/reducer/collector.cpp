@@ -1,9 +1,9 @@
-#include "hsdp/reduction/collector.h"
+#include "hsdp/reducer/collector.h"
 
 #include <algorithm>
 #include <utility>
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 Collector::Collector(Parts parts)
     : parameters_(parts.parameters),
@@ -329,4 +329,4 @@ std::int64_t Collector::peak_retained_bytes() const {
   return peak_retained_bytes_;
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "hsdp/error.h"
-#include "hsdp/reduction/core.h"
+#include "hsdp/reducer/core.h"
 
 namespace hsdp {
 namespace {

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <optional>
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 
 class Outcome {
  public:
@@ -43,4 +43,4 @@ class Outcome {
   std::int64_t skip_through_epoch_ = -1;
 };
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

@@ -1,4 +1,4 @@
-#include "hsdp/reduction/parameter_table.h"
+#include "hsdp/reducer/parameter_table.h"
 
 #include <algorithm>
 
@@ -6,7 +6,7 @@
 #include "hsdp/snapshot.h"
 #include "hsdp/snapshot/snapshot_header.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 void check_gradient_dtype(Dtype dtype, std::string_view what, const std::string& parameter) {
@@ -125,4 +125,4 @@ std::vector<std::string> ParameterTable::describe() const {
   return lines;
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

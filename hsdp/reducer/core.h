@@ -10,13 +10,13 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer.h"
-#include "hsdp/reduction/bucket_pipeline.h"
-#include "hsdp/reduction/collector.h"
-#include "hsdp/reduction/gradient_memory.h"
-#include "hsdp/reduction/outcome.h"
-#include "hsdp/reduction/parameter_table.h"
-#include "hsdp/reduction/status_word.h"
-#include "hsdp/reduction/sync_plan.h"
+#include "hsdp/reducer/bucket_pipeline.h"
+#include "hsdp/reducer/collector.h"
+#include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/status_word.h"
+#include "hsdp/reducer/sync_plan.h"
 #include "hsdp/snapshot.h"
 
 namespace hsdp {
@@ -36,7 +36,7 @@ class Reducer::Core {
 
   void begin_microbatch(const MicrobatchOptions& options);
   void set_stream(const Stream& stream);
-  void gradient_ready(int parameter, const StridedView& gradient, reduction::GradientOwner owner,
+  void gradient_ready(int parameter, const StridedView& gradient, reducer::GradientOwner owner,
                       const std::optional<Event>& produced);
   [[nodiscard]] Event packed();
   [[nodiscard]] std::vector<Stream> pack_streams() const;
@@ -99,17 +99,17 @@ class Reducer::Core {
 
   // core.cpp
   void freeze();
-  [[nodiscard]] reduction::PackOrder pack_order() const;
+  [[nodiscard]] reducer::PackOrder pack_order() const;
   void check_usable(std::string_view call);  // rethrows what went wrong, or closed
   void require_state(State expected, std::string_view call) const;
   void raise_failure();
   void raise_abort();
   void each_group(const std::optional<std::string>& group,
-                  const std::function<void(reduction::SyncFlags&)>& apply);
+                  const std::function<void(reducer::SyncFlags&)>& apply);
 
   // core_step.cpp
   void start_step();
-  [[nodiscard]] std::vector<reduction::GroupLaunch> launches(bool fresh) const;
+  [[nodiscard]] std::vector<reducer::GroupLaunch> launches(bool fresh) const;
   void open(bool fresh);
   // The end of a microbatch, finish or discard on this rank: word, rest of the packs, end task.
   struct Closing {
@@ -144,7 +144,7 @@ class Reducer::Core {
 
   // core_results.cpp
   void wait_idle();
-  using Scope = reduction::BucketPipeline::Scope;
+  using Scope = reducer::BucketPipeline::Scope;
   void run_on_device(const std::function<void(Stream&)>& task, Scope scope = Scope::kThisRank);
   void require_idle(std::string_view call);
   void require_result(std::string_view call);
@@ -158,8 +158,8 @@ class Reducer::Core {
 
   Mesh mesh_;
   ReducerOptions options_;
-  reduction::ParameterTable parameters_;
-  std::vector<reduction::SyncFlags> flags_;
+  reducer::ParameterTable parameters_;
+  std::vector<reducer::SyncFlags> flags_;
   Communicator world_;
   Communicator shard_group_;
   Communicator replicate_group_;
@@ -180,8 +180,8 @@ class Reducer::Core {
   std::int64_t step_number_ = -1;
   std::int64_t microbatch_ = 0;  // in the step
   std::int64_t epoch_ = 0;       // counts every open()
-  reduction::SyncPlan plan_;
-  std::vector<reduction::GroupLaunch> launches_;  // of the open microbatch
+  reducer::SyncPlan plan_;
+  std::vector<reducer::GroupLaunch> launches_;  // of the open microbatch
   std::mutex fault_mutex_;
   std::string fault_;                      // this rank's own error in the open microbatch
   std::int64_t word_sequence_ = 0;         // words posted
@@ -191,11 +191,11 @@ class Reducer::Core {
   std::int64_t all_gather_count_ = 0;
   mutable std::int64_t peak_resident_bytes_ = 0;
 
-  reduction::Outcome outcome_;
+  reducer::Outcome outcome_;
   std::optional<BucketLayout> layout_;
-  std::optional<reduction::GradientMemory> memory_;
-  std::optional<reduction::Collector> collector_;
-  std::optional<reduction::BucketPipeline> pipeline_;
+  std::optional<reducer::GradientMemory> memory_;
+  std::optional<reducer::Collector> collector_;
+  std::optional<reducer::BucketPipeline> pipeline_;
   SnapshotWriter snapshots_;
 };
 

@@ -1,11 +1,11 @@
-#include "hsdp/reduction/packing.h"
+#include "hsdp/reducer/packing.h"
 
 #include <algorithm>
 
 #include "hsdp/device/scratch.h"
 #include "hsdp/kernels/cast_and_pack.h"
 
-namespace hsdp::reduction {
+namespace hsdp::reducer {
 namespace {
 
 // Larger packs are written around the cache: the reader is another rank, later.
@@ -95,4 +95,4 @@ void add_to_carry(const Contribution& contribution, std::int64_t flat_offset, bo
   }
 }
 
-}  // namespace hsdp::reduction
+}  // namespace hsdp::reducer

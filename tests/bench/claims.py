@@ -177,7 +177,8 @@ def torch_steps(samples: Samples) -> Iterator[Claim]:
     def added(case: str, *names: str) -> Optional[float]:
         found = [samples.value(f"torch_{case}_{name}_added_ms") for name in names]
         times = [time for time in found if time is not None]
-        return max(min(times), 1e-3) if times else None
+        # A step that was faster with reduction than without was lost in noise.
+        return min(times) if times and min(times) > 0 else None
 
     def claim(case: str, peer: str, ours: Tuple[str, ...], target: float) -> Claim:
         theirs, own = added(case, peer), added(case, *ours)

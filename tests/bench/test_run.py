@@ -61,11 +61,13 @@ class Claims(unittest.TestCase):
         samples = samples_of(("".join(f"value torch_twentyfour_256_{key}_added_ms {number}\n"
                                       for key, number in values.items()), "torch"))
         found = self.verdicts(samples)
-        for peer, ratio in (("fsdp2_f32", 26), ("ddp", 6), ("fsdp2_bf16", 1e5)):
+        for peer, ratio in (("fsdp2_f32", 26), ("ddp", 6)):
             self.assertAlmostEqual(ratio, found[name.format(peer)].ratio)
             self.assertEqual("held", found[name.format(peer)].verdict)
+        lost_in_noise = name.format("fsdp2_bf16")
         other = "reduction in a torch step, 6 layers of 2048 x 2048: ddp / ours"
-        self.assertEqual("not measured", found[other].verdict)
+        for claim in (lost_in_noise, other):
+            self.assertEqual("not measured", found[claim].verdict)
 
     def test_peer_ratio(self):
         name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/error.h"
 
@@ -38,16 +39,21 @@ SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype) 
   group.agree({.operation = Operation::kAllocate, .dtype = dtype, .wire = dtype});
   const std::size_t size = static_cast<std::size_t>(count) * size_bytes(dtype);
   const std::uint32_t part = memory.next_part();
-  const auto parts = group.exchange("part", std::to_string(part));
   std::shared_ptr<SharedSegment> mine;
-  std::string reason;
+  std::string message;
   try {
     mine = SharedSegment::create(HostMemory::segment_size(size), "allocation");
+    message = std::to_string(part);
   } catch (const Error& error) {
-    reason = error.what();
+    message = std::string("!") + error.what();
+  }
+  const auto parts = group.exchange("part", message);
+  for (std::size_t r = 0; r < parts.size(); ++r) {  // neighbours or not: all have it or none
+    if (!parts[r].starts_with('!')) continue;
+    throw AgreedError(parts[r].substr(1), group.members()[r], group.control().size());
   }
   const std::string key = group.id() + "/" + std::to_string(group.sequence()) + "/memory";
-  const auto segments = exchange_segments(group.control(), key, group.neighbours(), mine, reason);
+  const auto segments = exchange_segments(group.control(), key, group.neighbours(), mine, {});
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const int owner = group.neighbours()[i];
     if (owner == group.control().rank()) continue;

@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/host/control_reduce.h"
 #include "hsdp/comm/host/host_allocation.h"
 #include "hsdp/comm/host/host_direct.h"

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <system_error>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/page.h"
@@ -158,7 +159,7 @@ std::vector<std::shared_ptr<SharedSegment>> exchange_segments(
     Control& control, const std::string& key, std::span<const int> members,
     const std::shared_ptr<SharedSegment>& mine, const std::string& reason) {
   if (members.size() == 1) {
-    if (mine == nullptr) throw AgreedError(reason);
+    if (mine == nullptr) throw AgreedError(reason, control.rank(), control.size());
     mine->close_descriptor();
     return {mine};
   }
@@ -171,8 +172,7 @@ std::vector<std::shared_ptr<SharedSegment>> exchange_segments(
   const auto messages = control.exchange(key, members, message, {.operation = "allocate"});
   for (std::size_t i = 0; i < messages.size(); ++i) {
     if (messages[i].starts_with('!')) {
-      throw AgreedError(messages[i].substr(1) + " (rank " + std::to_string(members[i]) + " of " +
-                        std::to_string(control.size()) + ")");
+      throw AgreedError(messages[i].substr(1), members[i], control.size());
     }
   }
   std::vector<std::shared_ptr<SharedSegment>> segments(members.size());

@@ -49,12 +49,6 @@ class SharedSegment {
   std::uint64_t generation_ = 0;
 };
 
-// A failure that every member of a group throws in the same call: the group stays usable.
-class AgreedError : public Error {
- public:
-  using Error::Error;
-};
-
 // Every member hands in its segment and gets everyone's, in the order of `members` (ascending world
 // ranks, this rank's own included). Collective; `key` as in Control::exchange. A member that could
 // not make its segment passes null and the reason, and every member throws it

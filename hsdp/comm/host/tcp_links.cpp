@@ -16,6 +16,7 @@
 #include <system_error>
 #include <utility>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/host_wait.h"
@@ -175,8 +176,7 @@ void Linker::learn_addresses(const std::vector<std::string>& messages,
                              const std::vector<int>& ascending) {
   for (std::size_t i = 0; i < messages.size(); ++i) {
     if (!messages[i].starts_with('!')) continue;
-    throw AgreedError(messages[i].substr(1) + " (rank " + std::to_string(ascending[i]) + " of " +
-                      std::to_string(control_.size()) + ")");
+    throw AgreedError(messages[i].substr(1), ascending[i], control_.size());
   }
   for (int rank = 0; rank < rank_; ++rank) {
     if (is_neighbour(rank)) continue;

@@ -3,6 +3,7 @@
 #include <bit>
 #include <utility>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/host/reduce_plan.h"
 #include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/comm/mpi/mpi_copy.h"

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/error.h"
 
@@ -45,9 +46,10 @@ std::optional<MpiGroup::Place> split_group(MpiGroup& group, int color, int key) 
   for (int r = 0; r < group.size(); ++r) {
     const SplitWish wish = parse(messages[static_cast<std::size_t>(r)]);
     if (wish.tag < 0) {
-      throw AgreedError("mpi: split: no tag is left for another group (rank " + std::to_string(r) +
-                        " of " + std::to_string(group.size()) +
-                        "); reuse meshes and reducers instead of making new ones");
+      throw AgreedError(
+          "mpi: split: no tag is left for another group; reuse meshes and reducers instead of "
+          "making new ones",
+          group.peer(r), group.control().size());
     }
     if (wish.color == color) chosen.push_back({wish.key, r, wish.tag});
   }
@@ -71,11 +73,12 @@ SharedMemory allocate_private(MpiGroup& group, std::int64_t count, Dtype dtype) 
     memory = {::operator new(std::max<std::size_t>(size, 1), kAlignment),
               [](void* data) { ::operator delete(data, kAlignment); }};
   } catch (const std::bad_alloc&) {
-    reason = "mpi: allocate: no memory for " + std::to_string(size) + " bytes (rank " +
-             std::to_string(group.rank()) + " of " + std::to_string(group.size()) + ")";
+    reason = "mpi: allocate: no memory for " + std::to_string(size) + " bytes";
   }
-  for (const std::string& problem : group.exchange("allocate", reason)) {
-    if (!problem.empty()) throw AgreedError(problem);
+  const auto problems = group.exchange("allocate", reason);
+  for (int r = 0; r < group.size(); ++r) {
+    const std::string& problem = problems[static_cast<std::size_t>(r)];
+    if (!problem.empty()) throw AgreedError(problem, group.peer(r), group.control().size());
   }
   std::memset(memory.get(), 0, size);
   return SharedMemory(memory, {memory.get(), count, dtype, {}});

@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/device/cuda_call.h"
@@ -69,11 +70,9 @@ SharedMemory allocate_registered(NcclGroup& group, std::int64_t count, Dtype dty
     reason = error.what();
   }
   const auto reasons = group.exchange("memory", reason);
-  if (!reason.empty()) throw AgreedError(reason);
   for (std::size_t r = 0; r < reasons.size(); ++r) {
     if (reasons[r].empty()) continue;
-    throw AgreedError(reasons[r] + " (rank " + std::to_string(group.members()[r]) + " of " +
-                      std::to_string(group.control().size()) + ")");
+    throw AgreedError(reasons[r], group.members()[r], group.control().size());
   }
   return memory;
 }

@@ -1,10 +1,13 @@
-// The divide factor of a result, computed at run time from the hops that ran.
+// What the hops do to a bucket's numbers: factors, exponents and additions, computed at run time.
 //
-// A pure function: the Reducer, snapshots and tests call the same one. Rule 1 of docs/design.md.
+// Pure functions: the Reducer, snapshots and tests call the same ones, and nothing else decides
+// what is divided, scaled or added [Note: one place that divides].
 #pragma once
 
 #include <cstdint>
 #include <optional>
+
+#include "hsdp/dtype.h"
 
 namespace hsdp {
 
@@ -19,5 +22,52 @@ namespace hsdp {
 
 // ceil(log2(n)) for n >= 1: the exponent that keeps a sum of n f16 values in range.
 [[nodiscard]] int headroom_exponent(std::int64_t n);
+
+// A bucket when a microbatch that is not `none` sends it. Counts are of microbatches.
+struct BucketSums {
+  int shard_size = 1;
+  int replicate_size = 1;
+  Dtype shard_wire = Dtype::kF32;
+  Dtype replica_wire = Dtype::kF32;
+  std::int64_t local_count = 1;  // in one packed row; 0: nothing is packed
+  std::int64_t carry_count = 1;  // in the carry after the shard hop
+  bool has_carry = false;        // before it
+  bool has_total = false;        // replica-summed, of an earlier `all` of this step
+  bool replicates = false;       // sync is `all`
+  bool ends_step = false;
+  float divisor = 1.0F;  // fp32(f s)
+};
+
+// Of the sum over the replicas. An f16 wire carries sum 2^-k and gathers total 2^-K; the exact 2^K
+// is folded into the division.
+struct HopArithmetic {
+  Dtype wire = Dtype::kF32;
+  int send_exponent = 0;   // k
+  int total_exponent = 0;  // K
+  float divisor = 1.0F;    // of the total
+};
+
+struct BucketArithmetic {
+  // The shard hop: carry = (carry +) (sum of the ranks' rows) 2^j / divisor, rows sent times 2^-j.
+  bool runs_shard_hop = false;
+  int row_exponent = 0;  // j
+  bool adds_carry = false;
+  float shard_divisor = 1.0F;
+  // The replica hop, on the carry.
+  bool runs_replica_hop = false;
+  HopArithmetic replica;
+  // After the hops. kDivide: carry = carry / divisor. kKeepTotal: total = (carry) (+ total).
+  // kJoinTotal: carry = ((carry) + total) / divisor.
+  enum class Rest : std::uint8_t { kNothing, kDivide, kKeepTotal, kJoinTotal };
+  Rest rest = Rest::kNothing;
+  bool rest_reads_carry = false;
+  bool rest_reads_total = false;
+  float rest_divisor = 1.0F;
+
+  [[nodiscard]] bool ends_after_shard_hop() const {
+    return !runs_replica_hop && rest == Rest::kNothing;
+  }
+};
+[[nodiscard]] BucketArithmetic hop_arithmetic(const BucketSums& sums);
 
 }  // namespace hsdp

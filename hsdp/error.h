@@ -47,7 +47,7 @@ class MismatchError : public RankError {
   using RankError::RankError;
 };
 
-// Another rank abandoned its microbatch; the step is dropped on every rank, all stay usable.
+// Another rank dropped the step, or could not set up for it: no rank has it, and all stay usable.
 class StepAbortedError : public RankError {
  public:
   using RankError::RankError;

@@ -25,8 +25,9 @@
 // clip_grad_norm, found_inf to memory, gather_* and close are called by every rank of the mesh in
 // the same order.
 // Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
-// (all stay usable); PeerLostError, TimeoutError, MismatchError end the Reducer: every later call
-// repeats the first of these, but for stats, close and reading the last finished result.
+// or could not set up for it (all stay usable); PeerLostError, TimeoutError, MismatchError end the
+// Reducer: every later call repeats the first of these, but for stats, close and reading the last
+// finished result.
 #pragma once
 
 #include <cstdint>

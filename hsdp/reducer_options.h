@@ -31,7 +31,7 @@ struct ReducerOptions {
   Backwards backwards = Backwards::kOne;
   AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of sync = none
   std::string reduction = "exact";                           // or "native" (nccl only)
-  std::shared_ptr<ReplicaHop> replica_hop;                   // default: plain_hop()
+  std::shared_ptr<ReplicaHop> replica_hop;                   // default: a PlainHop
 };
 
 struct ParameterSpec {

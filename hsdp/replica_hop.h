@@ -4,24 +4,22 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/stream.h"
+#include "hsdp/divide_factors.h"
 
 namespace hsdp {
 
 struct ReplicaShard {
   TensorView
       data;  // fp32; in: the undivided shard-group sum; out: the total over replicas / divisor
-  Dtype wire = Dtype::kF32;
+  HopArithmetic arithmetic;
   int bucket = 0;
-  int shard_size = 1;
-  std::int64_t microbatch_count = 1;  // summed in the data: sizes the f16 headroom
-  float divisor = 1.0F;
   std::span<const ParameterRange> parameters;
   std::atomic<std::uint32_t>* nonfinite = nullptr;
   Reduction reduction = Reduction::kExact;  // for hops that sum by all_reduce
@@ -41,12 +39,27 @@ class ReplicaHop {
   // Whether end_step() has to come before the next step's reduce(). On a GPU that makes the thread
   // which issues the hops wait for it once a step.
   [[nodiscard]] virtual bool has_state() const { return true; }
+  // What it sends, where it brings that along: settles the Reducer's replica_dtype.
+  [[nodiscard]] virtual std::optional<Dtype> wire() const { return std::nullopt; }
 
   [[nodiscard]] virtual std::string_view name() const = 0;  // for stats and snapshots
   [[nodiscard]] virtual std::size_t resident_bytes() const { return 0; }
 };
 
-// The all-reduce in the wire dtype: sums in fp32, f16 with headroom exponents.
-[[nodiscard]] std::shared_ptr<ReplicaHop> plain_hop();
+// The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of [Note: f16 headroom].
+// Has no state.
+class PlainHop final : public ReplicaHop {
+ public:
+  // Without a dtype: the Reducer's replica_dtype.
+  explicit PlainHop(std::optional<Dtype> wire = {}) : wire_(wire) {}
+
+  void reduce(Communicator& replicas, const ReplicaShard& shard, Stream& stream) override;
+  [[nodiscard]] std::optional<Dtype> wire() const override { return wire_; }
+  [[nodiscard]] bool has_state() const override { return false; }
+  [[nodiscard]] std::string_view name() const override { return "plain"; }
+
+ private:
+  std::optional<Dtype> wire_;
+};
 
 }  // namespace hsdp

@@ -35,7 +35,7 @@ class MismatchError(Error):
 
 
 class StepAbortedError(Error):
-    """Another rank dropped the step. It is dropped on every rank, and all stay usable."""
+    """Another rank dropped the step, or could not set up for it: no rank has it, all stay usable."""
 
 
 class UsageError(Error, ValueError):

@@ -15,7 +15,6 @@
 #include "bindings/module/held_object.h"
 #include "bindings/module/reducer_handle.h"
 #include "bindings/module/text_argument.h"
-#include "bindings/module/wire_hop.h"
 #include "hsdp/error.h"
 
 namespace hsdp::python {
@@ -43,18 +42,6 @@ std::optional<Dtype> wire_dtype(const std::string& option, const OptionalText& t
                        {{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}});
 }
 
-// A hop that brings its wire along settles replica_dtype, so that snapshots record what travelled.
-std::optional<Dtype> replica_dtype(std::optional<Dtype> asked, const ReplicaHop& hop) {
-  const auto* plain = dynamic_cast<const WireHop*>(&hop);
-  if (plain == nullptr || !plain->wire()) return asked;
-  if (asked && *asked != *plain->wire()) {
-    throw UsageError("reducer: replica_dtype: expected " + std::string(name(*plain->wire())) +
-                     ", which the replica_hop sends, got " + std::string(name(*asked)) +
-                     "; give one of the two");
-  }
-  return plain->wire();
-}
-
 std::unique_ptr<Handle> make_reducer(const MeshHandle& mesh, const py::dict& given) {
   const auto text = [&given](const char* key) {
     return text_argument(given[key], std::string("reducer: ") + key);
@@ -79,7 +66,6 @@ std::unique_ptr<Handle> make_reducer(const MeshHandle& mesh, const py::dict& giv
                        type_name(hop) + "; take hsdp.PlainHop(\"bf16\")");
     }
     options.replica_hop = hop.cast<std::shared_ptr<ReplicaHop>>();
-    options.replica_dtype = replica_dtype(options.replica_dtype, *options.replica_hop);
   }
   return std::make_unique<Handle>(mesh, std::move(options));
 }

@@ -14,9 +14,10 @@
 #include "bindings/module/bindings.h"
 #include "bindings/module/held_object.h"
 #include "bindings/module/mesh_handle.h"
-#include "bindings/module/wire_hop.h"
 #include "hsdp/device/flag.h"
+#include "hsdp/divide_factors.h"
 #include "hsdp/error.h"
+#include "hsdp/replica_hop.h"
 
 namespace hsdp::python {
 namespace {
@@ -35,9 +36,12 @@ struct Parts {
   std::int64_t reduce_count = 0;
 };
 
-// What to sum: the fields of ReplicaShard, and who owns its memory.
+// What to sum, and who owns its memory.
 struct Request {
   ReplicaShard shard;
+  Dtype wire = Dtype::kF32;
+  int shard_size = 1;
+  std::int64_t microbatch_count = 1;
   std::vector<ParameterRange> parameters;
   std::shared_ptr<const void> held;
 };
@@ -73,7 +77,7 @@ class ReplicaReduction {
       parts.world = own.world().split(0, own.rank());
       parts.replicas = own.replicate_group().split(0, own.replica());
       parts.device = own.device();
-      parts.hop = hop ? std::move(hop) : plain_hop();
+      parts.hop = hop ? std::move(hop) : std::make_shared<PlainHop>();
       parts.nonfinite = make_flag(parts.device);
       return make_owned_by_process(std::move(parts));
     };
@@ -86,17 +90,24 @@ class ReplicaReduction {
     ArrayArgument array = array_argument(x, "replica_hook: gradients", *caller_);
     request.shard.data = writable(array, "replica_hook: gradients");
     require_usable(request.shard.data);
-    request.shard.wire = parse_dtype(how["wire"].cast<std::string>());
+    request.wire = parse_dtype(how["wire"].cast<std::string>());
     request.shard.bucket = how["bucket"].cast<int>();
-    request.shard.shard_size = how["shard_size"].cast<int>();
-    request.shard.microbatch_count = how["microbatch_count"].cast<std::int64_t>();
+    request.shard_size = how["shard_size"].cast<int>();
+    request.microbatch_count = how["microbatch_count"].cast<std::int64_t>();
     request.parameters = parameter_ranges(how["parameters"].cast<py::list>());
     request.held = hold(std::move(array.owner));
     call([request = std::move(request), stream = caller_->now()](Parts& parts) mutable {
       if (parts.replicas.size() == 1) return;
       ReplicaShard shard = request.shard;
       shard.parameters = request.parameters;
-      shard.divisor = static_cast<float>(parts.replicas.size());
+      shard.arithmetic = hop_arithmetic({.shard_size = request.shard_size,
+                                         .replicate_size = parts.replicas.size(),
+                                         .replica_wire = parts.hop->wire().value_or(request.wire),
+                                         .carry_count = request.microbatch_count,
+                                         .replicates = true,
+                                         .ends_step = true,
+                                         .divisor = static_cast<float>(parts.replicas.size())})
+                             .replica;
       shard.nonfinite = parts.nonfinite.get();
       stream.wait(parts.reduced);  // one after the other, whatever streams they come on
       parts.hop->reduce(parts.replicas, shard, stream);
@@ -152,19 +163,19 @@ class ReplicaReduction {
   std::shared_ptr<Parts> parts_;
 };
 
-std::shared_ptr<WireHop> make_plain_hop(const std::optional<std::string>& dtype) {
-  if (!dtype) return std::make_shared<WireHop>(std::nullopt);
+std::shared_ptr<PlainHop> make_plain_hop(const std::optional<std::string>& dtype) {
+  if (!dtype) return std::make_shared<PlainHop>();
   const Dtype wire = parse_dtype(*dtype);
   if (!is_gradient_dtype(wire)) {
     throw UsageError("plain hop: expected dtype 'f32', 'bf16' or 'f16', got '" + *dtype + "'");
   }
-  return std::make_shared<WireHop>(wire);
+  return std::make_shared<PlainHop>(wire);
 }
 
 }  // namespace
 
 void bind_replica_reduction(py::module_& module) {
-  py::class_<WireHop, ReplicaHop, std::shared_ptr<WireHop>>(
+  py::class_<PlainHop, ReplicaHop, std::shared_ptr<PlainHop>>(
       module, "PlainHop",
       "The all-reduce over the replicas in one dtype, summed in fp32: PlainHop(\"f32\"), \"bf16\" "
       "or\n"
@@ -172,7 +183,7 @@ void bind_replica_reduction(py::module_& module) {
       .def(py::init(&make_plain_hop), py::arg("dtype") = py::none())
       .def_property_readonly(
           "dtype",
-          [](const WireHop& self) -> std::optional<std::string> {
+          [](const PlainHop& self) -> std::optional<std::string> {
             if (!self.wire()) return std::nullopt;
             return std::string(name(*self.wire()));
           },

@@ -8,6 +8,7 @@
 #include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
+#include "hsdp/reducer/collector.h"
 
 namespace hsdp::reducer {
 namespace {
@@ -16,10 +17,10 @@ constexpr std::int64_t kNeverDropped = std::numeric_limits<std::int64_t>::max();
 
 }  // namespace
 
-BucketPipeline::BucketPipeline(Parts parts)
-    : parts_(std::move(parts)),
-      has_shard_hop_(parts_.shard_group.size() > 1),
-      has_replica_hop_(parts_.replicate_group.size() > 1),
+BucketPipeline::BucketPipeline(Setting setting)
+    : setting_(std::move(setting)),
+      has_shard_hop_(setting_.shard_group.size() > 1),
+      has_replica_hop_(setting_.replicate_group.size() > 1),
       shard_(make_lane("hsdp-shard")),
       replica_(make_second_lane()) {
   if (!on_host()) watcher_ = Stream::host_worker("hsdp-watch");
@@ -42,7 +43,7 @@ void BucketPipeline::drain() noexcept {
 
 BucketPipeline::Lane BucketPipeline::make_lane(const char* name) const {
   if (on_host()) return {Stream::host_worker(name), Stream::inline_host()};
-  return {parts_.issuer->stream(), Stream::create(parts_.device, name)};
+  return {setting_.issuer->stream(), Stream::create(setting_.device, name)};
 }
 
 // A second lane pays only when both hops exist. A GPU's has the same thread: collectives must be
@@ -53,7 +54,7 @@ BucketPipeline::Lane BucketPipeline::make_second_lane() const {
 }
 
 void BucketPipeline::guarded(std::int64_t epoch, const std::function<void()>& task) {
-  if (parts_.outcome.skips(epoch)) return;
+  if (setting_.outcome.skips(epoch)) return;
   std::exception_ptr error;
   try {
     task();
@@ -61,14 +62,7 @@ void BucketPipeline::guarded(std::int64_t epoch, const std::function<void()>& ta
     error = std::current_exception();
   }
   // Told after the handler, when this thread holds no share of the exception any more.
-  if (error) parts_.outcome.fail(std::move(error));
-}
-
-bool BucketPipeline::needs_completion(const GroupLaunch& group) const {
-  if (group.sync != Sync::kAll) return false;
-  const bool divided_already =
-      group.reduce && has_shard_hop_ && !has_replica_hop_ && group.final && !group.adds_total;
-  return !divided_already;
+  if (error) setting_.outcome.fail(std::move(error));
 }
 
 void BucketPipeline::run_ordered(int place, std::int64_t epoch, std::function<void()> task,
@@ -76,21 +70,23 @@ void BucketPipeline::run_ordered(int place, std::int64_t epoch, std::function<vo
   if (on_host()) {
     shard_.host.run(std::move(task));
   } else {
-    parts_.issuer->run_ordered({.run = std::move(task),
-                                .place = place,
-                                .skipped = [this, epoch] { return parts_.outcome.skips(epoch); },
-                                .may_skip_later = may_drop});
+    setting_.issuer->run_ordered(
+        {.run = std::move(task),
+         .place = place,
+         .skipped = [this, epoch] { return setting_.outcome.skips(epoch); },
+         .may_skip_later = may_drop});
   }
 }
 
 void BucketPipeline::launch(const Launch& launch) {
+  const bool completes = !arithmetic_of(launch).ends_after_shard_hop();
   if (launch.slot != kNoSlot) send_to_shard_hop(launch);
   if (on_host()) {
-    if (needs_completion(launch.group)) send_to_replica_hop(launch);
+    if (completes) send_to_replica_hop(launch);
     return;
   }
   send_delayed();
-  if (!needs_completion(launch.group)) return;
+  if (!completes) return;
   const std::lock_guard lock(delayed_mutex_);
   delayed_ = launch;
 }
@@ -102,105 +98,100 @@ void BucketPipeline::send_delayed() {
 }
 
 void BucketPipeline::send_to_shard_hop(const Launch& launch) {
-  run_ordered(launch.bucket, launch.epoch, [this, launch] {
-    guarded(launch.epoch, [&] {
+  run_ordered(launch.bucket, launch.plan->epoch, [this, launch] {
+    guarded(launch.plan->epoch, [&] {
       shard_.stream().wait(launch.packed);
       reduce_scatter(launch);
     });
     // After a failure a peer may still be reading the slot, and nothing is sent any more.
-    if (!parts_.outcome.failed()) parts_.slot_free(launch.slot, shard_.stream().record());
+    if (!setting_.outcome.failed()) collector_->slot_free(launch.slot, shard_.stream().record());
   });
 }
 
 void BucketPipeline::send_to_replica_hop(const Launch& launch) {
   const auto complete_bucket = [this, launch] {
-    guarded(launch.epoch, [&] {
+    guarded(launch.plan->epoch, [&] {
       Stream stream = replica_.stream();
       stream.wait(launch.packed);
       stream.wait(shard_.stream().record());
       complete(launch);
     });
   };
-  if (!on_host()) return run_ordered(launch.bucket, launch.epoch, complete_bucket);
+  if (!on_host()) return run_ordered(launch.bucket, launch.plan->epoch, complete_bucket);
   if (!replica_.host.same_queue(shard_.host)) replica_.host.wait(shard_.host.record());
   replica_.host.run(complete_bucket);
 }
 
 void BucketPipeline::reduce_scatter(const Launch& launch) {
   const Bucket& b = bucket(launch.bucket);
-  const GroupLaunch& group = launch.group;
+  const BucketArithmetic arithmetic = arithmetic_of(launch);
   ReduceScatter args;
-  args.in = parts_.memory.staging(launch.slot, b);
-  args.out = parts_.memory.carry(b);
+  args.in = setting_.memory.staging(launch.slot, b);
+  args.out = setting_.memory.carry(b);
   args.cut = b.rows;
-  args.accumulate = group.accumulate;
-  args.sum_exponent = group.send_exponent(b.wire_dtype);
-  args.divisor = group.final && !needs_completion(group) ? group.divisor : 1.0F;
-  args.nonfinite = launch.nonfinite.get();
+  args.accumulate = arithmetic.adds_carry;
+  args.sum_exponent = arithmetic.row_exponent;
+  args.divisor = arithmetic.shard_divisor;
+  args.nonfinite = launch.plan->nonfinite.get();
   args.bucket = launch.bucket;
-  args.reduction = parts_.reduction;
-  parts_.shard_group.reduce_scatter(args, shard_.stream());
+  args.reduction = setting_.reduction;
+  setting_.shard_group.reduce_scatter(args, shard_.stream());
   ++counts_.reduce_scatter_count;
   counts_.shard_hop_bytes += sent_bytes(args.in.count, args.in.dtype);
 }
 
 std::int64_t BucketPipeline::sent_bytes(std::int64_t count, Dtype wire) const {
-  const bool widened = parts_.reduction == Reduction::kNative;
+  const bool widened = setting_.reduction == Reduction::kNative;
   return count * static_cast<std::int64_t>(size_bytes(widened ? Dtype::kF32 : wire));
 }
 
 // Sums the shard over the replicas, joins an earlier total, divides at the step's end.
 void BucketPipeline::complete(const Launch& launch) {
+  const BucketArithmetic arithmetic = arithmetic_of(launch);
+  if (arithmetic.runs_replica_hop) run_replica_hop(launch, arithmetic.replica);
+  run_rest(launch, arithmetic);
+}
+
+void BucketPipeline::run_replica_hop(const Launch& launch, const HopArithmetic& arithmetic) {
+  ReplicaShard shard;
+  shard.data = setting_.memory.carry(bucket(launch.bucket));
+  shard.arithmetic = arithmetic;
+  shard.bucket = launch.bucket;
+  const std::vector<ParameterRange> ranges =
+      shard_ranges(setting_.layout, launch.bucket, setting_.shard_group.rank());
+  shard.parameters = ranges;
+  shard.nonfinite = launch.plan->nonfinite.get();
+  shard.reduction = setting_.reduction;
+  Stream stream = replica_.stream();
+  setting_.hop->reduce(setting_.replicate_group, shard, stream);
+  ++counts_.all_reduce_count;
+  counts_.replica_hop_bytes += sent_bytes(shard.data.count, arithmetic.wire);
+}
+
+void BucketPipeline::run_rest(const Launch& launch, const BucketArithmetic& arithmetic) {
+  using Rest = BucketArithmetic::Rest;
+  if (arithmetic.rest == Rest::kNothing) return;
   const Bucket& b = bucket(launch.bucket);
-  const GroupLaunch& group = launch.group;
-  const TensorView carry = parts_.memory.carry(b);
-  const bool divides_here = group.final && !group.adds_total;
-  const float divisor = divides_here ? group.divisor : 1.0F;
-  const bool has_carry = group.carry_count > 0;
-  if (has_carry && has_replica_hop_) {
-    ReplicaShard shard;
-    shard.data = carry;
-    shard.wire = parts_.replica_dtype.value_or(b.wire_dtype);
-    shard.bucket = launch.bucket;
-    shard.shard_size = parts_.shard_group.size();
-    shard.microbatch_count = group.carry_count;
-    shard.divisor = divisor;
-    const std::vector<ParameterRange> ranges =
-        shard_ranges(parts_.layout, launch.bucket, parts_.shard_group.rank());
-    shard.parameters = ranges;
-    shard.nonfinite = launch.nonfinite.get();
-    shard.reduction = parts_.reduction;
-    Stream stream = replica_.stream();
-    parts_.hop->reduce(parts_.replicate_group, shard, stream);
-    ++counts_.all_reduce_count;
-    counts_.replica_hop_bytes += sent_bytes(carry.count, shard.wire);
-  } else if (has_carry && divides_here) {
+  const TensorView carry = setting_.memory.carry(b);
+  if (arithmetic.rest == Rest::kDivide) {
     kernels::ScaleAndCast args;
     args.in = args.out = carry.data;
     args.count = carry.count;
-    args.divisor = divisor;
-    args.nonfinite = launch.nonfinite.get();
-    kernels::scale_and_cast(args, replica_.stream());
+    args.divisor = arithmetic.rest_divisor;
+    args.nonfinite = launch.plan->nonfinite.get();
+    return kernels::scale_and_cast(args, replica_.stream());
   }
-  if (!group.final || group.adds_total) add_total(launch);
-}
-
-void BucketPipeline::add_total(const Launch& launch) {
-  const Bucket& b = bucket(launch.bucket);
-  const GroupLaunch& group = launch.group;
-  const TensorView carry = parts_.memory.carry(b);
-  const TensorView total = parts_.memory.total(b);
-  const TensorView out = group.final ? carry : total;
-  const bool has_carry = group.carry_count > 0;
-  const std::array<const void*, 1> rows{has_carry ? carry.data : total.data};
-  const std::array<void*, 1> outs{out.data};
+  const TensorView total = setting_.memory.total(b);
+  const std::array<const void*, 1> rows{arithmetic.rest_reads_carry ? carry.data : total.data};
+  const std::array<void*, 1> outs{arithmetic.rest == Rest::kJoinTotal ? carry.data : total.data};
   kernels::SumRows args;
   args.rows = rows;
   args.outs = outs;
-  args.add = has_carry && group.adds_total ? GradientMemory::floats(total) : nullptr;
-  args.spec.divisor = group.final ? group.divisor : 1.0F;
+  const bool adds = arithmetic.rest_reads_carry && arithmetic.rest_reads_total;
+  args.add = adds ? GradientMemory::floats(total) : nullptr;
+  args.spec.divisor = arithmetic.rest_divisor;
   args.count = carry.count;
-  args.nonfinite = launch.nonfinite.get();
+  args.nonfinite = launch.plan->nonfinite.get();
   kernels::sum_rows(args, replica_.stream());
 }
 

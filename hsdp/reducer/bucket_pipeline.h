@@ -19,11 +19,13 @@
 #include "hsdp/device/flag.h"
 #include "hsdp/device/in_flight.h"
 #include "hsdp/reducer/gradient_memory.h"
-#include "hsdp/reducer/group_launch.h"
+#include "hsdp/reducer/microbatch_plan.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/replica_hop.h"
 
 namespace hsdp::reducer {
+
+class Collector;
 
 struct HopCounts {
   std::atomic<std::int64_t> reduce_scatter_count{0};
@@ -34,7 +36,8 @@ struct HopCounts {
 
 class BucketPipeline {
  public:
-  struct Parts {
+  // What it works on. Layout, memory and outcome outlive it.
+  struct Setting {
     const BucketLayout& layout;
     GradientMemory& memory;
     Outcome& outcome;
@@ -42,14 +45,13 @@ class BucketPipeline {
     Communicator shard_group;
     Communicator replicate_group;
     std::shared_ptr<ReplicaHop> hop;
-    std::optional<Dtype> replica_dtype;
     Reduction reduction = Reduction::kExact;
     // Issues the hops on a GPU, in one order for all Reducers of the mesh.
     std::shared_ptr<IssueOrder::Lane> issuer;
-    // Called on a task's thread. The slot may be packed again after the event.
-    std::function<void(int, const Event&)> slot_free;
   };
-  explicit BucketPipeline(Parts parts);
+  explicit BucketPipeline(Setting setting);
+  // Who packs the slots; outlives the tasks.
+  void set_collector(Collector& collector) { collector_ = &collector; }
   ~BucketPipeline() { drain(); }
   BucketPipeline(const BucketPipeline&) = delete;
   BucketPipeline& operator=(const BucketPipeline&) = delete;
@@ -57,10 +59,8 @@ class BucketPipeline {
   struct Launch {
     int bucket = 0;
     int slot = kNoSlot;
-    GroupLaunch group;
-    std::int64_t epoch = 0;
-    Event packed;    // the bucket's row, or carry, is complete
-    Flag nonfinite;  // tasks keep it alive
+    std::shared_ptr<const MicrobatchPlan> plan;
+    Event packed;  // the bucket's row, or carry, is complete
   };
   void launch(const Launch& launch);
 
@@ -101,12 +101,12 @@ class BucketPipeline {
  private:
   void reduce_scatter(const Launch& launch);
   void complete(const Launch& launch);
-  void add_total(const Launch& launch);
-  [[nodiscard]] bool needs_completion(const GroupLaunch& group) const;
+  void run_replica_hop(const Launch& launch, const HopArithmetic& arithmetic);
+  void run_rest(const Launch& launch, const BucketArithmetic& arithmetic);
   [[nodiscard]] std::int64_t sent_bytes(std::int64_t count, Dtype wire) const;
   void guarded(std::int64_t epoch, const std::function<void()>& task);
   [[nodiscard]] const Bucket& bucket(int number) const {
-    return parts_.layout.buckets()[static_cast<std::size_t>(number)];
+    return setting_.layout.buckets()[static_cast<std::size_t>(number)];
   }
 
   // Tasks run on `host` in order and hand work to `device`. On the host the two are one: `device`
@@ -123,12 +123,17 @@ class BucketPipeline {
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void send_delayed();
-  void wait(const Event& event) { parts_.shard_group.wait(event); }
+  void wait(const Event& event) { setting_.shard_group.wait(event); }
   [[nodiscard]] Lane make_lane(const char* name) const;
   [[nodiscard]] Lane make_second_lane() const;
-  [[nodiscard]] bool on_host() const { return parts_.device.type == DeviceType::kHost; }
+  [[nodiscard]] bool on_host() const { return setting_.device.type == DeviceType::kHost; }
 
-  Parts parts_;
+  [[nodiscard]] BucketArithmetic arithmetic_of(const Launch& launch) const {
+    return launch.plan->arithmetic(bucket(launch.bucket));
+  }
+
+  Setting setting_;
+  Collector* collector_ = nullptr;
   HopCounts counts_;
   bool has_shard_hop_;
   bool has_replica_hop_;

@@ -5,15 +5,16 @@
 
 namespace hsdp::reducer {
 
-Collector::Collector(Parts parts)
-    : parameters_(parts.parameters),
-      layout_(parts.layout),
-      memory_(parts.memory),
-      options_(parts.options),
+Collector::Collector(const Setting& setting)
+    : parameters_(setting.parameters),
+      layout_(setting.layout),
+      memory_(setting.memory),
+      pipeline_(setting.pipeline),
+      outcome_(setting.outcome),
+      many_backwards_(setting.many_backwards),
+      pack_order_(setting.order),
       has_shard_hop_(layout_.shard_size() > 1),
-      launch_(std::move(parts.launch)),
-      fail_(std::move(parts.fail)),
-      packs_(parts.device, parts.wait),
+      packs_(setting.device, setting.world),
       pieces_(static_cast<std::size_t>(parameters_.size())),
       arrived_(pieces_.size()),
       accumulated_(pieces_.size()),
@@ -27,40 +28,40 @@ Collector::Collector(Parts parts)
     }
   }
   if (has_shard_hop_) {
-    for (int slot = 0; slot < slot_count(options_.order); ++slot) {
+    for (int slot = 0; slot < slot_count(pack_order_); ++slot) {
       free_slots_.emplace_back(slot, Event());
     }
   }
 }
 
-const GroupLaunch& Collector::group_of(int parameter) const {
-  return groups_[static_cast<std::size_t>(parameters_.group_of(parameter))];
+const GroupPlan& Collector::group_of(int parameter) const {
+  return plan_->group(parameters_.group_of(parameter));
 }
 
 // True when a fresh gradient of that parameter is added locally instead of being packed.
 bool Collector::accumulates(int parameter) const {
-  return group_of(parameter).sync == Sync::kNone || options_.many_backwards;
+  return group_of(parameter).sync == Sync::kNone || many_backwards_;
 }
 
-void Collector::begin(std::vector<GroupLaunch> groups) {
+void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   const std::scoped_lock lock(mutex_);
   packs_.join();  // local sums are written for one slot and read for another
   open_ = true;
-  groups_ = std::move(groups);
+  plan_ = std::move(plan);
   std::ranges::fill(arrived_, 0);
   order_.clear();
   next_slot_ = next_launch_ = 0;
   unpacked_ = 0;
   for (std::size_t b = 0; b < states_.size(); ++b) {
     const Bucket& bucket = layout_.buckets()[b];
-    const GroupLaunch& group = groups_[static_cast<std::size_t>(bucket.group)];
+    const GroupPlan& group = plan_->group(bucket.group);
     states_[b] = {};
     if (group.sync == Sync::kNone || bucket.rows.count() == 0) continue;
     order_.push_back(static_cast<int>(b));
   }
   for (std::size_t p = 0; p < pieces_.size(); ++p) {
-    const GroupLaunch& group = group_of(static_cast<int>(p));
-    if (group.sync == Sync::kNone || !group.reduce) continue;
+    const GroupPlan& group = group_of(static_cast<int>(p));
+    if (group.sync == Sync::kNone || !group.reduces()) continue;
     for (const Piece& piece : pieces_[p]) {
       ++states_[static_cast<std::size_t>(piece.bucket)].unpacked;
       ++unpacked_;
@@ -74,12 +75,12 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
                        const Event& produced) {
   const auto p = static_cast<std::size_t>(parameter);
   Lock lock(mutex_);
-  if (arrived_[p] != 0 && !options_.many_backwards) return false;
+  if (arrived_[p] != 0 && !many_backwards_) return false;
   arrived_[p] = 1;
   if (accumulates(parameter)) {
     run_unlocked(lock, [&] {
       Lock repeats(repeats_mutex_, std::defer_lock);
-      if (options_.many_backwards) repeats.lock();
+      if (many_backwards_) repeats.lock();
       packs_.wait(kNoSlot, produced);
       accumulate(parameter, {&gradient, {}, false});
       packs_.hold(owner);
@@ -111,7 +112,7 @@ void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
     error = std::current_exception();
   }
   // Told after the handler, when this thread holds no share of the exception any more.
-  if (error) fail_(std::move(error));
+  if (error) outcome_.fail(std::move(error));
   lock.lock();
   --in_flight_;
 }
@@ -125,7 +126,7 @@ void Collector::accept(Lock& lock, int parameter) {
   if (!has_shard_hop_) {
     const StridedView gradient = kept.gradient;
     const Contribution contribution = contribution_of(parameter, gradient);
-    const bool adds = group_of(parameter).accumulate;
+    const bool adds = group_of(parameter).has_carry;
     const ShardSlice& slice = layout_.slice(parameter, 0);
     run_unlocked(lock, [&, produced = kept.produced] {
       packs_.wait(kNoSlot, produced);
@@ -180,7 +181,7 @@ void Collector::pack_one(Lock& lock, Work work) {
   const BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
   const int slot = state.slot;
   const TensorView staging = memory_.staging(slot, bucket);
-  const int exponent = group_of(work.parameter).send_exponent(bucket.wire_dtype);
+  const int exponent = plan_->arithmetic(bucket).row_exponent;
   const StridedView gradient = kept_[p].gradient;
   const Contribution contribution = contribution_of(work.parameter, gradient);
   run_unlocked(lock, [&, free = state.slot_free, produced = kept_[p].produced] {
@@ -221,10 +222,10 @@ void Collector::fill_holes() {
   packs_.join();
   for (int parameter = 0; parameter < parameters_.size(); ++parameter) {
     const auto p = static_cast<std::size_t>(parameter);
-    const GroupLaunch& group = group_of(parameter);
-    if (group.sync != Sync::kNone && !group.reduce) continue;
+    const GroupPlan& group = group_of(parameter);
+    if (group.sync != Sync::kNone && !group.reduces()) continue;
     Lock lock(mutex_);
-    const bool hole = arrived_[p] == 0 && group.fresh;
+    const bool hole = arrived_[p] == 0 && plan_->fresh;
     if (group.sync == Sync::kNone) {
       if (!hole) continue;
       arrived_[p] = 1;
@@ -232,7 +233,7 @@ void Collector::fill_holes() {
       accumulate(parameter, {nullptr, {}, true});
       continue;
     }
-    const bool packed_on_arrival = arrived_[p] != 0 && !options_.many_backwards;
+    const bool packed_on_arrival = arrived_[p] != 0 && !many_backwards_;
     if (packed_on_arrival) continue;
     arrived_[p] = 1;
     kept_[p] = {kNothing, {}, {}, hole || accumulated_[p] == 0, 0, 0};
@@ -251,7 +252,7 @@ void Collector::pack_until(const std::function<bool()>& done) {
 }
 
 bool Collector::leaves_packing_to_caller() const {
-  return options_.order == PackOrder::kAhead && done_ != nullptr && reducing_ > 0;
+  return pack_order_ == PackOrder::kAhead && done_ != nullptr && reducing_ > 0;
 }
 
 // A waiter that is woken for nothing costs its core, and this thread the lock.
@@ -272,8 +273,8 @@ void Collector::end() {
   const std::scoped_lock lock(mutex_);
   open_ = false;
   for (int p = 0; p < parameters_.size(); ++p) {
-    const GroupLaunch& group = group_of(p);
-    if (group.sync != Sync::kNone && group.reduce) accumulated_[static_cast<std::size_t>(p)] = 0;
+    const GroupPlan& group = group_of(p);
+    if (group.sync != Sync::kNone && group.reduces()) accumulated_[static_cast<std::size_t>(p)] = 0;
   }
 }
 

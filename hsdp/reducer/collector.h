@@ -3,9 +3,8 @@
 //
 // arrive() may be called from any thread and never waits. On CUDA "packed" means enqueued on a
 // stream of PackStreams; events tell the pipeline and the caller when it is done.
-// slot_free() is called by the pipeline's
-// thread and packs what was kept for the next bucket. The other calls come from one thread at a
-// time.
+// slot_free() is called by the pipeline's thread and packs what was kept for the next bucket. The
+// other calls come from one thread at a time.
 #pragma once
 
 #include <condition_variable>
@@ -17,8 +16,10 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/reducer/bucket_pipeline.h"
 #include "hsdp/reducer/gradient_memory.h"
-#include "hsdp/reducer/group_launch.h"
+#include "hsdp/reducer/microbatch_plan.h"
+#include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/pack_streams.h"
 #include "hsdp/reducer/packing.h"
 
@@ -26,28 +27,22 @@ namespace hsdp::reducer {
 
 class Collector {
  public:
-  // Called with the collector's lock held: must only enqueue.
-  // `packed`: the bucket's row is complete.
-  using LaunchBucket = std::function<void(int bucket, int slot, const Event& packed)>;
-
-  struct Options {
-    bool many_backwards = false;
-    PackOrder order = PackOrder::kAhead;
-  };
-  struct Parts {
+  // What it works on; all of it outlives the Collector.
+  struct Setting {
     const ParameterTable& parameters;
     const BucketLayout& layout;
     GradientMemory& memory;
+    BucketPipeline& pipeline;
+    Outcome& outcome;
+    Communicator& world;
     Device device;
-    Options options;
-    LaunchBucket launch;
-    std::function<void(std::exception_ptr)> fail;  // a pack failed: the Reducer is to end
-    std::function<void(const Event&)> wait;        // as PackStreams
+    bool many_backwards = false;
+    PackOrder order = PackOrder::kAhead;
   };
-  explicit Collector(Parts parts);
+  explicit Collector(const Setting& setting);
 
-  // Opens a microbatch: one GroupLaunch per group.
-  void begin(std::vector<GroupLaunch> groups);
+  // Opens a microbatch.
+  void begin(std::shared_ptr<const MicrobatchPlan> plan);
 
   // False when that parameter has arrived before and repeats are not allowed; nothing changed then.
   // The gradient is read after `produced`.
@@ -122,7 +117,7 @@ class Collector {
    private:
     const Done*& place_;
   };
-  [[nodiscard]] const GroupLaunch& group_of(int parameter) const;
+  [[nodiscard]] const GroupPlan& group_of(int parameter) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
   void accept(Lock& lock, int parameter);
   // Runs `pack` without the lock; an error ends the Reducer.
@@ -143,10 +138,11 @@ class Collector {
   const ParameterTable& parameters_;
   const BucketLayout& layout_;
   GradientMemory& memory_;
-  const Options options_;
+  BucketPipeline& pipeline_;
+  Outcome& outcome_;
+  const bool many_backwards_;
+  const PackOrder pack_order_;
   const bool has_shard_hop_;
-  const LaunchBucket launch_;
-  const std::function<void(std::exception_ptr)> fail_;
   PackStreams packs_;
   std::vector<std::vector<Piece>> pieces_;  // [parameter]
 
@@ -156,7 +152,7 @@ class Collector {
   bool awaits_quiet_ = false;
   std::mutex repeats_mutex_;  // many_backwards: two threads may add to one accumulator
   bool open_ = false;
-  std::vector<GroupLaunch> groups_;
+  std::shared_ptr<const MicrobatchPlan> plan_;
   std::vector<char> arrived_;
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;

@@ -19,7 +19,7 @@ void Collector::assign_slots() {
     const int number = order_[next_slot_];
     const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
     ++next_slot_;
-    if (!groups_[static_cast<std::size_t>(bucket.group)].reduce) continue;
+    if (!plan_->group(bucket.group).reduces()) continue;
     BucketState& state = states_[static_cast<std::size_t>(number)];
     std::tie(state.slot, state.slot_free) = free_slots_.back();
     free_slots_.pop_back();
@@ -37,11 +37,11 @@ void Collector::launch_complete() {
     const int number = order_[next_launch_];
     const BucketState& state = states_[static_cast<std::size_t>(number)];
     const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
-    const bool reduces = groups_[static_cast<std::size_t>(bucket.group)].reduce;
+    const bool reduces = plan_->group(bucket.group).reduces();
     if (state.unpacked > 0 || (has_shard_hop_ && reduces && state.slot < 0)) return;
     ++next_launch_;
     if (reduces && state.slot >= 0) ++reducing_;
-    launch_(number, reduces ? state.slot : kNoSlot, packs_.record(state.slot));
+    pipeline_.launch({number, reduces ? state.slot : kNoSlot, plan_, packs_.record(state.slot)});
   }
 }
 

@@ -10,13 +10,11 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer.h"
-#include "hsdp/reducer/bucket_pipeline.h"
-#include "hsdp/reducer/collector.h"
-#include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/frozen.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/parameter_table.h"
 #include "hsdp/reducer/status_word.h"
-#include "hsdp/reducer/sync_plan.h"
+#include "hsdp/reducer/step_ledger.h"
 #include "hsdp/snapshot.h"
 
 namespace hsdp {
@@ -73,14 +71,9 @@ class Reducer::Core {
   [[nodiscard]] ReducerStats stats() const;
 
  private:
-  enum class State : std::uint8_t { kIdle, kCollecting, kClosed };
-  // What the carry holds.
-  enum class StepState : std::uint8_t { kEmpty, kPending, kFinished };
-  struct Group {
-    std::int64_t local_count = 0;  // microbatches in the accumulators
-    std::int64_t carry_count = 0;  // microbatches in the carry
-    bool has_total = false;
-  };
+  using Phase = reducer::StepLedger::Phase;
+  using Holds = reducer::StepLedger::Holds;
+  using Plan = std::shared_ptr<const reducer::MicrobatchPlan>;
   // Everything of one step that tasks on the streams share.
   struct Step {
     std::int64_t number = 0;
@@ -93,27 +86,21 @@ class Reducer::Core {
     std::vector<std::string> posted_bits;  // keys of non-finite bits posted, not yet collected
   };
 
-  // core_comparison.cpp
-  void compare_options();
-  void compare_registrations();
+  void compare_options();  // core_comparison.cpp
 
   // core.cpp
   void freeze();
-  [[nodiscard]] reducer::PackOrder pack_order() const;
   void check_usable(std::string_view call);  // rethrows what went wrong, or closed
-  void require_state(State expected, std::string_view call) const;
   void raise_failure();
   void raise_abort();
-  void each_group(const std::optional<std::string>& group,
-                  const std::function<void(reducer::SyncFlags&)>& apply);
+  [[nodiscard]] std::optional<int> find_group(const std::optional<std::string>& group);
 
   // core_step.cpp
-  void start_step();
-  [[nodiscard]] std::vector<reducer::GroupLaunch> launches(bool fresh) const;
-  void open(bool fresh);
+  void open(reducer::MicrobatchPlan plan);
   // The end of a microbatch, finish or discard on this rank: word, rest of the packs, end task.
   struct Closing {
     std::string_view call;
+    Plan plan;
     bool abandoned = false;
     std::string reason;
   };
@@ -121,7 +108,6 @@ class Reducer::Core {
   void wait_for_words();
   void post_word(const Closing& closing);
   void enqueue_end_task(const Closing& closing);
-  void count_microbatch();
   void drop_step();
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
@@ -148,18 +134,16 @@ class Reducer::Core {
   void run_on_device(const std::function<void(Stream&)>& task, Scope scope = Scope::kThisRank);
   void require_idle(std::string_view call);
   void require_result(std::string_view call);
-  [[nodiscard]] bool pending() const { return step_state_ == StepState::kPending; }
   void require_no_local_sums(std::string_view call) const;
   void require_partial();
   void sum_squares(double* sum, Stream& stream);
-  [[nodiscard]] double divide_factor() const;
   [[nodiscard]] std::vector<SnapshotEntry> snapshot_entries() const;
   [[nodiscard]] std::vector<std::byte> copy_to_host(std::vector<SnapshotEntry>& entries);
 
   Mesh mesh_;
   ReducerOptions options_;
   reducer::ParameterTable parameters_;
-  std::vector<reducer::SyncFlags> flags_;
+  reducer::StepLedger ledger_;
   Communicator world_;
   Communicator shard_group_;
   Communicator replicate_group_;
@@ -167,35 +151,17 @@ class Reducer::Core {
   std::string snapshot_id_;  // random, the same on every rank
 
   Stream caller_;  // on which the caller reads results and writes gradients
-  State state_ = State::kIdle;
-  StepState step_state_ = StepState::kEmpty;
-  std::vector<Group> groups_;
-  std::optional<double> divide_factor_;
-  double loss_scale_ = 1.0;
-  // Of the finished result: what it was divided by.
-  double result_factor_ = 1.0;
-  double result_scale_ = 1.0;
-
   std::shared_ptr<Step> step_ = std::make_shared<Step>();
-  std::int64_t step_number_ = -1;
-  std::int64_t microbatch_ = 0;  // in the step
-  std::int64_t epoch_ = 0;       // counts every open()
-  reducer::SyncPlan plan_;
-  std::vector<reducer::GroupLaunch> launches_;  // of the open microbatch
+  Plan plan_;  // of the open microbatch
   std::mutex fault_mutex_;
   std::string fault_;                      // this rank's own error in the open microbatch
   std::int64_t word_sequence_ = 0;         // words posted
   std::atomic<std::int64_t> words_in_{0};  // words of all ranks seen
-  std::int64_t microbatch_total_ = 0;
-  std::int64_t step_total_ = 0;
   std::int64_t all_gather_count_ = 0;
   mutable std::int64_t peak_resident_bytes_ = 0;
 
-  reducer::Outcome outcome_;
-  std::optional<BucketLayout> layout_;
-  std::optional<reducer::GradientMemory> memory_;
-  std::optional<reducer::Collector> collector_;
-  std::optional<reducer::BucketPipeline> pipeline_;
+  std::optional<reducer::Outcome> outcome_;
+  std::unique_ptr<reducer::Frozen> frozen_;
   SnapshotWriter snapshots_;
 };
 

@@ -13,19 +13,19 @@ std::string Reducer::Core::key(std::string_view kind, std::int64_t sequence) con
 }
 
 void Reducer::Core::run_end_task(const EndTask& task) {
-  pipeline_->hold(task.step->nonfinite);
+  frozen_->pipeline().hold(task.step->nonfinite);
   if (words_agree(task)) {
     // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
     const bool on_host = mesh_.device().type == DeviceType::kHost;
     if (!on_host && task.ends_step) task.step->progress = Step::Progress::kAgreed;
-    pipeline_->run_when_done([this, task, packs = collector_->record_packs()] {
+    frozen_->pipeline().run_when_done([this, task, packs = frozen_->collector().record_packs()] {
       settle_bits(task);
-      collector_->let_go_of_read(packs);
+      frozen_->collector().let_go_of_read(packs);
     });
-    if (!on_host && options_.replica_hop->has_state()) pipeline_->wait_watcher();
+    if (!on_host && options_.replica_hop->has_state()) frozen_->pipeline().wait_watcher();
   }
   words_in_ = task.sequence;
-  collector_->notify();
+  frozen_->collector().notify();
 }
 
 // Tells the others whether this rank saw a non-finite value; at the step's end reads theirs.
@@ -54,7 +54,7 @@ bool Reducer::Core::words_agree(const EndTask& task) {
   }
   const std::optional<int> abandoned = reducer::find_abandoned(words);
   if (!abandoned) return true;
-  pipeline_->run_when_done([this, step = task.step] {
+  frozen_->pipeline().run_when_done([this, step = task.step] {
     collect_bits(*step);
     options_.replica_hop->end_step(false);
   });
@@ -69,7 +69,7 @@ bool Reducer::Core::words_agree(const EndTask& task) {
     // A statement of its own: this thread keeps no share of what it hands over.
     std::exception_ptr error = std::make_exception_ptr(StepAbortedError(text, {job_rank}));
     // The next epoch may have begun before the words were in; no later one can have.
-    outcome_.abort_step(std::move(error), task.epoch + 1, task.step->number);
+    outcome_->abort_step(std::move(error), task.epoch + 1, task.step->number);
   }
   return false;
 }

@@ -1,8 +1,5 @@
-// What the ranks compare before they reduce anything: their options and their parameters. Each rank
-// says even what is wrong with its own, so that a mistake of one is an error on all of them at
-// once.
-#include <algorithm>
-
+// What the ranks compare when a Reducer is made: its options. Each rank says even what is wrong
+// with its own, so that a mistake of one is an error on all of them at once.
 #include "hsdp/error.h"
 #include "hsdp/reducer/core.h"
 
@@ -36,6 +33,12 @@ void check_options(const ReducerOptions& options, std::string_view engine) {
           std::string(name(*dtype)));
     }
   }
+  const std::optional<Dtype> sent = options.replica_hop->wire();
+  if (sent && options.replica_dtype && *sent != *options.replica_dtype) {
+    throw UsageError("reducer: replica_dtype: expected " + std::string(name(*sent)) +
+                     ", which the replica_hop sends, got " +
+                     std::string(name(*options.replica_dtype)) + "; give one of the two");
+  }
   if (options.bucket_bytes && *options.bucket_bytes < 1) {
     throw UsageError("reducer: expected bucket_bytes of at least 1, got " +
                      std::to_string(*options.bucket_bytes));
@@ -59,6 +62,7 @@ void Reducer::Core::compare_options() {
   std::string fault;
   try {
     check_options(options_, world_.engine_name());
+    if (!options_.replica_dtype) options_.replica_dtype = options_.replica_hop->wire();
   } catch (const UsageError& error) {
     fault = error.what();
   }
@@ -83,40 +87,6 @@ void Reducer::Core::compare_options() {
     throw MismatchError("reducer: expected the options of rank 0 (" + options_of(0) + "), got " +
                             options_of(r) + " (rank " + std::to_string(r) + " of " +
                             std::to_string(world_.size()) + ")",
-                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
-  }
-}
-
-void Reducer::Core::compare_registrations() {
-  std::string mine;
-  for (const std::string& line : parameters_.describe()) mine += line + "\n";
-  const std::vector<std::string> all = world_.exchange(mine, "registration");
-  const auto has_none = [](const std::string& text) { return text.empty(); };
-  if (std::ranges::all_of(all, has_none)) {
-    throw UsageError("reducer: begin_microbatch: expected registered parameters, got none");
-  }
-  for (int r = 0; r < world_.size(); ++r) {
-    if (!has_none(all[static_cast<std::size_t>(r)])) continue;
-    throw MismatchError(
-        "reducer: begin_microbatch: expected registered parameters on every rank, got none on " +
-            rank_text(world_, r) + "; register the same parameters in the same order on every rank",
-        {world_.world_ranks()[static_cast<std::size_t>(r)]});
-  }
-  for (int r = 0; r < world_.size(); ++r) {
-    const std::string& theirs = all[static_cast<std::size_t>(r)];
-    if (theirs == all.front()) continue;
-    const auto [left, right] = std::ranges::mismatch(all.front(), theirs);
-    const auto line = std::count(all.front().begin(), left, '\n');
-    const auto line_of = [line](const std::string& text) {
-      std::size_t begin = 0;
-      for (std::ptrdiff_t i = 0; i < line; ++i) begin = text.find('\n', begin) + 1;
-      return begin >= text.size() ? std::string("no such parameter")
-                                  : text.substr(begin, text.find('\n', begin) - begin);
-    };
-    throw MismatchError("reducer: parameter " + std::to_string(line) + ": expected " +
-                            line_of(all.front()) + " as on rank 0, got " + line_of(theirs) +
-                            " (rank " + std::to_string(r) + " of " + std::to_string(world_.size()) +
-                            "); register the same parameters in the same order on every rank",
                         {world_.world_ranks()[static_cast<std::size_t>(r)]});
   }
 }

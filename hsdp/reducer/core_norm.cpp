@@ -21,12 +21,12 @@ double Reducer::Core::squared_norm() {
     const Scratch of_slices(sums.size() * sizeof(double), stream);
     auto* const slots = reinterpret_cast<double*>(of_slices.data());
     for (int p = 0; p < parameters_.size(); ++p) {
-      kernels::squared_norm(memory_->carry(layout_->slice(p, mesh_.shard_rank())), slots + p,
-                            stream);
+      kernels::squared_norm(frozen_->memory().carry(frozen_->layout().slice(p, mesh_.shard_rank())),
+                            slots + p, stream);
     }
     copy_bytes(sums.data(), slots, sums.size() * sizeof(double), stream);
   });
-  pipeline_->wait_done();
+  frozen_->pipeline().wait_done();
   double sum = std::accumulate(sums.begin(), sums.end(), 0.0);
   if (shard_group_.size() == 1) return sum;
   run_on_device(
@@ -37,7 +37,7 @@ double Reducer::Core::squared_norm() {
         copy_bytes(&sum, shared.data(), sizeof(sum), stream);
       },
       Scope::kAllRanks);
-  pipeline_->wait_done();
+  frozen_->pipeline().wait_done();
   return sum;
 }
 
@@ -46,7 +46,8 @@ void Reducer::Core::sum_squares(double* sum, Stream& stream) {
   const Scratch of_slices(static_cast<std::size_t>(parameters_.size()) * sizeof(double), stream);
   auto* const slots = reinterpret_cast<double*>(of_slices.data());
   for (int p = 0; p < parameters_.size(); ++p) {
-    kernels::squared_norm(memory_->carry(layout_->slice(p, mesh_.shard_rank())), slots + p, stream);
+    kernels::squared_norm(frozen_->memory().carry(frozen_->layout().slice(p, mesh_.shard_rank())),
+                          slots + p, stream);
   }
   kernels::sum_in_order(slots, parameters_.size(), sum, stream);
   if (shard_group_.size() == 1) return;
@@ -72,16 +73,16 @@ void Reducer::Core::grad_norm(TensorView out) {
 
 void Reducer::Core::scale_shards(const float* factor) {
   run_on_device([&](Stream& stream) {
-    for (const Bucket& bucket : layout_->buckets()) {
-      kernels::scale_by(memory_->carry(bucket), factor, stream);
+    for (const Bucket& bucket : frozen_->layout().buckets()) {
+      kernels::scale_by(frozen_->memory().carry(bucket), factor, stream);
     }
   });
 }
 
 void Reducer::Core::scale_shards(double multiplier) {
   run_on_device([&](Stream& stream) {
-    for (const Bucket& bucket : layout_->buckets()) {
-      const TensorView carry = memory_->carry(bucket);
+    for (const Bucket& bucket : frozen_->layout().buckets()) {
+      const TensorView carry = frozen_->memory().carry(bucket);
       kernels::ScaleAndCast args;
       args.in = args.out = carry.data;
       args.count = carry.count;

@@ -15,59 +15,60 @@ namespace hsdp {
 
 // Waits for the words; on a GPU the caller's stream, not the caller, waits for the rest.
 void Reducer::Core::wait_idle() {
-  if (pipeline_) {
-    pipeline_->wait_launched();
-    caller_.wait(pipeline_->done());
+  if (frozen_) {
+    frozen_->pipeline().wait_launched();
+    caller_.wait(frozen_->pipeline().done());
   }
   check_usable("a result");
 }
 
 // After what the caller's stream did so far, and before what it does next.
 void Reducer::Core::run_on_device(const std::function<void(Stream&)>& task, Scope scope) {
-  pipeline_->run_now(scope, [&](Stream& stream) {
+  frozen_->pipeline().run_now(scope, [&](Stream& stream) {
     stream.wait(caller_.record());
     task(stream);
   });
-  caller_.wait(pipeline_->done());
+  caller_.wait(frozen_->pipeline().done());
 }
 
 // What ended an open microbatch, or the Reducer, matters more than that it is open or closed.
 void Reducer::Core::require_idle(std::string_view call) {
-  if (state_ == State::kIdle) return;
+  if (ledger_.phase() == Phase::kIdle) return;
   check_usable(call);
-  require_state(State::kIdle, call);
+  ledger_.require_idle(call);
 }
 
 // Waits for the step's result. After a failure the last finished result stays readable.
 void Reducer::Core::require_result(std::string_view call) {
   require_idle(call);
-  if (pipeline_) {
-    pipeline_->wait_launched();
-    caller_.wait(pipeline_->done());
+  if (frozen_) {
+    frozen_->pipeline().wait_launched();
+    caller_.wait(frozen_->pipeline().done());
   }
   const bool stands =
-      step_state_ == StepState::kFinished && step_->progress != Step::Progress::kRunning;
+      ledger_.holds() == Holds::kResult && step_->progress != Step::Progress::kRunning;
   // A GPU may be about to compute it from what a failed hop left.
   if (stands && step_->progress == Step::Progress::kAgreed) {
     world_.engine()->control().throw_if_failed();
   }
   if (!stands) check_usable(call);
-  if (step_state_ == StepState::kFinished) return;
+  if (ledger_.holds() == Holds::kResult) return;
   throw UsageError("reducer: " + std::string(call) +
-                   (pending() ? ": expected a finished step, got one with microbatches pending; "
-                                "end it with last = true or finish(), or read partial_shard()"
-                              : ": expected a finished step, got none; run the microbatches of a "
-                                "step first"));
+                   (ledger_.pending()
+                        ? ": expected a finished step, got one with microbatches pending; "
+                          "end it with last = true or finish(), or read partial_shard()"
+                        : ": expected a finished step, got none; run the microbatches of a "
+                          "step first"));
 }
 
 void Reducer::Core::require_no_local_sums(std::string_view call) const {
-  for (std::size_t g = 0; g < groups_.size(); ++g) {
-    if (groups_[g].local_count > 0) {
+  for (std::size_t g = 0; g < ledger_.groups().size(); ++g) {
+    if (ledger_.groups()[g].local_count > 0) {
       throw UsageError("reducer: " + std::string(call) +
                        ": expected reduced microbatches, got local sums (sync = none) that were "
                        "not reduced yet; call finish() first");
     }
-    if (groups_[g].has_total) {
+    if (ledger_.groups()[g].has_total) {
       throw UsageError("reducer: " + std::string(call) + ": expected one carry, got group '" +
                        parameters_.group_name(static_cast<int>(g)) +
                        "' with a replica-summed total of this step; call finish() first");
@@ -77,19 +78,13 @@ void Reducer::Core::require_no_local_sums(std::string_view call) const {
 
 TensorView Reducer::Core::shard(int parameter) {
   require_result("shard");
-  return memory_->carry(layout_->slice(parameter, mesh_.shard_rank()));
-}
-
-double Reducer::Core::divide_factor() const {
-  return pending() ? gradient_divide_factor(mesh_.shard_size(), mesh_.replicate_size(), false,
-                                            divide_factor_)
-                   : result_factor_;
+  return frozen_->memory().carry(frozen_->layout().slice(parameter, mesh_.shard_rank()));
 }
 
 void Reducer::Core::require_partial() {
   require_idle("partial_shard");
   wait_idle();
-  if (!pending()) {
+  if (!ledger_.pending()) {
     throw UsageError(
         "reducer: partial_shard: expected microbatches pending, got none; read shard() after the "
         "step's last microbatch");
@@ -99,21 +94,23 @@ void Reducer::Core::require_partial() {
 
 void Reducer::Core::partial_shard(int parameter, TensorView out) {
   require_partial();
-  const TensorView carry = memory_->carry(layout_->slice(parameter, mesh_.shard_rank()));
+  const TensorView carry =
+      frozen_->memory().carry(frozen_->layout().slice(parameter, mesh_.shard_rank()));
   require_output(out, Dtype::kF32, carry.count, "partial_shard");
   run_on_device([&](Stream& stream) {
     kernels::ScaleAndCast args;
     args.in = carry.data;
     args.out = out.data;
     args.count = carry.count;
-    args.divisor = fp32_divisor(divide_factor(), loss_scale_);
+    args.divisor = fp32_divisor(ledger_.divide_factor(), ledger_.loss_scale());
     kernels::scale_and_cast(args, stream);
   });
 }
 
 std::vector<float> Reducer::Core::partial_shard(int parameter) {
   require_partial();
-  const TensorView carry = memory_->carry(layout_->slice(parameter, mesh_.shard_rank()));
+  const TensorView carry =
+      frozen_->memory().carry(frozen_->layout().slice(parameter, mesh_.shard_rank()));
   std::vector<float> copy(static_cast<std::size_t>(carry.count));
   TensorView out{copy.data(), carry.count, Dtype::kF32, {}};
   if (carry.device == Device{}) {
@@ -143,13 +140,13 @@ void Reducer::Core::require_output(const TensorView& out, Dtype dtype, std::int6
 }
 
 Slice Reducer::Core::slice(int parameter) {
-  if (!layout_) {
+  if (!frozen_) {
     const std::vector<LayoutParameter> all = parameters_.layout_parameters();
     const BucketLayout layout(all, mesh_.shard_size(), options_.layout, *options_.bucket_bytes);
     const ShardSlice& own = layout.slice(parameter, mesh_.shard_rank());
     return {own.flat_offset, own.count};
   }
-  const ShardSlice& own = layout_->slice(parameter, mesh_.shard_rank());
+  const ShardSlice& own = frozen_->layout().slice(parameter, mesh_.shard_rank());
   return {own.flat_offset, own.count};
 }
 
@@ -213,15 +210,15 @@ void Reducer::Core::gather_gradients(std::span<const NamedArray> arrays) {
   run_on_device(
       [&](Stream& stream) {
         for (const reducer::FullArray& target : full) {
-          const ShardSlice& own = layout_->slice(target.parameter, mesh_.shard_rank());
+          const ShardSlice& own = frozen_->layout().slice(target.parameter, mesh_.shard_rank());
           kernels::ScaleAndCast args;
-          args.in = memory_->carry(own).data;
+          args.in = frozen_->memory().carry(own).data;
           args.out = target.array.slice(own.flat_offset, own.count).data;
           args.out_dtype = target.array.dtype;
           args.count = own.count;
           kernels::scale_and_cast(args, stream);
         }
-        all_gather_count_ += reducer::gather_slices(shard_group_, *layout_, full, stream);
+        all_gather_count_ += reducer::gather_slices(shard_group_, frozen_->layout(), full, stream);
       },
       Scope::kAllRanks);
 }
@@ -231,28 +228,28 @@ void Reducer::Core::gather_parameters(std::span<const NamedArray> arrays) {
       full_arrays(parameters_, arrays, mesh_.device(), "gather_parameters");
   require_idle("gather_parameters");
   wait_idle();
-  if (!layout_) {
+  if (!frozen_) {
     throw UsageError(
         "reducer: gather_parameters: expected a step before it, got none; run one first");
   }
   run_on_device(
       [&](Stream& stream) {
-        all_gather_count_ += reducer::gather_slices(shard_group_, *layout_, full, stream);
+        all_gather_count_ += reducer::gather_slices(shard_group_, frozen_->layout(), full, stream);
       },
       Scope::kAllRanks);
 }
 
 bool Reducer::Core::found_inf() {
   require_idle("found_inf");
-  if (!pipeline_) return false;
-  pipeline_->wait_watched();
-  if (!(step_state_ == StepState::kFinished && step_->progress == Step::Progress::kKnown)) {
+  if (!frozen_) return false;
+  frozen_->pipeline().wait_watched();
+  if (!(ledger_.holds() == Holds::kResult && step_->progress == Step::Progress::kKnown)) {
     check_usable("found_inf");
     const std::shared_ptr<Step> step = step_;
-    pipeline_->run_after(Scope::kThisRank, epoch_, [this, step] {
-      pipeline_->run_when_done([this, step] { collect_bits(*step); });
+    frozen_->pipeline().run_after(Scope::kThisRank, ledger_.epoch(), [this, step] {
+      frozen_->pipeline().run_when_done([this, step] { collect_bits(*step); });
     });
-    pipeline_->wait_watched();
+    frozen_->pipeline().wait_watched();
     check_usable("found_inf");
   }
   return step_->found_inf;
@@ -266,7 +263,7 @@ void Reducer::Core::found_inf(TensorView out) {
     return;
   }
   require_idle("found_inf");
-  if (!pipeline_) {
+  if (!frozen_) {
     throw UsageError("reducer: found_inf: expected a step before it, got none; run one first");
   }
   wait_idle();
@@ -274,7 +271,7 @@ void Reducer::Core::found_inf(TensorView out) {
       [&](Stream& stream) {
         auto* const word = static_cast<float*>(out.data);
         kernels::indicate(step_->nonfinite.get(), word, stream);
-        pipeline_->hold(step_->nonfinite);
+        frozen_->pipeline().hold(step_->nonfinite);
         if (mesh_.size() == 1) return;
         if (shard_group_.size() > 1) shard_group_.all_reduce(out, stream);
         if (replicate_group_.size() > 1) replicate_group_.all_reduce(out, stream);
@@ -287,9 +284,9 @@ std::vector<SnapshotEntry> Reducer::Core::snapshot_entries() const {
   std::vector<SnapshotEntry> entries;
   for (int p = 0; p < parameters_.size(); ++p) {
     const ParameterSpec& spec = parameters_.spec(p);
-    const ShardSlice& own = layout_->slice(p, mesh_.shard_rank());
+    const ShardSlice& own = frozen_->layout().slice(p, mesh_.shard_rank());
     entries.push_back({spec.name, spec.shape, spec.dtype, parameters_.wire_dtype(p),
-                       own.flat_offset, memory_->carry(own)});
+                       own.flat_offset, frozen_->memory().carry(own)});
   }
   return entries;
 }
@@ -308,13 +305,13 @@ std::vector<std::byte> Reducer::Core::copy_to_host(std::vector<SnapshotEntry>& e
       place += entry.data.size_in_bytes();
     }
   });
-  pipeline_->wait_done();
+  frozen_->pipeline().wait_done();
   return copy;
 }
 
 void Reducer::Core::save_snapshot(const std::filesystem::path& path, std::int64_t step) {
   require_idle("save_snapshot");
-  if (pending()) {
+  if (ledger_.pending()) {
     wait_idle();
     require_no_local_sums("save_snapshot");
   } else {
@@ -326,15 +323,15 @@ void Reducer::Core::save_snapshot(const std::filesystem::path& path, std::int64_
   info.replicate_size = mesh_.replicate_size();
   info.shard_size = mesh_.shard_size();
   info.rank = mesh_.rank();
-  info.microbatch_count = microbatch_;
-  info.divide_factor = divide_factor();
-  info.loss_scale = pending() ? loss_scale_ : result_scale_;
-  info.replica_dtype = options_.replica_dtype.value_or(finest_wire(layout_->buckets()));
+  info.microbatch_count = ledger_.microbatch();
+  info.divide_factor = ledger_.divide_factor();
+  info.loss_scale = ledger_.loss_scale();
+  info.replica_dtype = options_.replica_dtype.value_or(finest_wire(frozen_->layout().buckets()));
   info.replica_hop = options_.replica_hop->name();
   info.reduction = options_.reduction;
   info.layout = name(options_.layout);
   info.engine = world_.engine_name();
-  info.partial = pending();
+  info.partial = ledger_.pending();
   std::vector<SnapshotEntry> entries = snapshot_entries();
   std::vector<std::byte> copy;
   if (mesh_.device().type != DeviceType::kHost) copy = copy_to_host(entries);

@@ -12,69 +12,47 @@ namespace hsdp {
 
 void Reducer::Core::begin_microbatch(const MicrobatchOptions& options) {
   check_usable("begin_microbatch");
-  require_state(State::kIdle, "begin_microbatch");
+  ledger_.require_idle("begin_microbatch");
+  freeze();
+  const std::vector<Sync> sync = ledger_.sync_of(options);
+  // How a step ended is known before the next one begins; within a step nobody waits here.
+  if (!ledger_.pending()) wait_for_words();
   try {
-    freeze();
-  } catch (const RankError&) {
-    outcome_.fail(std::current_exception());
+    open(ledger_.begin(sync));
+  } catch (...) {  // no memory: the others would wait for this rank's buckets
+    ledger_.drop();
+    outcome_->fail(std::current_exception());
     throw;
   }
-  plan_ = reducer::plan_sync(options, flags_);
-  // How a step ended is known before the next one begins; within a step nobody waits here.
-  if (!pending()) wait_for_words();
-  open(true);
 }
 
-void Reducer::Core::start_step() {
-  step_ = std::make_shared<Step>();
-  step_->number = ++step_number_;
-  step_->nonfinite = make_flag(mesh_.device());
-  step_state_ = StepState::kEmpty;
-  microbatch_ = 0;
-  std::ranges::fill(groups_, Group{});
-  collector_->clear_accumulators();
-}
-
-std::vector<reducer::GroupLaunch> Reducer::Core::launches(bool fresh) const {
-  const double factor =
-      gradient_divide_factor(mesh_.shard_size(), mesh_.replicate_size(), true, divide_factor_);
-  std::vector<reducer::GroupLaunch> result;
-  for (std::size_t g = 0; g < groups_.size(); ++g) {
-    const Group& group = groups_[g];
-    reducer::GroupLaunch launch;
-    launch.sync = plan_.groups[g];
-    launch.fresh = fresh;
-    launch.local_count = group.local_count + (fresh ? 1 : 0);
-    launch.reduce = launch.local_count > 0;
-    launch.accumulate = group.carry_count > 0;
-    launch.carry_count = group.carry_count + launch.local_count;
-    launch.adds_total = group.has_total;
-    launch.final = plan_.ends_step;
-    launch.divisor = fp32_divisor(factor, loss_scale_);
-    result.push_back(launch);
+void Reducer::Core::open(reducer::MicrobatchPlan plan) {
+  if (plan.begins_step) {
+    step_ = std::make_shared<Step>();
+    step_->number = plan.step;
+    step_->nonfinite = make_flag(mesh_.device());
+    frozen_->collector().clear_accumulators();
   }
-  return result;
-}
-
-void Reducer::Core::open(bool fresh) {
-  if (step_state_ != StepState::kPending) start_step();
-  launches_ = launches(fresh);
-  const auto has = [this](Sync sync) { return std::ranges::count(plan_.groups, sync) > 0; };
-  if (has(Sync::kNone) || options_.backwards == Backwards::kMany) memory_->require_accumulators();
-  if (has(Sync::kAll) && !plan_.ends_step) memory_->require_totals();
+  plan.nonfinite = step_->nonfinite;
+  plan.replica_dtype = options_.replica_dtype;
+  plan_ = std::make_shared<const reducer::MicrobatchPlan>(std::move(plan));
+  reducer::GradientMemory& memory = frozen_->memory();
+  if (plan_->has(Sync::kNone) || options_.backwards == Backwards::kMany) {
+    memory.require_accumulators();
+  }
+  if (plan_->has(Sync::kAll) && !plan_->ends_step) memory.require_totals();
   if (mesh_.shard_size() == 1) {
-    pipeline_->wait_launched();  // gradients go straight into the carry, which a hop may still read
+    // Gradients go straight into the carry, which a hop may still read.
+    frozen_->pipeline().wait_launched();
     raise_failure();
-    collector_->wait_for(pipeline_->done());
+    frozen_->collector().wait_for(frozen_->pipeline().done());
   } else {
-    pipeline_->join_streams();
+    frozen_->pipeline().join_streams();
   }
   // Results of the last step are read before the carry changes: hops come after packs.
-  collector_->wait_for(caller_.record());
-  ++epoch_;
+  frozen_->collector().wait_for(caller_.record());
   fault_.clear();
-  state_ = State::kCollecting;
-  collector_->begin(launches_);
+  frozen_->collector().begin(plan_);
 }
 
 void Reducer::Core::check_gradient(int parameter, const StridedView& gradient) const {
@@ -109,14 +87,14 @@ void Reducer::Core::check_gradient(int parameter, const StridedView& gradient) c
 void Reducer::Core::gradient_ready(int parameter, const StridedView& gradient,
                                    reducer::GradientOwner owner,
                                    const std::optional<Event>& produced) {
-  if (state_ == State::kClosed) check_usable("gradient_ready");
-  outcome_.rethrow_failure();
-  outcome_.rethrow_abort();
-  require_state(State::kCollecting, "gradient_ready");
+  if (ledger_.phase() == Phase::kClosed) check_usable("gradient_ready");
+  outcome_->rethrow_failure();
+  outcome_->rethrow_abort();
+  ledger_.require_collecting("gradient_ready");
   try {
     check_gradient(parameter, gradient);
-    if (!collector_->arrive(parameter, gradient, std::move(owner),
-                            produced ? *produced : caller_.record())) {
+    if (!frozen_->collector().arrive(parameter, gradient, std::move(owner),
+                                     produced ? *produced : caller_.record())) {
       throw UsageError("reducer: gradient of '" + parameters_.spec(parameter).name +
                        "': expected one gradient per microbatch, got a second one; use "
                        "backwards=\"many\" for several backward passes in a microbatch");
@@ -127,10 +105,10 @@ void Reducer::Core::gradient_ready(int parameter, const StridedView& gradient,
   }
 }
 
-Event Reducer::Core::packed() { return collector_ ? collector_->packed() : Event(); }
+Event Reducer::Core::packed() { return frozen_ ? frozen_->collector().packed() : Event(); }
 
 std::vector<Stream> Reducer::Core::pack_streams() const {
-  if (collector_) return collector_->pack_streams();
+  if (frozen_) return frozen_->collector().pack_streams();
   throw UsageError(
       "reducer: pack_streams: expected a microbatch before it, got none; call begin_microbatch "
       "first");
@@ -140,13 +118,13 @@ int Reducer::Core::find_in_microbatch(std::string_view name) {
   try {
     return parameters_.find(name);
   } catch (const UsageError& error) {
-    if (state_ == State::kCollecting) note_fault(error.what());
+    if (ledger_.phase() == Phase::kCollecting) note_fault(error.what());
     throw;
   }
 }
 
 void Reducer::Core::reject_gradient(std::string_view message) {
-  if (state_ == State::kCollecting) note_fault(std::string(message));
+  if (ledger_.phase() == Phase::kCollecting) note_fault(std::string(message));
 }
 
 // The first error of this rank's own; end_microbatch raises it again and drops the step.
@@ -156,7 +134,7 @@ void Reducer::Core::note_fault(const std::string& message) {
 }
 
 std::string Reducer::Core::missing_message() const {
-  const std::vector<int> missing = collector_->missing();
+  const std::vector<int> missing = frozen_->collector().missing();
   if (missing.empty()) return {};
   std::string names = "'" + parameters_.spec(missing.front()).name + "'";
   if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";
@@ -167,63 +145,61 @@ std::string Reducer::Core::missing_message() const {
 
 void Reducer::Core::end_microbatch() {
   check_usable("end_microbatch");
-  require_state(State::kCollecting, "end_microbatch");
+  ledger_.require_collecting("end_microbatch");
   if (fault_.empty() && options_.missing == Missing::kError) fault_ = missing_message();
   const std::string fault = fault_;
-  close_collection({"microbatch", !fault.empty(), fault});
+  close_collection({"microbatch", plan_, !fault.empty(), fault});
   if (!fault.empty()) throw UsageError(fault);
 }
 
 void Reducer::Core::abandon_microbatch(std::string_view reason) noexcept {
-  if (state_ != State::kCollecting) return;
+  if (ledger_.phase() != Phase::kCollecting) return;
   try {
     raise_failure();
     raise_abort();
-    close_collection({"microbatch", true, fault_.empty() ? std::string(reason) : fault_});
+    close_collection({"microbatch", plan_, true, fault_.empty() ? std::string(reason) : fault_});
   } catch (...) {  // the caller's own exception matters more; a failure repeats at the next call
   }
-  state_ = State::kIdle;
+  if (ledger_.phase() == Phase::kCollecting) ledger_.drop();
 }
 
 void Reducer::Core::close_collection(const Closing& closing) {
+  reducer::Collector& collector = frozen_->collector();
   wait_for_words();
   // The word goes out before the packs are done, so that peers in another sync mode find out while
   // this rank still waits for them.
   post_word(closing);
-  if (closing.abandoned) collector_->release_gradients();
-  collector_->fill_holes();
-  collector_->pack_until([this] { return collector_->all_packed() || outcome_.failed(); });
+  if (closing.abandoned) collector.release_gradients();
+  collector.fill_holes();
+  collector.pack_until([&] { return collector.all_packed() || outcome_->failed(); });
   raise_failure();
-  collector_->end();
+  collector.end();
   enqueue_end_task(closing);
-  state_ = State::kIdle;
   if (closing.abandoned) {
     drop_step();
   } else {
-    count_microbatch();
-    if (closing.call == "microbatch") {
-      ++microbatch_;
-      ++microbatch_total_;
-    }
+    ledger_.end(*closing.plan);
   }
 }
 
 // At most one word is under way: a rank that could not know that the step was dropped must not
 // speak about the microbatch that followed.
 void Reducer::Core::wait_for_words() {
-  collector_->pack_until([this] { return words_in_ >= word_sequence_ || outcome_.failed(); });
+  frozen_->collector().pack_until(
+      [this] { return words_in_ >= word_sequence_ || outcome_->failed(); });
   raise_failure();
   raise_abort();
 }
 
 void Reducer::Core::post_word(const Closing& closing) {
+  const reducer::MicrobatchPlan& plan = *closing.plan;
   reducer::StatusWord word;
   word.call = closing.call;
-  word.step = step_->number;
-  word.microbatch = microbatch_;
-  word.sync = reducer::describe(plan_);
-  word.divide_factor = divide_factor_.value_or(0.0);
-  word.loss_scale = loss_scale_;
+  word.step = plan.step;
+  word.microbatch = plan.microbatch;
+  word.sync = plan.sync_text();
+  word.divide_factor = plan.divide_factor.value_or(0.0);
+  word.loss_scale = plan.loss_scale;
   word.abandoned = closing.abandoned;
   word.reason = closing.reason;
   ++word_sequence_;
@@ -234,63 +210,41 @@ void Reducer::Core::enqueue_end_task(const Closing& closing) {
   EndTask task;
   task.step = step_;
   task.sequence = word_sequence_;
-  task.epoch = epoch_;
+  task.epoch = closing.plan->epoch;
   task.drops_step = closing.call == "discard";
-  task.ends_step = !task.drops_step && plan_.ends_step;
-  task.reduced = !task.drops_step &&
-                 std::ranges::any_of(plan_.groups, [](Sync sync) { return sync != Sync::kNone; });
-  pipeline_->join_streams();
-  pipeline_->run_after(reducer::BucketPipeline::Scope::kAllRanks, epoch_,
-                       [this, task] { run_end_task(task); });
-}
-
-void Reducer::Core::count_microbatch() {
-  for (std::size_t g = 0; g < groups_.size(); ++g) {
-    const reducer::GroupLaunch& launch = launches_[g];
-    Group& group = groups_[g];
-    if (launch.sync == Sync::kNone) {
-      group.local_count = launch.local_count;
-      continue;
-    }
-    const bool totalled = launch.sync == Sync::kAll && !launch.final;
-    group.local_count = 0;
-    group.carry_count = totalled ? 0 : launch.carry_count;
-    group.has_total = group.has_total || totalled;
-  }
-  step_state_ = plan_.ends_step ? StepState::kFinished : StepState::kPending;
-  if (!plan_.ends_step) return;
-  ++step_total_;
-  result_factor_ =
-      gradient_divide_factor(mesh_.shard_size(), mesh_.replicate_size(), true, divide_factor_);
-  result_scale_ = loss_scale_;
+  task.ends_step = closing.plan->ends_step;
+  task.reduced = closing.plan->runs_a_hop();
+  frozen_->pipeline().join_streams();
+  frozen_->pipeline().run_after(reducer::BucketPipeline::Scope::kAllRanks, task.epoch,
+                                [this, task] { run_end_task(task); });
 }
 
 void Reducer::Core::drop_step() {
-  step_state_ = StepState::kEmpty;
-  std::ranges::fill(groups_, Group{});
-  if (collector_) collector_->clear_accumulators();
+  ledger_.drop();
+  frozen_->collector().clear_accumulators();
 }
 
 void Reducer::Core::finish() {
   check_usable("finish");
-  require_state(State::kIdle, "finish");
-  if (!pending()) {
-    if (layout_) wait_for_words();
+  ledger_.require_idle("finish");
+  if (!ledger_.pending()) {
+    if (frozen_) wait_for_words();
     return;
   }
-  plan_.groups.assign(groups_.size(), Sync::kAll);
-  plan_.ends_step = true;
-  open(false);
-  close_collection({"finish", false, {}});
+  open(ledger_.begin_finish());
+  close_collection({"finish", plan_, false, {}});
   wait_idle();
 }
 
 void Reducer::Core::discard() {
   check_usable("discard");
-  require_state(State::kIdle, "discard");
-  if (!pending()) return;
+  ledger_.require_idle("discard");
+  if (!ledger_.pending()) return;
   wait_for_words();
-  const Closing closing{"discard", false, {}};
+  const Closing closing{"discard",
+                        std::make_shared<const reducer::MicrobatchPlan>(ledger_.discard_plan()),
+                        false,
+                        {}};
   post_word(closing);
   enqueue_end_task(closing);
   drop_step();

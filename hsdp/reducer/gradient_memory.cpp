@@ -8,17 +8,21 @@ constexpr std::int64_t kAccumulatorAlignment = 64;  // bytes: a cache line
 }  // namespace
 
 GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
-                               Communicator& shard_group, Communicator& replicate_group,
-                               Device device, AccumulateDtype accumulate_dtype)
+                               int shard_rank, Device device, AccumulateDtype accumulate_dtype)
     : parameters_(parameters),
-      shard_rank_(shard_group.rank()),
+      layout_(layout),
+      shard_rank_(shard_rank),
       device_(device),
-      accumulate_dtype_(accumulate_dtype) {
-  carry_ = replicate_group.allocate(layout.shard_count(shard_rank_), Dtype::kF32);
-  if (layout.shard_size() > 1) {
-    for (SharedMemory& slot : staging_) {
-      slot = shard_group.allocate(layout.max_bucket_bytes(), Dtype::kU8);
-    }
+      accumulate_dtype_(accumulate_dtype) {}
+
+void GradientMemory::allocate_carry(Communicator& replicate_group) {
+  carry_ = replicate_group.allocate(layout_.shard_count(shard_rank_), Dtype::kF32);
+}
+
+void GradientMemory::allocate_staging(Communicator& shard_group) {
+  if (layout_.shard_size() == 1) return;
+  for (SharedMemory& slot : staging_) {
+    slot = shard_group.allocate(layout_.max_bucket_bytes(), Dtype::kU8);
   }
 }
 

@@ -28,10 +28,12 @@ inline int slot_count(PackOrder order) { return order == PackOrder::kAhead ? kSt
 
 class GradientMemory {
  public:
-  // Collective over both groups.
-  GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
-                 Communicator& shard_group, Communicator& replicate_group, Device device,
-                 AccumulateDtype accumulate_dtype);
+  // Takes no memory yet. Parameters and layout outlive it.
+  GradientMemory(const ParameterTable& parameters, const BucketLayout& layout, int shard_rank,
+                 Device device, AccumulateDtype accumulate_dtype);
+  // Each is collective over its group, once, before anything else.
+  void allocate_carry(Communicator& replicate_group);
+  void allocate_staging(Communicator& shard_group);
 
   // This rank's fp32 carry of a bucket, and of a parameter's slice.
   [[nodiscard]] TensorView carry(const Bucket& bucket) const;
@@ -58,6 +60,7 @@ class GradientMemory {
 
  private:
   const ParameterTable& parameters_;
+  const BucketLayout& layout_;
   int shard_rank_;
   Device device_;
   AccumulateDtype accumulate_dtype_;

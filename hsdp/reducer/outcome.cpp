@@ -1,15 +1,60 @@
 #include "hsdp/reducer/outcome.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/error.h"
+
 namespace hsdp::reducer {
+namespace {
+
+std::exception_ptr failure_of(const comm::Control& control) {
+  try {
+    control.throw_if_failed();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+// What ended the world, told by whoever met it in a wait: more than the world itself knows.
+bool is_of_world(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const RankError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "an error that is no std::exception";
+  }
+}
+
+}  // namespace
 
 void Outcome::fail(std::exception_ptr error) {
+  comm::Control& control = world_.engine()->control();
+  if (control.failed() && !is_of_world(error)) error = failure_of(control);
+  std::string text = text_of(error);
   {
     const std::scoped_lock lock(mutex_);
     if (!failure_) failure_ = std::move(error);
   }
+  control.fail({.kind = comm::FailureKind::kAborted,
+                .message = "reducer: rank " + std::to_string(control.rank()) + " of " +
+                           std::to_string(control.size()) + " failed: " + text,
+                .ranks = {control.rank()}});
   on_change_();
 }
 

@@ -1,7 +1,8 @@
 // What went wrong, as seen by the streams' tasks and the caller's threads.
 //
-// A failure (peer lost, timeout, mismatch) is final: every later call repeats it. An aborted step
-// is raised once, at the next call, and leaves the Reducer usable. Thread-safe.
+// A failure (of the world, or of a task on this rank) is final: it ends the world, and every later
+// call repeats it. An aborted step is raised once, at the next call, and leaves the Reducer usable.
+// Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +10,21 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <utility>
+
+#include "hsdp/comm/communicator.h"
 
 namespace hsdp::reducer {
 
 class Outcome {
  public:
+  explicit Outcome(Communicator world) : world_(std::move(world)) {}
+
   // Called after every change, without the lock, so that waiting threads look again.
   void set_on_change(std::function<void()> on_change) { on_change_ = std::move(on_change); }
 
+  // Keeps the first error, and tells the others: their calls throw its text and this rank. Where
+  // the world has ended already, why it did so is kept instead.
   void fail(std::exception_ptr error);
   [[nodiscard]] bool failed() const;
   void rethrow_failure() const;  // no-op when none
@@ -36,6 +44,7 @@ class Outcome {
   [[nodiscard]] bool skips(std::int64_t epoch) const;
 
  private:
+  Communicator world_;
   mutable std::mutex mutex_;
   std::function<void()> on_change_ = [] {};
   std::exception_ptr failure_;

@@ -6,8 +6,8 @@
 
 namespace hsdp::reducer {
 
-PackStreams::PackStreams(Device device, std::function<void(const Event&)> wait)
-    : device_(device), wait_(std::move(wait)) {
+PackStreams::PackStreams(Device device, Communicator world)
+    : device_(device), world_(std::move(world)) {
   if (on_host()) {
     streams_.push_back(Stream::inline_host());
     return;
@@ -60,14 +60,14 @@ std::vector<Event> PackStreams::record_each() {
 }
 
 void PackStreams::reap_after(const std::vector<Event>& packs) {
-  for (const Event& pack : packs) wait_(pack);
+  for (const Event& pack : packs) world_.wait(pack);
   in_flight_.reap();
 }
 
 void PackStreams::wait_idle() noexcept {
   for (Stream& stream : streams_) {
     try {
-      wait_(stream.record());
+      world_.wait(stream.record());
     } catch (...) {  // was reported when it happened
     }
   }

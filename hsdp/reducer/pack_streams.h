@@ -6,10 +6,10 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <vector>
 
+#include "hsdp/comm/communicator.h"
 #include "hsdp/device/in_flight.h"
 #include "hsdp/device/stream.h"
 #include "hsdp/reducer.h"
@@ -25,8 +25,8 @@ struct GradientOwner {
 
 class PackStreams {
  public:
-  // `wait` blocks until an event is complete, or throws when it never will be.
-  PackStreams(Device device, std::function<void(const Event&)> wait);
+  // Waits are the world's: they throw when it has ended and an event never comes.
+  PackStreams(Device device, Communicator world);
   ~PackStreams();  // after the packs, whatever went wrong
   PackStreams(const PackStreams&) = delete;
   PackStreams& operator=(const PackStreams&) = delete;
@@ -58,7 +58,7 @@ class PackStreams {
   [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
 
   Device device_;
-  std::function<void(const Event&)> wait_;
+  Communicator world_;
   std::vector<Stream> streams_;
   InFlight in_flight_;
 };

@@ -37,5 +37,98 @@ TEST(HeadroomExponent, IsTheLogarithmRoundedUp) {
   EXPECT_EQ(headroom_exponent((std::int64_t{1} << 40) + 1), 41);
 }
 
+// One element of a bucket, the same on all ranks and replicas, as the hops treat it.
+struct Element {
+  double row = 3;  // of one rank
+  double carry = 5;
+  double total = 7;
+};
+
+struct After {
+  double carry = 0;
+  double total = 0;
+  int divisions = 0;
+};
+
+After after_hops(const BucketSums& sums, const Element& element) {
+  using Rest = BucketArithmetic::Rest;
+  const BucketArithmetic arithmetic = hop_arithmetic(sums);
+  After after{element.carry, element.total, 0};
+  const auto divide = [&after](double value, float divisor) {
+    after.divisions += divisor == 1.0F ? 0 : 1;
+    return value / divisor;
+  };
+  if (sums.local_count > 0) {
+    EXPECT_EQ(arithmetic.runs_shard_hop, sums.shard_size > 1);
+    after.carry = (arithmetic.adds_carry ? after.carry : 0) + sums.shard_size * element.row;
+    if (arithmetic.runs_shard_hop) after.carry = divide(after.carry, arithmetic.shard_divisor);
+  }
+  if (arithmetic.runs_replica_hop) {
+    after.carry = divide(after.carry * sums.replicate_size, arithmetic.replica.divisor);
+  }
+  const double sum = (arithmetic.rest_reads_carry ? after.carry : 0) +
+                     (arithmetic.rest_reads_total ? after.total : 0);
+  if (arithmetic.rest == Rest::kDivide) after.carry = divide(after.carry, arithmetic.rest_divisor);
+  if (arithmetic.rest == Rest::kKeepTotal) after.total = divide(sum, arithmetic.rest_divisor);
+  if (arithmetic.rest == Rest::kJoinTotal) after.carry = divide(sum, arithmetic.rest_divisor);
+  return after;
+}
+
+template <typename Check>
+void each_case(Check check) {
+  for (const int shard_size : {1, 2, 4}) {
+    for (const int replicate_size : {1, 2, 3}) {
+      for (const std::int64_t local_count : {0, 1, 3}) {
+        for (int flags = 0; flags < 16; ++flags) {
+          BucketSums sums{.shard_size = shard_size,
+                          .replicate_size = replicate_size,
+                          .local_count = local_count,
+                          .has_carry = (flags & 1) != 0,
+                          .has_total = (flags & 2) != 0,
+                          .replicates = (flags & 4) != 0,
+                          .ends_step = (flags & 12) == 12,
+                          .divisor = 8.0F};
+          sums.carry_count = local_count + (sums.has_carry ? 2 : 0);
+          if (sums.carry_count > 0 || sums.has_total) check(sums);
+        }
+      }
+    }
+  }
+}
+
+TEST(HopArithmetic, AddsEverythingOnceAndDividesOnce) {
+  each_case([](const BucketSums& sums) {
+    const Element element;
+    const After after = after_hops(sums, element);
+    const double shard_sum = (sums.has_carry ? element.carry : 0) +
+                             (sums.local_count > 0 ? sums.shard_size * element.row : 0);
+    const double whole = shard_sum * sums.replicate_size + (sums.has_total ? element.total : 0);
+    EXPECT_EQ(after.divisions, sums.ends_step ? 1 : 0);
+    if (!sums.replicates) {
+      EXPECT_EQ(after.carry, sums.carry_count > 0 ? shard_sum : element.carry);
+    } else if (sums.ends_step) {
+      EXPECT_EQ(after.carry, whole / 8);
+    } else {
+      EXPECT_EQ(after.total, whole);
+    }
+  });
+}
+
+TEST(HopArithmetic, OnlyF16TravelsScaled) {
+  each_case([](BucketSums sums) {
+    const BucketArithmetic plain = hop_arithmetic(sums);
+    EXPECT_EQ(plain.row_exponent, 0);
+    EXPECT_EQ(plain.replica.send_exponent, 0);
+    EXPECT_EQ(plain.replica.total_exponent, 0);
+    sums.shard_wire = sums.replica_wire = Dtype::kF16;
+    const BucketArithmetic f16 = hop_arithmetic(sums);
+    EXPECT_EQ(f16.row_exponent, headroom_exponent(sums.local_count));
+    if (!f16.runs_replica_hop) return;
+    const std::int64_t summed = sums.shard_size * sums.carry_count;
+    EXPECT_EQ(f16.replica.send_exponent, headroom_exponent(summed));
+    EXPECT_EQ(f16.replica.total_exponent, headroom_exponent(summed * sums.replicate_size));
+  });
+}
+
 }  // namespace
 }  // namespace hsdp

@@ -106,7 +106,7 @@ TEST(Stats, NameEngineReductionHopAndTransports) {
     const ReducerStats stats = reducer.stats();
     EXPECT_EQ(stats.engine, "host");
     EXPECT_EQ(stats.reduction, "exact");
-    EXPECT_EQ(stats.replica_hop, plain_hop()->name());
+    EXPECT_EQ(stats.replica_hop, PlainHop().name());
     EXPECT_EQ(stats.shard_transport, name(mesh.shard_group().transport()));
     EXPECT_EQ(stats.replica_transport, name(mesh.replicate_group().transport()));
   });

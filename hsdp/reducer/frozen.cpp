@@ -1,0 +1,157 @@
+#include "hsdp/reducer/frozen.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <ranges>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/agreed_error.h"
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/error.h"
+
+namespace hsdp::reducer {
+namespace {
+
+std::string member_text(const Communicator& world, int rank) {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(world.size());
+}
+
+// Runs one part of the set-up and asks how it went elsewhere: it stands on all ranks, or throws on
+// all of them.
+void together(Communicator& world, const std::string& what, const std::function<void()>& part) {
+  std::exception_ptr own;
+  std::exception_ptr of_peer;  // who tells it to the rest of the world
+  std::string text;
+  try {
+    part();
+  } catch (const comm::AgreedError& error) {
+    const bool here = error.rank() == world.engine()->control().rank();
+    (here ? own : of_peer) = std::current_exception();
+    if (here) text = error.what();
+  } catch (const std::exception& error) {
+    own = std::current_exception();
+    text = error.what();
+  }
+  if (own && text.empty()) text = "an error without a text";
+  const std::vector<std::string> all = world.exchange(text, "Reducer");
+  if (own) std::rethrow_exception(own);
+  for (int r = 0; r < world.size(); ++r) {
+    const std::string& theirs = all[static_cast<std::size_t>(r)];
+    if (theirs.empty()) continue;
+    throw StepAbortedError("reducer: set-up: " + member_text(world, r) + " could not " + what +
+                               ": " + theirs +
+                               "; every rank gave back what it had and may try again",
+                           {world.world_ranks()[static_cast<std::size_t>(r)]});
+  }
+  if (of_peer) std::rethrow_exception(of_peer);
+}
+
+// FNV-1a: tells different texts apart, and is the same in every build.
+std::uint64_t digest_of(std::string_view text) {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  return hash;
+}
+
+// On every rank the same first rank that differs from rank 0, none when all agree.
+std::optional<int> first_difference(const std::vector<std::string>& all) {
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] != all.front()) return static_cast<int>(r);
+  }
+  return std::nullopt;
+}
+
+// Digests first; only where they differ, those of the lines, and the text of the first line that
+// differs.
+void compare_registrations(const ParameterTable& parameters, Communicator& world) {
+  const std::vector<std::string> lines = parameters.describe();
+  std::string whole;
+  std::string digests;
+  for (const std::string& line : lines) {
+    whole += line + "\n";
+    digests += std::to_string(digest_of(line)) + "\n";
+  }
+  const std::vector<std::string> all = world.exchange(
+      lines.empty() ? std::string() : std::to_string(digest_of(whole)), "registration");
+  const auto empty = std::ranges::find(all, std::string());
+  if (empty != all.end() && std::ranges::all_of(all, [](const auto& d) { return d.empty(); })) {
+    throw UsageError("reducer: begin_microbatch: expected registered parameters, got none");
+  }
+  constexpr auto kRemedy = "; register the same parameters in the same order on every rank";
+  if (empty != all.end()) {
+    const auto rank = static_cast<int>(empty - all.begin());
+    throw MismatchError(
+        "reducer: begin_microbatch: expected registered parameters on every rank, got none on " +
+            member_text(world, rank) + kRemedy,
+        {world.world_ranks()[static_cast<std::size_t>(rank)]});
+  }
+  if (!first_difference(all)) return;
+  const std::vector<std::string> of_lines = world.exchange(digests, "registration");
+  const std::optional<int> rank = first_difference(of_lines);
+  if (!rank) return;  // the same lines after all
+  const std::string& theirs = of_lines[static_cast<std::size_t>(*rank)];
+  const auto differs = std::ranges::mismatch(of_lines.front(), theirs).in1;
+  const auto line = std::count(of_lines.front().begin(), differs, '\n');
+  const bool has_it = line < std::ssize(lines);
+  const std::vector<std::string> texts = world.exchange(
+      has_it ? lines[static_cast<std::size_t>(line)] : "no such parameter", "registration");
+  throw MismatchError("reducer: parameter " + std::to_string(line) + ": expected " + texts.front() +
+                          " as on rank 0, got " + texts[static_cast<std::size_t>(*rank)] + " (" +
+                          member_text(world, *rank) + ")" + kRemedy,
+                      {world.world_ranks()[static_cast<std::size_t>(*rank)]});
+}
+
+// Packing ahead needs a core for the thread that waits, beside those that reduce; a GPU does both.
+PackOrder pack_order(Device device, int shard_size) {
+  if (device.type != DeviceType::kHost) return PackOrder::kAhead;
+  cpu_set_t cores;
+  const bool known = ::sched_getaffinity(0, sizeof cores, &cores) == 0;
+  return known && CPU_COUNT(&cores) <= shard_size ? PackOrder::kInTurn : PackOrder::kAhead;
+}
+
+}  // namespace
+
+Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
+  const ReducerOptions& options = setting.options;
+  Communicator& world = setting.world;
+  compare_registrations(setting.parameters, world);
+  together(world, "lay out its buckets", [&] {
+    const std::vector<LayoutParameter> parameters = setting.parameters.layout_parameters();
+    layout_.emplace(parameters, setting.shard_group.size(), options.layout, *options.bucket_bytes);
+    memory_.emplace(setting.parameters, *layout_, setting.shard_group.rank(), setting.device,
+                    options.accumulate_dtype);
+  });
+  together(world, "allocate its carry", [&] { memory_->allocate_carry(setting.replicate_group); });
+  together(world, "allocate its staging buckets",
+           [&] { memory_->allocate_staging(setting.shard_group); });
+  std::shared_ptr<IssueOrder> order;
+  std::shared_ptr<IssueOrder::Lane> issuer;
+  if (setting.device.type != DeviceType::kHost) {
+    together(world, "start its issuing thread", [&] { order = IssueOrder::of(world); });
+    issuer = order->add_lane();
+  }
+  together(world, "start its lanes", [&] {
+    pipeline_.emplace(BucketPipeline::Setting{
+        *layout_, *memory_, setting.outcome, setting.device, setting.shard_group,
+        setting.replicate_group, options.replica_hop,
+        options.reduction == "native" ? Reduction::kNative : Reduction::kExact, issuer});
+    collector_.emplace(Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_,
+                                          setting.outcome, world, setting.device,
+                                          options.backwards == Backwards::kMany,
+                                          pack_order(setting.device, setting.shard_group.size())});
+    pipeline_->set_collector(*collector_);
+  });
+  outcome_.set_on_change([this] { collector_->notify(); });
+}
+
+Frozen::~Frozen() {
+  pipeline_->drain();  // its tasks use the rest of this
+  outcome_.set_on_change([] {});
+}
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,51 @@
+// What a Reducer has from its first microbatch on: buckets, memory, lanes. All ranks have it or
+// none [Note: all ranks or none].
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "hsdp/bucket_layout.h"
+#include "hsdp/mesh.h"
+#include "hsdp/reducer/bucket_pipeline.h"
+#include "hsdp/reducer/collector.h"
+#include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/parameter_table.h"
+
+namespace hsdp::reducer {
+
+// What it is made from. All of it outlives the Frozen.
+struct FrozenSetting {
+  const ParameterTable& parameters;
+  const ReducerOptions& options;
+  Device device;
+  Communicator& world;
+  Communicator& shard_group;
+  Communicator& replicate_group;
+  Outcome& outcome;
+};
+
+class Frozen {
+ public:
+  // Collective over the world. What goes wrong on one rank is that rank's own error, and a
+  // StepAbortedError naming it on the others; all give back what they had and may try again.
+  explicit Frozen(const FrozenSetting& setting);
+  ~Frozen();  // after its tasks, whatever went wrong
+  Frozen(const Frozen&) = delete;
+  Frozen& operator=(const Frozen&) = delete;
+
+  [[nodiscard]] const BucketLayout& layout() const { return *layout_; }
+  [[nodiscard]] GradientMemory& memory() { return *memory_; }
+  [[nodiscard]] BucketPipeline& pipeline() { return *pipeline_; }
+  [[nodiscard]] Collector& collector() { return *collector_; }
+
+ private:
+  std::optional<BucketLayout> layout_;
+  std::optional<GradientMemory> memory_;
+  std::optional<BucketPipeline> pipeline_;
+  std::optional<Collector> collector_;
+  Outcome& outcome_;
+};
+
+}  // namespace hsdp::reducer

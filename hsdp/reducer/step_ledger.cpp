@@ -1,0 +1,215 @@
+#include "hsdp/reducer/step_ledger.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <string>
+
+#include "hsdp/divide_factors.h"
+#include "hsdp/error.h"
+
+namespace hsdp::reducer {
+namespace {
+
+std::string short_text(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g", value);
+  return text.data();
+}
+
+// Results are divided by the product in fp32: beyond its range all would be zero or infinite.
+void check_divisor(const std::optional<double>& factor, double scale) {
+  const auto divisor = static_cast<float>(factor.value_or(1.0) * scale);
+  if (std::isnormal(divisor) && std::isnormal(1.0F / divisor)) return;
+  throw UsageError(
+      "reducer: divide factor times loss scale: expected a product that fp32 and its reciprocal "
+      "hold, got " +
+      (factor ? short_text(*factor) : std::string("the default")) + " times " + short_text(scale));
+}
+
+}  // namespace
+
+StepLedger::StepLedger(int shard_size, int replicate_size)
+    : shard_size_(shard_size), replicate_size_(replicate_size) {}
+
+void StepLedger::require_idle(std::string_view call) const {
+  if (phase_ == Phase::kIdle) return;
+  throw UsageError("reducer: " + std::string(call) +
+                   ": expected no open microbatch, got one; call end_microbatch first");
+}
+
+void StepLedger::require_collecting(std::string_view call) const {
+  if (phase_ == Phase::kCollecting) return;
+  throw UsageError("reducer: " + std::string(call) +
+                   ": expected an open microbatch, got none; call begin_microbatch first");
+}
+
+void StepLedger::set_group_count(int count) {
+  const auto size = static_cast<std::size_t>(std::max(1, count));
+  flags_.resize(size);
+  groups_.resize(size);
+}
+
+template <typename Apply>
+void StepLedger::each_flags(std::optional<int> group, Apply apply) {
+  require_idle("set_requires_gradient_sync and set_requires_all_reduce");
+  if (group) return apply(flags_[static_cast<std::size_t>(*group)]);
+  std::ranges::for_each(flags_, apply);
+}
+
+void StepLedger::set_requires_gradient_sync(bool flag, std::optional<int> group) {
+  each_flags(group, [flag](Flags& flags) { flags.gradient_sync = flags.all_reduce = flag; });
+}
+
+void StepLedger::set_requires_all_reduce(bool flag, std::optional<int> group) {
+  each_flags(group, [flag](Flags& flags) { flags.all_reduce = flag; });
+}
+
+void StepLedger::set_gradient_divide_factor(std::optional<double> factor) {
+  require_idle("set_gradient_divide_factor");
+  if (factor && (!std::isfinite(*factor) || *factor == 0)) {
+    throw UsageError(
+        "reducer: set_gradient_divide_factor: expected a finite factor other than 0, got " +
+        std::to_string(*factor));
+  }
+  check_divisor(factor, loss_scale_);
+  divide_factor_ = factor;
+}
+
+void StepLedger::set_loss_scale(double scale) {
+  require_idle("set_loss_scale");
+  if (!std::isfinite(scale) || scale <= 0) {
+    throw UsageError("reducer: set_loss_scale: expected a finite scale above 0, got " +
+                     std::to_string(scale));
+  }
+  if (pending()) {
+    throw UsageError(
+        "reducer: set_loss_scale: expected a call between steps, got one while microbatches are "
+        "pending; call it after the step, finish() or discard()");
+  }
+  check_divisor(divide_factor_, scale);
+  loss_scale_ = scale;
+}
+
+Sync StepLedger::sync_of(const MicrobatchOptions& options, const Flags& flags) const {
+  if (options.sync) return *options.sync;
+  if (!flags.gradient_sync) return Sync::kNone;
+  if (options.last) return *options.last ? Sync::kAll : Sync::kShard;
+  return flags.all_reduce ? Sync::kAll : Sync::kShard;
+}
+
+std::vector<Sync> StepLedger::sync_of(const MicrobatchOptions& options) const {
+  const bool last = options.last.value_or(false);
+  if (last && options.sync && *options.sync != Sync::kAll) {
+    throw UsageError(
+        "reducer: begin_microbatch: expected sync = all with last = true, got another sync; "
+        "leave one of the two out");
+  }
+  if (last && !options.sync &&
+      std::ranges::any_of(flags_, [](const Flags& flags) { return !flags.gradient_sync; })) {
+    throw UsageError(
+        "reducer: begin_microbatch: expected gradient sync on in the last microbatch, got it off; "
+        "call set_requires_gradient_sync(true) first");
+  }
+  std::vector<Sync> sync;
+  sync.reserve(flags_.size());
+  for (const Flags& flags : flags_) sync.push_back(sync_of(options, flags));
+  return sync;
+}
+
+MicrobatchPlan StepLedger::begin(const std::vector<Sync>& sync) {
+  require_idle("begin_microbatch");
+  const bool begins_step = !pending();
+  if (begins_step) {
+    drop();
+    ++step_;
+    microbatch_ = 0;
+  }
+  MicrobatchPlan plan = open(sync, true);
+  plan.begins_step = begins_step;
+  return plan;
+}
+
+MicrobatchPlan StepLedger::begin_finish() {
+  require_idle("finish");
+  return open(std::vector<Sync>(groups_.size(), Sync::kAll), false);
+}
+
+MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh) {
+  phase_ = Phase::kCollecting;
+  ++epoch_;
+  MicrobatchPlan plan = discard_plan();
+  plan.fresh = fresh;
+  plan.ends_step = std::ranges::all_of(sync, [](Sync s) { return s == Sync::kAll; });
+  const double factor = gradient_divide_factor(shard_size_, replicate_size_, true, divide_factor_);
+  plan.divisor = fp32_divisor(factor, loss_scale_);
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    const std::int64_t local_count = group.local_count + (fresh ? 1 : 0);
+    plan.groups.push_back({.sync = sync[g],
+                           .local_count = local_count,
+                           .carry_count = group.carry_count + local_count,
+                           .has_carry = group.carry_count > 0,
+                           .has_total = group.has_total});
+  }
+  return plan;
+}
+
+MicrobatchPlan StepLedger::discard_plan() const {
+  MicrobatchPlan plan;
+  plan.step = step_;
+  plan.microbatch = microbatch_;
+  plan.epoch = epoch_;
+  plan.divide_factor = divide_factor_;
+  plan.loss_scale = loss_scale_;
+  plan.shard_size = shard_size_;
+  plan.replicate_size = replicate_size_;
+  return plan;
+}
+
+void StepLedger::end(const MicrobatchPlan& plan) {
+  phase_ = Phase::kIdle;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const GroupPlan& did = plan.groups[g];
+    Group& group = groups_[g];
+    if (did.sync == Sync::kNone) {
+      group.local_count = did.local_count;
+      continue;
+    }
+    const bool totalled = did.sync == Sync::kAll && !plan.ends_step;
+    group.local_count = 0;
+    group.carry_count = totalled ? 0 : did.carry_count;
+    group.has_total = group.has_total || totalled;
+  }
+  if (plan.fresh) {
+    ++microbatch_;
+    ++microbatch_total_;
+  }
+  holds_ = plan.ends_step ? Holds::kResult : Holds::kPending;
+  if (!plan.ends_step) return;
+  ++step_total_;
+  result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor);
+  result_scale_ = plan.loss_scale;
+}
+
+void StepLedger::drop() {
+  phase_ = Phase::kIdle;
+  holds_ = Holds::kNothing;
+  std::ranges::fill(groups_, Group{});
+}
+
+void StepLedger::catch_up(std::int64_t step, std::int64_t epoch) {
+  drop();
+  step_ = step;
+  epoch_ = epoch;
+}
+
+double StepLedger::divide_factor() const {
+  if (!pending()) return result_factor_;
+  return gradient_divide_factor(shard_size_, replicate_size_, false, divide_factor_);
+}
+
+double StepLedger::loss_scale() const { return pending() ? loss_scale_ : result_scale_; }
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,102 @@
+// Where a step stands: which calls may come, what the next microbatch does, and how many are summed
+// where. Pure: it knows no memory, no ranks and no streams. Not thread-safe.
+//
+// docs/design.md [Note: states of a Reducer] draws the states.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/reducer/microbatch_plan.h"
+
+namespace hsdp::reducer {
+
+class StepLedger {
+ public:
+  StepLedger(int shard_size, int replicate_size);
+
+  enum class Phase : std::uint8_t { kIdle, kCollecting, kClosed };
+  // What the carry and the local sums hold.
+  enum class Holds : std::uint8_t { kNothing, kPending, kResult };
+
+  [[nodiscard]] Phase phase() const { return phase_; }
+  [[nodiscard]] Holds holds() const { return holds_; }
+  [[nodiscard]] bool pending() const { return holds_ == Holds::kPending; }
+  // UsageError naming `call` and the remedy.
+  void require_idle(std::string_view call) const;
+  void require_collecting(std::string_view call) const;
+
+  // From here on there are that many groups of parameters, all flags on but those set before.
+  void set_group_count(int count);
+  // `group`: all of them when absent. As in FSDP2 gradient sync sets the all-reduce flag too.
+  void set_requires_gradient_sync(bool flag, std::optional<int> group);
+  void set_requires_all_reduce(bool flag, std::optional<int> group);
+  void set_gradient_divide_factor(std::optional<double> factor);
+  void set_loss_scale(double scale);
+
+  // The sync of each group: an explicit one, else by the flags and `last`. UsageError when they
+  // contradict each other; nothing has changed then.
+  [[nodiscard]] std::vector<Sync> sync_of(const MicrobatchOptions& options) const;
+  // Opens a microbatch; the first one of a step begins the step.
+  [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync);
+  // Opens what completes a pending step without fresh gradients.
+  [[nodiscard]] MicrobatchPlan begin_finish();
+  // What a discard says about the step that it drops.
+  [[nodiscard]] MicrobatchPlan discard_plan() const;
+  // Closes what that plan opened; its sums count.
+  void end(const MicrobatchPlan& plan);
+  // Forgets the step, open or not.
+  void drop();
+  // As drop(), for a step that another rank dropped: whatever was begun here since is undone.
+  void catch_up(std::int64_t step, std::int64_t epoch);
+  void close() { phase_ = Phase::kClosed; }
+
+  struct Group {
+    std::int64_t local_count = 0;  // microbatches in the local sums
+    std::int64_t carry_count = 0;  // microbatches in the carry
+    bool has_total = false;        // of replica sums
+  };
+  [[nodiscard]] const std::vector<Group>& groups() const { return groups_; }
+  [[nodiscard]] std::int64_t microbatch() const { return microbatch_; }  // of the step
+  [[nodiscard]] std::int64_t epoch() const { return epoch_; }            // of the last plan
+  // What the carry that can be read was, or is to be, divided by: f and s.
+  [[nodiscard]] double divide_factor() const;
+  [[nodiscard]] double loss_scale() const;
+
+  struct Counts {
+    std::int64_t microbatches = 0;
+    std::int64_t steps = 0;        // finished ones
+    std::int64_t begun_steps = 0;  // dropped ones too
+  };
+  [[nodiscard]] Counts counts() const { return {microbatch_total_, step_total_, step_ + 1}; }
+
+ private:
+  struct Flags {
+    bool gradient_sync = true;
+    bool all_reduce = true;
+  };
+  template <typename Apply>
+  void each_flags(std::optional<int> group, Apply apply);
+  [[nodiscard]] Sync sync_of(const MicrobatchOptions& options, const Flags& flags) const;
+  [[nodiscard]] MicrobatchPlan open(const std::vector<Sync>& sync, bool fresh);
+
+  int shard_size_;
+  int replicate_size_;
+  Phase phase_ = Phase::kIdle;
+  Holds holds_ = Holds::kNothing;
+  std::vector<Flags> flags_ = std::vector<Flags>(1);
+  std::vector<Group> groups_ = std::vector<Group>(1);
+  std::optional<double> divide_factor_;
+  double loss_scale_ = 1.0;
+  double result_factor_ = 1.0;
+  double result_scale_ = 1.0;
+  std::int64_t step_ = -1;
+  std::int64_t microbatch_ = 0;
+  std::int64_t epoch_ = 0;
+  std::int64_t microbatch_total_ = 0;
+  std::int64_t step_total_ = 0;
+};
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,154 @@
+// One rank cannot make what a Reducer needs: no rank has it then, everybody is told at once who
+// failed, and the next attempt is right.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "tests/support/failing_calls.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::AllOf;
+using testing::HasSubstr;
+
+// A timeout is no way to learn of a peer's failure.
+constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::minutes(2),
+                                      .deadline = std::chrono::seconds(60)};
+
+struct Fault {
+  std::string part;  // as the others are told
+  FailingCall call;
+  int skipped;  // earlier calls of that kind in the set-up
+};
+
+const std::vector<Fault> kFaults{
+    {"allocate its carry", FailingCall::kMemfdCreate, 0},
+    {"allocate its staging buckets", FailingCall::kMemfdCreate, 1},
+    {"allocate its staging buckets", FailingCall::kMemfdCreate, 2},
+    {"start its lanes", FailingCall::kPthreadCreate, 0},
+    {"start its lanes", FailingCall::kPthreadCreate, 1},
+};
+
+struct Case {
+  MeshShape shape;
+  TransportChoice transport;
+};
+
+void PrintTo(const Case& row, std::ostream* out) { *out << to_string(row.shape); }
+
+class SetUp : public testing::TestWithParam<Case> {};
+
+// What a rank reads between the two attempts.
+void look_around(Reducer& reducer) {
+  EXPECT_EQ(reducer.stats().resident_bytes, 0);
+  EXPECT_EQ(reducer.stats().begun_step_count, 0);
+  EXPECT_GT(reducer.slice("w0").count, 0);
+  EXPECT_FALSE(reducer.found_inf());
+  Values whole(100);
+  const std::vector<NamedArray> arrays{{"w0", {whole.data(), std::ssize(whole), Dtype::kF32}}};
+  EXPECT_TRUE(caught<UsageError>([&] { reducer.gather_parameters(arrays); }));
+  EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.shard("w0")); }));
+}
+
+TEST_P(SetUp, FailsOnAllRanksAndMayBeTriedAgain) {
+  const MeshShape shape = GetParam().shape;
+  const StepCase step =
+      random_step({{.name = "w0", .shape = {100}}, {.name = "w1", .shape = {9, 7}}}, shape.size(),
+                  {Sync::kShard, Sync::kAll}, 3);
+  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+  ThreadRanksOptions options = kPatient;
+  options.transport = GetParam().transport;
+  const auto run = [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 256});
+    register_all(reducer, step);
+    for (std::size_t f = 0; f < kFaults.size(); ++f) {
+      const Fault& fault = kFaults[f];
+      SCOPED_TRACE(fault.part + ", call " + std::to_string(fault.skipped));
+      const int bad = static_cast<int>(f) % shape.size();
+      const auto begin = [&] { reducer.begin_microbatch(); };
+      if (mesh.rank() == bad) {
+        fail_call(fault.call, fault.skipped);
+        const auto error = caught<std::exception>(begin);
+        EXPECT_TRUE(call_has_failed());
+        ASSERT_TRUE(error);
+      } else {
+        const auto error = caught<StepAbortedError>(begin);
+        ASSERT_TRUE(error);
+        EXPECT_EQ(error->ranks(), std::vector<int>{bad});
+        EXPECT_THAT(error->what(), AllOf(HasSubstr("rank " + std::to_string(bad) + " of"),
+                                         HasSubstr(fault.part), HasSubstr("try again")));
+      }
+      look_around(reducer);
+    }
+    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+  };
+  run_mesh(shape, run, options);
+  expect_reference(results, step, {}, shape, "after every failure");
+}
+
+INSTANTIATE_TEST_SUITE_P(Meshes, SetUp,
+                         testing::Values(Case{{.replicate = 2, .shard = 2}, TransportChoice::kAuto},
+                                         Case{{.replicate = 2, .shard = 2}, TransportChoice::kTcp},
+                                         Case{{.replicate = 3, .shard = 2}, TransportChoice::kAuto},
+                                         Case{{.replicate = 3, .shard = 2}, TransportChoice::kTcp}),
+                         [](const auto& chosen) {
+                           return to_string(chosen.param.shape) +
+                                  (chosen.param.transport == TransportChoice::kTcp
+                                       ? "Tcp"
+                                       : "SharedMemory");
+                         });
+
+TEST(SetUpOfRegistrations, MayBeMendedAndTriedAgain) {
+  const StepCase step =
+      random_step({{.name = "w0", .shape = {100}}, {.name = "w1", .shape = {9, 7}}}, kSquare.size(),
+                  {Sync::kAll}, 4);
+  std::vector<RankResult> results(4);
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        Reducer reducer(mesh);
+        reducer.register_parameter(step.parameters[0]);
+        if (mesh.rank() != 2) reducer.register_parameter(step.parameters[1]);
+        const auto error = caught<MismatchError>([&] { reducer.begin_microbatch(); });
+        ASSERT_TRUE(error);
+        EXPECT_EQ(error->ranks(), std::vector<int>{2});
+        EXPECT_THAT(error->what(), AllOf(HasSubstr("parameter 1"), HasSubstr("'w1'"),
+                                         HasSubstr("no such parameter (rank 2 of 4)")));
+        if (mesh.rank() == 2) reducer.register_parameter(step.parameters[1]);
+        results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+      },
+      kPatient);
+  expect_reference(results, step, {}, kSquare, "after the missing registration");
+}
+
+TEST(SetUpOfOptions, LeavesTheMeshToAnotherReducer) {
+  const StepCase step =
+      random_step({{.name = "w0", .shape = {100}}}, kSquare.size(), {Sync::kAll}, 5);
+  std::vector<RankResult> results(4);
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        const std::int64_t bucket_bytes = mesh.rank() == 1 ? -1 : 256;
+        if (mesh.rank() == 1) {
+          EXPECT_TRUE(caught<UsageError>([&] { Reducer(mesh, {.bucket_bytes = bucket_bytes}); }));
+        } else {
+          EXPECT_TRUE(
+              caught<MismatchError>([&] { Reducer(mesh, {.bucket_bytes = bucket_bytes}); }));
+        }
+        Reducer reducer(mesh, {.bucket_bytes = 256});
+        register_all(reducer, step);
+        results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+      },
+      kPatient);
+  expect_reference(results, step, {}, kSquare, "after refused options");
+}
+
+}  // namespace
+}  // namespace hsdp

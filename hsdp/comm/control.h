@@ -36,7 +36,7 @@ struct Failure {
 // For tell(): throws UsageError unless `peer` is another rank of the world.
 void require_other_rank(int peer, int rank, int size);
 
-// What a rank is doing, for the verdict on who is at fault and for messages.
+// What a rank is doing, for the judgement who is at fault and for messages.
 struct WaitState {
   std::string_view operation;  // static text: "reduce_scatter", "all_reduce", "status", ...
   int bucket = -1;

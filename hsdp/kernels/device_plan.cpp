@@ -61,7 +61,7 @@ int pitch_of(int rows, int element_bytes) {
 }
 
 // As many rows as make whole lines, and the rest in columns.
-void choose_tile(TilePlan& plan, int element_bytes) {
+void choose_tile(TransposePlan& plan, int element_bytes) {
   const auto columns = static_cast<int>(std::min<std::int64_t>(plan.columns, kTileSide));
   auto rows = static_cast<int>(std::min<std::int64_t>(plan.rows, kTileElements / columns));
   if (rows > kTileSide && rows < plan.rows) rows -= rows % kTileSide;
@@ -76,8 +76,8 @@ void choose_tile(TilePlan& plan, int element_bytes) {
   plan.tile_count *= plan.tiles_down * plan.tiles_across;
 }
 
-TilePlan plan_tiles(const Window& window, std::size_t row, int element_bytes) {
-  TilePlan plan;
+TransposePlan plan_tiles(const Window& window, std::size_t row, int element_bytes) {
+  TransposePlan plan;
   const Dimension& rows = window.dimensions[row];
   const Dimension& columns = window.dimensions.back();
   plan.position = -window.begin;

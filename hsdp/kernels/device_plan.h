@@ -29,7 +29,7 @@ constexpr int kTileCells = 4352;  // 64 x 64 and the padding of 64 columns
 
 // Element (r, c) of a box lies at gradient + r * row_stride + c * column_stride, and is element
 // position + r * row_distance + c of the window; boxes repeat over the outer dimensions.
-struct TilePlan {
+struct TransposePlan {
   std::int64_t position = 0;  // of the first box; negative when it begins before the window
   std::int64_t rows = 1;
   std::int64_t columns = 1;
@@ -52,7 +52,7 @@ struct PackPlan {
   DevicePass pass;                 // without rows
   const char* gradient = nullptr;  // of the first element of `tiles` or `gather`
   bool tiled = false;
-  TilePlan tiles;
+  TransposePlan tiles;
   GatherPlan gather;
 };
 

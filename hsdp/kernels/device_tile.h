@@ -1,4 +1,4 @@
-// Which elements one tile of a TilePlan covers. Internal to hsdp/kernels.
+// Which elements one tile of a TransposePlan covers. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Tile {
   int columns;
 };
 
-HSDP_HOST_DEVICE inline Tile tile_of(const TilePlan& plan, std::int64_t number,
+HSDP_HOST_DEVICE inline Tile tile_of(const TransposePlan& plan, std::int64_t number,
                                      const char* gradient, int element_bytes) {
   const Division across(number, plan.tiles_across);
   const Division down(across.quotient, plan.tiles_down);

@@ -23,7 +23,7 @@ struct TileBody {
 
   DevicePass pass;  // head: elements of the window before one that lies aligned
   const char* gradient = nullptr;
-  TilePlan plan;
+  TransposePlan plan;
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& shared) const {
     for (std::int64_t number = block.index(); number < plan.tile_count; number += block.count()) {

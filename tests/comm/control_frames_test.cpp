@@ -33,8 +33,8 @@ BeatFrame beat_frame() {
   return frame;
 }
 
-Verdict verdict() {
-  Verdict value;
+WorldEnd world_end() {
+  WorldEnd value;
   value.failure = {FailureKind::kMismatch, "message", {0, 2}};
   value.bare = true;
   value.operation = "barrier";
@@ -68,7 +68,7 @@ TEST(ControlFramesTest, WhatIsEncodedIsDecoded) {
   EXPECT_EQ(beat->waits[0].age.count(), 1'250);
   EXPECT_EQ(beat->waits[1].peer, 4);
   EXPECT_THAT(beat->missing, ElementsAre(1, 5));
-  const auto failed = Verdict::decode(verdict().encode());
+  const auto failed = WorldEnd::decode(world_end().encode());
   ASSERT_TRUE(failed);
   EXPECT_EQ(failed->failure.kind, FailureKind::kMismatch);
   EXPECT_EQ(failed->failure.message, "message");
@@ -90,7 +90,7 @@ TEST(ControlFramesTest, WhatIsEncodedIsDecoded) {
 std::vector<bool> decode_as_everything(const std::string& bytes) {
   return {JoinFrame::decode(bytes).has_value(), WelcomeFrame::decode(bytes).has_value(),
           PostFrame::decode(bytes).has_value(), AnswerFrame::decode(bytes).has_value(),
-          BeatFrame::decode(bytes).has_value(), Verdict::decode(bytes).has_value(),
+          BeatFrame::decode(bytes).has_value(), WorldEnd::decode(bytes).has_value(),
           TellFrame::decode(bytes).has_value()};
 }
 
@@ -100,7 +100,7 @@ TEST(ControlFramesTest, ShortenedAndLengthenedBodiesAreRefused) {
                                         PostFrame{"key", {0, 1}, "message", true}.encode(),
                                         AnswerFrame{"name", {"a", "b"}}.encode(),
                                         beat_frame().encode(),
-                                        verdict().encode(),
+                                        world_end().encode(),
                                         TellFrame{1, "topic", "message"}.encode()};
   for (std::size_t kind = 0; kind < bodies.size(); ++kind) {
     EXPECT_TRUE(decode_as_everything(bodies[kind])[kind]);
@@ -120,7 +120,7 @@ TEST(ControlFramesTest, CountsBeyondTheBodyAllocateNothing) {
 TEST(ControlFramesTest, AnyBytesAreSafe) {
   std::mt19937 random(7);  // fixed: the same bytes every time
   const std::vector<std::string> seeds{join_frame().encode(), beat_frame().encode(),
-                                       verdict().encode(), std::string(64, '\0')};
+                                       world_end().encode(), std::string(64, '\0')};
   for (int round = 0; round < 20'000; ++round) {
     std::string bytes = seeds[static_cast<std::size_t>(round) % seeds.size()];
     for (int flips = 0; flips < 3; ++flips) {

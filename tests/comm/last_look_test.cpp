@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "hsdp/comm/control/control_state.h"
-#include "hsdp/comm/control/verdict.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
@@ -21,11 +21,11 @@ TEST(LastLook, AWaitReturnsWhatCameBeforeTheEnd) {
   const auto controls = in_process_control(2, kTimeout);
   Control& control = *controls[0];
   Bell bell{};
-  Bed bed(bell);
+  Waiter waiter(bell);
   // Comes together with the end of the world, right after the waiter looked and before it sleeps.
   bool has_come = false;
   wait_until(
-      control, bed, {.operation = "barrier"},
+      control, waiter, {.operation = "barrier"},
       [&] {
         if (has_come) return true;
         if (bell.sleepers.load() == 0) return false;
@@ -34,9 +34,10 @@ TEST(LastLook, AWaitReturnsWhatCameBeforeTheEnd) {
         return false;
       },
       [] { return 1; });
-  EXPECT_THROW(wait_until(
-                   control, bed, {.operation = "barrier"}, [] { return false; }, [] { return 1; }),
-               PeerLostError);
+  EXPECT_THROW(
+      wait_until(
+          control, waiter, {.operation = "barrier"}, [] { return false; }, [] { return 1; }),
+      PeerLostError);
 }
 
 TEST(LastLook, AnExchangeBetweenThreadsReturnsWhatCameBeforeTheEnd) {

@@ -12,7 +12,7 @@
 namespace hsdp::test {
 namespace {
 
-using comm::Slice;
+using comm::ElementRun;
 using comm::TilePlan;
 
 // The most elements that one tile of a group of `size` holds, by asking.
@@ -31,8 +31,8 @@ std::vector<std::int64_t> counts_around_tiles(Dtype dtype) {
   return {0, 1, tile - 1, tile, tile + 1, 2 * tile + 1};
 }
 
-std::vector<Slice> slices_of(const RowCut& cut) {
-  std::vector<Slice> slices;
+std::vector<ElementRun> slices_of(const RowCut& cut) {
+  std::vector<ElementRun> slices;
   for (int r = 0; r < cut.size(); ++r) slices.push_back({cut.begin(r), cut.length(r)});
   return slices;
 }

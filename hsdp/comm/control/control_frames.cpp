@@ -163,7 +163,7 @@ std::optional<BeatFrame> BeatFrame::decode(std::string_view body) {
   return checked(in, std::move(frame));
 }
 
-std::string Verdict::encode() const {
+std::string WorldEnd::encode() const {
   WireWriter out;
   out.u32(static_cast<std::uint32_t>(failure.kind));
   out.text(failure.message);
@@ -174,18 +174,18 @@ std::string Verdict::encode() const {
   return out.take();
 }
 
-std::optional<Verdict> Verdict::decode(std::string_view body) {
+std::optional<WorldEnd> WorldEnd::decode(std::string_view body) {
   WireReader in(body);
-  Verdict verdict;
+  WorldEnd world_end;
   const std::uint32_t kind = in.u32();
   if (kind > static_cast<std::uint32_t>(FailureKind::kAborted)) return std::nullopt;
-  verdict.failure.kind = static_cast<FailureKind>(kind);
-  verdict.failure.message = in.text();
-  verdict.failure.ranks = in.ranks();
-  verdict.bare = in.u32() != 0;
-  verdict.operation = in.text();
-  verdict.bucket = in.i32();
-  return checked(in, std::move(verdict));
+  world_end.failure.kind = static_cast<FailureKind>(kind);
+  world_end.failure.message = in.text();
+  world_end.failure.ranks = in.ranks();
+  world_end.bare = in.u32() != 0;
+  world_end.operation = in.text();
+  world_end.bucket = in.i32();
+  return checked(in, std::move(world_end));
 }
 
 std::string exchange_name(std::string_view key, std::span<const int> members) {

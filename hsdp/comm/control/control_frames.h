@@ -101,13 +101,13 @@ struct BeatFrame {
 
 // A failure, and what its first witness was doing. A bare message only says who is at fault: each
 // rank adds its own operation and the time it waited.
-struct Verdict {
+struct WorldEnd {
   Failure failure;
   bool bare = false;
   std::string operation;
   int bucket = -1;
   [[nodiscard]] std::string encode() const;
-  [[nodiscard]] static std::optional<Verdict> decode(std::string_view body);
+  [[nodiscard]] static std::optional<WorldEnd> decode(std::string_view body);
 };
 
 [[nodiscard]] std::string exchange_name(std::string_view key, std::span<const int> members);

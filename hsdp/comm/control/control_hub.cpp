@@ -26,10 +26,10 @@ FrameBytes unanswered(const std::string& exchange) {
   return make_frame(FrameType::kAnswer, answer.encode());
 }
 
-Verdict mismatch(int rank, const std::string& message) {
-  Verdict verdict;
-  verdict.failure = {FailureKind::kMismatch, message, {rank}};
-  return verdict;
+WorldEnd mismatch(int rank, const std::string& message) {
+  WorldEnd world_end;
+  world_end.failure = {FailureKind::kMismatch, message, {rank}};
+  return world_end;
 }
 
 }  // namespace
@@ -65,7 +65,7 @@ bool ControlHub::all_closed() const {
   });
 }
 
-void ControlHub::refuse(std::shared_ptr<ControlLink> link, const Verdict& problem) {
+void ControlHub::refuse(std::shared_ptr<ControlLink> link, const WorldEnd& problem) {
   constexpr std::size_t kMaxRefused = 64;
   const bool alone = problem.failure.ranks.empty();
   link->set_handlers({});
@@ -81,7 +81,7 @@ void ControlHub::refuse(std::shared_ptr<ControlLink> link, const Verdict& proble
 }
 
 // A message without ranks refuses the newcomer alone; with ranks it ends the world.
-std::optional<Verdict> ControlHub::objection(const JoinFrame& join) const {
+std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   const JoinFrame& own = options_.own;
   const std::string who = " (rank " + std::to_string(join.rank) + ")";
   if (join.version != own.version) {
@@ -91,7 +91,7 @@ std::optional<Verdict> ControlHub::objection(const JoinFrame& join) const {
                                    "; use one build of hsdp for all ranks");
   }
   if (!same_job(join.job, own.job) || join.restart_count != own.restart_count) {
-    Verdict alone =
+    WorldEnd alone =
         mismatch(join.rank, "rendezvous: expected job '" + own.job + "' restart " +
                                 std::to_string(own.restart_count) + ", got '" + join.job +
                                 "' restart " + std::to_string(join.restart_count) + who);
@@ -104,8 +104,8 @@ std::optional<Verdict> ControlHub::objection(const JoinFrame& join) const {
   }
   const Peer& peer = peers_[static_cast<std::size_t>(join.rank)];
   if (peer.phase != Phase::kAwaited && (welcomed_ || peer.process != join.process)) {
-    Verdict alone = mismatch(join.rank, "rendezvous: rank " + std::to_string(join.rank) +
-                                            " has already joined; two processes have this rank");
+    WorldEnd alone = mismatch(join.rank, "rendezvous: rank " + std::to_string(join.rank) +
+                                             " has already joined; two processes have this rank");
     alone.failure.ranks.clear();
     return alone;
   }
@@ -177,7 +177,7 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
       if (auto beat = BeatFrame::decode(body)) peer.waits = std::move(beat->waits);
       return;
     case FrameType::kFail:
-      if (auto verdict = Verdict::decode(body)) end(std::move(*verdict));
+      if (auto world_end = WorldEnd::decode(body)) end(std::move(*world_end));
       return;
     case FrameType::kProcessEnd: {
       WireReader in(body);
@@ -275,20 +275,20 @@ void ControlHub::pass_on(int rank, std::string_view body) {
 
 void ControlHub::lost(int rank, const std::string& reason) {
   if (ended_ || left_ || peers_[static_cast<std::size_t>(rank)].phase == Phase::kClosed) return;
-  Verdict verdict = lost_verdict(rank, options_.own.size, reason);
+  WorldEnd world_end = end_by_loss(rank, options_.own.size, reason);
   std::chrono::milliseconds oldest{-1};
   for (const Peer& peer : peers_) {
     if (peer.waits.empty() || peer.waits.front().age <= oldest) continue;
     oldest = peer.waits.front().age;
-    verdict.operation = peer.waits.front().operation;
-    verdict.bucket = peer.waits.front().bucket;
+    world_end.operation = peer.waits.front().operation;
+    world_end.bucket = peer.waits.front().bucket;
   }
-  end(std::move(verdict));
+  end(std::move(world_end));
 }
 
-void ControlHub::end(Verdict verdict) {
+void ControlHub::end(WorldEnd world_end) {
   if (ended_ || left_) return;
-  ended_ = std::move(verdict);
+  ended_ = std::move(world_end);
   exchanges_.clear();
   exchange_names_.clear();
   const FrameBytes frame = make_frame(FrameType::kFail, ended_->encode());

@@ -21,7 +21,7 @@
 #include "hsdp/comm/control/control_link.h"
 #include "hsdp/comm/control/own_clock.h"
 #include "hsdp/comm/control/process_watch.h"
-#include "hsdp/comm/control/verdict.h"
+#include "hsdp/comm/control/world_end.h"
 
 namespace hsdp::comm {
 
@@ -44,7 +44,7 @@ class ControlHub {
   void handle(int rank, FrameType type, std::string_view body);
   void tick();
   // The world ends, for the first reason given.
-  void end(Verdict verdict);
+  void end(WorldEnd world_end);
   // Rank 0 leaves in order: tells the others, relays no more.
   void leave();
   void finish_sending();
@@ -81,8 +81,8 @@ class ControlHub {
     bool while_open = false;
   };
 
-  [[nodiscard]] std::optional<Verdict> objection(const JoinFrame& join) const;
-  void refuse(std::shared_ptr<ControlLink> link, const Verdict& problem);
+  [[nodiscard]] std::optional<WorldEnd> objection(const JoinFrame& join) const;
+  void refuse(std::shared_ptr<ControlLink> link, const WorldEnd& problem);
   void post(int rank, std::string_view body);
   void close(int rank);
   void pass_on(int rank, std::string_view body);
@@ -102,7 +102,7 @@ class ControlHub {
   std::chrono::milliseconds started_;
   bool welcomed_ = false;
   bool left_ = false;
-  std::optional<Verdict> ended_;
+  std::optional<WorldEnd> ended_;
   std::vector<Peer> peers_;
   std::deque<std::shared_ptr<ControlLink>> refused_;  // until they have read why
   std::map<std::string, Exchange, std::less<>> exchanges_;

@@ -20,19 +20,19 @@ void ControlHub::tick() {
     judge_vanished();
     if (ended_ || clock_.now() - started_ < options_.timeout) return;
     const std::string trouble = options_.trouble_at_door();
-    Verdict verdict;
-    verdict.failure.kind = FailureKind::kTimeout;
-    verdict.failure.ranks = missing();
-    verdict.failure.message = "rendezvous: " + ranks_text(missing(), options_.own.size) +
-                              " did not join within " + seconds_text(options_.timeout) + "; " +
-                              (trouble.empty() ? "check that all ranks were started and still run"
-                                               : trouble + " (rank 0)");
-    return end(std::move(verdict));
+    WorldEnd world_end;
+    world_end.failure.kind = FailureKind::kTimeout;
+    world_end.failure.ranks = missing();
+    world_end.failure.message = "rendezvous: " + ranks_text(missing(), options_.own.size) +
+                                " did not join within " + seconds_text(options_.timeout) + "; " +
+                                (trouble.empty() ? "check that all ranks were started and still run"
+                                                 : trouble + " (rank 0)");
+    return end(std::move(world_end));
   }
   const std::vector<RankReport> all = reports();
   judge_waits_on_closed(all);
   if (ended_) return;
-  if (auto verdict = judge(all, options_.timeout)) end(std::move(*verdict));
+  if (auto world_end = judge(all, options_.timeout)) end(std::move(*world_end));
 }
 
 // A rank whose connection ended before the welcome comes again soon, if it lives.
@@ -105,10 +105,10 @@ void ControlHub::judge_waits_on_closed(const std::vector<RankReport>& reports) {
       still[key] = since;
       // What a rank posts comes before its goodbye, so a missing post never comes any more.
       if (wait.exchange == 0 && beats - since < kBeatsAfterLeft) continue;
-      Verdict verdict = lost_verdict(*closed, options_.own.size, "it closed its world");
-      verdict.operation = wait.operation;
-      verdict.bucket = wait.bucket;
-      return end(std::move(verdict));
+      WorldEnd world_end = end_by_loss(*closed, options_.own.size, "it closed its world");
+      world_end.operation = wait.operation;
+      world_end.bucket = wait.bucket;
+      return end(std::move(world_end));
     }
   }
   waits_on_closed_ = std::move(still);

@@ -85,11 +85,11 @@ void ControlLoop::run() {
       io_.run();
       return;
     } catch (const std::exception& error) {
-      Verdict verdict;
-      verdict.failure = {FailureKind::kAborted,
-                         std::string("control: internal error: ") + error.what(),
-                         {own_.rank}};
-      end(verdict);
+      WorldEnd world_end;
+      world_end.failure = {FailureKind::kAborted,
+                           std::string("control: internal error: ") + error.what(),
+                           {own_.rank}};
+      end(world_end);
     }
   }
 }
@@ -107,14 +107,14 @@ void ControlLoop::send(FrameType type, std::string body) {
   asio::post(io_, [this, type, body = std::move(body)] { to_hub(type, body); });
 }
 
-void ControlLoop::fail(const Verdict& verdict) {
+void ControlLoop::fail(const WorldEnd& world_end) {
   // Posted first: whoever the end wakes may stop this loop, and the others must still be told.
-  asio::post(io_, [this, verdict] {
-    state_->end(verdict);
-    to_hub(FrameType::kFail, verdict.encode());
+  asio::post(io_, [this, world_end] {
+    state_->end(world_end);
+    to_hub(FrameType::kFail, world_end.encode());
     state_->run_callbacks();
   });
-  state_->end(verdict);
+  state_->end(world_end);
 }
 
 void ControlLoop::run_callbacks_soon() {
@@ -129,8 +129,8 @@ void ControlLoop::to_hub(FrameType type, const std::string& body) {
   }
 }
 
-void ControlLoop::end(const Verdict& verdict) {
-  if (state_->end(verdict)) state_->run_callbacks();
+void ControlLoop::end(const WorldEnd& world_end) {
+  if (state_->end(world_end)) state_->run_callbacks();
 }
 
 void ControlLoop::from_hub(FrameType type, std::string_view body) {
@@ -154,21 +154,21 @@ void ControlLoop::from_hub(FrameType type, std::string_view body) {
       if (auto welcome = WelcomeFrame::decode(body)) state_->welcome(std::move(*welcome));
       return;
     case FrameType::kFail:
-      if (auto verdict = Verdict::decode(body)) end(*verdict);
+      if (auto world_end = WorldEnd::decode(body)) end(*world_end);
       return;
     case FrameType::kRefuse: {
-      Verdict verdict;
-      verdict.failure = {FailureKind::kMismatch, std::string(body), {own_.rank}};
-      return end(verdict);
+      WorldEnd world_end;
+      world_end.failure = {FailureKind::kMismatch, std::string(body), {own_.rank}};
+      return end(world_end);
     }
     case FrameType::kGoodbye:
       hub_left_ = true;
       hub_left_at_ = state_->clock().now();
       return state_->hub_left();
     default: {
-      Verdict verdict;
-      verdict.failure = {FailureKind::kMismatch, "control: unexpected message from rank 0", {0}};
-      return end(verdict);
+      WorldEnd world_end;
+      world_end.failure = {FailureKind::kMismatch, "control: unexpected message from rank 0", {0}};
+      return end(world_end);
     }
   }
 }
@@ -176,7 +176,7 @@ void ControlLoop::from_hub(FrameType type, std::string_view body) {
 void ControlLoop::hub_closed(const std::string& reason) {
   if (hub_left_ || stop_ != Stop::kNo) return;
   lost_hub_ = true;
-  end(lost_verdict(0, own_.size, reason));
+  end(end_by_loss(0, own_.size, reason));
 }
 
 void ControlLoop::tell_process_end(int rank) {

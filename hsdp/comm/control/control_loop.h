@@ -42,7 +42,7 @@ class ControlLoop {
   void stop_listening();  // waits until the I/O thread has let go of the listener
 
   void send(FrameType type, std::string body);
-  void fail(const Verdict& verdict);
+  void fail(const WorldEnd& world_end);
   void run_callbacks_soon();
   // Descriptor passing: as the leader of `local_ranks`, or as one of the others.
   void lead_descriptors(UniqueFd listener, std::vector<int> local_ranks);
@@ -63,7 +63,7 @@ class ControlLoop {
   void to_hub(FrameType type, const std::string& body);
   void from_hub(FrameType type, std::string_view body);
   void hub_closed(const std::string& reason);
-  void end(const Verdict& verdict);
+  void end(const WorldEnd& world_end);
   void tell_process_end(int rank);
   [[nodiscard]] BeatFrame own_beat() const;
   void begin_stop();

@@ -51,14 +51,14 @@ void ControlLoop::tick() {
 void ControlLoop::watch_hub() {
   const Millis silent = state_->clock().now() - hub_heard_;
   if (!hub_left_ && silent >= timeout_) {
-    Verdict verdict;
-    verdict.failure = {FailureKind::kTimeout,
-                       ranks_text({0}, own_.size) +
-                           " is stopped or unreachable: no sign of life for " +
-                           seconds_text(silent),
-                       {0}};
-    verdict.bare = true;
-    return fail(verdict);
+    WorldEnd world_end;
+    world_end.failure = {FailureKind::kTimeout,
+                         ranks_text({0}, own_.size) +
+                             " is stopped or unreachable: no sign of life for " +
+                             seconds_text(silent),
+                         {0}};
+    world_end.bare = true;
+    return fail(world_end);
   }
   const Millis since_left = state_->clock().now() - hub_left_at_;
   for (const ActiveWait& wait : state_->active_waits()) {
@@ -66,19 +66,19 @@ void ControlLoop::watch_hub() {
     const bool for_hub =
         wait.exchange != 0 ||
         (wait.state.peer == 0 && std::min(wait.age, since_left) >= kPatienceWithClosed);
-    if (hub_left_ && for_hub) return fail(lost_verdict(0, own_.size, "it closed its world"));
+    if (hub_left_ && for_hub) return fail(end_by_loss(0, own_.size, "it closed its world"));
     if (wait.age < timeout_ + kAfterHub) continue;
-    Verdict verdict;
-    verdict.failure.kind = FailureKind::kTimeout;
-    verdict.bare = true;
-    if (!welcomed_) verdict.failure.ranks = missing_;
-    if (wait.state.peer >= 0) verdict.failure.ranks = {wait.state.peer};
-    verdict.failure.message =
-        (verdict.failure.ranks.empty()
+    WorldEnd world_end;
+    world_end.failure.kind = FailureKind::kTimeout;
+    world_end.bare = true;
+    if (!welcomed_) world_end.failure.ranks = missing_;
+    if (wait.state.peer >= 0) world_end.failure.ranks = {wait.state.peer};
+    world_end.failure.message =
+        (world_end.failure.ranks.empty()
              ? "no answer"
-             : ranks_text(verdict.failure.ranks, own_.size) + " did not arrive") +
+             : ranks_text(world_end.failure.ranks, own_.size) + " did not arrive") +
         " within " + seconds_text(wait.age);
-    return fail(verdict);
+    return fail(world_end);
   }
 }
 

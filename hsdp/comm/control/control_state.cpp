@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "hsdp/comm/control/verdict.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/descriptor_limit.h"
 
 namespace hsdp::comm {
@@ -89,10 +89,10 @@ WelcomeFrame ControlState::await_welcome() {
   return *welcome_;
 }
 
-bool ControlState::end(const Verdict& verdict) {
+bool ControlState::end(const WorldEnd& world_end) {
   const std::lock_guard lock(mutex_);
-  if (verdict_) return false;
-  verdict_ = verdict;
+  if (end_) return false;
+  end_ = world_end;
   const std::vector<ActiveWait> waits = active_waits();
   if (!waits.empty()) wait_at_end_ = waits.front();
   failed_.store(true, std::memory_order_release);
@@ -111,9 +111,9 @@ void ControlState::throw_failure_of(const std::optional<WaitState>& doing) const
 }
 
 Failure ControlState::describe(const std::optional<WaitState>& doing) const {
-  Failure failure = verdict_->failure;
-  if (!verdict_->bare) return failure;
-  std::string operation = operation_text(verdict_->operation, verdict_->bucket);
+  Failure failure = end_->failure;
+  if (!end_->bare) return failure;
+  std::string operation = operation_text(end_->operation, end_->bucket);
   std::string after = ", " + seconds_text(clock_.now()) + " after the world began";
   std::optional<ActiveWait> wait = wait_at_end_;
   if (!wait && !doing) {

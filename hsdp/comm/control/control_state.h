@@ -65,7 +65,7 @@ class ControlState {
   }
 
   // The first one stays; true if this was it. Wakes all callers, but not the callbacks.
-  bool end(const Verdict& verdict);
+  bool end(const WorldEnd& world_end);
   // Acquire: who sees it sees what peers wrote before they left.
   [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
   void throw_if_failed() const {
@@ -82,7 +82,7 @@ class ControlState {
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  // Also tells the operation, bucket and seconds where the verdict only names a rank.
+  // Also tells the operation, bucket and seconds where the end only names a rank.
   [[noreturn]] void throw_failure_of(const std::optional<WaitState>& doing) const;
   [[nodiscard]] Failure describe(const std::optional<WaitState>& doing) const;
   template <typename Ready>
@@ -101,7 +101,7 @@ class ControlState {
   std::map<std::string, std::map<int, UniqueFd>> descriptors_;
   std::optional<WelcomeFrame> welcome_;
   bool hub_left_ = false;
-  std::optional<Verdict> verdict_;
+  std::optional<WorldEnd> end_;
   std::optional<ActiveWait> wait_at_end_;
   mutable std::optional<Failure> described_;
   std::vector<std::weak_ptr<Callback>> callbacks_;

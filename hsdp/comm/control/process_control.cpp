@@ -146,9 +146,9 @@ void ProcessControl::end_wait(int slot) { state_->end_wait(slot); }
 
 void ProcessControl::fail(const Failure& failure) {
   if (is_forked()) return;
-  Verdict verdict;
-  verdict.failure = failure;
-  loop_->fail(verdict);
+  WorldEnd world_end;
+  world_end.failure = failure;
+  loop_->fail(world_end);
 }
 
 bool ProcessControl::failed() const { return state_->failed() || is_forked(); }

@@ -12,7 +12,7 @@ HostBoard::HostBoard(GroupLines& group, std::vector<RankLines*> lines, std::vect
       calls_(lines_.size()),
       rank_(static_cast<std::size_t>(rank)),
       control_(control),
-      bed_(group.bell) {}
+      waiter_(group.bell) {}
 
 // The rank's own line first: whoever is counted is never named as missing.
 void HostBoard::come(GroupLines::Meeting& meeting, Lines own, std::uint64_t number) {
@@ -26,7 +26,7 @@ void HostBoard::wait(const GroupLines::Meeting& meeting, Lines own, std::uint64_
                      WaitState waiting) {
   std::size_t next = 0;
   wait_until(
-      control_, bed_, waiting, [&] { return meeting.passed.load() >= number; },
+      control_, waiter_, waiting, [&] { return meeting.passed.load() >= number; },
       [&] {
         while (next < lines_.size() && (lines_[next]->*own).load() >= number) ++next;
         return next < lines_.size() ? members_[next] : -1;

@@ -77,7 +77,7 @@ class HostBoard {
   std::uint64_t steps_ = 0;  // posts included
   std::uint64_t ends_ = 0;
   Control& control_;
-  Bed bed_;
+  Waiter waiter_;
 };
 
 }  // namespace hsdp::comm

@@ -67,7 +67,7 @@ void direct_reduce_scatter(HostGroup& group, std::span<const HostCall> calls,
 }
 
 void direct_all_reduce(HostGroup& group, std::span<const HostCall> calls, const AllReduce& args) {
-  const Slice slice = all_reduce_slice(args.data.count, group.size(), group.rank());
+  const ElementRun slice = all_reduce_slice(args.data.count, group.size(), group.rank());
   const std::size_t skip = static_cast<std::size_t>(slice.begin) * size_bytes(args.data.dtype);
   std::vector<const void*> rows;
   std::vector<void*> outs;

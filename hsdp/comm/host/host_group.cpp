@@ -46,12 +46,12 @@ HostGroup::HostGroup(std::shared_ptr<HostWorld> world, std::string id, std::vect
   Bell& bell = lines_[static_cast<std::size_t>(rank_)]->bell;
   if (shares_memory()) {
     board_ = std::make_unique<HostBoard>(*group_lines_, lines_, members_, rank_, control());
-    bed_ = std::make_unique<Bed>(bell);
+    waiter_ = std::make_unique<Waiter>(bell);
   } else {
     if (neighbours_.size() > 1) open_rings();
-    auto sockets = std::make_unique<SocketBed>(bell, neighbours_.size() > 1);
+    auto sockets = std::make_unique<SocketWaiter>(bell, neighbours_.size() > 1);
     sockets_ = sockets.get();
-    bed_ = std::move(sockets);
+    waiter_ = std::move(sockets);
   }
   wake_ = control().on_failure([&bell, board = board_.get()] {
     bell.ring();
@@ -170,7 +170,7 @@ void HostGroup::wait(const std::function<bool()>& ready, const std::function<int
     if (sockets_ != nullptr) sockets_->look();
     return ready();
   };
-  wait_until(control(), *bed_, waiting_, look,
+  wait_until(control(), *waiter_, waiting_, look,
              [&] { return members_[static_cast<std::size_t>(peer())]; });
 }
 

@@ -19,7 +19,7 @@
 #include "hsdp/comm/host/host_memory.h"
 #include "hsdp/comm/host/multicast.h"
 #include "hsdp/comm/host/shared_segment.h"
-#include "hsdp/comm/host/socket_bed.h"
+#include "hsdp/comm/host/socket_waiter.h"
 #include "hsdp/comm/world.h"
 
 namespace hsdp::comm {
@@ -120,9 +120,9 @@ class HostGroup {
   std::size_t message_bytes_ = 0;
   std::vector<std::unique_ptr<Channel>> channels_;
   std::unique_ptr<Multicast> multicast_;
-  std::unique_ptr<Bed> bed_;
-  SocketBed* sockets_ = nullptr;  // the bed of a group that does not share memory
-  bool open_ = false;             // the channels
+  std::unique_ptr<Waiter> waiter_;
+  SocketWaiter* sockets_ = nullptr;  // the waiter of a group that does not share memory
+  bool open_ = false;                // the channels
   std::vector<HostCall> calls_;
   std::vector<std::string> messages_;  // the last calls that went over Control
   std::vector<std::uint32_t> seen_dropped_;

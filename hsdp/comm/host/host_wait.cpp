@@ -30,7 +30,7 @@ void Bell::sleep(std::uint32_t seen, std::chrono::milliseconds at_most) {
   ::syscall(SYS_futex, futex_word(rings), FUTEX_WAIT, seen, &limit, nullptr, 0);
 }
 
-bool Bed::yield() {
+bool Waiter::yield() {
   constexpr std::chrono::milliseconds kLostTurn{1};
   constexpr int kWaitsAfterLostTurn = 16;
   if (waits_without_yield_ > 0) {

@@ -36,12 +36,12 @@ inline void relax_core() {
 
 // Where the thread of one rank waits: what it sleeps on (by default the bell alone), and what it
 // has learned about yielding.
-class Bed {
+class Waiter {
  public:
-  explicit Bed(Bell& bell) : bell_(bell) {}
-  Bed(const Bed&) = delete;
-  Bed& operator=(const Bed&) = delete;
-  virtual ~Bed() = default;
+  explicit Waiter(Bell& bell) : bell_(bell) {}
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+  virtual ~Waiter() = default;
   [[nodiscard]] Bell& bell() { return bell_; }
   // Gives the core away once; false when it is better to sleep. Where strangers compete for the
   // cores, a yield loses a whole turn, which a sleeper does not: then no yields for a while.
@@ -81,7 +81,7 @@ void throw_if_failed(Control& control, WaitState state);
 // Returns when `ready()` is true. `ready` may do work; `peer()` names the world rank waited for, or
 // is -1.
 template <typename Ready, typename Peer>
-void wait_until(Control& control, Bed& bed, WaitState state, Ready&& ready, Peer&& peer) {
+void wait_until(Control& control, Waiter& waiter, WaitState state, Ready&& ready, Peer&& peer) {
   constexpr int kSpins = 48;
   constexpr int kYields = 256;
   constexpr std::chrono::milliseconds kLongestSleep{50};
@@ -89,17 +89,17 @@ void wait_until(Control& control, Bed& bed, WaitState state, Ready&& ready, Peer
     if (ready()) return;
     relax_core();
   }
-  for (int i = 0; i < kYields && bed.yield(); ++i) {
+  for (int i = 0; i < kYields && waiter.yield(); ++i) {
     if (ready()) return;
   }
   AnnouncedWait announced(control, state);
   for (;;) {
-    const std::uint32_t seen = bed.bell().rings.load();
-    bed.bell().sleepers.fetch_add(1);
+    const std::uint32_t seen = waiter.bell().rings.load();
+    waiter.bell().sleepers.fetch_add(1);
     const bool done = ready();
     if (!done) announced.waits_for(peer());
-    if (!done && !control.failed()) bed.sleep(seen, kLongestSleep);
-    bed.bell().sleepers.fetch_sub(1);
+    if (!done && !control.failed()) waiter.sleep(seen, kLongestSleep);
+    waiter.bell().sleepers.fetch_sub(1);
     if (done) return;
     if (!control.failed()) continue;
     if (ready()) return;  // it came before the end of the world did

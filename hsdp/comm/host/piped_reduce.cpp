@@ -40,7 +40,7 @@ PipedReduce::PipedReduce(HostGroup& group, const AllReduce& args)
       gather_(&args),
       nonfinite_(args.nonfinite),
       slices_(slices_of(args, group.size())) {
-  const Slice own = slices_[static_cast<std::size_t>(group.rank())];
+  const ElementRun own = slices_[static_cast<std::size_t>(group.rank())];
   out_ = static_cast<std::byte*>(args.data.slice(own.begin, own.length).data);
   plan();
   if (!encodes()) return;
@@ -59,7 +59,7 @@ void PipedReduce::plan() {
 }
 
 PipedReduce::Tile PipedReduce::tile(int rank, std::int64_t index) const {
-  const Slice& slice = slices_[static_cast<std::size_t>(rank)];
+  const ElementRun& slice = slices_[static_cast<std::size_t>(rank)];
   const std::int64_t skip = index * tile_elements_;
   const std::int64_t count = std::min(tile_elements_, slice.length - skip);
   return {slice.begin + skip, count, static_cast<std::size_t>(count) * size_bytes(wire_)};

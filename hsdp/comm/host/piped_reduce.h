@@ -74,7 +74,7 @@ class PipedReduce {
   const AllReduce* gather_ = nullptr;  // null: a reduce-scatter
   bool accumulate_ = false;
   std::atomic<std::uint32_t>* nonfinite_;
-  std::vector<Slice> slices_;
+  std::vector<ElementRun> slices_;
   std::vector<Peer> peers_;
   std::vector<const void*> rows_;
   std::unique_ptr<std::byte[]> staging_;  // this rank's encoded row, then encoded totals

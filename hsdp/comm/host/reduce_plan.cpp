@@ -4,7 +4,7 @@
 
 namespace hsdp::comm {
 
-Slice all_reduce_slice(std::int64_t count, int size, int rank) {
+ElementRun all_reduce_slice(std::int64_t count, int size, int rank) {
   constexpr std::int64_t kBlock = 32;
   const std::int64_t blocks = (count + kBlock - 1) / kBlock;
   const auto edge = [&](std::int64_t r) {
@@ -15,15 +15,15 @@ Slice all_reduce_slice(std::int64_t count, int size, int rank) {
   return {begin, edge(rank + 1) - begin};
 }
 
-std::vector<Slice> slices_of(const ReduceScatter& args, int size) {
-  std::vector<Slice> slices;
+std::vector<ElementRun> slices_of(const ReduceScatter& args, int size) {
+  std::vector<ElementRun> slices;
   slices.reserve(static_cast<std::size_t>(size));
   for (int r = 0; r < size; ++r) slices.push_back({args.cut->begin(r), args.cut->length(r)});
   return slices;
 }
 
-std::vector<Slice> slices_of(const AllReduce& args, int size) {
-  std::vector<Slice> slices;
+std::vector<ElementRun> slices_of(const AllReduce& args, int size) {
+  std::vector<ElementRun> slices;
   slices.reserve(static_cast<std::size_t>(size));
   for (int r = 0; r < size; ++r) slices.push_back(all_reduce_slice(args.data.count, size, r));
   return slices;

@@ -13,16 +13,16 @@ namespace hsdp::comm {
 // Results larger than this are written around the cache.
 constexpr std::size_t kStreamingBytes = std::size_t{4} << 20;
 
-// The elements of an all-reduce that one rank sums: whole blocks of 32, as even as they go.
-struct Slice {
+struct ElementRun {
   std::int64_t begin = 0;
   std::int64_t length = 0;
 };
-[[nodiscard]] Slice all_reduce_slice(std::int64_t count, int size, int rank);
+// The elements of an all-reduce that one rank sums: whole blocks of 32, as even as they go.
+[[nodiscard]] ElementRun all_reduce_slice(std::int64_t count, int size, int rank);
 
 // What each of `size` ranks sums.
-[[nodiscard]] std::vector<Slice> slices_of(const ReduceScatter& args, int size);
-[[nodiscard]] std::vector<Slice> slices_of(const AllReduce& args, int size);
+[[nodiscard]] std::vector<ElementRun> slices_of(const ReduceScatter& args, int size);
+[[nodiscard]] std::vector<ElementRun> slices_of(const AllReduce& args, int size);
 
 // What travels in an all-reduce.
 [[nodiscard]] Dtype wire_dtype(const AllReduce& args);

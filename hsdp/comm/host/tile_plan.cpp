@@ -31,10 +31,10 @@ std::size_t TilePlan::tile_bytes(int size) {
          static_cast<std::size_t>(size * kBlock) * kWidestElementBytes;
 }
 
-TilePlan::TilePlan(std::vector<Slice> slices, std::size_t element_bytes)
+TilePlan::TilePlan(std::vector<ElementRun> slices, std::size_t element_bytes)
     : slices_(std::move(slices)), columns_(slices_.size()) {
   std::int64_t elements = 0;
-  for (const Slice& slice : slices_) elements += slice.length;
+  for (const ElementRun& slice : slices_) elements += slice.length;
   if (elements == 0) return;
   const std::size_t tile_elements = content_bytes(slices_.size()) / element_bytes;
   tiles_ = divide_up(elements, static_cast<std::int64_t>(tile_elements));

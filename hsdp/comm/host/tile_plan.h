@@ -25,7 +25,7 @@ class TilePlan {
   [[nodiscard]] static std::size_t tile_bytes(int size);
 
   // `slices` by rank; `element_bytes` of what lies in a tile.
-  TilePlan(std::vector<Slice> slices, std::size_t element_bytes);
+  TilePlan(std::vector<ElementRun> slices, std::size_t element_bytes);
 
   [[nodiscard]] std::int64_t tiles() const { return tiles_; }
   // Empty where the rank's slice has ended before this tile.
@@ -37,7 +37,7 @@ class TilePlan {
     std::size_t offset = 0;
   };
 
-  std::vector<Slice> slices_;
+  std::vector<ElementRun> slices_;
   std::vector<Column> columns_;  // a rank's place in every tile
   std::int64_t tiles_ = 0;
 };

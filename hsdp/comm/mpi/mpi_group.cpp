@@ -16,7 +16,7 @@ int MpiWorld::reserve_tag() {
   return link == nullptr || tag <= link->largest_tag() ? static_cast<int>(tag) : -1;
 }
 
-void PollingBed::sleep(std::uint32_t /*seen*/, std::chrono::milliseconds /*at_most*/) {
+void PollingWaiter::sleep(std::uint32_t /*seen*/, std::chrono::milliseconds /*at_most*/) {
   // A sixteenth of the time waited so far is what a sleep may lose.
   constexpr std::chrono::microseconds kShortest{20};
   constexpr std::chrono::microseconds kLongest{2'000};
@@ -69,9 +69,9 @@ std::shared_ptr<std::byte[]> MpiGroup::scratch(std::size_t which, std::size_t si
 
 void MpiGroup::wait(MpiTransfers& transfers) {
   try {
-    bed_.start_wait();
+    waiter_.start_wait();
     wait_until(
-        control(), bed_, waiting_, [&] { return transfers.test(); },
+        control(), waiter_, waiting_, [&] { return transfers.test(); },
         [&] { return transfers.pending_peer(); });
   } catch (const RankError&) {
     throw;

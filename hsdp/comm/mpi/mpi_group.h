@@ -35,9 +35,9 @@ struct MpiWorld {
 };
 
 // Waits by looking: MPI wakes nobody. Sleeps longer the longer it has waited.
-class PollingBed : public Bed {
+class PollingWaiter : public Waiter {
  public:
-  explicit PollingBed(Bell& bell) : Bed(bell) {}
+  explicit PollingWaiter(Bell& bell) : Waiter(bell) {}
   void start_wait() { start_ = std::chrono::steady_clock::now(); }
   void sleep(std::uint32_t seen, std::chrono::milliseconds at_most) override;
 
@@ -99,7 +99,7 @@ class MpiGroup {
   std::uint64_t sequence_ = 0;
   WaitState waiting_{.operation = "connect"};
   Bell bell_{};
-  PollingBed bed_{bell_};
+  PollingWaiter waiter_{bell_};
 };
 
 }  // namespace hsdp::comm

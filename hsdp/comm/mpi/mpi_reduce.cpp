@@ -51,7 +51,7 @@ MpiReduce::MpiReduce(MpiGroup& group, const AllReduce& args)
 
 void MpiReduce::plan() {
   std::int64_t longest = 0;
-  for (const Slice& slice : slices_) longest = std::max(longest, slice.length);
+  for (const ElementRun& slice : slices_) longest = std::max(longest, slice.length);
   const auto most = static_cast<std::int64_t>(window_bytes(group_.size()) / size_bytes(wire_));
   window_elements_ = std::min(longest, most);
   if (longest > 0) turn_count_ = (longest + window_elements_ - 1) / window_elements_;
@@ -79,8 +79,8 @@ void MpiReduce::open_turns() {
   }
 }
 
-Slice MpiReduce::window(int rank, std::int64_t t) const {
-  const Slice& slice = slices_[static_cast<std::size_t>(rank)];
+ElementRun MpiReduce::window(int rank, std::int64_t t) const {
+  const ElementRun& slice = slices_[static_cast<std::size_t>(rank)];
   const std::int64_t skip = std::min(slice.length, t * window_elements_);
   return {slice.begin + skip, std::min(window_elements_, slice.length - skip)};
 }
@@ -90,21 +90,21 @@ std::byte* MpiReduce::place(const Bytes& bytes, int rank) const {
                            size_bytes(wire_);
 }
 
-std::size_t MpiReduce::wire_bytes(const Slice& window) const {
+std::size_t MpiReduce::wire_bytes(const ElementRun& window) const {
   return static_cast<std::size_t>(window.length) * size_bytes(wire_);
 }
 
-const std::byte* MpiReduce::row_at(const Slice& window) const {
+const std::byte* MpiReduce::row_at(const ElementRun& window) const {
   return in_ + static_cast<std::size_t>(window.begin) * size_bytes(dtype_);
 }
 
-std::byte* MpiReduce::result_at(const Slice& window) const {
+std::byte* MpiReduce::result_at(const ElementRun& window) const {
   const Dtype dtype = gather_ != nullptr ? dtype_ : spec_.out_dtype;
   return out_ + static_cast<std::size_t>(window.begin - out_begin_) * size_bytes(dtype);
 }
 
 // Only an all-reduce rounds on the way.
-void MpiReduce::encode(const Slice& window, std::byte* place) const {
+void MpiReduce::encode(const ElementRun& window, std::byte* place) const {
   kernels::scale_and_cast({.in = row_at(window),
                            .in_dtype = dtype_,
                            .out = place,
@@ -113,7 +113,7 @@ void MpiReduce::encode(const Slice& window, std::byte* place) const {
                            .exponent = -gather_->send_exponent});
 }
 
-void MpiReduce::decode(const Slice& window, const std::byte* total) const {
+void MpiReduce::decode(const ElementRun& window, const std::byte* total) const {
   kernels::scale_and_cast({.in = total,
                            .in_dtype = wire_,
                            .out = result_at(window),
@@ -126,14 +126,14 @@ void MpiReduce::decode(const Slice& window, const std::byte* total) const {
 
 void MpiReduce::send_rows(std::int64_t t) {
   Turn& now = turn(t);
-  const Slice own = window(group_.rank(), t);
+  const ElementRun own = window(group_.rank(), t);
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int from = (group_.rank() + group_.size() - distance) % group_.size();
     now.row_transfers->receive(group_.peer(from), place(now.rows, from), wire_bytes(own));
   }
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int to = (group_.rank() + distance) % group_.size();
-    const Slice theirs = window(to, t);
+    const ElementRun theirs = window(to, t);
     if (theirs.length == 0) continue;
     const std::byte* row = row_at(theirs);
     if (encodes()) {
@@ -147,7 +147,7 @@ void MpiReduce::send_rows(std::int64_t t) {
 // What is rounded on the way is decoded from the bytes that the peers get.
 void MpiReduce::sum(std::int64_t t) {
   Turn& now = turn(t);
-  const Slice own = window(group_.rank(), t);
+  const ElementRun own = window(group_.rank(), t);
   if (own.length == 0) return;
   for (int r = 0; r < group_.size(); ++r) {
     rows_[static_cast<std::size_t>(r)] = place(now.rows, r);
@@ -170,11 +170,11 @@ void MpiReduce::sum(std::int64_t t) {
 
 void MpiReduce::send_totals(std::int64_t t) {
   Turn& now = turn(t);
-  const Slice own = window(group_.rank(), t);
+  const ElementRun own = window(group_.rank(), t);
   const std::byte* const total = encodes() ? place(now.totals, group_.rank()) : result_at(own);
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int from = (group_.rank() + group_.size() - distance) % group_.size();
-    const Slice theirs = window(from, t);
+    const ElementRun theirs = window(from, t);
     std::byte* const to = encodes() ? place(now.totals, from) : result_at(theirs);
     now.total_transfers->receive(group_.peer(from), to, wire_bytes(theirs));
   }
@@ -188,7 +188,7 @@ void MpiReduce::take_totals(std::int64_t t) {
   Turn& now = turn(t);
   group_.wait(*now.total_transfers);
   for (int r = 0; r < group_.size(); ++r) {
-    const Slice theirs = window(r, t);
+    const ElementRun theirs = window(r, t);
     if (r == group_.rank() || theirs.length == 0) continue;
     if (encodes()) {
       decode(theirs, place(now.totals, r));

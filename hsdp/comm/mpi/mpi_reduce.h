@@ -43,15 +43,15 @@ class MpiReduce {
   void sum(std::int64_t t);
   void send_totals(std::int64_t t);
   void take_totals(std::int64_t t);
-  void encode(const Slice& window, std::byte* place) const;
-  void decode(const Slice& window, const std::byte* total) const;
+  void encode(const ElementRun& window, std::byte* place) const;
+  void decode(const ElementRun& window, const std::byte* total) const;
 
-  [[nodiscard]] Slice window(int rank, std::int64_t t) const;
+  [[nodiscard]] ElementRun window(int rank, std::int64_t t) const;
   [[nodiscard]] Turn& turn(std::int64_t t) { return turns_[static_cast<std::size_t>(t % 2)]; }
   [[nodiscard]] std::byte* place(const Bytes& bytes, int rank) const;
-  [[nodiscard]] std::size_t wire_bytes(const Slice& window) const;
-  [[nodiscard]] const std::byte* row_at(const Slice& window) const;
-  [[nodiscard]] std::byte* result_at(const Slice& window) const;
+  [[nodiscard]] std::size_t wire_bytes(const ElementRun& window) const;
+  [[nodiscard]] const std::byte* row_at(const ElementRun& window) const;
+  [[nodiscard]] std::byte* result_at(const ElementRun& window) const;
   [[nodiscard]] bool encodes() const { return wire_ != dtype_; }
 
   MpiGroup& group_;
@@ -64,7 +64,7 @@ class MpiReduce {
   const AllReduce* gather_ = nullptr;  // null: a reduce-scatter
   bool accumulate_ = false;
   std::atomic<std::uint32_t>* nonfinite_;
-  std::vector<Slice> slices_;
+  std::vector<ElementRun> slices_;
   std::int64_t window_elements_ = 0;
   std::int64_t turn_count_ = 0;
   std::vector<Turn> turns_;

@@ -58,9 +58,9 @@ void open_everywhere(Control& control, const std::string& id) {
 
 void await_open(Control& control, MpiLink& link) {
   Bell bell{};
-  PollingBed bed(bell);
+  PollingWaiter waiter(bell);
   wait_until(
-      control, bed, {.operation = "MPI_Comm_idup"}, [&] { return link.is_open(); },
+      control, waiter, {.operation = "MPI_Comm_idup"}, [&] { return link.is_open(); },
       [] { return -1; });
 }
 

@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "hsdp/comm/control/verdict.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/device/cuda_call.h"
 

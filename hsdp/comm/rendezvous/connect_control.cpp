@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "hsdp/comm/control/process_control.h"
-#include "hsdp/comm/control/verdict.h"
 #include "hsdp/comm/control/wire_text.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/rendezvous/handshake.h"
 #include "hsdp/comm/rendezvous/host_identity.h"

@@ -1,5 +1,5 @@
 // Who is at fault, as a table of what the ranks reported.
-#include "hsdp/comm/control/verdict.h"
+#include "hsdp/comm/control/world_end.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -42,11 +42,11 @@ TEST(VerdictTest, NobodyIsAtFaultBeforeTheTimeout) {
 }
 
 TEST(VerdictTest, ASilentRankIsAtFaultThoughNobodyWaits) {
-  const auto verdict = judge({busy(), silent_for(3'000), busy()}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_EQ(verdict->failure.kind, FailureKind::kTimeout);
-  EXPECT_THAT(verdict->failure.ranks, ElementsAre(1));
-  EXPECT_THAT(verdict->failure.message,
+  const auto world_end = judge({busy(), silent_for(3'000), busy()}, kTimeout);
+  ASSERT_TRUE(world_end);
+  EXPECT_EQ(world_end->failure.kind, FailureKind::kTimeout);
+  EXPECT_THAT(world_end->failure.ranks, ElementsAre(1));
+  EXPECT_THAT(world_end->failure.message,
               HasSubstr("rank 1 of 3 is stopped or unreachable: no sign of life for 3.00 s"));
 }
 
@@ -57,58 +57,58 @@ TEST(VerdictTest, ARankThatSaidGoodbyeMayBeSilent) {
 }
 
 TEST(VerdictTest, TheEndOfTheChainIsAtFault) {
-  const auto verdict = judge(
+  const auto world_end = judge(
       {waiting_for({1}, 3'100), waiting_for({2}, 50), waiting_for({3}, 2'000), busy()}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->failure.ranks, ElementsAre(3));
-  EXPECT_EQ(verdict->operation, "all_reduce");
-  EXPECT_EQ(verdict->bucket, 1);
-  EXPECT_THAT(verdict->failure.message,
+  ASSERT_TRUE(world_end);
+  EXPECT_THAT(world_end->failure.ranks, ElementsAre(3));
+  EXPECT_EQ(world_end->operation, "all_reduce");
+  EXPECT_EQ(world_end->bucket, 1);
+  EXPECT_THAT(world_end->failure.message,
               HasSubstr("rank 3 of 4 did not arrive within 3.10 s; it is alive, but in no call"));
 }
 
 TEST(VerdictTest, AStoppedRankEndsTheChainWhateverItLastWaitedFor) {
   RankReport stopped = waiting_for({2}, 10);
   stopped.silent = milliseconds(2'500);
-  const auto verdict = judge({waiting_for({1}, 3'000), stopped, busy()}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->failure.ranks, ElementsAre(1));
-  EXPECT_THAT(verdict->failure.message, HasSubstr("it is stopped or unreachable"));
+  const auto world_end = judge({waiting_for({1}, 3'000), stopped, busy()}, kTimeout);
+  ASSERT_TRUE(world_end);
+  EXPECT_THAT(world_end->failure.ranks, ElementsAre(1));
+  EXPECT_THAT(world_end->failure.message, HasSubstr("it is stopped or unreachable"));
 }
 
 TEST(VerdictTest, AllWhoAreMissingAreNamed) {
-  const auto verdict =
+  const auto world_end =
       judge({waiting_for({1, 3}, 3'000), busy(), waiting_for({1, 3}, 10), busy()}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->failure.ranks, ElementsAre(1, 3));
-  EXPECT_THAT(verdict->failure.message, HasSubstr("ranks 1, 3 of 4 did not arrive"));
+  ASSERT_TRUE(world_end);
+  EXPECT_THAT(world_end->failure.ranks, ElementsAre(1, 3));
+  EXPECT_THAT(world_end->failure.message, HasSubstr("ranks 1, 3 of 4 did not arrive"));
 }
 
 TEST(VerdictTest, ARingOfWaitsNamesTheRing) {
-  const auto verdict =
+  const auto world_end =
       judge({waiting_for({1}, 3'000), waiting_for({2}, 3'000), waiting_for({1}, 3'000)}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->failure.ranks, ElementsAre(1, 2));
-  EXPECT_THAT(verdict->failure.message, HasSubstr("in all_reduce of bucket 1"));
+  ASSERT_TRUE(world_end);
+  EXPECT_THAT(world_end->failure.ranks, ElementsAre(1, 2));
+  EXPECT_THAT(world_end->failure.message, HasSubstr("in all_reduce of bucket 1"));
 }
 
 TEST(VerdictTest, AnUnknownPeerIsWhoeverWaitsForNothing) {
-  const auto verdict = judge({waiting_for({}, 3'000), waiting_for({}, 2'990), busy()}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->failure.ranks, ElementsAre(2));
+  const auto world_end = judge({waiting_for({}, 3'000), waiting_for({}, 2'990), busy()}, kTimeout);
+  ASSERT_TRUE(world_end);
+  EXPECT_THAT(world_end->failure.ranks, ElementsAre(2));
 }
 
 TEST(VerdictTest, AllWaitingForUnknownPeersIsStillAVerdict) {
-  const auto verdict = judge({waiting_for({}, 3'000), waiting_for({}, 3'000)}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->failure.ranks, ::testing::IsEmpty());
-  EXPECT_THAT(verdict->failure.message, HasSubstr("no answer within 3.00 s"));
+  const auto world_end = judge({waiting_for({}, 3'000), waiting_for({}, 3'000)}, kTimeout);
+  ASSERT_TRUE(world_end);
+  EXPECT_THAT(world_end->failure.ranks, ::testing::IsEmpty());
+  EXPECT_THAT(world_end->failure.message, HasSubstr("no answer within 3.00 s"));
 }
 
 TEST(VerdictTest, RanksOutsideTheWorldAreIgnored) {
-  const auto verdict = judge({waiting_for({7, -3}, 3'000), busy()}, kTimeout);
-  ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->failure.ranks, ::testing::IsEmpty());
+  const auto world_end = judge({waiting_for({7, -3}, 3'000), busy()}, kTimeout);
+  ASSERT_TRUE(world_end);
+  EXPECT_THAT(world_end->failure.ranks, ::testing::IsEmpty());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "hsdp/comm/control/verdict.h"
+#include "hsdp/comm/control/world_end.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -71,20 +71,20 @@ std::string operation_text(std::string_view operation, int bucket) {
   return std::string(operation) + (bucket >= 0 ? " of bucket " + std::to_string(bucket) : "");
 }
 
-std::optional<Verdict> judge(const std::vector<RankReport>& reports,
-                             std::chrono::milliseconds timeout) {
+std::optional<WorldEnd> judge(const std::vector<RankReport>& reports,
+                              std::chrono::milliseconds timeout) {
   const int size = static_cast<int>(reports.size());
-  Verdict verdict;
-  verdict.failure.kind = FailureKind::kTimeout;
-  verdict.bare = true;
+  WorldEnd world_end;
+  world_end.failure.kind = FailureKind::kTimeout;
+  world_end.bare = true;
   for (int rank = 0; rank < size; ++rank) {
     const RankReport& report = reports[static_cast<std::size_t>(rank)];
     if (report.closed || report.silent < timeout) continue;
-    verdict.failure.ranks = {rank};
-    verdict.failure.message = ranks_text({rank}, size) +
-                              " is stopped or unreachable: no sign of life for " +
-                              seconds_text(report.silent);
-    return verdict;
+    world_end.failure.ranks = {rank};
+    world_end.failure.message = ranks_text({rank}, size) +
+                                " is stopped or unreachable: no sign of life for " +
+                                seconds_text(report.silent);
+    return world_end;
   }
   const RankReport* oldest = nullptr;
   for (const RankReport& report : reports) {
@@ -100,22 +100,22 @@ std::optional<Verdict> judge(const std::vector<RankReport>& reports,
     }
   }
   const BeatWait& wait = oldest->waits.front();
-  verdict.failure.ranks = chain_ends(reports, awaited);
-  verdict.operation = wait.operation;
-  verdict.bucket = wait.bucket;
-  verdict.failure.message = verdict.failure.ranks.empty()
-                                ? "no answer within " + seconds_text(wait.age)
-                                : describe_absent(reports, verdict.failure.ranks, wait.age);
-  return verdict;
+  world_end.failure.ranks = chain_ends(reports, awaited);
+  world_end.operation = wait.operation;
+  world_end.bucket = wait.bucket;
+  world_end.failure.message = world_end.failure.ranks.empty()
+                                  ? "no answer within " + seconds_text(wait.age)
+                                  : describe_absent(reports, world_end.failure.ranks, wait.age);
+  return world_end;
 }
 
-Verdict lost_verdict(int rank, int size, const std::string& reason) {
-  Verdict verdict;
-  verdict.failure.kind = FailureKind::kPeerLost;
-  verdict.failure.ranks = {rank};
-  verdict.failure.message = ranks_text({rank}, size) + " was lost (" + reason + ")";
-  verdict.bare = true;
-  return verdict;
+WorldEnd end_by_loss(int rank, int size, const std::string& reason) {
+  WorldEnd world_end;
+  world_end.failure.kind = FailureKind::kPeerLost;
+  world_end.failure.ranks = {rank};
+  world_end.failure.message = ranks_text({rank}, size) + " was lost (" + reason + ")";
+  world_end.bare = true;
+  return world_end;
 }
 
 }  // namespace hsdp::comm

@@ -21,8 +21,8 @@ struct RankReport {
 
 // A rank that is silent for `timeout`, or the end of the chain of waits that starts at a wait older
 // than `timeout`: rank 1 waits for 2, 2 waits for 3, and 3 waits for nobody, so 3 is at fault.
-[[nodiscard]] std::optional<Verdict> judge(const std::vector<RankReport>& reports,
-                                           std::chrono::milliseconds timeout);
+[[nodiscard]] std::optional<WorldEnd> judge(const std::vector<RankReport>& reports,
+                                            std::chrono::milliseconds timeout);
 
 // "rank 2 of 4", "ranks 1, 2 of 4".
 [[nodiscard]] std::string ranks_text(const std::vector<int>& ranks, int size);
@@ -31,6 +31,6 @@ struct RankReport {
 // "all_reduce of bucket 3"
 [[nodiscard]] std::string operation_text(std::string_view operation, int bucket);
 
-[[nodiscard]] Verdict lost_verdict(int rank, int size, const std::string& reason);
+[[nodiscard]] WorldEnd end_by_loss(int rank, int size, const std::string& reason);
 
 }  // namespace hsdp::comm

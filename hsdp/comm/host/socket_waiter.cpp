@@ -1,4 +1,4 @@
-#include "hsdp/comm/host/socket_bed.h"
+#include "hsdp/comm/host/socket_waiter.h"
 
 #include <sys/epoll.h>
 
@@ -10,13 +10,13 @@
 
 namespace hsdp::comm {
 
-SocketBed::~SocketBed() {
+SocketWaiter::~SocketWaiter() {
   fork_guard_.release();
   // In a forked child the descriptor is closed already, and its number may be somebody else's.
   if (generation_ != fork_generation()) static_cast<void>(epoll_.release());
 }
 
-void SocketBed::add(TcpChannel& channel) {
+void SocketWaiter::add(TcpChannel& channel) {
   if (!epoll_) {
     epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
     fork_guard_ = ForkGuard(epoll_.get());
@@ -27,7 +27,7 @@ void SocketBed::add(TcpChannel& channel) {
   }
 }
 
-void SocketBed::look(std::chrono::milliseconds at_most) {
+void SocketWaiter::look(std::chrono::milliseconds at_most) {
   std::array<epoll_event, 64> events;
   auto limit = static_cast<int>(at_most.count());
   for (;;) {
@@ -44,7 +44,7 @@ void SocketBed::look(std::chrono::milliseconds at_most) {
   }
 }
 
-void SocketBed::sleep(std::uint32_t /*seen*/, std::chrono::milliseconds at_most) {
+void SocketWaiter::sleep(std::uint32_t /*seen*/, std::chrono::milliseconds at_most) {
   constexpr std::chrono::milliseconds kWithRings{2};
   look(rings_too_ ? std::min(at_most, kWithRings) : at_most);
 }

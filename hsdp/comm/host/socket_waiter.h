@@ -14,13 +14,13 @@
 
 namespace hsdp::comm {
 
-class SocketBed : public Bed {
+class SocketWaiter : public Waiter {
  public:
   // Rings have no descriptor: with `rings_too` in the group, sleeps are short.
-  SocketBed(Bell& bell, bool rings_too) : Bed(bell), rings_too_(rings_too) {}
-  SocketBed(const SocketBed&) = delete;
-  SocketBed& operator=(const SocketBed&) = delete;
-  ~SocketBed() override;
+  SocketWaiter(Bell& bell, bool rings_too) : Waiter(bell), rings_too_(rings_too) {}
+  SocketWaiter(const SocketWaiter&) = delete;
+  SocketWaiter& operator=(const SocketWaiter&) = delete;
+  ~SocketWaiter() override;
 
   // The channel outlives every later look and sleep.
   void add(TcpChannel& channel);

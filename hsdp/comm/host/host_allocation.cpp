@@ -44,16 +44,18 @@ SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype) 
   try {
     mine = SharedSegment::create(HostMemory::segment_size(size), "allocation");
     message = std::to_string(part);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     message = std::string("!") + error.what();
   }
   const auto parts = group.exchange("part", message);
-  for (std::size_t r = 0; r < parts.size(); ++r) {  // neighbours or not: all have it or none
+  Control& control = group.control();
+  if (mine == nullptr) throw AgreedError(message.substr(1), control.rank(), control.size());
+  for (std::size_t r = 0; r < parts.size(); ++r) {  // neighbours or not
     if (!parts[r].starts_with('!')) continue;
-    throw AgreedError(parts[r].substr(1), group.members()[r], group.control().size());
+    throw AgreedError(parts[r].substr(1), group.members()[r], control.size());
   }
   const std::string key = group.id() + "/" + std::to_string(group.sequence()) + "/memory";
-  const auto segments = exchange_segments(group.control(), key, group.neighbours(), mine, {});
+  const auto segments = exchange_segments(control, key, group.neighbours(), mine, {});
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const int owner = group.neighbours()[i];
     if (owner == group.control().rank()) continue;

@@ -5,7 +5,6 @@
 
 #include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/host/reduce_plan.h"
-#include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/comm/mpi/mpi_copy.h"
 #include "hsdp/comm/mpi/mpi_library.h"
 #include "hsdp/comm/mpi/mpi_reduce.h"

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "hsdp/comm/agreed_error.h"
-#include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -76,9 +75,11 @@ SharedMemory allocate_private(MpiGroup& group, std::int64_t count, Dtype dtype) 
     reason = "mpi: allocate: no memory for " + std::to_string(size) + " bytes";
   }
   const auto problems = group.exchange("allocate", reason);
+  Control& control = group.control();
+  if (!reason.empty()) throw AgreedError(reason, control.rank(), control.size());
   for (int r = 0; r < group.size(); ++r) {
     const std::string& problem = problems[static_cast<std::size_t>(r)];
-    if (!problem.empty()) throw AgreedError(problem, group.peer(r), group.control().size());
+    if (!problem.empty()) throw AgreedError(problem, group.peer(r), control.size());
   }
   std::memset(memory.get(), 0, size);
   return SharedMemory(memory, {memory.get(), count, dtype, {}});

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "hsdp/comm/agreed_error.h"
-#include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/comm/nccl/nccl_alone.h"
 #include "hsdp/comm/nccl/nccl_exact.h"
 #include "hsdp/comm/nccl/nccl_memory.h"

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "hsdp/comm/agreed_error.h"
-#include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/device/cuda_call.h"
 #include "hsdp/error.h"
@@ -66,13 +65,15 @@ SharedMemory allocate_registered(NcclGroup& group, std::int64_t count, Dtype dty
   std::string reason;
   try {
     memory = allocate_block(group, count, dtype);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     reason = error.what();
   }
   const auto reasons = group.exchange("memory", reason);
+  Control& control = group.control();
+  if (!reason.empty()) throw AgreedError(reason, control.rank(), control.size());
   for (std::size_t r = 0; r < reasons.size(); ++r) {
     if (reasons[r].empty()) continue;
-    throw AgreedError(reasons[r], group.members()[r], group.control().size());
+    throw AgreedError(reasons[r], group.members()[r], control.size());
   }
   return memory;
 }

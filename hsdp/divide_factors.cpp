@@ -1,6 +1,7 @@
 #include "hsdp/divide_factors.h"
 
 #include <bit>
+#include <cmath>
 
 namespace hsdp {
 
@@ -12,6 +13,11 @@ double gradient_divide_factor(int shard_size, int replicate_size, bool replica_h
 
 float fp32_divisor(double divide_factor, double loss_scale) {
   return static_cast<float>(divide_factor * loss_scale);
+}
+
+bool is_usable_divisor(double divide_factor, double loss_scale) {
+  const float divisor = fp32_divisor(divide_factor, loss_scale);
+  return std::isnormal(divisor) && std::isnormal(1.0F / divisor);
 }
 
 int headroom_exponent(std::int64_t n) {

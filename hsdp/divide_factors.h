@@ -20,6 +20,10 @@ namespace hsdp {
 // fp32(f * s): what the last kernel divides by, s the loss scale.
 [[nodiscard]] float fp32_divisor(double divide_factor, double loss_scale);
 
+// Whether that and its reciprocal are normal fp32 numbers: else all results would be zero or
+// infinite.
+[[nodiscard]] bool is_usable_divisor(double divide_factor, double loss_scale);
+
 // ceil(log2(n)) for n >= 1: the exponent that keeps a sum of n f16 values in range.
 [[nodiscard]] int headroom_exponent(std::int64_t n);
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <unordered_set>
 
+#include "hsdp/divide_factors.h"
 #include "hsdp/error.h"
 #include "hsdp/snapshot/block_checksums.h"
 
@@ -75,11 +76,10 @@ std::optional<std::string> find_info_fault(const SnapshotHeader& header) {
            std::to_string(header.file_count);
   }
   if (info.microbatch_count < 0) return "negative microbatch count";
-  for (const double factor : {info.divide_factor, info.loss_scale}) {
-    const auto divisor = static_cast<float>(factor);
-    if (!std::isfinite(divisor) || divisor <= 0) {
-      return "divide factor and loss scale must be positive and finite";
-    }
+  if (!std::isfinite(info.divide_factor) || !std::isfinite(info.loss_scale) ||
+      info.loss_scale <= 0 || !is_usable_divisor(info.divide_factor, info.loss_scale)) {
+    return "divide factor and loss scale must be finite, the scale positive, and their product one "
+           "that fp32 and its reciprocal hold";
   }
   if (info.layout != "flat" && info.layout != "dim0" && info.layout != "full") {
     return "layout must be flat, dim0 or full, got '" + printable(info.layout) + "'";

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/kernels/float_environment.h"
+
 namespace hsdp {
 namespace {
 
@@ -63,6 +65,7 @@ class Line {
 
 void run_pieces(std::size_t piece_count, int thread_count,
                 const std::function<PieceWorker()>& make_worker) {
+  const kernels::DefaultFloatEnvironment subnormals_count;  // on the other threads, too
   const unsigned cores = std::clamp(std::thread::hardware_concurrency(), 1U, kMaxThreads);
   const std::size_t threads = std::min<std::size_t>(
       piece_count, thread_count > 0 ? static_cast<unsigned>(thread_count) : cores);

@@ -116,17 +116,22 @@ TEST(HopArithmetic, AddsEverythingOnceAndDividesOnce) {
 
 TEST(HopArithmetic, OnlyF16TravelsScaled) {
   each_case([](BucketSums sums) {
-    const BucketArithmetic plain = hop_arithmetic(sums);
-    EXPECT_EQ(plain.row_exponent, 0);
-    EXPECT_EQ(plain.replica.send_exponent, 0);
-    EXPECT_EQ(plain.replica.total_exponent, 0);
-    sums.shard_wire = sums.replica_wire = Dtype::kF16;
-    const BucketArithmetic f16 = hop_arithmetic(sums);
-    EXPECT_EQ(f16.row_exponent, headroom_exponent(sums.local_count));
-    if (!f16.runs_replica_hop) return;
-    const std::int64_t summed = sums.shard_size * sums.carry_count;
-    EXPECT_EQ(f16.replica.send_exponent, headroom_exponent(summed));
-    EXPECT_EQ(f16.replica.total_exponent, headroom_exponent(summed * sums.replicate_size));
+    for (const Dtype shard_wire : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      for (const Dtype replica_wire : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+        sums.shard_wire = shard_wire;
+        sums.replica_wire = replica_wire;
+        const BucketArithmetic result = hop_arithmetic(sums);
+        const bool rows = shard_wire == Dtype::kF16;
+        EXPECT_EQ(result.row_exponent, rows ? headroom_exponent(sums.local_count) : 0);
+        if (!result.runs_replica_hop) continue;
+        EXPECT_EQ(result.replica.wire, replica_wire);
+        const bool scaled = replica_wire == Dtype::kF16;
+        const std::int64_t summed = sums.shard_size * sums.carry_count;
+        EXPECT_EQ(result.replica.send_exponent, scaled ? headroom_exponent(summed) : 0);
+        EXPECT_EQ(result.replica.total_exponent,
+                  scaled ? headroom_exponent(summed * sums.replicate_size) : 0);
+      }
+    }
   });
 }
 

@@ -9,6 +9,10 @@
 #include "hsdp/error.h"
 #include "tests/snapshot/compare_fixture.h"
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
 namespace hsdp {
 namespace {
 
@@ -45,6 +49,18 @@ TEST_F(Compare, MeasuresWhatItSays) {
   EXPECT_EQ(d.worst.index, 1);
   EXPECT_EQ(d.worst.b, 4.5);
 }
+
+#if defined(__SSE2__)
+TEST_F(Compare, CountsSubnormalsWhateverTheCallerHasSet) {
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040U);  // flush to zero, denormals are zero
+  const ParameterDifference d = difference({1e-40F, 1e-41F}, {1e-40F, 3e-41F});
+  EXPECT_EQ(_mm_getcsr() & 0x8040U, 0x8040U) << "the caller's own is put back";
+  _mm_setcsr(before);
+  EXPECT_EQ(d.verdict, Verdict::kDifferent);
+  EXPECT_EQ(d.max_absolute, static_cast<double>(3e-41F) - static_cast<double>(1e-41F));
+}
+#endif
 
 TEST_F(Compare, TakesTheLimitOfTheCoarsestWire) {
   const std::vector<float> ones(64, 1.0F);

@@ -121,6 +121,24 @@ TEST(Snapshot, DividesAPartialWhenItIsRead) {
             (std::vector<float>{6.0F / 12.0F, 7.0F / 12.0F}));
 }
 
+// What the setters of a Reducer accept.
+TEST(Snapshot, KeepsAnyFactorThatFp32CanDivideBy) {
+  const TemporaryDirectory folder;
+  SnapshotInfo info = mesh_info(1, 1);
+  info.partial = true;
+  int number = 0;
+  for (const auto& [factor, scale] :
+       {std::pair(-2.0, 1.0), std::pair(1e39, 1e-10), std::pair(1e-40, 1e20)}) {
+    info.divide_factor = factor;
+    info.loss_scale = scale;
+    const auto path = folder / std::to_string(number++);
+    write_mesh(path, {{"w", {1}, {3.0F}}}, info);
+    const Snapshot snapshot = Snapshot::open(path);
+    EXPECT_EQ(snapshot.info().divide_factor, factor);
+    EXPECT_EQ(read_all(snapshot, 0), std::vector<float>{3.0F / static_cast<float>(factor * scale)});
+  }
+}
+
 TEST(Snapshot, KeepsPlainArraysOfEveryDtype) {
   const TemporaryDirectory folder;
   const std::vector<double> wide{1.0 / 3, -2.5, 1e300};

@@ -47,7 +47,8 @@ class MismatchError : public RankError {
   using RankError::RankError;
 };
 
-// Another rank dropped the step, or could not set up for it: no rank has it, and all stay usable.
+// Another rank dropped the step, or failed to set the Reducer up. No rank goes on with it, and all
+// may try again.
 class StepAbortedError : public RankError {
  public:
   using RankError::RankError;

@@ -25,7 +25,8 @@
 // clip_grad_norm, found_inf to memory, gather_* and close are called by every rank of the mesh in
 // the same order.
 // Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
-// or could not set up for it (all stay usable); PeerLostError, TimeoutError, MismatchError end the
+// or failed to set the Reducer up (all stay usable). PeerLostError, TimeoutError, a MismatchError
+// but that of a set-up, and a RankError with the text of what failed on another rank end the
 // Reducer: every later call repeats the first of these, but for stats, close and reading the last
 // finished result.
 #pragma once
@@ -122,7 +123,7 @@ class Reducer {
   [[nodiscard]] double grad_norm();        // L2 norm of the whole mean gradient
   void grad_norm(TensorView out);          // the same in one f64
   double clip_grad_norm(double max_norm);  // scales the shards when above; returns the norm
-  [[nodiscard]] bool found_inf();          // any rank, any synchronizing microbatch of the step
+  [[nodiscard]] bool found_inf();          // any rank, any microbatch of the finished step
   void found_inf(TensorView out);          // the same as 1 or 0 in one f32; collective
 
   // Writes this rank's file in the background; `flush_snapshots` waits and throws its error, as do

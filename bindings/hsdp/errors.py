@@ -35,7 +35,7 @@ class MismatchError(Error):
 
 
 class StepAbortedError(Error):
-    """Another rank dropped the step, or could not set up for it: no rank has it, all stay usable."""
+    """Another rank dropped the step, or failed to set the Reducer up; all ranks may try again."""
 
 
 class UsageError(Error, ValueError):

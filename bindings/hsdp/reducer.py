@@ -55,7 +55,7 @@ class Reducer(ReducerResults):
     order. `gradient_ready` may be called from any thread; everything else from one at a time.
 
     Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
-    (all stay usable). It may come as late as the call that reads the step's result: put `try`
+    or failed to set the Reducer up (all stay usable). It may come as late as the call that reads the step's result: put `try`
     around a whole step, and let every rank go on with a new one. PeerLostError, TimeoutError and
     MismatchError end the Reducer, and every later call repeats them, but for `stats`, `close` and
     reading the last finished result. Ctrl-C raises KeyboardInterrupt: in your own code within a

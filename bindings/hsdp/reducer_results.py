@@ -117,7 +117,8 @@ class ReducerResults:
     def found_inf(self) -> bool:
         """Whether a sum of the step was not finite on any rank. The same answer on all.
 
-        Waits for a GPU; `found_inf_tensor` does not.
+        Ask when the step is over: a UsageError while microbatches are pending. Waits for a GPU;
+        `found_inf_tensor` does not.
         """
         return self._handle.found_inf()
 

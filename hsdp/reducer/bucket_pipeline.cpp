@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
 #include "hsdp/reducer/collector.h"
@@ -222,11 +221,6 @@ void BucketPipeline::run_when_done(std::function<void()> task) {
 }
 
 void BucketPipeline::run_now(Scope scope, const std::function<void(Stream&)>& task) {
-  if (on_host()) {
-    Stream stream = shard_.stream();
-    task(stream);
-    return;
-  }
   std::exception_ptr error;
   const auto run_it = [&] {
     try {
@@ -236,13 +230,17 @@ void BucketPipeline::run_now(Scope scope, const std::function<void(Stream&)>& ta
       error = std::current_exception();
     }
   };
-  if (scope == Scope::kAllRanks) {
+  if (on_host()) {
+    run_it();
+  } else if (scope == Scope::kAllRanks) {
     run_ordered(IssueOrder::kAfterBuckets, kNeverDropped, run_it);
   } else {
     shard_.host.run(run_it);
   }
-  shard_.host.synchronize();
-  if (error) std::rethrow_exception(error);
+  if (!on_host()) shard_.host.synchronize();
+  if (!error) return;
+  if (scope == Scope::kAllRanks) setting_.outcome.fail(error);  // the others are in its collective
+  std::rethrow_exception(error);
 }
 
 void BucketPipeline::wait_launched() {

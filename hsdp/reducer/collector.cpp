@@ -38,6 +38,10 @@ const GroupPlan& Collector::group_of(int parameter) const {
   return plan_->group(parameters_.group_of(parameter));
 }
 
+BucketArithmetic Collector::arithmetic_of(const Piece& piece) const {
+  return plan_->arithmetic(layout_.buckets()[static_cast<std::size_t>(piece.bucket)]);
+}
+
 // True when a fresh gradient of that parameter is added locally instead of being packed.
 bool Collector::accumulates(int parameter) const {
   return group_of(parameter).sync == Sync::kNone || many_backwards_;
@@ -126,7 +130,7 @@ void Collector::accept(Lock& lock, int parameter) {
   if (!has_shard_hop_) {
     const StridedView gradient = kept.gradient;
     const Contribution contribution = contribution_of(parameter, gradient);
-    const bool adds = group_of(parameter).has_carry;
+    const bool adds = !pieces_[p].empty() && arithmetic_of(pieces_[p].front()).adds_carry;
     const ShardSlice& slice = layout_.slice(parameter, 0);
     run_unlocked(lock, [&, produced = kept.produced] {
       packs_.wait(kNoSlot, produced);
@@ -181,7 +185,7 @@ void Collector::pack_one(Lock& lock, Work work) {
   const BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
   const int slot = state.slot;
   const TensorView staging = memory_.staging(slot, bucket);
-  const int exponent = plan_->arithmetic(bucket).row_exponent;
+  const int exponent = arithmetic_of(piece).row_exponent;
   const StridedView gradient = kept_[p].gradient;
   const Contribution contribution = contribution_of(work.parameter, gradient);
   run_unlocked(lock, [&, free = state.slot_free, produced = kept_[p].produced] {

@@ -118,9 +118,10 @@ class Collector {
     const Done*& place_;
   };
   [[nodiscard]] const GroupPlan& group_of(int parameter) const;
+  [[nodiscard]] BucketArithmetic arithmetic_of(const Piece& piece) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
   void accept(Lock& lock, int parameter);
-  // Runs `pack` without the lock; an error ends the Reducer.
+  // Runs `pack` without the lock; an error ends the world.
   void run_unlocked(Lock& lock, const std::function<void()>& pack);
   void accumulate(int parameter, const Contribution& contribution);
   void pack_pieces(Lock& lock, int parameter);

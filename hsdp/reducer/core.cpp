@@ -6,6 +6,7 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/together.h"
 
 namespace hsdp {
 Reducer::Core::Core(const Mesh& mesh, ReducerOptions options)
@@ -23,8 +24,10 @@ Reducer::Core::Core(const Mesh& mesh, ReducerOptions options)
   outcome_.emplace(world_);
   id_ = world_.next_exchange_key();
   compare_options();
-  shard_group_ = mesh_.shard_group().split(0, mesh_.shard_rank());
-  replicate_group_ = mesh_.replicate_group().split(0, mesh_.replica());
+  reducer::together(world_, "make its shard group",
+                    [&] { shard_group_ = mesh_.shard_group().split(0, mesh_.shard_rank()); });
+  reducer::together(world_, "make its replicate group",
+                    [&] { replicate_group_ = mesh_.replicate_group().split(0, mesh_.replica()); });
 }
 
 Reducer::Core::~Core() {
@@ -75,8 +78,13 @@ void Reducer::Core::set_loss_scale(double scale) {
 // Once, when the first microbatch begins.
 void Reducer::Core::freeze() {
   if (frozen_) return;
-  frozen_ = std::make_unique<reducer::Frozen>(reducer::FrozenSetting{
-      parameters_, options_, mesh_.device(), world_, shard_group_, replicate_group_, *outcome_});
+  try {
+    frozen_ = std::make_unique<reducer::Frozen>(reducer::FrozenSetting{
+        parameters_, options_, mesh_.device(), world_, shard_group_, replicate_group_, *outcome_});
+  } catch (const RankError&) {
+    if (world_.engine()->control().failed()) outcome_->fail(std::current_exception());
+    throw;
+  }
   ledger_.set_group_count(parameters_.group_count());
 }
 

@@ -83,7 +83,6 @@ class Reducer::Core {
     // device has it. kKnown: and found_inf is the whole world's. On the host these are one.
     enum class Progress : std::uint8_t { kRunning, kAgreed, kComputed, kKnown };
     std::atomic<Progress> progress{Progress::kRunning};
-    std::vector<std::string> posted_bits;  // keys of non-finite bits posted, not yet collected
   };
 
   void compare_options();  // core_comparison.cpp
@@ -97,6 +96,7 @@ class Reducer::Core {
 
   // core_step.cpp
   void open(reducer::MicrobatchPlan plan);
+  void collect(reducer::MicrobatchPlan plan);
   // The end of a microbatch, finish or discard on this rank: word, rest of the packs, end task.
   struct Closing {
     std::string_view call;
@@ -120,12 +120,10 @@ class Reducer::Core {
     std::int64_t epoch = 0;
     bool ends_step = false;
     bool drops_step = false;  // discard
-    bool reduced = false;     // some group ran a hop: a non-finite bit follows
   };
   void run_end_task(const EndTask& task);
   [[nodiscard]] bool words_agree(const EndTask& task);
   void settle_bits(const EndTask& task);
-  void collect_bits(Step& step);
   [[nodiscard]] std::string key(std::string_view kind, std::int64_t sequence) const;
 
   // core_results.cpp
@@ -134,6 +132,7 @@ class Reducer::Core {
   void run_on_device(const std::function<void(Stream&)>& task, Scope scope = Scope::kThisRank);
   void require_idle(std::string_view call);
   void require_result(std::string_view call);
+  void require_step_over(std::string_view call);
   void require_no_local_sums(std::string_view call) const;
   void require_partial();
   void sum_squares(double* sum, Stream& stream);

@@ -28,18 +28,17 @@ void Reducer::Core::run_end_task(const EndTask& task) {
   frozen_->collector().notify();
 }
 
-// Tells the others whether this rank saw a non-finite value; at the step's end reads theirs.
+// At the step's end: tells the others whether this rank saw a non-finite value, and reads theirs.
 void Reducer::Core::settle_bits(const EndTask& task) {
-  const bool on_host = mesh_.device().type == DeviceType::kHost;
-  if (!on_host && task.ends_step) task.step->progress = Step::Progress::kComputed;
-  if (task.reduced) {
-    task.step->posted_bits.push_back(key("nonfinite", task.sequence));
-    world_.post(task.step->posted_bits.back(), task.step->nonfinite->load() != 0 ? "1" : "0");
-  }
-  if (!task.ends_step && !task.drops_step) return;
-  collect_bits(*task.step);
-  options_.replica_hop->end_step(task.ends_step && !task.step->found_inf);
-  if (task.ends_step) task.step->progress = Step::Progress::kKnown;
+  if (task.drops_step) options_.replica_hop->end_step(false);
+  if (!task.ends_step) return;
+  if (mesh_.device().type != DeviceType::kHost) task.step->progress = Step::Progress::kComputed;
+  const std::string bit_key = key("nonfinite", task.sequence);
+  world_.post(bit_key, task.step->nonfinite->load() != 0 ? "1" : "0");
+  const std::vector<std::string> bits = world_.collect(bit_key, "found_inf");
+  if (std::ranges::count(bits, "1") > 0) task.step->found_inf = true;
+  options_.replica_hop->end_step(!task.step->found_inf);
+  task.step->progress = Step::Progress::kKnown;
 }
 
 // False when a rank abandoned the microbatch: the step is dropped.
@@ -54,10 +53,7 @@ bool Reducer::Core::words_agree(const EndTask& task) {
   }
   const std::optional<int> abandoned = reducer::find_abandoned(words);
   if (!abandoned) return true;
-  frozen_->pipeline().run_when_done([this, step = task.step] {
-    collect_bits(*step);
-    options_.replica_hop->end_step(false);
-  });
+  frozen_->pipeline().run_when_done([this] { options_.replica_hop->end_step(false); });
   if (!words[static_cast<std::size_t>(world_.rank())].abandoned) {
     const reducer::StatusWord& word = words[static_cast<std::size_t>(*abandoned)];
     const std::string text = "reducer: step " + std::to_string(task.step->number) +
@@ -72,14 +68,6 @@ bool Reducer::Core::words_agree(const EndTask& task) {
     outcome_->abort_step(std::move(error), task.epoch + 1, task.step->number);
   }
   return false;
-}
-
-void Reducer::Core::collect_bits(Step& step) {
-  for (const std::string& bit_key : step.posted_bits) {
-    const std::vector<std::string> bits = world_.collect(bit_key, "found_inf");
-    if (std::ranges::count(bits, "1") > 0) step.found_inf = true;
-  }
-  step.posted_bits.clear();
 }
 
 }  // namespace hsdp

@@ -34,6 +34,10 @@ void check_options(const ReducerOptions& options, std::string_view engine) {
     }
   }
   const std::optional<Dtype> sent = options.replica_hop->wire();
+  if (sent && !is_gradient_dtype(*sent)) {
+    throw UsageError("reducer: replica_hop: expected a wire of f32, bf16 or f16, got " +
+                     std::string(name(*sent)));
+  }
   if (sent && options.replica_dtype && *sent != *options.replica_dtype) {
     throw UsageError("reducer: replica_dtype: expected " + std::string(name(*sent)) +
                      ", which the replica_hop sends, got " +

@@ -140,13 +140,11 @@ void Reducer::Core::require_output(const TensorView& out, Dtype dtype, std::int6
 }
 
 Slice Reducer::Core::slice(int parameter) {
-  if (!frozen_) {
-    const std::vector<LayoutParameter> all = parameters_.layout_parameters();
-    const BucketLayout layout(all, mesh_.shard_size(), options_.layout, *options_.bucket_bytes);
-    const ShardSlice& own = layout.slice(parameter, mesh_.shard_rank());
-    return {own.flat_offset, own.count};
-  }
-  const ShardSlice& own = frozen_->layout().slice(parameter, mesh_.shard_rank());
+  const BucketLayout& layout =
+      frozen_
+          ? frozen_->layout()
+          : parameters_.early_layout(mesh_.shard_size(), options_.layout, *options_.bucket_bytes);
+  const ShardSlice& own = layout.slice(parameter, mesh_.shard_rank());
   return {own.flat_offset, own.count};
 }
 
@@ -239,19 +237,21 @@ void Reducer::Core::gather_parameters(std::span<const NamedArray> arrays) {
       Scope::kAllRanks);
 }
 
+void Reducer::Core::require_step_over(std::string_view call) {
+  require_idle(call);
+  if (!ledger_.pending()) return;
+  check_usable(call);
+  throw UsageError("reducer: " + std::string(call) +
+                   ": expected a finished step, got one with microbatches pending; ask after its "
+                   "last microbatch or finish()");
+}
+
 bool Reducer::Core::found_inf() {
-  require_idle("found_inf");
+  require_step_over("found_inf");
   if (!frozen_) return false;
   frozen_->pipeline().wait_watched();
-  if (!(ledger_.holds() == Holds::kResult && step_->progress == Step::Progress::kKnown)) {
-    check_usable("found_inf");
-    const std::shared_ptr<Step> step = step_;
-    frozen_->pipeline().run_after(Scope::kThisRank, ledger_.epoch(), [this, step] {
-      frozen_->pipeline().run_when_done([this, step] { collect_bits(*step); });
-    });
-    frozen_->pipeline().wait_watched();
-    check_usable("found_inf");
-  }
+  const bool known = ledger_.holds() == Holds::kResult && step_->progress == Step::Progress::kKnown;
+  if (!known) check_usable("found_inf");
   return step_->found_inf;
 }
 
@@ -262,7 +262,7 @@ void Reducer::Core::found_inf(TensorView out) {
     *static_cast<float*>(out.data) = found_inf() ? 1.0F : 0.0F;
     return;
   }
-  require_idle("found_inf");
+  require_step_over("found_inf");
   if (!frozen_) {
     throw UsageError("reducer: found_inf: expected a step before it, got none; run one first");
   }

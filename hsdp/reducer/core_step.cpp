@@ -17,8 +17,12 @@ void Reducer::Core::begin_microbatch(const MicrobatchOptions& options) {
   const std::vector<Sync> sync = ledger_.sync_of(options);
   // How a step ended is known before the next one begins; within a step nobody waits here.
   if (!ledger_.pending()) wait_for_words();
+  open(ledger_.begin(sync));
+}
+
+void Reducer::Core::open(reducer::MicrobatchPlan plan) {
   try {
-    open(ledger_.begin(sync));
+    collect(std::move(plan));
   } catch (...) {  // no memory: the others would wait for this rank's buckets
     ledger_.drop();
     outcome_->fail(std::current_exception());
@@ -26,7 +30,7 @@ void Reducer::Core::begin_microbatch(const MicrobatchOptions& options) {
   }
 }
 
-void Reducer::Core::open(reducer::MicrobatchPlan plan) {
+void Reducer::Core::collect(reducer::MicrobatchPlan plan) {
   if (plan.begins_step) {
     step_ = std::make_shared<Step>();
     step_->number = plan.step;
@@ -213,7 +217,6 @@ void Reducer::Core::enqueue_end_task(const Closing& closing) {
   task.epoch = closing.plan->epoch;
   task.drops_step = closing.call == "discard";
   task.ends_step = closing.plan->ends_step;
-  task.reduced = closing.plan->runs_a_hop();
   frozen_->pipeline().join_streams();
   frozen_->pipeline().run_after(reducer::BucketPipeline::Scope::kAllRanks, task.epoch,
                                 [this, task] { run_end_task(task); });

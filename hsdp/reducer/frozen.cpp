@@ -3,52 +3,21 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <exception>
-#include <functional>
-#include <ranges>
+#include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "hsdp/comm/agreed_error.h"
-#include "hsdp/comm/control.h"
-#include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
 namespace {
 
 std::string member_text(const Communicator& world, int rank) {
   return "rank " + std::to_string(rank) + " of " + std::to_string(world.size());
-}
-
-// Runs one part of the set-up and asks how it went elsewhere: it stands on all ranks, or throws on
-// all of them.
-void together(Communicator& world, const std::string& what, const std::function<void()>& part) {
-  std::exception_ptr own;
-  std::exception_ptr of_peer;  // who tells it to the rest of the world
-  std::string text;
-  try {
-    part();
-  } catch (const comm::AgreedError& error) {
-    const bool here = error.rank() == world.engine()->control().rank();
-    (here ? own : of_peer) = std::current_exception();
-    if (here) text = error.what();
-  } catch (const std::exception& error) {
-    own = std::current_exception();
-    text = error.what();
-  }
-  if (own && text.empty()) text = "an error without a text";
-  const std::vector<std::string> all = world.exchange(text, "Reducer");
-  if (own) std::rethrow_exception(own);
-  for (int r = 0; r < world.size(); ++r) {
-    const std::string& theirs = all[static_cast<std::size_t>(r)];
-    if (theirs.empty()) continue;
-    throw StepAbortedError("reducer: set-up: " + member_text(world, r) + " could not " + what +
-                               ": " + theirs +
-                               "; every rank gave back what it had and may try again",
-                           {world.world_ranks()[static_cast<std::size_t>(r)]});
-  }
-  if (of_peer) std::rethrow_exception(of_peer);
 }
 
 // FNV-1a: tells different texts apart, and is the same in every build.

@@ -46,7 +46,6 @@ struct MicrobatchPlan {
   }
   [[nodiscard]] BucketArithmetic arithmetic(const Bucket& bucket) const;
   [[nodiscard]] bool has(Sync sync) const;
-  [[nodiscard]] bool runs_a_hop() const { return has(Sync::kShard) || has(Sync::kAll); }
   // "shard all none": one word a group.
   [[nodiscard]] std::string sync_text() const;
 };

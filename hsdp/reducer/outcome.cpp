@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
@@ -11,24 +12,22 @@
 namespace hsdp::reducer {
 namespace {
 
-std::exception_ptr failure_of(const comm::Control& control) {
-  try {
-    control.throw_if_failed();
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
-}
-
-// What ended the world, told by whoever met it in a wait: more than the world itself knows.
-bool is_of_world(const std::exception_ptr& error) {
+// Why the world has ended, where that explains `error`: not where it ended because of this error,
+// nor where the error says so itself, and for what this rank was waiting.
+std::exception_ptr cause_of(const std::exception_ptr& error, const comm::Control& control) {
   try {
     std::rethrow_exception(error);
   } catch (const RankError&) {
-    return true;
-  } catch (...) {
-    return false;
+    return error;
+  } catch (...) {  // looked at below
   }
+  try {
+    control.throw_if_failed();
+  } catch (const RankError& end) {
+    const bool is_own = end.ranks() == std::vector<int>{control.rank()};
+    return is_own ? error : std::current_exception();
+  }
+  return error;
 }
 
 std::string text_of(const std::exception_ptr& error) {
@@ -45,7 +44,7 @@ std::string text_of(const std::exception_ptr& error) {
 
 void Outcome::fail(std::exception_ptr error) {
   comm::Control& control = world_.engine()->control();
-  if (control.failed() && !is_of_world(error)) error = failure_of(control);
+  error = cause_of(error, control);
   std::string text = text_of(error);
   {
     const std::scoped_lock lock(mutex_);
@@ -75,11 +74,6 @@ void Outcome::abort_step(std::exception_ptr error, std::int64_t through_epoch, s
     skip_through_epoch_ = std::max(skip_through_epoch_, through_epoch);
   }
   on_change_();
-}
-
-bool Outcome::aborted() const {
-  const std::scoped_lock lock(mutex_);
-  return abort_.has_value();
 }
 
 std::optional<Outcome::Abort> Outcome::take_abort() {

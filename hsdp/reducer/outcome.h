@@ -23,15 +23,14 @@ class Outcome {
   // Called after every change, without the lock, so that waiting threads look again.
   void set_on_change(std::function<void()> on_change) { on_change_ = std::move(on_change); }
 
-  // Keeps the first error, and tells the others: their calls throw its text and this rank. Where
-  // the world has ended already, why it did so is kept instead.
+  // Keeps the first error, and ends the world with its text: the others' calls throw an error that
+  // names this rank. A local error that only follows from the world's end gives way to that.
   void fail(std::exception_ptr error);
   [[nodiscard]] bool failed() const;
   void rethrow_failure() const;  // no-op when none
 
   // Drops all work of epochs up to `through_epoch` and raises `error` at the next call.
   void abort_step(std::exception_ptr error, std::int64_t through_epoch, std::int64_t step);
-  [[nodiscard]] bool aborted() const;
   struct Abort {
     std::exception_ptr error;
     std::int64_t step = 0;  // the step that was dropped

@@ -65,6 +65,7 @@ int ParameterTable::add(const ParameterSpec& spec) {
   check_shape(spec);
   check_gradient_dtype(spec.dtype, "a gradient dtype", spec.name);
   if (spec.reduce_dtype) check_gradient_dtype(*spec.reduce_dtype, "a reduce_dtype", spec.name);
+  early_layout_.reset();
   const int parameter = size();
   index_.emplace(spec.name, parameter);
   specs_.push_back(spec);
@@ -111,6 +112,12 @@ std::vector<LayoutParameter> ParameterTable::layout_parameters() const {
   result.reserve(specs_.size());
   for (int p = 0; p < size(); ++p) result.push_back({spec(p).shape, wire_dtype(p), group_of(p)});
   return result;
+}
+
+const BucketLayout& ParameterTable::early_layout(int shard_size, Layout layout,
+                                                 std::int64_t bucket_bytes) {
+  if (!early_layout_) early_layout_.emplace(layout_parameters(), shard_size, layout, bucket_bytes);
+  return *early_layout_;
 }
 
 std::vector<std::string> ParameterTable::describe() const {

@@ -40,6 +40,9 @@ class ParameterTable {
   }
 
   [[nodiscard]] std::vector<LayoutParameter> layout_parameters() const;
+  // As they would be laid out now; made anew only when a parameter has come since.
+  [[nodiscard]] const BucketLayout& early_layout(int shard_size, Layout layout,
+                                                 std::int64_t bucket_bytes);
   // One line per parameter; equal on all ranks, or the first differing line is the news.
   [[nodiscard]] std::vector<std::string> describe() const;
 
@@ -50,6 +53,7 @@ class ParameterTable {
   std::vector<int> group_of_;
   std::vector<std::string> groups_;
   std::unordered_map<std::string, int> index_;
+  std::optional<BucketLayout> early_layout_;
 };
 
 }  // namespace hsdp::reducer

@@ -16,7 +16,7 @@ struct StatusWord {
   std::string call;  // "microbatch", "finish", "discard"
   std::int64_t step = 0;
   std::int64_t microbatch = 0;
-  std::string sync;          // describe(SyncPlan)
+  std::string sync;          // MicrobatchPlan::sync_text()
   double divide_factor = 0;  // 0: the default rule
   double loss_scale = 1;
   bool abandoned = false;

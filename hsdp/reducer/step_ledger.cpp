@@ -18,10 +18,8 @@ std::string short_text(double value) {
   return text.data();
 }
 
-// Results are divided by the product in fp32: beyond its range all would be zero or infinite.
 void check_divisor(const std::optional<double>& factor, double scale) {
-  const auto divisor = static_cast<float>(factor.value_or(1.0) * scale);
-  if (std::isnormal(divisor) && std::isnormal(1.0F / divisor)) return;
+  if (is_usable_divisor(factor.value_or(1.0), scale)) return;
   throw UsageError(
       "reducer: divide factor times loss scale: expected a product that fp32 and its reciprocal "
       "hold, got " +

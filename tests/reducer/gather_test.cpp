@@ -145,5 +145,30 @@ INSTANTIATE_TEST_SUITE_P(
       return to_string(row.param.shape) + "_" + std::string(name(row.param.layout));
     });
 
+// Asked thousands of times before there are buckets, as an optimizer does that sets itself up.
+TEST(SliceBeforeTheFirstStep, IsTheOneOfTheStep) {
+  constexpr int kParameters = 4'000;
+  run_mesh({1, 2}, [](const Mesh& mesh) {
+    Reducer reducer(mesh, {.missing = Missing::kZero});
+    const auto name_of = [](int p) { return "w" + std::to_string(p); };
+    for (int p = 0; p < kParameters; ++p) {
+      reducer.register_parameter({.name = name_of(p), .shape = {3 + p % 5, 7}});
+    }
+    const std::int64_t before_the_last = reducer.slice("w0").count;
+    reducer.register_parameter({.name = "last", .shape = {5}});
+    EXPECT_EQ(reducer.slice("w0").count, before_the_last);
+    std::vector<Slice> early;
+    for (int p = 0; p < kParameters; ++p) early.push_back(reducer.slice(name_of(p)));
+    early.push_back(reducer.slice("last"));
+    reducer.begin_microbatch({.last = true});
+    reducer.end_microbatch();
+    for (int p = 0; p <= kParameters; ++p) {
+      const Slice slice = reducer.slice(p < kParameters ? name_of(p) : "last");
+      EXPECT_EQ(slice.offset, early[static_cast<std::size_t>(p)].offset);
+      EXPECT_EQ(slice.count, early[static_cast<std::size_t>(p)].count);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace hsdp

@@ -263,7 +263,10 @@ TEST(Registration, RefusesBadOptions) {
     for (const ReducerOptions& bad :
          {ReducerOptions{.reduce_dtype = Dtype::kF64}, ReducerOptions{.replica_dtype = Dtype::kU8},
           ReducerOptions{.bucket_bytes = 0}, ReducerOptions{.bucket_bytes = -5},
-          ReducerOptions{.reduction = "fast"}, ReducerOptions{.reduction = "native"}}) {
+          ReducerOptions{.reduction = "fast"}, ReducerOptions{.reduction = "native"},
+          ReducerOptions{.replica_hop = std::make_shared<PlainHop>(Dtype::kF64)},
+          ReducerOptions{.replica_dtype = Dtype::kF32,
+          .replica_hop = std::make_shared<PlainHop>(Dtype::kBf16)}}) {
       EXPECT_TRUE(caught<UsageError>([&] { const Reducer reducer(mesh, bad); }));
     }
   });

@@ -172,15 +172,13 @@ std::vector<Poison> poisons() {
 
 class FoundInf : public testing::TestWithParam<Poison> {};
 
-TEST_P(FoundInf, IsTheOrOverTheWorldAndTheStep) {
-  const Poison& poison = GetParam();
-  const MeshShape shape{.replicate = 2, .shard = 2};
+void check_found_inf(const Poison& poison, MeshShape shape) {
   StepCase step =
       integer_step({{.name = "w", .shape = {100}, .dtype = poison.gradient}}, shape.size(), 2, 1);
   step.schedule = poison.schedule;
   const StepCase clean = step;
-  (*step.gradients[0][static_cast<std::size_t>(poison.microbatch)][1])[3] = poison.value;
-  std::vector<RankResult> results(4);
+  (*step.gradients[0][static_cast<std::size_t>(poison.microbatch)].back())[3] = poison.value;
+  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
   run_mesh(shape, [&](const Mesh& mesh) {
     Reducer reducer(mesh, poison.options);
     register_all(reducer, step);
@@ -191,6 +189,34 @@ TEST_P(FoundInf, IsTheOrOverTheWorldAndTheStep) {
     EXPECT_FALSE(reducer.found_inf()) << "the next step";
   });
   expect_reference(results, step, poison.options, shape, poison.label);
+}
+
+TEST_P(FoundInf, IsTheOrOverTheWorldAndTheStep) { check_found_inf(GetParam(), {2, 2}); }
+
+// There a microbatch is added to the carry without a hop, which would see what is not finite.
+TEST_P(FoundInf, CountsMicrobatchesThatNoHopSaw) {
+  Poison poison = GetParam();
+  if (poison.options.reduce_dtype) poison.found = false;  // nothing is rounded to it
+  if (poison.options.replica_dtype != Dtype::kF16) check_found_inf(poison, {1, 1});
+  check_found_inf(poison, {3, 1});
+}
+
+TEST(FoundInfOfAPendingStep, IsAUsageError) {
+  const StepCase step =
+      random_step({{.name = "w", .shape = {40}}}, 2, {Sync::kShard, Sync::kNone}, 3);
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    float word = 0;
+    for (int m = 0; m < 2; ++m) {
+      run_microbatch(reducer, step, m, mesh.rank(),
+                     {.sync = step.schedule[static_cast<std::size_t>(m)]});
+      EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.found_inf()); }));
+      EXPECT_TRUE(caught<UsageError>([&] { reducer.found_inf({&word, 1, Dtype::kF32}); }));
+    }
+    reducer.finish();
+    EXPECT_FALSE(reducer.found_inf());
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Poisons, FoundInf, testing::ValuesIn(poisons()),

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <latch>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -75,9 +77,10 @@ TEST_P(SetUp, FailsOnAllRanksAndMayBeTriedAgain) {
       const auto begin = [&] { reducer.begin_microbatch(); };
       if (mesh.rank() == bad) {
         fail_call(fault.call, fault.skipped);
-        const auto error = caught<std::exception>(begin);
+        const auto error = caught<Error>(begin);
         EXPECT_TRUE(call_has_failed());
         ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("(rank " + std::to_string(bad) + " of"));
       } else {
         const auto error = caught<StepAbortedError>(begin);
         ASSERT_TRUE(error);
@@ -126,6 +129,95 @@ TEST(SetUpOfRegistrations, MayBeMendedAndTriedAgain) {
       },
       kPatient);
   expect_reference(results, step, {}, kSquare, "after the missing registration");
+}
+
+TEST(SetUpOfTwo, GivesEachItsOwnError) {
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        Reducer reducer(mesh);
+        reducer.register_parameter({.name = "w", .shape = {100}});
+        const bool bad = mesh.rank() == 0 || mesh.rank() == 2;  // of one replicate group
+        if (bad) fail_call(FailingCall::kMemfdCreate, 0);
+        const auto error = caught<Error>([&] { reducer.begin_microbatch(); });
+        ASSERT_TRUE(error);
+        const std::string own = "(rank " + std::to_string(mesh.rank()) + " of 4)";
+        EXPECT_THAT(error->what(), HasSubstr(bad ? own : "rank 0 of 4 could not"));
+        EXPECT_EQ(call_has_failed(), bad);
+      },
+      kPatient);
+}
+
+TEST(SetUpOfGroups, IsAgreedAndLeavesTheMeshToAnotherReducer) {
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        for (int skipped = 0; skipped < 2; ++skipped) {
+          if (mesh.rank() == 1) fail_call(FailingCall::kMemfdCreate, skipped);
+          const auto error = caught<Error>([&] { Reducer(mesh, {}); });
+          EXPECT_EQ(call_has_failed(), mesh.rank() == 1);
+          EXPECT_TRUE(error);
+        }
+        Reducer reducer(mesh);
+      },
+      kPatient);
+}
+
+// The world's end is repeated, as any other failure is.
+TEST(SetUpInAnEndedWorld, SaysSoEveryTime) {
+  std::latch ended(2);
+  run_mesh(
+      {1, 2},
+      [&](const Mesh& mesh) {
+        Reducer reducer(mesh);
+        reducer.register_parameter({.name = "w", .shape = {100}});
+        if (mesh.rank() == 0) Communicator(mesh.world()).abort("the test wants it");
+        ended.arrive_and_wait();
+        EXPECT_TRUE(caught<RankError>([&] { reducer.begin_microbatch(); }));
+        EXPECT_TRUE(caught<RankError>([&] { reducer.finish(); }));
+        EXPECT_TRUE(caught<RankError>([&] { static_cast<void>(reducer.shard("w")); }));
+      },
+      kPatient);
+}
+
+// A hop that fails on one rank, as for want of memory.
+class BrokenHop final : public ReplicaHop {
+ public:
+  explicit BrokenHop(bool breaks) : breaks_(breaks) {}
+  void reduce(Communicator& replicas, const ReplicaShard& shard, Stream& stream) override {
+    if (breaks_) throw Error("hop: no memory for codes");
+    plain_.reduce(replicas, shard, stream);
+  }
+  [[nodiscard]] std::string_view name() const override { return "broken"; }
+
+ private:
+  bool breaks_;
+  PlainHop plain_;
+};
+
+TEST(HopFailure, ReachesTheOthersAtOnceWithItsText) {
+  const StepCase step =
+      random_step({{.name = "w", .shape = {100}}}, kSquare.size(), {Sync::kAll}, 6);
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        const bool bad = mesh.rank() == 3;
+        Reducer reducer(mesh, {.replica_hop = std::make_shared<BrokenHop>(bad)});
+        register_all(reducer, step);
+        const auto run = [&] { run_step(reducer, step, mesh.rank()); };
+        for (const auto& call : std::vector<std::function<void()>>{run, run}) {
+          const auto error = caught<Error>(call);
+          ASSERT_TRUE(error);
+          EXPECT_THAT(error->what(), HasSubstr("hop: no memory for codes"));
+        }
+        if (!bad) {
+          const auto error = caught<RankError>(run);
+          ASSERT_TRUE(error);
+          EXPECT_EQ(error->ranks(), std::vector<int>{3});
+        }
+        reducer.close();
+      },
+      kPatient);
 }
 
 TEST(SetUpOfOptions, LeavesTheMeshToAnotherReducer) {

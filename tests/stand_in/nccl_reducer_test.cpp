@@ -12,6 +12,7 @@
 #include "cuda_stand_in.h"
 #include "hsdp/error.h"
 #include "nccl_gpu_rank.h"
+#include "tests/support/failing_calls.h"
 
 namespace hsdp::test {
 namespace {
@@ -156,6 +157,33 @@ TEST(NcclReducerFailure, AResultThatStoodBeforeTheFailureIsRead) {
     EXPECT_NO_THROW(reducer.close());
   });
   expect_reference(results, step, {}, {1, 2}, "kept");
+}
+
+// A thread cannot be started on one rank: no rank has a Reducer, and the next attempt is right.
+TEST(NcclReducerSetUp, FailsOnAllRanksAndMayBeTriedAgain) {
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  const StepCase step = random_step(parameters(Dtype::kF32), shape.size(), {Sync::kAll}, 9);
+  std::vector<RankResult> results(4);
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
+    GpuRank rank(reducer, step, mesh);
+    for (int skipped = 0; skipped < 2; ++skipped) {
+      const int bad = 1 + skipped;
+      if (mesh.rank() == bad) {
+        fail_call(FailingCall::kPthreadCreate, skipped);
+        EXPECT_THROW(rank.begin(0), std::exception);
+        EXPECT_TRUE(call_has_failed());
+      } else {
+        const auto error = caught<StepAbortedError>([&] { rank.begin(0); });
+        ASSERT_TRUE(error);
+        EXPECT_EQ(error->ranks(), std::vector<int>{bad});
+      }
+      EXPECT_EQ(reducer.stats().resident_bytes, 0);
+      EXPECT_GT(reducer.slice(step.parameters[1].name).count, 0);
+    }
+    results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+  });
+  expect_reference(results, step, {.bucket_bytes = kSmallBuckets}, shape, "after failures");
 }
 
 TEST(NcclReducer, NonfiniteValuesAreFoundOnEveryRank) {

@@ -1,0 +1,48 @@
+#include "hsdp/reducer/together.h"
+
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/agreed_error.h"
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/error.h"
+
+namespace hsdp::reducer {
+
+void together(Communicator& world, std::string_view what, const std::function<void()>& part) {
+  const auto rank_text = [&world](int rank) {
+    return "rank " + std::to_string(rank) + " of " + std::to_string(world.size());
+  };
+  std::exception_ptr own;
+  std::string reason;
+  try {
+    part();
+  } catch (const comm::AgreedError& error) {  // another rank's is told by that rank
+    if (error.rank() == world.engine()->control().rank()) {
+      own = std::current_exception();
+      reason = error.reason();
+    }
+  } catch (const Error& error) {
+    own = std::current_exception();
+    reason = error.what();
+  } catch (const std::exception& error) {
+    reason = error.what();
+    own = std::make_exception_ptr(Error("reducer: set-up: could not " + std::string(what) + ": " +
+                                        reason + " (" + rank_text(world.rank()) + ")"));
+  }
+  if (own && reason.empty()) reason = "an error without a text";
+  const std::vector<std::string> all = world.exchange(reason, "Reducer");
+  if (own) std::rethrow_exception(own);
+  for (int r = 0; r < world.size(); ++r) {
+    const std::string& theirs = all[static_cast<std::size_t>(r)];
+    if (theirs.empty()) continue;
+    throw StepAbortedError("reducer: set-up: " + rank_text(r) + " could not " + std::string(what) +
+                               ": " + theirs +
+                               "; every rank gave back what it had and may try again",
+                           {world.world_ranks()[static_cast<std::size_t>(r)]});
+  }
+}
+
+}  // namespace hsdp::reducer

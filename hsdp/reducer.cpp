@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -52,6 +53,7 @@ void Reducer::set_gradient_divide_factor(std::optional<double> factor) {
 void Reducer::set_loss_scale(double scale) { core_->set_loss_scale(scale); }
 
 void Reducer::set_stream(const Stream& stream) { core_->set_stream(stream); }
+void Reducer::begin_step() { core_->begin_step(); }
 void Reducer::begin_microbatch(const MicrobatchOptions& options) {
   core_->begin_microbatch(options);
 }
@@ -69,9 +71,7 @@ std::vector<Stream> Reducer::pack_streams() const { return core_->pack_streams()
 Event Reducer::packed() { return core_->packed(); }
 void Reducer::reject_gradient(std::string_view message) { core_->reject_gradient(message); }
 void Reducer::end_microbatch() { core_->end_microbatch(); }
-void Reducer::abandon_microbatch(std::string_view reason) noexcept {
-  core_->abandon_microbatch(reason);
-}
+void Reducer::abandon_step(std::string_view reason) noexcept { core_->abandon_step(reason); }
 void Reducer::finish() { core_->finish(); }
 void Reducer::discard() { core_->discard(); }
 void Reducer::close() { core_->close(); }
@@ -107,6 +107,7 @@ void Reducer::save_snapshot(const std::filesystem::path& path, std::int64_t step
 }
 void Reducer::flush_snapshots() { core_->flush_snapshots(); }
 ReducerStats Reducer::stats() const { return core_->stats(); }
+ReducerState Reducer::state() const { return core_->state(); }
 
 double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm) {
   check_clip(reducers, max_norm);
@@ -143,12 +144,22 @@ void clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorV
   for (Reducer* reducer : reducers) reducer->core_->scale_shards(factor);
 }
 
+Step::Step(Reducer& reducer) : reducer_(reducer), exceptions_(std::uncaught_exceptions()) {
+  reducer.begin_step();
+}
+
+Step::~Step() {
+  if (std::uncaught_exceptions() > exceptions_) {
+    reducer_.abandon_step("its block raised an exception");
+  }
+}
+
 Microbatch::Microbatch(Reducer& reducer, const MicrobatchOptions& options) : reducer_(&reducer) {
   reducer.begin_microbatch(options);
 }
 
 Microbatch::~Microbatch() {
-  if (reducer_ != nullptr) reducer_->abandon_microbatch("its block raised an exception");
+  if (reducer_ != nullptr) reducer_->abandon_step("its block raised an exception");
 }
 
 void Microbatch::end() {

@@ -11,7 +11,7 @@
 //   TensorView mean = reducer.shard("w");               // this rank's slice, fp32
 //
 // Ownership: the Reducer owns carry, staging and accumulators. A gradient handed to gradient_ready
-// must stay valid and unchanged until end_microbatch (or abandon_microbatch) returns or throws:
+// must stay valid and unchanged until end_microbatch (or abandon_step) returns or throws:
 // declare it before the Microbatch guard, or pass `keep_alive`. `shard()` views live until the next
 // begin_microbatch.
 // Streams: on CUDA nothing waits for the GPU but what returns a number or a vector, saving a
@@ -62,7 +62,9 @@ struct NamedArray {
 class Reducer {
  public:
   explicit Reducer(const Mesh& mesh, ReducerOptions options = {});
-  ~Reducer();  // waits for own work in flight; never throws, never hangs
+  // Drops a step that is begun, and waits for own work in flight, for its peers' words at most as
+  // long as the mesh's timeout. Never throws.
+  ~Reducer();
   Reducer(Reducer&&) noexcept;
   Reducer& operator=(Reducer&&) noexcept;
 
@@ -81,6 +83,9 @@ class Reducer {
   // must live until the Reducer is gone.
   void set_stream(const Stream& stream);
 
+  // Begins a step before its first microbatch, which otherwise does so: from here on abandon_step
+  // drops it. Nothing when it is begun already; UsageError while microbatches are pending.
+  void begin_step();
   void begin_microbatch(const MicrobatchOptions& options = {});
   // Packs at once when there is room, else keeps the view (and `keep_alive`) and packs later.
   // Never waits for a peer or for staging. `produced`: when the gradient is valid, for one that was
@@ -100,15 +105,19 @@ class Reducer {
   // this message and drops the step. From any thread; no-op when no microbatch is open.
   void reject_gradient(std::string_view message);
   void end_microbatch();
-  // The caller's block raised: sends what peers wait for, marks the step as dropped on all ranks.
-  // Throws nothing of its own; no-op when no microbatch is open.
-  void abandon_microbatch(std::string_view reason) noexcept;
+  // Drops the step on all ranks, in a microbatch or between two: this rank is idle at once and
+  // sends zeros for what its peers wait for; they get a StepAbortedError with the reason (1 KiB of
+  // it) at the end of their next microbatch that sends something. Waits for the previous
+  // microbatch's status words at most; the next step's begin waits for the peers' next ones,
+  // however long those take. No-op where no step is begun, or another rank has dropped it already.
+  void abandon_step(std::string_view reason) noexcept;
 
   // Completes a pending carry without fresh gradients; with none pending it only waits until all
   // ranks agree on the step. Safe to call twice.
   void finish();
   void discard();  // drops it; no-op when none is pending
-  void close();    // waits for own work and snapshots; then every call but stats() is a UsageError
+  // As the destructor, and waits for snapshots; then every call but stats() is a UsageError.
+  void close();
 
   [[nodiscard]] TensorView shard(std::string_view name);  // fp32, writable, this rank's slice
   // carry / (f s), a copy. Not while a group that was all earlier in the step holds totals.
@@ -132,6 +141,7 @@ class Reducer {
   void flush_snapshots();
 
   [[nodiscard]] ReducerStats stats() const;
+  [[nodiscard]] ReducerState state() const;  // never waits, in any phase
 
  private:
   friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
@@ -146,7 +156,21 @@ double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
 // of all; nothing waits for the GPU.
 void clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
 
-// Ends the microbatch, or abandons it when an exception leaves the scope.
+// Begins a step, and drops it on all ranks when an exception leaves the scope.
+//   { Step step(reducer); for (...) { Microbatch ... } }
+class Step {
+ public:
+  explicit Step(Reducer& reducer);
+  ~Step();
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+ private:
+  Reducer& reducer_;
+  int exceptions_;
+};
+
+// Ends the microbatch, or drops the step when an exception leaves the scope.
 //   { Microbatch microbatch(reducer, {.last = true}); backward(); microbatch.end(); }
 class Microbatch {
  public:

@@ -1,4 +1,5 @@
-// What a Reducer did and holds, so that claims can be counted by tests. Plain data.
+// What a Reducer did and holds, so that claims can be counted by tests, and where it stands. Plain
+// data.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,9 @@ struct ReducerStats {
   std::int64_t reduce_scatter_count = 0;
   std::int64_t all_reduce_count = 0;  // replica hops
   std::int64_t all_gather_count = 0;
-  std::int64_t shard_hop_bytes = 0;    // wire bytes of this rank's buckets handed to the hop
-  std::int64_t replica_hop_bytes = 0;  // wire bytes of this rank's shards handed to the hop
+  std::int64_t control_message_count = 0;  // status words, and bits for found_inf, that it sent
+  std::int64_t shard_hop_bytes = 0;        // wire bytes of this rank's buckets handed to the hop
+  std::int64_t replica_hop_bytes = 0;      // wire bytes of this rank's shards handed to the hop
 
   std::int64_t carry_bytes = 0;        // fp32 carry, also the result
   std::int64_t total_bytes = 0;        // replica-summed totals of groups that are `all` mid-step
@@ -33,6 +35,16 @@ struct ReducerStats {
   std::string replica_hop;
   std::string shard_transport;
   std::string replica_transport;
+};
+
+// Where a Reducer stands on this rank.
+struct ReducerState {
+  enum class Phase : std::uint8_t { kIdle, kCollecting, kFailed, kClosed };
+  Phase phase = Phase::kIdle;   // kCollecting: a microbatch is open
+  std::int64_t step = -1;       // the number of the last one that began; -1: none has
+  bool step_begun = false;      // it has neither ended nor been dropped
+  std::int64_t microbatch = 0;  // of its microbatches, how many have ended
+  bool pending = false;         // and are not in a result yet
 };
 
 }  // namespace hsdp

@@ -27,13 +27,13 @@ from hsdp.errors import (
     UsageError,
 )
 from hsdp.mesh import Mesh, init_mesh, job_size
-from hsdp.microbatch import Microbatch
 from hsdp.parameter import Parameter, Slice
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_stats import ReducerStats
 from hsdp.same_weights import broadcast_parameters
 from hsdp.snapshot import Snapshot, SnapshotInfo, read_snapshot, write_snapshot
+from hsdp.step_blocks import Microbatch, Step
 
 __all__ = [
     "Array",
@@ -55,6 +55,7 @@ __all__ = [
     "Snapshot",
     "SnapshotError",
     "SnapshotInfo",
+    "Step",
     "StepAbortedError",
     "TimeoutError",
     "UsageError",

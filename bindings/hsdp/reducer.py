@@ -11,10 +11,10 @@ from hsdp.array import as_shape
 from hsdp.dtypes import DtypeLike, dtype_text, wire_text
 from hsdp.errors import UsageError
 from hsdp.mesh import as_mesh
-from hsdp.microbatch import Microbatch
 from hsdp.open_reducers import open_reducers
 from hsdp.parameter import Parameter
 from hsdp.reducer_results import ReducerResults
+from hsdp.step_blocks import Microbatch, Step
 
 if TYPE_CHECKING:
     import torch
@@ -55,13 +55,13 @@ class Reducer(ReducerResults):
     order. `gradient_ready` may be called from any thread; everything else from one at a time.
 
     Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
-    or failed to set the Reducer up (all stay usable). It may come as late as the call that reads the step's result: put `try`
-    around a whole step, and let every rank go on with a new one. PeerLostError, TimeoutError and
-    MismatchError end the Reducer, and every later call repeats them, but for `stats`, `close` and
-    reading the last finished result. Ctrl-C raises KeyboardInterrupt: in your own code within a
-    microbatch it drops the step and all ranks stay usable; in a wait for other ranks it ends the
-    mesh, and they get an `hsdp.Error` that names this rank. In a forked child every call is a
-    UsageError.
+    or failed to set the Reducer up (all stay usable). It may come as late as the call that reads
+    the step's result: put `try` around `with reducer.step():` and all that reads its result, and
+    let every rank go on with a new step. PeerLostError, TimeoutError and MismatchError end the
+    Reducer, and every later call repeats them, but for `stats`, `close` and reading the last
+    finished result. Ctrl-C raises KeyboardInterrupt: in your own code within a step or a microbatch
+    it drops the step and all ranks stay usable; in a wait for other ranks it ends the mesh, and
+    they get an `hsdp.Error` that names this rank. In a forked child every call is a UsageError.
     """
 
     def __init__(
@@ -191,6 +191,16 @@ class Reducer(ReducerResults):
         """Divides by the loss scale in the same division. Between steps only."""
         self._handle.set_loss_scale(float(scale))
 
+    def step(self) -> Step:
+        """`with reducer.step():` around the microbatches of one step drops it on every rank when
+        anything in the block raises; all ranks stay usable, and begin a new step.
+        """
+        return Step(self)
+
+    def begin_step(self) -> None:
+        """Begins a step before its first microbatch, which otherwise does so."""
+        self._handle.begin_step()
+
     def microbatch(self, last: bool | None = None, sync: str | None = None) -> Microbatch:
         """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
         drops the step on every rank when the block raises. `last` and `sync` as there.
@@ -210,7 +220,7 @@ class Reducer(ReducerResults):
         try:
             self._attachment.microbatch_began()
         except BaseException as error:
-            self._handle.abandon_microbatch(str(error))
+            self._handle.abandon_step(str(error))
             raise
 
     def gradient_ready(self, parameter: str | int, gradient: Any) -> None:
@@ -244,15 +254,22 @@ class Reducer(ReducerResults):
             raise
         self._ended(completed=True)
 
-    def abandon_microbatch(self, reason: str = "it was abandoned") -> None:
-        """Drops the step on every rank; the others get a StepAbortedError with the reason.
+    def abandon_step(self, reason: str = "it was abandoned") -> None:
+        """Drops the step on every rank, in a microbatch or between two.
 
-        What `with reducer.microbatch()` does when its block raises. Nothing without a microbatch.
+        This rank is idle at once, and sends zeros for what its peers still wait for. They get a
+        StepAbortedError with the reason at the end of their next microbatch that sends something.
+        Never raises; nothing where no step is begun, or another rank has dropped it already.
         """
+        begun = self._handle.step_begun()
+        collecting = self._handle.is_collecting()
         try:
-            self._handle.abandon_microbatch(reason)
+            self._handle.abandon_step(reason)
         finally:
-            self._ended(completed=False)
+            if collecting:
+                self._ended(completed=False)
+            elif begun and self._attachment is not None:
+                self._attachment.step_dropped()
 
     def _ended(self, completed: bool) -> None:
         if self._attachment is not None:

@@ -20,6 +20,8 @@ class ReducerStats:
     #: replica hops
     all_reduce_count: int
     all_gather_count: int
+    #: status words, and bits for found_inf, that this rank sent
+    control_message_count: int
     #: wire bytes of this rank's buckets handed to the shard hop
     shard_hop_bytes: int
     #: wire bytes of this rank's shards handed to the replica hop

@@ -205,6 +205,7 @@ py::dict stats(const Handle& self) {
   d["reduce_scatter_count"] = s.reduce_scatter_count;
   d["all_reduce_count"] = s.all_reduce_count;
   d["all_gather_count"] = s.all_gather_count;
+  d["control_message_count"] = s.control_message_count;
   d["shard_hop_bytes"] = s.shard_hop_bytes;
   d["replica_hop_bytes"] = s.replica_hop_bytes;
   d["carry_bytes"] = s.carry_bytes;
@@ -245,11 +246,16 @@ void bind_settings(Class& bound) {
            })
       .def("set_loss_scale",
            [](const Handle& self, double scale) { self.reducer().set_loss_scale(scale); })
-      .def("stats", stats);
+      .def("stats", stats)
+      .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
+      .def("is_collecting", [](const Handle& self) {
+        return self.reducer().state().phase == ReducerState::Phase::kCollecting;
+      });
 }
 
 void bind_step(Class& bound) {
-  bound.def("begin_microbatch", begin_microbatch)
+  bound.def("begin_step", [](Handle& self) { self.call([](Reducer& r) { r.begin_step(); }); })
+      .def("begin_microbatch", begin_microbatch)
       .def("gradient_ready", &Handle::gradient_ready)
       .def("gradient_of", gradient_of)
       .def("reject_gradient",
@@ -259,9 +265,9 @@ void bind_step(Class& bound) {
       .def("pack_streams", pack_streams)
       .def("wait_packed", &Handle::wait_packed)
       .def("end_microbatch", &Handle::end_microbatch)
-      .def("abandon_microbatch",
+      .def("abandon_step",
            [](Handle& self, const std::string& reason) {
-             self.call([reason](Reducer& reducer) { reducer.abandon_microbatch(reason); });
+             self.call([reason](Reducer& reducer) { reducer.abandon_step(reason); });
            })
       .def("finish", [](Handle& self) { self.call([](Reducer& reducer) { reducer.finish(); }); })
       .def("discard", [](Handle& self) { self.call([](Reducer& reducer) { reducer.discard(); }); })

@@ -23,6 +23,24 @@ Communicator::Engine& require(const std::shared_ptr<Communicator::Engine>& engin
   return *engine;
 }
 
+// How Control wants the members of a group.
+std::vector<int> ascending(std::vector<int> members) {
+  std::ranges::sort(members);
+  return members;
+}
+
+// What Control gave for the ascending members.
+std::vector<std::string> in_rank_order(const std::vector<int>& members,
+                                       std::vector<std::string> messages) {
+  const std::vector<int> sorted = ascending(members);
+  std::vector<std::string> result;
+  for (const int member : members) {
+    const auto place = std::ranges::lower_bound(sorted, member) - sorted.begin();
+    result.push_back(std::move(messages[static_cast<std::size_t>(place)]));
+  }
+  return result;
+}
+
 void check_reduction(Reduction reduction, const Communicator::Engine& engine) {
   if (reduction == Reduction::kExact || engine.name() == "nccl") return;
   throw UsageError("communicator: native reduction: expected the nccl engine, got " +
@@ -166,22 +184,20 @@ std::vector<std::string> Communicator::exchange(std::string_view message,
 }
 
 void Communicator::post(const std::string& key, std::string_view message) {
-  std::vector<int> ascending = world_ranks();
-  std::ranges::sort(ascending);
-  require(engine_).control().post(key, ascending, message);
+  require(engine_).control().post(key, ascending(world_ranks()), message);
 }
 
 std::vector<std::string> Communicator::collect(const std::string& key, std::string_view operation) {
-  std::vector<int> ascending = world_ranks();
-  std::ranges::sort(ascending);
-  const std::vector<std::string> messages =
-      require(engine_).control().collect(key, ascending, {.operation = operation});
-  std::vector<std::string> in_rank_order;
-  for (const int member : world_ranks()) {
-    const auto place = std::ranges::lower_bound(ascending, member) - ascending.begin();
-    in_rank_order.push_back(messages[static_cast<std::size_t>(place)]);
-  }
-  return in_rank_order;
+  return in_rank_order(world_ranks(), require(engine_).control().collect(
+                                          key, ascending(world_ranks()), {.operation = operation}));
+}
+
+std::optional<std::vector<std::string>> Communicator::collect_within(
+    const std::string& key, std::string_view operation, std::chrono::milliseconds time) {
+  auto messages = require(engine_).control().collect_within(key, ascending(world_ranks()),
+                                                            {.operation = operation}, time);
+  if (!messages) return std::nullopt;
+  return in_rank_order(world_ranks(), std::move(*messages));
 }
 
 std::string Communicator::next_exchange_key() { return require(engine_).next_exchange_key(); }

@@ -68,6 +68,11 @@ class Control {
   [[nodiscard]] virtual std::vector<std::string> collect(std::string_view key,
                                                          std::span<const int> members,
                                                          WaitState waiting) = 0;
+  // As collect(), but nobody judges how long it takes, and it gives up after `time`: for messages
+  // that may be late though no rank is at fault. Nothing is lost then: it may be called again.
+  [[nodiscard]] virtual std::optional<std::vector<std::string>> collect_within(
+      std::string_view key, std::span<const int> members, WaitState waiting,
+      std::chrono::milliseconds time) = 0;
   [[nodiscard]] std::vector<std::string> exchange(std::string_view key,
                                                   std::span<const int> members,
                                                   std::string_view message, WaitState waiting) {

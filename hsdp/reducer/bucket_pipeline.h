@@ -1,6 +1,8 @@
 // Sends packed buckets through the hops: reduce-scatter into the carry on the shard stream, the
 // replica hop on the replica stream, in launch order on every rank.
 //
+// Then ends the step: judges the words, asks for the non-finite bit, tells the hop.
+//
 // launch() and the other enqueueing calls never block. Errors of tasks go to the Outcome; tasks of
 // a dropped or failed step do nothing but free their staging slot.
 // [Note: hops on a GPU]: there one thread runs all tasks, and they enqueue on two device streams.
@@ -21,6 +23,7 @@
 #include "hsdp/reducer/gradient_memory.h"
 #include "hsdp/reducer/microbatch_plan.h"
 #include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/step_agreement.h"
 #include "hsdp/replica_hop.h"
 
 namespace hsdp::reducer {
@@ -36,15 +39,17 @@ struct HopCounts {
 
 class BucketPipeline {
  public:
-  // What it works on. Layout, memory and outcome outlive it.
+  // What it works on. What it refers to outlives it.
   struct Setting {
     const BucketLayout& layout;
     GradientMemory& memory;
     Outcome& outcome;
+    StepAgreement& agreement;
     Device device;
     Communicator shard_group;
     Communicator replicate_group;
     std::shared_ptr<ReplicaHop> hop;
+    std::optional<Dtype> replica_dtype;  // none: the shard hop's
     Reduction reduction = Reduction::kExact;
     // Issues the hops on a GPU, in one order for all Reducers of the mesh.
     std::shared_ptr<IssueOrder::Lane> issuer;
@@ -56,35 +61,39 @@ class BucketPipeline {
   BucketPipeline(const BucketPipeline&) = delete;
   BucketPipeline& operator=(const BucketPipeline&) = delete;
 
-  struct Launch {
-    int bucket = 0;
-    int slot = kNoSlot;
-    std::shared_ptr<const MicrobatchPlan> plan;
-    Event packed;  // the bucket's row, or carry, is complete
+  using Plan = std::shared_ptr<const MicrobatchPlan>;
+  // `packed`: the bucket's row in that slot, or its carry, is complete.
+  void launch(int number, int slot, const Plan& plan, const Event& packed);
+  // What this rank still owes its peers of a bucket when it has dropped the step: the same hops, on
+  // zeros. After `packed`, when nobody packs any more.
+  void launch_zeros(int number, const Plan& plan, const Event& packed);
+
+  // How a microbatch, finish or discard ends on every rank, after its buckets.
+  struct Ending {
+    std::int64_t word = 0;  // of the StepAgreement
+    std::int64_t step = 0;
+    bool ends_step = false;
+    bool discards_step = false;
+    std::shared_ptr<StepResult> result;
+    std::optional<StepAgreement::Words> words{};  // where they are known already
   };
-  void launch(const Launch& launch);
+  void end(const Ending& ending);
+  // The end of a step that this rank dropped while it sent nothing: a thread of its own finds out
+  // from the words what the others send, and sends zeros for that.
+  void end_drop(const Ending& ending);
 
   // Orders later buckets after the replica hops launched so far, and the shard stream's next task.
   void join_streams();
   // kAllRanks: every rank runs this task at this place among the collectives.
   enum class Scope : std::uint8_t { kThisRank, kAllRanks };
-  // Runs on the shard stream after everything launched so far; skipped as launches are. On all
-  // ranks it may drop the step.
-  void run_after(Scope scope, std::int64_t epoch, std::function<void()> task);
-  // From a task of run_after(): runs `task` once the device has done what was enqueued so far. On a
-  // GPU that is on a thread of its own, and nobody waits; on the host it is now. Not skipped when
-  // the step is dropped meanwhile: peers may count on it.
-  void run_when_done(std::function<void()> task);
   // Runs `task` now, after everything launched, and lets its error out. The device's part of it is
   // enqueued on the stream that it gets.
   void run_now(Scope scope, const std::function<void(Stream&)>& task);
 
-  // Block until the host's part of everything launched is done; wait_watched(): and of what
-  // run_when_done() was given, for which the device has to be done.
+  // Block until the host's part of everything launched is done; wait_ended(): and of the ends of
+  // steps, for which a device has to be done.
   void wait_launched();
-  void wait_watched();
-  // The last part alone; from a task.
-  void wait_watcher();
+  void wait_ended();
   // After wait_launched(): completes when the device's part is done, too.
   [[nodiscard]] Event done();
   // Blocks until then; throws the world's failure when that comes first.
@@ -99,12 +108,30 @@ class BucketPipeline {
   [[nodiscard]] const HopCounts& counts() const { return counts_; }
 
  private:
+  struct Launch {
+    int bucket = 0;
+    int slot = kNoSlot;
+    Plan plan;
+    Event packed;
+    BucketArithmetic arithmetic{};
+    bool zeros = false;
+  };
+  void launch(const Launch& launch);
+  void zero_slot(const Launch& launch);
   void reduce_scatter(const Launch& launch);
   void complete(const Launch& launch);
-  void run_replica_hop(const Launch& launch, const HopArithmetic& arithmetic);
-  void run_rest(const Launch& launch, const BucketArithmetic& arithmetic);
+  void run_replica_hop(const Launch& launch);
+  void run_rest(const Launch& launch);
+  void run_end(const Ending& ending);
+  void settle(const Ending& ending);
+  void send_zeros(const StatusWord& sent, std::int64_t step);
+  // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,
+  // and nobody waits; on the host it is now. Not skipped when the step is dropped meanwhile: peers
+  // may count on it.
+  void run_when_done(std::function<void()> task);
+  void watch(std::function<void()> task);
   [[nodiscard]] std::int64_t sent_bytes(std::int64_t count, Dtype wire) const;
-  void guarded(std::int64_t epoch, const std::function<void()>& task);
+  void guarded(std::int64_t step, const std::function<void()>& task);
   [[nodiscard]] const Bucket& bucket(int number) const {
     return setting_.layout.buckets()[static_cast<std::size_t>(number)];
   }
@@ -118,8 +145,7 @@ class BucketPipeline {
   };
   // A task that every rank runs at this place among the collectives. `may_drop`: it may drop the
   // step, and with it tasks that come later.
-  void run_ordered(int place, std::int64_t epoch, std::function<void()> task,
-                   bool may_drop = false);
+  void run_ordered(int place, std::int64_t step, std::function<void()> task, bool may_drop = false);
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void send_delayed();
@@ -127,10 +153,6 @@ class BucketPipeline {
   [[nodiscard]] Lane make_lane(const char* name) const;
   [[nodiscard]] Lane make_second_lane() const;
   [[nodiscard]] bool on_host() const { return setting_.device.type == DeviceType::kHost; }
-
-  [[nodiscard]] BucketArithmetic arithmetic_of(const Launch& launch) const {
-    return launch.plan->arithmetic(bucket(launch.bucket));
-  }
 
   Setting setting_;
   Collector* collector_ = nullptr;
@@ -142,7 +164,8 @@ class BucketPipeline {
   // On a GPU: the bucket whose replica hop comes after the next one's shard hop.
   std::mutex delayed_mutex_;
   std::optional<Launch> delayed_;
-  std::optional<Stream> watcher_;  // on a GPU: waits for it, so that no task has to
+  Stream watcher_;        // waits for a GPU and for the words of a drop, so that no task has to
+  Flag zeros_nonfinite_;  // of the hops on zeros
   InFlight in_flight_;
 };
 

@@ -116,7 +116,7 @@ void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
     error = std::current_exception();
   }
   // Told after the handler, when this thread holds no share of the exception any more.
-  if (error) outcome_.fail(std::move(error));
+  if (error && !outcome_.note_fault(error)) outcome_.fail(std::move(error));
   lock.lock();
   --in_flight_;
 }
@@ -167,8 +167,8 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
   for (const Work& work : now) pack_one(lock, work);
 }
 
-// `gradient` is the caller's copy of the kept view: release_gradients() may clear that one while a
-// pack is under way.
+// `gradient` is the caller's copy of the kept view: drop() may clear that one while a pack is under
+// way.
 Contribution Collector::contribution_of(int parameter, const StridedView& gradient) const {
   const auto p = static_cast<std::size_t>(parameter);
   Contribution contribution;
@@ -233,8 +233,7 @@ void Collector::fill_holes() {
     if (group.sync == Sync::kNone) {
       if (!hole) continue;
       arrived_[p] = 1;
-      lock.unlock();
-      accumulate(parameter, {nullptr, {}, true});
+      run_unlocked(lock, [&] { accumulate(parameter, {nullptr, {}, true}); });
       continue;
     }
     const bool packed_on_arrival = arrived_[p] != 0 && !many_backwards_;
@@ -282,36 +281,25 @@ void Collector::end() {
   }
 }
 
-void Collector::release_gradients() {
-  Lock lock(mutex_);
-  for (Kept& kept : kept_) {
-    if (kept.unpacked_pieces == 0) continue;
-    retained_bytes_ -= kept.bytes;
-    kept.bytes = 0;
-    kept.gradient = {};
-    kept.hole = true;
-  }
-  wait_for_packs_in_flight(lock);
-  lock.unlock();
-  packs_.wait_idle();
-}
-
-void Collector::drop() {
+std::vector<int> Collector::drop() {
+  std::vector<int> unsent;
   Lock lock(mutex_);
   open_ = false;
   ready_.clear();
   wait_for_packs_in_flight(lock);
   for (std::size_t i = next_launch_; i < order_.size(); ++i) {
+    unsent.push_back(order_[i]);
     BucketState& state = states_[static_cast<std::size_t>(order_[i])];
     if (state.slot >= 0) free_slots_.emplace_back(state.slot, state.slot_free);
     state = {};
   }
-  for (Kept& kept : kept_) {
-    retained_bytes_ -= kept.bytes;
-    packs_.hold(kept.owner);
-    kept = {};
-  }
+  std::vector<Kept> kept(kept_.size());
+  kept.swap(kept_);
+  for (const Kept& one : kept) retained_bytes_ -= one.bytes;
   next_slot_ = next_launch_ = order_.size();
+  lock.unlock();
+  packs_.wait_idle();  // may read what is let go of after it
+  return unsent;
 }
 
 void Collector::clear_accumulators() {

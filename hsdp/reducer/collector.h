@@ -58,10 +58,9 @@ class Collector {
   [[nodiscard]] bool all_packed() const { return unpacked_ == 0; }  // for `done`
   // Closes the microbatch: the local sums that were sent are spent.
   void end();
-  // Forgets kept gradients: their memory may be dying. They count as zeros from here on.
-  void release_gradients();
-  // Closes the microbatch without sending the rest. Waits for packs in flight.
-  void drop();
+  // Closes the microbatch without the rest: lets go of what was kept, and waits for packs in
+  // flight, as the gradients' memory may be dying. The buckets that were not launched, in order.
+  std::vector<int> drop();
   // Forgets local sums (the step was dropped).
   void clear_accumulators();
 
@@ -121,7 +120,8 @@ class Collector {
   [[nodiscard]] BucketArithmetic arithmetic_of(const Piece& piece) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
   void accept(Lock& lock, int parameter);
-  // Runs `pack` without the lock; an error ends the world.
+  // Runs `pack` without the lock; an error is a fault of the open microbatch, or ends the world
+  // when this rank has told the others that all is well.
   void run_unlocked(Lock& lock, const std::function<void()>& pack);
   void accumulate(int parameter, const Contribution& contribution);
   void pack_pieces(Lock& lock, int parameter);

@@ -41,7 +41,7 @@ void Collector::launch_complete() {
     if (state.unpacked > 0 || (has_shard_hop_ && reduces && state.slot < 0)) return;
     ++next_launch_;
     if (reduces && state.slot >= 0) ++reducing_;
-    pipeline_.launch({number, reduces ? state.slot : kNoSlot, plan_, packs_.record(state.slot)});
+    pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packs_.record(state.slot));
   }
 }
 

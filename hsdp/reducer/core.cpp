@@ -22,7 +22,7 @@ Reducer::Core::Core(const Mesh& mesh, ReducerOptions options)
   }
   world_ = mesh_.world();
   outcome_.emplace(world_);
-  id_ = world_.next_exchange_key();
+  agreement_.emplace(world_, world_.next_exchange_key());
   compare_options();
   reducer::together(world_, "make its shard group",
                     [&] { shard_group_ = mesh_.shard_group().split(0, mesh_.shard_rank()); });
@@ -31,7 +31,8 @@ Reducer::Core::Core(const Mesh& mesh, ReducerOptions options)
 }
 
 Reducer::Core::~Core() {
-  abandon_microbatch("the Reducer was destroyed");
+  abandon_step("the Reducer was destroyed");
+  agreement_->stop_waiting();
   if (frozen_) frozen_->pipeline().drain();  // its tasks use the rest of this
   if (frozen_ && mesh_.device().type != DeviceType::kHost) {
     try {
@@ -79,8 +80,9 @@ void Reducer::Core::set_loss_scale(double scale) {
 void Reducer::Core::freeze() {
   if (frozen_) return;
   try {
-    frozen_ = std::make_unique<reducer::Frozen>(reducer::FrozenSetting{
-        parameters_, options_, mesh_.device(), world_, shard_group_, replicate_group_, *outcome_});
+    frozen_ = std::make_unique<reducer::Frozen>(
+        reducer::FrozenSetting{parameters_, options_, mesh_.device(), world_, shard_group_,
+                               replicate_group_, *outcome_, *agreement_});
   } catch (const RankError&) {
     if (world_.engine()->control().failed()) outcome_->fail(std::current_exception());
     throw;
@@ -101,34 +103,36 @@ void Reducer::Core::check_usable(std::string_view call) {
     throw UsageError("reducer: " + std::string(call) + ": the Reducer was closed; make a new one");
   }
   raise_failure();
-  raise_abort();
+  raise_drop();
 }
 
 // Repeats the failure that ended the Reducer. Kept gradients are let go first: their memory is the
 // caller's again once this throws.
 void Reducer::Core::raise_failure() {
-  if (!outcome_->failed()) return;
-  if (ledger_.phase() == Phase::kCollecting) {
-    frozen_->collector().drop();
-    ledger_.drop();
+  try {
+    outcome_->rethrow_failure();
+  } catch (...) {
+    if (ledger_.phase() == Phase::kCollecting) {
+      static_cast<void>(frozen_->collector().drop());
+      ledger_.drop();
+    }
+    throw;
   }
-  outcome_->rethrow_failure();
 }
 
 // Raises a step that another rank dropped, once; this rank is idle and usable after it.
-void Reducer::Core::raise_abort() {
-  const std::optional<reducer::Outcome::Abort> abort = outcome_->take_abort();
-  if (!abort) return;
-  if (ledger_.phase() == Phase::kCollecting) frozen_->collector().drop();
-  ledger_.catch_up(abort->step, abort->through_epoch);
-  frozen_->collector().clear_accumulators();
-  std::rethrow_exception(abort->error);
+void Reducer::Core::raise_drop() {
+  if (const std::exception_ptr error = outcome_->take_drop()) {
+    forget_step();
+    std::rethrow_exception(error);
+  }
 }
 
 void Reducer::Core::close() {
   if (ledger_.phase() == Phase::kClosed) return;
-  abandon_microbatch("the Reducer was closed");
+  abandon_step("the Reducer was closed");
   ledger_.close();
+  agreement_->stop_waiting();
   try {
     if (frozen_) {
       world_.wait(frozen_->collector().packed());
@@ -139,6 +143,19 @@ void Reducer::Core::close() {
   snapshots_.flush();
 }
 
+ReducerState Reducer::Core::state() const {
+  ReducerState state;
+  state.phase = ledger_.phase() == Phase::kClosed       ? ReducerState::Phase::kClosed
+                : outcome_->failed()                    ? ReducerState::Phase::kFailed
+                : ledger_.phase() == Phase::kCollecting ? ReducerState::Phase::kCollecting
+                                                        : ReducerState::Phase::kIdle;
+  state.step = ledger_.counts().begun_steps - 1;
+  state.step_begun = ledger_.begun();
+  state.microbatch = ledger_.microbatch();
+  state.pending = ledger_.pending();
+  return state;
+}
+
 ReducerStats Reducer::Core::stats() const {
   ReducerStats s;
   const reducer::StepLedger::Counts counts = ledger_.counts();
@@ -146,6 +163,7 @@ ReducerStats Reducer::Core::stats() const {
   s.step_count = counts.steps;
   s.begun_step_count = counts.begun_steps;
   s.all_gather_count = all_gather_count_;
+  s.control_message_count = agreement_->message_count();
   s.engine = world_.engine_name();
   s.reduction = options_.reduction;
   s.replica_hop = options_.replica_hop->name();

@@ -1,8 +1,6 @@
 // The state machine behind Reducer. docs/design.md [Note: states of a Reducer] draws it.
 #pragma once
 
-#include <atomic>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,7 +11,7 @@
 #include "hsdp/reducer/frozen.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/parameter_table.h"
-#include "hsdp/reducer/status_word.h"
+#include "hsdp/reducer/step_agreement.h"
 #include "hsdp/reducer/step_ledger.h"
 #include "hsdp/snapshot.h"
 
@@ -32,6 +30,7 @@ class Reducer::Core {
   void set_gradient_divide_factor(std::optional<double> factor);
   void set_loss_scale(double scale);
 
+  void begin_step();
   void begin_microbatch(const MicrobatchOptions& options);
   void set_stream(const Stream& stream);
   void gradient_ready(int parameter, const StridedView& gradient, reducer::GradientOwner owner,
@@ -40,7 +39,7 @@ class Reducer::Core {
   [[nodiscard]] std::vector<Stream> pack_streams() const;
   void reject_gradient(std::string_view message);
   void end_microbatch();
-  void abandon_microbatch(std::string_view reason) noexcept;
+  void abandon_step(std::string_view reason) noexcept;
   void finish();
   void discard();
   void close();
@@ -69,62 +68,39 @@ class Reducer::Core {
   void save_snapshot(const std::filesystem::path& path, std::int64_t step);
   void flush_snapshots();
   [[nodiscard]] ReducerStats stats() const;
+  [[nodiscard]] ReducerState state() const;
 
  private:
   using Phase = reducer::StepLedger::Phase;
   using Holds = reducer::StepLedger::Holds;
   using Plan = std::shared_ptr<const reducer::MicrobatchPlan>;
-  // Everything of one step that tasks on the streams share.
-  struct Step {
-    std::int64_t number = 0;
-    Flag nonfinite;
-    std::atomic<bool> found_inf{false};
-    // kAgreed: every rank ends the step here, the result stands in stream order. kComputed: and the
-    // device has it. kKnown: and found_inf is the whole world's. On the host these are one.
-    enum class Progress : std::uint8_t { kRunning, kAgreed, kComputed, kKnown };
-    std::atomic<Progress> progress{Progress::kRunning};
-  };
-
   void compare_options();  // core_comparison.cpp
 
   // core.cpp
   void freeze();
   void check_usable(std::string_view call);  // rethrows what went wrong, or closed
   void raise_failure();
-  void raise_abort();
+  void raise_drop();
   [[nodiscard]] std::optional<int> find_group(const std::optional<std::string>& group);
 
   // core_step.cpp
   void open(reducer::MicrobatchPlan plan);
-  void collect(reducer::MicrobatchPlan plan);
-  // The end of a microbatch, finish or discard on this rank: word, rest of the packs, end task.
-  struct Closing {
-    std::string_view call;
-    Plan plan;
-    bool abandoned = false;
-    std::string reason;
-  };
-  void close_collection(const Closing& closing);
+  void prepare(reducer::MicrobatchPlan plan);
+  void collect();
+  void close_collection(std::string_view call);
+  void close_local_collection();
+  // Tells all ranks that this one drops the step. `sends`: what they still wait for in the open
+  // microbatch.
+  void drop_step(const std::string& reason, bool sends);
+  void forget_step();
   void wait_for_words();
-  void post_word(const Closing& closing);
-  void enqueue_end_task(const Closing& closing);
-  void drop_step();
+  void wait_until_judged();
+  [[nodiscard]] std::int64_t post(std::string_view call, const reducer::MicrobatchPlan& plan,
+                                  const std::string& reason, bool sends);
+  void end_words(std::int64_t word, const reducer::MicrobatchPlan& plan);
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
   void check_gradient(int parameter, const StridedView& gradient) const;
-
-  // core_agreement.cpp: on the shard stream's thread
-  struct EndTask {
-    std::shared_ptr<Step> step;
-    std::int64_t sequence = 0;
-    std::int64_t epoch = 0;
-    bool ends_step = false;
-    bool drops_step = false;  // discard
-  };
-  void run_end_task(const EndTask& task);
-  [[nodiscard]] bool words_agree(const EndTask& task);
-  void settle_bits(const EndTask& task);
-  [[nodiscard]] std::string key(std::string_view kind, std::int64_t sequence) const;
 
   // core_results.cpp
   void wait_idle();
@@ -146,20 +122,17 @@ class Reducer::Core {
   Communicator world_;
   Communicator shard_group_;
   Communicator replicate_group_;
-  std::string id_;           // the same on every rank, unique in the world
   std::string snapshot_id_;  // random, the same on every rank
 
   Stream caller_;  // on which the caller reads results and writes gradients
-  std::shared_ptr<Step> step_ = std::make_shared<Step>();
-  Plan plan_;  // of the open microbatch
-  std::mutex fault_mutex_;
-  std::string fault_;                      // this rank's own error in the open microbatch
-  std::int64_t word_sequence_ = 0;         // words posted
-  std::atomic<std::int64_t> words_in_{0};  // words of all ranks seen
+  std::shared_ptr<reducer::StepResult> result_ = std::make_shared<reducer::StepResult>();
+  Plan plan_;                // of the open microbatch
+  bool zeros_sent_ = false;  // of a dropped step, since the last one began
   std::int64_t all_gather_count_ = 0;
   mutable std::int64_t peak_resident_bytes_ = 0;
 
   std::optional<reducer::Outcome> outcome_;
+  std::optional<reducer::StepAgreement> agreement_;
   std::unique_ptr<reducer::Frozen> frozen_;
   SnapshotWriter snapshots_;
 };

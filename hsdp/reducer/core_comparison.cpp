@@ -1,5 +1,6 @@
 // What the ranks compare when a Reducer is made: its options. Each rank says even what is wrong
 // with its own, so that a mistake of one is an error on all of them at once.
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/core.h"
 
@@ -7,10 +8,6 @@ namespace hsdp {
 namespace {
 
 constexpr char kFaultMark = '!';  // no options begin with it
-
-std::string rank_text(const Communicator& group, int rank) {
-  return "rank " + std::to_string(rank) + " of " + std::to_string(group.size());
-}
 
 std::string options_text(const ReducerOptions& options) {
   const auto dtype = [](const std::optional<Dtype>& d) {
@@ -77,9 +74,9 @@ void Reducer::Core::compare_options() {
   for (int r = 0; r < world_.size(); ++r) {
     const std::string& text = all[static_cast<std::size_t>(r)];
     if (!text.starts_with(kFaultMark)) continue;
-    throw MismatchError(
-        "reducer: " + rank_text(world_, r) + " could not make its Reducer: " + text.substr(1),
-        {world_.world_ranks()[static_cast<std::size_t>(r)]});
+    throw MismatchError("reducer: " + comm::ranks_text({r}, world_.size()) +
+                            " could not make its Reducer: " + text.substr(1),
+                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
   }
   const auto options_of = [&all](int r) {
     const std::string& text = all[static_cast<std::size_t>(r)];
@@ -89,8 +86,7 @@ void Reducer::Core::compare_options() {
   for (int r = 0; r < world_.size(); ++r) {
     if (options_of(r) == options_of(0)) continue;
     throw MismatchError("reducer: expected the options of rank 0 (" + options_of(0) + "), got " +
-                            options_of(r) + " (rank " + std::to_string(r) + " of " +
-                            std::to_string(world_.size()) + ")",
+                            options_of(r) + " (" + comm::ranks_text({r}, world_.size()) + ")",
                         {world_.world_ranks()[static_cast<std::size_t>(r)]});
   }
 }

@@ -16,6 +16,7 @@ namespace hsdp {
 // Waits for the words; on a GPU the caller's stream, not the caller, waits for the rest.
 void Reducer::Core::wait_idle() {
   if (frozen_) {
+    wait_for_words();
     frozen_->pipeline().wait_launched();
     caller_.wait(frozen_->pipeline().done());
   }
@@ -45,10 +46,10 @@ void Reducer::Core::require_result(std::string_view call) {
     frozen_->pipeline().wait_launched();
     caller_.wait(frozen_->pipeline().done());
   }
-  const bool stands =
-      ledger_.holds() == Holds::kResult && step_->progress != Step::Progress::kRunning;
+  const bool stands = ledger_.holds() == Holds::kResult &&
+                      result_->progress != reducer::StepResult::Progress::kRunning;
   // A GPU may be about to compute it from what a failed hop left.
-  if (stands && step_->progress == Step::Progress::kAgreed) {
+  if (stands && result_->progress == reducer::StepResult::Progress::kAgreed) {
     world_.engine()->control().throw_if_failed();
   }
   if (!stands) check_usable(call);
@@ -249,10 +250,11 @@ void Reducer::Core::require_step_over(std::string_view call) {
 bool Reducer::Core::found_inf() {
   require_step_over("found_inf");
   if (!frozen_) return false;
-  frozen_->pipeline().wait_watched();
-  const bool known = ledger_.holds() == Holds::kResult && step_->progress == Step::Progress::kKnown;
+  frozen_->pipeline().wait_ended();
+  const bool known = ledger_.holds() == Holds::kResult &&
+                     result_->progress == reducer::StepResult::Progress::kKnown;
   if (!known) check_usable("found_inf");
-  return step_->found_inf;
+  return result_->found_inf;
 }
 
 // On a GPU in stream order: the flag is final when the shard stream has joined the replicas'.
@@ -270,8 +272,8 @@ void Reducer::Core::found_inf(TensorView out) {
   run_on_device(
       [&](Stream& stream) {
         auto* const word = static_cast<float*>(out.data);
-        kernels::indicate(step_->nonfinite.get(), word, stream);
-        frozen_->pipeline().hold(step_->nonfinite);
+        kernels::indicate(result_->nonfinite.get(), word, stream);
+        frozen_->pipeline().hold(result_->nonfinite);
         if (mesh_.size() == 1) return;
         if (shard_group_.size() > 1) shard_group_.all_reduce(out, stream);
         if (replicate_group_.size() > 1) replicate_group_.all_reduce(out, stream);

@@ -10,34 +10,42 @@
 
 namespace hsdp {
 
+void Reducer::Core::begin_step() {
+  check_usable("step");
+  ledger_.require_idle("step");
+  freeze();
+  if (!ledger_.begun()) wait_for_words();
+  ledger_.begin_step();
+}
+
 void Reducer::Core::begin_microbatch(const MicrobatchOptions& options) {
   check_usable("begin_microbatch");
   ledger_.require_idle("begin_microbatch");
   freeze();
   const std::vector<Sync> sync = ledger_.sync_of(options);
   // How a step ended is known before the next one begins; within a step nobody waits here.
-  if (!ledger_.pending()) wait_for_words();
+  if (!ledger_.begun()) wait_for_words();
   open(ledger_.begin(sync));
 }
 
 void Reducer::Core::open(reducer::MicrobatchPlan plan) {
   try {
-    collect(std::move(plan));
-  } catch (...) {  // no memory: the others would wait for this rank's buckets
-    ledger_.drop();
-    outcome_->fail(std::current_exception());
+    prepare(std::move(plan));
+  } catch (const std::exception& error) {  // no memory
+    if (ledger_.phase() == Phase::kCollecting) drop_step(error.what(), false);
     throw;
   }
+  collect();
 }
 
-void Reducer::Core::collect(reducer::MicrobatchPlan plan) {
+// What the microbatch needs, some of which this rank may not get.
+void Reducer::Core::prepare(reducer::MicrobatchPlan plan) {
   if (plan.begins_step) {
-    step_ = std::make_shared<Step>();
-    step_->number = plan.step;
-    step_->nonfinite = make_flag(mesh_.device());
+    result_ = std::make_shared<reducer::StepResult>();
+    result_->nonfinite = make_flag(mesh_.device());
     frozen_->collector().clear_accumulators();
   }
-  plan.nonfinite = step_->nonfinite;
+  plan.result = result_;
   plan.replica_dtype = options_.replica_dtype;
   plan_ = std::make_shared<const reducer::MicrobatchPlan>(std::move(plan));
   reducer::GradientMemory& memory = frozen_->memory();
@@ -45,18 +53,31 @@ void Reducer::Core::collect(reducer::MicrobatchPlan plan) {
     memory.require_accumulators();
   }
   if (plan_->has(Sync::kAll) && !plan_->ends_step) memory.require_totals();
-  if (mesh_.shard_size() == 1) {
-    // Gradients go straight into the carry, which a hop may still read.
-    frozen_->pipeline().wait_launched();
-    raise_failure();
-    frozen_->collector().wait_for(frozen_->pipeline().done());
-  } else {
-    frozen_->pipeline().join_streams();
+}
+
+void Reducer::Core::collect() {
+  reducer::BucketPipeline& pipeline = frozen_->pipeline();
+  reducer::Collector& collector = frozen_->collector();
+  if (!plan_->is_local()) {
+    if (mesh_.shard_size() == 1) {
+      // Gradients go straight into the carry, which a hop may still read.
+      pipeline.wait_launched();
+      raise_failure();
+      collector.wait_for(pipeline.done());
+    } else {
+      pipeline.join_streams();
+    }
   }
+  if (std::exchange(zeros_sent_, false)) collector.wait_for(pipeline.done());
   // Results of the last step are read before the carry changes: hops come after packs.
-  frozen_->collector().wait_for(caller_.record());
-  fault_.clear();
-  frozen_->collector().begin(plan_);
+  collector.wait_for(caller_.record());
+  outcome_->open_faults();
+  try {
+    collector.begin(plan_);
+  } catch (...) {
+    outcome_->fail(std::current_exception());
+    throw;
+  }
 }
 
 void Reducer::Core::check_gradient(int parameter, const StridedView& gradient) const {
@@ -93,7 +114,7 @@ void Reducer::Core::gradient_ready(int parameter, const StridedView& gradient,
                                    const std::optional<Event>& produced) {
   if (ledger_.phase() == Phase::kClosed) check_usable("gradient_ready");
   outcome_->rethrow_failure();
-  outcome_->rethrow_abort();
+  outcome_->rethrow_drop();
   ledger_.require_collecting("gradient_ready");
   try {
     check_gradient(parameter, gradient);
@@ -133,8 +154,8 @@ void Reducer::Core::reject_gradient(std::string_view message) {
 
 // The first error of this rank's own; end_microbatch raises it again and drops the step.
 void Reducer::Core::note_fault(const std::string& message) {
-  const std::scoped_lock lock(fault_mutex_);
-  if (fault_.empty()) fault_ = message;
+  std::exception_ptr fault = std::make_exception_ptr(UsageError(message));
+  outcome_->note_fault(fault);
 }
 
 std::string Reducer::Core::missing_message() const {
@@ -150,81 +171,126 @@ std::string Reducer::Core::missing_message() const {
 void Reducer::Core::end_microbatch() {
   check_usable("end_microbatch");
   ledger_.require_collecting("end_microbatch");
-  if (fault_.empty() && options_.missing == Missing::kError) fault_ = missing_message();
-  const std::string fault = fault_;
-  close_collection({"microbatch", plan_, !fault.empty(), fault});
-  if (!fault.empty()) throw UsageError(fault);
+  if (options_.missing == Missing::kError) {
+    if (const std::string missing = missing_message(); !missing.empty()) note_fault(missing);
+  }
+  if (plan_->is_local()) {
+    close_local_collection();
+  } else {
+    close_collection("microbatch");
+  }
 }
 
-void Reducer::Core::abandon_microbatch(std::string_view reason) noexcept {
-  if (ledger_.phase() != Phase::kCollecting) return;
+// Sends nothing and says nothing: the next word's microbatch number covers it.
+void Reducer::Core::close_local_collection() {
+  reducer::Collector& collector = frozen_->collector();
+  collector.fill_holes();
+  raise_failure();
+  collector.end();
+  if (const std::exception_ptr fault = outcome_->close_faults()) {
+    drop_step(reducer::text_of(fault), false);
+    std::rethrow_exception(fault);
+  }
+  ledger_.end(*plan_);
+}
+
+void Reducer::Core::close_collection(std::string_view call) {
+  reducer::Collector& collector = frozen_->collector();
+  wait_until_judged();
+  const std::exception_ptr fault = outcome_->close_faults();
+  if (fault) {
+    drop_step(reducer::text_of(fault), true);
+    std::rethrow_exception(fault);
+  }
+  raise_drop();
+  // The word goes out before the packs are done, so that peers in another sync mode find out while
+  // this rank still waits for them.
+  const std::int64_t word = post(call, *plan_, {}, true);
+  collector.fill_holes();
+  collector.pack_until([&] { return collector.all_packed() || outcome_->failed(); });
+  raise_failure();
+  collector.end();
+  end_words(word, *plan_);
+  ledger_.end(*plan_);
+}
+
+void Reducer::Core::abandon_step(std::string_view reason) noexcept {
+  if (ledger_.phase() == Phase::kClosed) return;
   try {
     raise_failure();
-    raise_abort();
-    close_collection({"microbatch", plan_, true, fault_.empty() ? std::string(reason) : fault_});
+    if (!ledger_.begun()) return;
+    const std::exception_ptr fault = outcome_->close_faults();
+    drop_step(fault            ? reducer::text_of(fault)
+              : reason.empty() ? "no reason was given"
+                               : std::string(reason),
+              ledger_.phase() == Phase::kCollecting && !plan_->is_local());
   } catch (...) {  // the caller's own exception matters more; a failure repeats at the next call
   }
   if (ledger_.phase() == Phase::kCollecting) ledger_.drop();
 }
 
-void Reducer::Core::close_collection(const Closing& closing) {
+// [Note: dropped step]
+void Reducer::Core::drop_step(const std::string& reason, bool sends) {
   reducer::Collector& collector = frozen_->collector();
-  wait_for_words();
-  // The word goes out before the packs are done, so that peers in another sync mode find out while
-  // this rank still waits for them.
-  post_word(closing);
-  if (closing.abandoned) collector.release_gradients();
-  collector.fill_holes();
-  collector.pack_until([&] { return collector.all_packed() || outcome_->failed(); });
-  raise_failure();
-  collector.end();
-  enqueue_end_task(closing);
-  if (closing.abandoned) {
-    drop_step();
-  } else {
-    ledger_.end(*closing.plan);
+  wait_until_judged();
+  if (outcome_->take_drop()) return forget_step();  // another rank was first
+  static_cast<void>(outcome_->close_faults());
+  if (!sends) {
+    const reducer::MicrobatchPlan plan = ledger_.plan_of_step();
+    const std::int64_t word = post(reducer::kDropCall, plan, reason, false);
+    forget_step();
+    frozen_->pipeline().end_drop({.word = word, .step = plan.step});
+    return;
   }
+  // Peers wait for what is not sent yet.
+  const std::int64_t word = post(plan_->fresh ? "microbatch" : "finish", *plan_, reason, true);
+  for (const int bucket : collector.drop()) {
+    frozen_->pipeline().launch_zeros(bucket, plan_, collector.packed());
+  }
+  end_words(word, *plan_);
+  forget_step();
+}
+
+// As it was before the step, but for the number of the next one.
+void Reducer::Core::forget_step() {
+  reducer::Collector& collector = frozen_->collector();
+  if (ledger_.phase() == Phase::kCollecting) static_cast<void>(collector.drop());
+  ledger_.drop();
+  collector.clear_accumulators();
+  zeros_sent_ = true;
 }
 
 // At most one word is under way: a rank that could not know that the step was dropped must not
 // speak about the microbatch that followed.
-void Reducer::Core::wait_for_words() {
+void Reducer::Core::wait_until_judged() {
   frozen_->collector().pack_until(
-      [this] { return words_in_ >= word_sequence_ || outcome_->failed(); });
+      [this] { return !agreement_->under_way() || outcome_->failed(); });
   raise_failure();
-  raise_abort();
 }
 
-void Reducer::Core::post_word(const Closing& closing) {
-  const reducer::MicrobatchPlan& plan = *closing.plan;
+void Reducer::Core::wait_for_words() {
+  wait_until_judged();
+  raise_drop();
+}
+
+// `reason`: why this rank drops the step, empty when it does not.
+std::int64_t Reducer::Core::post(std::string_view call, const reducer::MicrobatchPlan& plan,
+                                 const std::string& reason, bool sends) {
   reducer::StatusWord word;
-  word.call = closing.call;
+  word.call = call;
   word.step = plan.step;
   word.microbatch = plan.microbatch;
-  word.sync = plan.sync_text();
+  if (sends) word.groups = plan.groups;
   word.divide_factor = plan.divide_factor.value_or(0.0);
   word.loss_scale = plan.loss_scale;
-  word.abandoned = closing.abandoned;
-  word.reason = closing.reason;
-  ++word_sequence_;
-  world_.post(key("word", word_sequence_), word.encode());
+  word.dropped = !reason.empty();
+  word.reason = reason;
+  return agreement_->post(word);
 }
 
-void Reducer::Core::enqueue_end_task(const Closing& closing) {
-  EndTask task;
-  task.step = step_;
-  task.sequence = word_sequence_;
-  task.epoch = closing.plan->epoch;
-  task.drops_step = closing.call == "discard";
-  task.ends_step = closing.plan->ends_step;
-  frozen_->pipeline().join_streams();
-  frozen_->pipeline().run_after(reducer::BucketPipeline::Scope::kAllRanks, task.epoch,
-                                [this, task] { run_end_task(task); });
-}
-
-void Reducer::Core::drop_step() {
-  ledger_.drop();
-  frozen_->collector().clear_accumulators();
+void Reducer::Core::end_words(std::int64_t word, const reducer::MicrobatchPlan& plan) {
+  frozen_->pipeline().end(
+      {.word = word, .step = plan.step, .ends_step = plan.ends_step, .result = result_});
 }
 
 void Reducer::Core::finish() {
@@ -235,22 +301,23 @@ void Reducer::Core::finish() {
     return;
   }
   open(ledger_.begin_finish());
-  close_collection({"finish", plan_, false, {}});
+  close_collection("finish");
   wait_idle();
 }
 
 void Reducer::Core::discard() {
-  check_usable("discard");
+  if (ledger_.phase() == Phase::kClosed) check_usable("discard");
+  raise_failure();
   ledger_.require_idle("discard");
+  if (!ledger_.begun()) return raise_drop();
+  wait_until_judged();
+  if (outcome_->take_drop()) return forget_step();
   if (!ledger_.pending()) return;
-  wait_for_words();
-  const Closing closing{"discard",
-                        std::make_shared<const reducer::MicrobatchPlan>(ledger_.discard_plan()),
-                        false,
-                        {}};
-  post_word(closing);
-  enqueue_end_task(closing);
-  drop_step();
+  const reducer::MicrobatchPlan plan = ledger_.plan_of_step();
+  const std::int64_t word = post("discard", plan, {}, false);
+  frozen_->pipeline().end(
+      {.word = word, .step = plan.step, .discards_step = true, .result = result_});
+  forget_step();
 }
 
 }  // namespace hsdp

@@ -10,15 +10,12 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
 namespace {
-
-std::string member_text(const Communicator& world, int rank) {
-  return "rank " + std::to_string(rank) + " of " + std::to_string(world.size());
-}
 
 // FNV-1a: tells different texts apart, and is the same in every build.
 std::uint64_t digest_of(std::string_view text) {
@@ -56,7 +53,7 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
     const auto rank = static_cast<int>(empty - all.begin());
     throw MismatchError(
         "reducer: begin_microbatch: expected registered parameters on every rank, got none on " +
-            member_text(world, rank) + kRemedy,
+            comm::ranks_text({rank}, world.size()) + kRemedy,
         {world.world_ranks()[static_cast<std::size_t>(rank)]});
   }
   if (!first_difference(all)) return;
@@ -71,7 +68,7 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
       has_it ? lines[static_cast<std::size_t>(line)] : "no such parameter", "registration");
   throw MismatchError("reducer: parameter " + std::to_string(line) + ": expected " + texts.front() +
                           " as on rank 0, got " + texts[static_cast<std::size_t>(*rank)] + " (" +
-                          member_text(world, *rank) + ")" + kRemedy,
+                          comm::ranks_text({*rank}, world.size()) + ")" + kRemedy,
                       {world.world_ranks()[static_cast<std::size_t>(*rank)]});
 }
 
@@ -106,8 +103,8 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
   }
   together(world, "start its lanes", [&] {
     pipeline_.emplace(BucketPipeline::Setting{
-        *layout_, *memory_, setting.outcome, setting.device, setting.shard_group,
-        setting.replicate_group, options.replica_hop,
+        *layout_, *memory_, setting.outcome, setting.agreement, setting.device, setting.shard_group,
+        setting.replicate_group, options.replica_hop, options.replica_dtype,
         options.reduction == "native" ? Reduction::kNative : Reduction::kExact, issuer});
     collector_.emplace(Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_,
                                           setting.outcome, world, setting.device,

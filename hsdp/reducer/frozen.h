@@ -24,6 +24,7 @@ struct FrozenSetting {
   Communicator& shard_group;
   Communicator& replicate_group;
   Outcome& outcome;
+  StepAgreement& agreement;
 };
 
 class Frozen {

@@ -1,5 +1,7 @@
 #include "hsdp/reducer/gradient_memory.h"
 
+#include <utility>
+
 namespace hsdp::reducer {
 namespace {
 
@@ -52,15 +54,17 @@ TensorView GradientMemory::staging(int slot, const Bucket& bucket) const {
 
 void GradientMemory::require_accumulators() {
   if (!accumulator_offsets_.empty()) return;
+  std::vector<std::int64_t> offsets;
   std::int64_t bytes = 0;
   for (int p = 0; p < parameters_.size(); ++p) {
-    accumulator_offsets_.push_back(bytes);
+    offsets.push_back(bytes);
     const Dtype dtype =
         accumulate_dtype_ == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(p).dtype;
     bytes += parameters_.count(p) * static_cast<std::int64_t>(size_bytes(dtype));
     bytes += (kAccumulatorAlignment - bytes % kAccumulatorAlignment) % kAccumulatorAlignment;
   }
   accumulators_ = Buffer(device_, static_cast<std::size_t>(bytes));
+  accumulator_offsets_ = std::move(offsets);  // there is no memory without them, nor the reverse
 }
 
 TensorView GradientMemory::accumulator(int parameter) const {

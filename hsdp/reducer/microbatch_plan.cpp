@@ -4,6 +4,12 @@
 
 namespace hsdp::reducer {
 
+void MicrobatchPlan::set_divisor(std::optional<double> factor, double scale) {
+  divide_factor = factor;
+  loss_scale = scale;
+  divisor = fp32_divisor(gradient_divide_factor(shard_size, replicate_size, true, factor), scale);
+}
+
 BucketArithmetic MicrobatchPlan::arithmetic(const Bucket& bucket) const {
   const GroupPlan& sums = group(bucket.group);
   return hop_arithmetic({.shard_size = shard_size,
@@ -23,13 +29,8 @@ bool MicrobatchPlan::has(Sync sync) const {
   return std::ranges::any_of(groups, [sync](const GroupPlan& group) { return group.sync == sync; });
 }
 
-std::string MicrobatchPlan::sync_text() const {
-  std::string text;
-  for (const GroupPlan& group : groups) {
-    if (!text.empty()) text += " ";
-    text += group.sync == Sync::kNone ? "none" : group.sync == Sync::kShard ? "shard" : "all";
-  }
-  return text;
+bool MicrobatchPlan::is_local() const {
+  return std::ranges::all_of(groups, [](const GroupPlan& g) { return g.sync == Sync::kNone; });
 }
 
 }  // namespace hsdp::reducer

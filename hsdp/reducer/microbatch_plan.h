@@ -2,7 +2,9 @@
 // never look at state that changes.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +15,16 @@
 #include "hsdp/reducer_options.h"
 
 namespace hsdp::reducer {
+
+// How a step came out, shared by the tasks that find out and the caller who asks.
+struct StepResult {
+  Flag nonfinite;  // what this rank met
+  std::atomic<bool> found_inf{false};
+  // kAgreed: every rank ends the step here, the result stands in stream order. kComputed: and the
+  // device has it. kKnown: and found_inf is the whole world's. On the host these are one.
+  enum class Progress : std::uint8_t { kRunning, kAgreed, kComputed, kKnown };
+  std::atomic<Progress> progress{Progress::kRunning};
+};
 
 // With the buckets of one group of parameters.
 struct GroupPlan {
@@ -28,7 +40,6 @@ struct GroupPlan {
 struct MicrobatchPlan {
   std::int64_t step = 0;
   std::int64_t microbatch = 0;  // in the step
-  std::int64_t epoch = 0;       // counts every plan; later ones are greater
   bool begins_step = false;
   bool fresh = true;       // gradients arrive; false: finish() sends the local sums
   bool ends_step = false;  // every group is all: divide
@@ -39,15 +50,17 @@ struct MicrobatchPlan {
   int shard_size = 1;
   int replicate_size = 1;
   std::optional<Dtype> replica_dtype;  // none: the shard hop's
-  Flag nonfinite;                      // of the step; tasks keep it alive
+  std::shared_ptr<StepResult> result;  // of the step
 
+  // f and s, after the sizes.
+  void set_divisor(std::optional<double> factor, double scale);
   [[nodiscard]] const GroupPlan& group(int number) const {
     return groups[static_cast<std::size_t>(number)];
   }
   [[nodiscard]] BucketArithmetic arithmetic(const Bucket& bucket) const;
   [[nodiscard]] bool has(Sync sync) const;
-  // "shard all none": one word a group.
-  [[nodiscard]] std::string sync_text() const;
+  // Sends nothing: every group is none.
+  [[nodiscard]] bool is_local() const;
 };
 
 }  // namespace hsdp::reducer

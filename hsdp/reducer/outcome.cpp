@@ -30,6 +30,8 @@ std::exception_ptr cause_of(const std::exception_ptr& error, const comm::Control
   return error;
 }
 
+}  // namespace
+
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -39,8 +41,6 @@ std::string text_of(const std::exception_ptr& error) {
     return "an error that is no std::exception";
   }
 }
-
-}  // namespace
 
 void Outcome::fail(std::exception_ptr error) {
   comm::Control& control = world_.engine()->control();
@@ -62,33 +62,62 @@ bool Outcome::failed() const {
   return failure_ != nullptr;
 }
 
-void Outcome::rethrow_failure() const {
+void Outcome::rethrow_failure() {
+  if (!failed()) {
+    if (!world_.engine()->control().failed()) return;
+    std::exception_ptr end;
+    try {
+      world_.engine()->control().throw_if_failed();
+    } catch (...) {
+      end = std::current_exception();
+    }
+    fail(std::move(end));
+  }
   const std::scoped_lock lock(mutex_);
-  if (failure_) std::rethrow_exception(failure_);
+  std::rethrow_exception(failure_);
 }
 
-void Outcome::abort_step(std::exception_ptr error, std::int64_t through_epoch, std::int64_t step) {
+void Outcome::open_faults() {
+  const std::scoped_lock lock(mutex_);
+  faults_open_ = true;
+  fault_ = nullptr;
+}
+
+bool Outcome::note_fault(std::exception_ptr& error) {
+  const std::scoped_lock lock(mutex_);
+  if (!faults_open_) return false;
+  if (!fault_) fault_ = std::move(error);
+  return true;
+}
+
+std::exception_ptr Outcome::close_faults() {
+  const std::scoped_lock lock(mutex_);
+  faults_open_ = false;
+  return std::exchange(fault_, nullptr);
+}
+
+void Outcome::drop_step(std::int64_t step, std::exception_ptr error) {
   {
     const std::scoped_lock lock(mutex_);
-    abort_ = Abort{std::move(error), step, through_epoch};
-    skip_through_epoch_ = std::max(skip_through_epoch_, through_epoch);
+    drop_ = std::move(error);
+    skip_through_step_ = std::max(skip_through_step_, step);
   }
   on_change_();
 }
 
-std::optional<Outcome::Abort> Outcome::take_abort() {
+std::exception_ptr Outcome::take_drop() {
   const std::scoped_lock lock(mutex_);
-  return std::exchange(abort_, std::nullopt);
+  return std::exchange(drop_, nullptr);
 }
 
-void Outcome::rethrow_abort() const {
+void Outcome::rethrow_drop() const {
   const std::scoped_lock lock(mutex_);
-  if (abort_) std::rethrow_exception(abort_->error);
+  if (drop_) std::rethrow_exception(drop_);
 }
 
-bool Outcome::skips(std::int64_t epoch) const {
+bool Outcome::skips(std::int64_t step) const {
   const std::scoped_lock lock(mutex_);
-  return failure_ != nullptr || epoch <= skip_through_epoch_;
+  return failure_ != nullptr || step <= skip_through_step_;
 }
 
 }  // namespace hsdp::reducer

@@ -1,7 +1,8 @@
 // What went wrong, as seen by the streams' tasks and the caller's threads.
 //
 // A failure (of the world, or of a task on this rank) is final: it ends the world, and every later
-// call repeats it. An aborted step is raised once, at the next call, and leaves the Reducer usable.
+// call repeats it. A dropped step is raised once, at the next call, and leaves the Reducer usable.
+// A fault is this rank's own mistake in the open microbatch, which drops the step at its end.
 // Thread-safe.
 #pragma once
 
@@ -9,7 +10,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
-#include <optional>
+#include <string>
 #include <utility>
 
 #include "hsdp/comm/communicator.h"
@@ -27,28 +28,36 @@ class Outcome {
   // names this rank. A local error that only follows from the world's end gives way to that.
   void fail(std::exception_ptr error);
   [[nodiscard]] bool failed() const;
-  void rethrow_failure() const;  // no-op when none
+  // Throws the failure, which may be the world's end that nobody here has met yet; no-op when none.
+  void rethrow_failure();
 
-  // Drops all work of epochs up to `through_epoch` and raises `error` at the next call.
-  void abort_step(std::exception_ptr error, std::int64_t through_epoch, std::int64_t step);
-  struct Abort {
-    std::exception_ptr error;
-    std::int64_t step = 0;  // the step that was dropped
-    std::int64_t through_epoch = 0;
-  };
-  [[nodiscard]] std::optional<Abort> take_abort();
-  void rethrow_abort() const;  // leaves it to be taken; no-op when none
+  // The first error from open_faults() to close_faults(), which gives it. False, and nothing is
+  // taken, when nobody asks for faults any more.
+  void open_faults();
+  bool note_fault(std::exception_ptr& error);
+  [[nodiscard]] std::exception_ptr close_faults();
 
-  // True when a task of that epoch must do nothing.
-  [[nodiscard]] bool skips(std::int64_t epoch) const;
+  // Skips all tasks of steps up to `step`. Raises `error`, if there is one, at the next call.
+  void drop_step(std::int64_t step, std::exception_ptr error);
+  // That error, once; null when there is none.
+  [[nodiscard]] std::exception_ptr take_drop();
+  void rethrow_drop() const;  // leaves it to be taken; no-op when none
+
+  // True when a task of that step must do nothing.
+  [[nodiscard]] bool skips(std::int64_t step) const;
 
  private:
   Communicator world_;
   mutable std::mutex mutex_;
   std::function<void()> on_change_ = [] {};
   std::exception_ptr failure_;
-  std::optional<Abort> abort_;
-  std::int64_t skip_through_epoch_ = -1;
+  bool faults_open_ = false;
+  std::exception_ptr fault_;
+  std::exception_ptr drop_;
+  std::int64_t skip_through_step_ = -1;
 };
+
+// Its text, whatever it is.
+[[nodiscard]] std::string text_of(const std::exception_ptr& error);
 
 }  // namespace hsdp::reducer

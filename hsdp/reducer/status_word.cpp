@@ -1,5 +1,6 @@
 #include "hsdp/reducer/status_word.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <functional>
@@ -14,6 +15,37 @@ struct Field {
   std::string_view name;
   std::function<std::string(const StatusWord&)> text;
 };
+
+// "shard all none": one word a group.
+std::string sync_text(const StatusWord& word) {
+  std::string text;
+  for (const GroupPlan& group : word.groups) {
+    if (!text.empty()) text += " ";
+    text += group.sync == Sync::kNone ? "none" : group.sync == Sync::kShard ? "shard" : "all";
+  }
+  return text;
+}
+
+std::string groups_text(const std::vector<GroupPlan>& groups) {
+  std::ostringstream text;
+  for (const GroupPlan& group : groups) {
+    text << static_cast<int>(group.sync) << ' ' << group.local_count << ' ' << group.carry_count
+         << ' ' << group.has_carry << ' ' << group.has_total << ' ';
+  }
+  return text.str();
+}
+
+std::vector<GroupPlan> parse_groups(const std::string& text) {
+  std::vector<GroupPlan> groups;
+  std::istringstream numbers(text);
+  int sync = 0;
+  for (GroupPlan group; numbers >> sync >> group.local_count >> group.carry_count >>
+                        group.has_carry >> group.has_total;) {
+    group.sync = static_cast<Sync>(sync);
+    groups.push_back(group);
+  }
+  return groups;
+}
 
 // The shortest text that gives the same number back.
 std::string number_text(double number) {
@@ -35,7 +67,7 @@ const std::array<Field, 6>& fields() {
       {"call", [](const StatusWord& w) { return w.call; }},
       {"step", [](const StatusWord& w) { return std::to_string(w.step); }},
       {"microbatch", [](const StatusWord& w) { return std::to_string(w.microbatch); }},
-      {"sync", [](const StatusWord& w) { return w.sync; }},
+      {"sync", [](const StatusWord& w) { return sync_text(w); }},
       {"gradient divide factor", [](const StatusWord& w) { return factor_text(w.divide_factor); }},
       {"loss scale", [](const StatusWord& w) { return number_text(w.loss_scale); }},
   }};
@@ -53,17 +85,26 @@ std::string majority(const std::vector<std::string>& values) {
   return best;
 }
 
+// At most that many bytes, without half a character of UTF-8 at the end.
+std::string cut_text(const std::string& text, std::size_t max_bytes) {
+  if (text.size() <= max_bytes) return text;
+  std::size_t size = max_bytes;
+  while (size > 0 && (static_cast<unsigned char>(text[size]) & 0xC0U) == 0x80U) --size;
+  return text.substr(0, size);
+}
+
 }  // namespace
 
 // A line for each field, the reason last: it may have several.
 std::string StatusWord::encode() const {
   std::string lines;
   for (const std::string& field :
-       {call, std::to_string(step), std::to_string(microbatch), sync, number_text(divide_factor),
-        number_text(loss_scale), std::to_string(static_cast<int>(abandoned))}) {
+       {call, std::to_string(step), std::to_string(microbatch), groups_text(groups),
+        number_text(divide_factor), number_text(loss_scale),
+        std::to_string(static_cast<int>(dropped))}) {
     lines += field + '\n';
   }
-  return lines + reason;
+  return lines + cut_text(reason, kMaxReasonBytes);
 }
 
 StatusWord StatusWord::decode(const std::string& bytes) {
@@ -77,34 +118,46 @@ StatusWord StatusWord::decode(const std::string& bytes) {
   word.call = line();
   word.step = std::stoll(line());
   word.microbatch = std::stoll(line());
-  word.sync = line();
+  word.groups = parse_groups(line());
   word.divide_factor = number(line());
   word.loss_scale = number(line());
-  word.abandoned = line() == "1";
+  word.dropped = line() == "1";
   word.reason.assign(std::istreambuf_iterator<char>(stream), {});
   return word;
 }
 
+std::optional<int> find_drop(std::span<const StatusWord> words) {
+  const auto drop = std::ranges::find(words, true, &StatusWord::dropped);
+  if (drop == words.end()) return std::nullopt;
+  return static_cast<int>(drop - words.begin());
+}
+
 std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
                                            std::span<const int> ranks) {
+  std::vector<std::size_t> members;  // those that are compared
+  for (std::size_t r = 0; r < words.size(); ++r) {
+    if (!words[r].dropped) members.push_back(r);
+  }
+  if (members.empty()) return std::nullopt;
+  const StatusWord& first = words[members.front()];
   for (const Field& field : fields()) {
     std::vector<std::string> values;
-    values.reserve(words.size());
-    for (const StatusWord& word : words) values.push_back(field.text(word));
+    values.reserve(members.size());
+    for (const std::size_t r : members) values.push_back(field.text(words[r]));
     const std::string expected = majority(values);
     comm::Failure failure{comm::FailureKind::kMismatch, {}, {}};
     std::string got;
-    for (std::size_t r = 0; r < words.size(); ++r) {
-      if (values[r] == expected) continue;
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      if (values[i] == expected) continue;
       if (failure.ranks.empty()) {
-        got = "'" + values[r] + "' on rank " + std::to_string(r) + " of " +
+        got = "'" + values[i] + "' on rank " + std::to_string(members[i]) + " of " +
               std::to_string(words.size());
       }
-      failure.ranks.push_back(ranks[r]);
+      failure.ranks.push_back(ranks[members[i]]);
     }
     if (failure.ranks.empty()) continue;
-    failure.message = "reducer: end of microbatch " + std::to_string(words.front().microbatch) +
-                      " of step " + std::to_string(words.front().step) + ": expected " +
+    failure.message = "reducer: end of microbatch " + std::to_string(first.microbatch) +
+                      " of step " + std::to_string(first.step) + ": expected " +
                       std::string(field.name) + " '" + expected + "' on every rank, got " + got +
                       "; make the same calls with the same arguments on all ranks";
     return failure;
@@ -112,11 +165,10 @@ std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
   return std::nullopt;
 }
 
-std::optional<int> find_abandoned(std::span<const StatusWord> words) {
-  for (std::size_t r = 0; r < words.size(); ++r) {
-    if (words[r].abandoned) return static_cast<int>(r);
-  }
-  return std::nullopt;
+const StatusWord* find_sender(std::span<const StatusWord> words) {
+  const auto sender =
+      std::ranges::find_if(words, [](const StatusWord& word) { return !word.groups.empty(); });
+  return sender == words.end() ? nullptr : &*sender;
 }
 
 }  // namespace hsdp::reducer

@@ -1,5 +1,5 @@
-// What every rank says at the end of a microbatch, finish or discard, over the control connection.
-// No later bucket is sent and no result is read before all words are in and agree.
+// What every rank says at the end of a microbatch that sends something, of finish and of discard,
+// and when it drops a step, over the control connection [Note: status word]. Pure.
 #pragma once
 
 #include <cstdint>
@@ -9,29 +9,40 @@
 #include <vector>
 
 #include "hsdp/comm/control.h"
+#include "hsdp/reducer/microbatch_plan.h"
 
 namespace hsdp::reducer {
 
+// "microbatch", "finish" and "discard", or this one: dropped at a moment when nothing was sent.
+constexpr const char* kDropCall = "drop";
+
 struct StatusWord {
-  std::string call;  // "microbatch", "finish", "discard"
+  // Equal on all ranks that did not drop the step.
+  std::string call;
   std::int64_t step = 0;
   std::int64_t microbatch = 0;
-  std::string sync;          // MicrobatchPlan::sync_text()
-  double divide_factor = 0;  // 0: the default rule
+  std::vector<GroupPlan> groups;  // what is sent; none where nothing is. Their sync is compared
+  double divide_factor = 0;       // 0: the default rule
   double loss_scale = 1;
-  bool abandoned = false;
-  std::string reason;  // of an abandoned block; names the parameter at fault
+  // This rank's own.
+  bool dropped = false;
+  std::string reason;  // names the parameter at fault; at most kMaxReasonBytes travel
 
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static StatusWord decode(const std::string& bytes);
 };
 
-// The first disagreement between the ranks' words as a failure of the world; nothing when they
+constexpr std::size_t kMaxReasonBytes = 1024;
+
+// The first rank that dropped the step, as an index into `words`.
+[[nodiscard]] std::optional<int> find_drop(std::span<const StatusWord> words);
+
+// The first disagreement between those that did not, as a failure of the world; nothing when they
 // agree. `ranks` are the world ranks behind the words.
 [[nodiscard]] std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
                                                          std::span<const int> ranks);
 
-// The first rank that abandoned its block, as an index into `words`.
-[[nodiscard]] std::optional<int> find_abandoned(std::span<const StatusWord> words);
+// A word that says what is sent, of whichever rank sends; none when nobody does.
+[[nodiscard]] const StatusWord* find_sender(std::span<const StatusWord> words);
 
 }  // namespace hsdp::reducer

@@ -116,16 +116,29 @@ std::vector<Sync> StepLedger::sync_of(const MicrobatchOptions& options) const {
   return sync;
 }
 
+void StepLedger::start_step() {
+  holds_ = Holds::kNothing;
+  std::ranges::fill(groups_, Group{});
+  begun_ = true;
+  ++step_;
+  microbatch_ = 0;
+}
+
+void StepLedger::begin_step() {
+  require_idle("step");
+  if (pending()) {
+    throw UsageError(
+        "reducer: step: expected no step under way, got one with microbatches pending; end it with "
+        "last = true, finish() or discard() first");
+  }
+  if (!begun_) start_step();
+}
+
 MicrobatchPlan StepLedger::begin(const std::vector<Sync>& sync) {
   require_idle("begin_microbatch");
-  const bool begins_step = !pending();
-  if (begins_step) {
-    drop();
-    ++step_;
-    microbatch_ = 0;
-  }
+  if (!begun_) start_step();
   MicrobatchPlan plan = open(sync, true);
-  plan.begins_step = begins_step;
+  plan.begins_step = !pending();
   return plan;
 }
 
@@ -136,12 +149,9 @@ MicrobatchPlan StepLedger::begin_finish() {
 
 MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh) {
   phase_ = Phase::kCollecting;
-  ++epoch_;
-  MicrobatchPlan plan = discard_plan();
+  MicrobatchPlan plan = plan_of_step();
   plan.fresh = fresh;
   plan.ends_step = std::ranges::all_of(sync, [](Sync s) { return s == Sync::kAll; });
-  const double factor = gradient_divide_factor(shard_size_, replicate_size_, true, divide_factor_);
-  plan.divisor = fp32_divisor(factor, loss_scale_);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
     const std::int64_t local_count = group.local_count + (fresh ? 1 : 0);
@@ -154,15 +164,13 @@ MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh) {
   return plan;
 }
 
-MicrobatchPlan StepLedger::discard_plan() const {
+MicrobatchPlan StepLedger::plan_of_step() const {
   MicrobatchPlan plan;
   plan.step = step_;
   plan.microbatch = microbatch_;
-  plan.epoch = epoch_;
-  plan.divide_factor = divide_factor_;
-  plan.loss_scale = loss_scale_;
   plan.shard_size = shard_size_;
   plan.replicate_size = replicate_size_;
+  plan.set_divisor(divide_factor_, loss_scale_);
   return plan;
 }
 
@@ -186,6 +194,7 @@ void StepLedger::end(const MicrobatchPlan& plan) {
   }
   holds_ = plan.ends_step ? Holds::kResult : Holds::kPending;
   if (!plan.ends_step) return;
+  begun_ = false;
   ++step_total_;
   result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor);
   result_scale_ = plan.loss_scale;
@@ -193,14 +202,10 @@ void StepLedger::end(const MicrobatchPlan& plan) {
 
 void StepLedger::drop() {
   phase_ = Phase::kIdle;
+  if (holds_ == Holds::kResult) --step_total_;
   holds_ = Holds::kNothing;
   std::ranges::fill(groups_, Group{});
-}
-
-void StepLedger::catch_up(std::int64_t step, std::int64_t epoch) {
-  drop();
-  step_ = step;
-  epoch_ = epoch;
+  begun_ = false;
 }
 
 double StepLedger::divide_factor() const {

@@ -39,18 +39,20 @@ class StepLedger {
   // The sync of each group: an explicit one, else by the flags and `last`. UsageError when they
   // contradict each other; nothing has changed then.
   [[nodiscard]] std::vector<Sync> sync_of(const MicrobatchOptions& options) const;
-  // Opens a microbatch; the first one of a step begins the step.
+  // Begins a step before its first microbatch. UsageError while one is pending.
+  void begin_step();
+  // A step is begun, and has neither ended nor been dropped.
+  [[nodiscard]] bool begun() const { return begun_; }
+  // Opens a microbatch; the first one of a step begins the step, unless begin_step() has.
   [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync);
   // Opens what completes a pending step without fresh gradients.
   [[nodiscard]] MicrobatchPlan begin_finish();
-  // What a discard says about the step that it drops.
-  [[nodiscard]] MicrobatchPlan discard_plan() const;
+  // What a discard or a drop says about the step.
+  [[nodiscard]] MicrobatchPlan plan_of_step() const;
   // Closes what that plan opened; its sums count.
   void end(const MicrobatchPlan& plan);
-  // Forgets the step, open or not.
+  // Forgets the step: pending, open, or ended on this rank before another one dropped it.
   void drop();
-  // As drop(), for a step that another rank dropped: whatever was begun here since is undone.
-  void catch_up(std::int64_t step, std::int64_t epoch);
   void close() { phase_ = Phase::kClosed; }
 
   struct Group {
@@ -60,7 +62,6 @@ class StepLedger {
   };
   [[nodiscard]] const std::vector<Group>& groups() const { return groups_; }
   [[nodiscard]] std::int64_t microbatch() const { return microbatch_; }  // of the step
-  [[nodiscard]] std::int64_t epoch() const { return epoch_; }            // of the last plan
   // What the carry that can be read was, or is to be, divided by: f and s.
   [[nodiscard]] double divide_factor() const;
   [[nodiscard]] double loss_scale() const;
@@ -81,6 +82,7 @@ class StepLedger {
   void each_flags(std::optional<int> group, Apply apply);
   [[nodiscard]] Sync sync_of(const MicrobatchOptions& options, const Flags& flags) const;
   [[nodiscard]] MicrobatchPlan open(const std::vector<Sync>& sync, bool fresh);
+  void start_step();
 
   int shard_size_;
   int replicate_size_;
@@ -92,9 +94,9 @@ class StepLedger {
   double loss_scale_ = 1.0;
   double result_factor_ = 1.0;
   double result_scale_ = 1.0;
+  bool begun_ = false;
   std::int64_t step_ = -1;
   std::int64_t microbatch_ = 0;
-  std::int64_t epoch_ = 0;
   std::int64_t microbatch_total_ = 0;
   std::int64_t step_total_ = 0;
 };

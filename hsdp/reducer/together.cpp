@@ -6,15 +6,13 @@
 
 #include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
 
 namespace hsdp::reducer {
 
 void together(Communicator& world, std::string_view what, const std::function<void()>& part) {
-  const auto rank_text = [&world](int rank) {
-    return "rank " + std::to_string(rank) + " of " + std::to_string(world.size());
-  };
   std::exception_ptr own;
   std::string reason;
   try {
@@ -30,7 +28,8 @@ void together(Communicator& world, std::string_view what, const std::function<vo
   } catch (const std::exception& error) {
     reason = error.what();
     own = std::make_exception_ptr(Error("reducer: set-up: could not " + std::string(what) + ": " +
-                                        reason + " (" + rank_text(world.rank()) + ")"));
+                                        reason + " (" +
+                                        comm::ranks_text({world.rank()}, world.size()) + ")"));
   }
   if (own && reason.empty()) reason = "an error without a text";
   const std::vector<std::string> all = world.exchange(reason, "Reducer");
@@ -38,8 +37,8 @@ void together(Communicator& world, std::string_view what, const std::function<vo
   for (int r = 0; r < world.size(); ++r) {
     const std::string& theirs = all[static_cast<std::size_t>(r)];
     if (theirs.empty()) continue;
-    throw StepAbortedError("reducer: set-up: " + rank_text(r) + " could not " + std::string(what) +
-                               ": " + theirs +
+    throw StepAbortedError("reducer: set-up: " + comm::ranks_text({r}, world.size()) +
+                               " could not " + std::string(what) + ": " + theirs +
                                "; every rank gave back what it had and may try again",
                            {world.world_ranks()[static_cast<std::size_t>(r)]});
   }

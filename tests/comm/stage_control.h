@@ -47,6 +47,11 @@ class StageControl : public comm::Control {
     }
     return messages;
   }
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
+      std::string_view key, std::span<const int> members, comm::WaitState waiting,
+      std::chrono::milliseconds time) override {
+    return inner_->collect_within(key, members, waiting, time);
+  }
   void tell(int peer, std::string_view topic, std::string_view message) override {
     inner_->tell(peer, topic, message);
   }

@@ -76,6 +76,24 @@ std::vector<std::string> FileControl::collect(std::string_view key, std::span<co
   return messages;
 }
 
+std::optional<std::vector<std::string>> FileControl::collect_within(
+    std::string_view key, std::span<const int> members, comm::WaitState /*waiting*/,
+    std::chrono::milliseconds time) {
+  const auto end = Clock::now() + time;
+  std::vector<std::string> messages;
+  for (const int member : members) {
+    auto message = read(file(key, members, member));
+    while (!message) {
+      throw_if_failed();
+      if (Clock::now() > end) return std::nullopt;
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      message = read(file(key, members, member));
+    }
+    messages.push_back(std::move(*message));
+  }
+  return messages;
+}
+
 std::filesystem::path FileControl::told_file(std::string_view topic, int from, int to,
                                              int number) const {
   const std::vector<int> place{from, to, number};

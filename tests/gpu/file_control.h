@@ -40,6 +40,9 @@ class FileControl : public comm::Control {
   void post(std::string_view key, std::span<const int> members, std::string_view message) override;
   [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
                                                  comm::WaitState waiting) override;
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
+      std::string_view key, std::span<const int> members, comm::WaitState waiting,
+      std::chrono::milliseconds time) override;
   void tell(int peer, std::string_view topic, std::string_view message) override;
   [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Hear hear) override;
   [[nodiscard]] std::vector<comm::UniqueFd> exchange_descriptors(std::string_view key,

@@ -96,6 +96,64 @@ def test_exceptions_leave_all_ranks_usable(ranks: Launcher) -> None:
             assert sum(float(found[replica + s][step]) for s in (0, 1)) == 24
 
 
+def run_steps() -> list[Any]:
+    """One rank raises between two microbatches, or before the first: `step()` drops the step."""
+    said: list[Any] = []
+    with hsdp.init_mesh(2, 2) as mesh:
+        model = nn.Linear(3, 2, bias=False)
+        reducer = hsdp.Reducer(mesh, bucket_bytes=64)
+        reducer.attach(model, keep_grads=True)
+        x = torch.full((1, 3), float(mesh.rank + 1))
+
+        def one_step(sync: str, bad: int, both: bool) -> None:
+            with reducer.step():
+                if bad == 0 and (mesh.rank == 1 or both):
+                    raise Boom("before the first")
+                with reducer.microbatch(sync=sync):
+                    model(x).sum().backward()
+                if bad == 1 and (mesh.rank == 1 or both):
+                    raise Boom("between two")
+                with reducer.microbatch(last=True):
+                    model(x).sum().backward()
+                reducer.shard("weight")
+
+        for sync in ("none", "shard"):
+            for bad in (0, 1):
+                for both in (False, True):
+                    try:
+                        one_step(sync, bad, both)
+                        said.append("nothing")
+                    except Boom as error:
+                        said.append(f"own: {error}")
+                    except hsdp.StepAbortedError as error:
+                        said.append(f"{list(error.ranks)} {str(error).partition('Boom: ')[2]}")
+                    one_step(sync, -1, False)
+                    assert model.weight.grad is not None
+                    said.append(float(reducer.shard("weight").numpy().sum()))
+                    said.append(reducer.stats().begun_step_count)
+        reducer.abandon_step()  # of nothing
+        reducer.begin_step()
+        reducer.abandon_step()
+        reducer.close()
+    return said
+
+
+def test_an_exception_between_microbatches_drops_one_step(ranks: Launcher) -> None:
+    found = ranks(4, run_steps)
+    for rank, said in enumerate(found):
+        for case in range(8):
+            reason = ("before the first", "between two")[case // 2 % 2]
+            heard, _, begun = said[3 * case : 3 * case + 3]
+            if rank == 1 or case % 2 == 1:
+                assert heard == f"own: {reason}"
+            else:
+                assert heard == f"[1] {reason}; every rank is idle and may begin a new step"
+            assert begun == 2 * case + 2
+    for replica in (0, 2):
+        for case in range(8):  # 2 microbatches of the mean 2.5, 6 elements
+            assert sum(found[replica + s][3 * case + 1] for s in (0, 1)) == 30
+
+
 def run_local_sums() -> list[float]:
     """With keep_grads: what a dropped step left is no part of the next one's sum."""
     with hsdp.init_mesh(1, 2) as mesh:

@@ -70,7 +70,7 @@ class Refusing:
 def test_gradients_that_do_not_fit(reducer: hsdp.Reducer, gradient: Any, parts: list[str]) -> None:
     reducer.begin_microbatch(last=True)
     refused(lambda: reducer.gradient_ready("w", gradient), *parts)
-    reducer.abandon_microbatch()
+    reducer.abandon_step()
     with reducer.microbatch(last=True):  # usable, as if nothing had been
         reducer.gradient_ready("w", np.ones((2, 3), F32))
     assert reducer.shard("w").numpy().sum() == 6

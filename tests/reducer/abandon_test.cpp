@@ -147,7 +147,7 @@ TEST(AbandonTogether, ManyTimesWithManyBuckets) {
   expect_aborted(reports, faulty);
 }
 
-// Without the scope guard: abandon_microbatch by name, and the reason travels.
+// Without the scope guard: abandon_step by name, and the reason travels.
 TEST(AbandonByName, TheReasonReachesTheOthers) {
   const MeshShape shape{.replicate = 2, .shard = 2};
   FaultyStep faulty{.step = random_step(parameters(), shape.size(), {Sync::kAll}, 5),
@@ -155,7 +155,7 @@ TEST(AbandonByName, TheReasonReachesTheOthers) {
                     .bad_ranks = {2}};
   faulty.fault = [](Reducer& reducer, int) {
     reducer.begin_microbatch({.sync = Sync::kAll});
-    reducer.abandon_microbatch("loss is nan");
+    reducer.abandon_step("loss is nan");
     throw std::runtime_error("own");
   };
   const auto reports = run_faulty_step(shape, {}, faulty);
@@ -168,9 +168,9 @@ TEST(AbandonByName, OutsideAMicrobatchDoesNothing) {
   run_mesh({1, 2}, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
     register_all(reducer, step);
-    reducer.abandon_microbatch("nothing is open");
+    reducer.abandon_step("nothing is open");
     results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
-    reducer.abandon_microbatch("nothing is open");
+    reducer.abandon_step("nothing is open");
     static_cast<void>(reducer.shard("w0"));
   });
   expect_reference(results, step, {}, {1, 2}, "after no-op abandons");
@@ -185,7 +185,7 @@ TEST(AbandonUnread, FinishTells) {
     reducer.finish();
     if (mesh.rank() == 1) {
       reducer.begin_microbatch({.last = true});
-      reducer.abandon_microbatch("why not");
+      reducer.abandon_step("why not");
       reducer.finish();
     } else {
       EXPECT_TRUE(caught<StepAbortedError>([&] {
@@ -208,7 +208,7 @@ TEST(AbandonUnread, TheOthersLearnFromTheirNextCalls) {
       register_all(reducer, step);
       if (mesh.rank() == 1) {
         reducer.begin_microbatch({.last = true});
-        reducer.abandon_microbatch("why not");
+        reducer.abandon_step("why not");
       } else {
         const auto error = caught<StepAbortedError>([&] {
           run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
@@ -235,7 +235,7 @@ TEST(AbandonInOneOfTwoMeshes, NamesTheRankOfTheJob) {
     register_all(reducer, step);
     if (world.rank() == 3) {
       reducer.begin_microbatch({.last = true});
-      reducer.abandon_microbatch("why not");
+      reducer.abandon_step("why not");
       return;
     }
     const auto run = [&] {

@@ -117,7 +117,7 @@ TEST(Shard, IsReadableOnlyWhileAResultStands) {
     EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.shard("unknown")); }));
     reducer.begin_microbatch({.last = true});
     EXPECT_TRUE(refused()) << "the next step has begun";
-    reducer.abandon_microbatch("end of the test");
+    reducer.abandon_step("end of the test");
   });
 }
 

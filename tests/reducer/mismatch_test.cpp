@@ -82,7 +82,7 @@ TEST(OptionMismatch, IsAnErrorOnEveryRankBeforeAnythingIsReduced) {
         Reducer reducer(mesh, mesh.rank() == kOddRank ? odd_options[i] : ReducerOptions{});
         reducer.register_parameter({.name = "w", .shape = {1000}});
         reducer.begin_microbatch({.last = true});
-        reducer.abandon_microbatch("should not have begun");
+        reducer.abandon_step("should not have begun");
       });
       EXPECT_TRUE(error) << "options " << i;
     });
@@ -189,6 +189,35 @@ TEST(SyncMismatch, IsAnErrorOnEveryRank) {
              {.timeout = std::chrono::seconds(20)});
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10))
         << "found by the timeout, not by the status words";
+  }
+}
+
+// Local microbatches say nothing; the next word's number tells.
+TEST(ScheduleMismatch, IsSeenAtTheNextWord) {
+  using Schedule = std::vector<Sync>;
+  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kSquare.size(), 3, 1);
+  for (const auto& [common, odd] :
+       {std::pair{Schedule{Sync::kNone, Sync::kShard}, Schedule{Sync::kShard, Sync::kNone}},
+        std::pair{Schedule{Sync::kNone, Sync::kNone, Sync::kAll},
+                  Schedule{Sync::kNone, Sync::kAll}}}) {
+    run_mesh(
+        kSquare,
+        [&, c = common, o = odd](const Mesh& mesh) {
+          Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+          register_all(reducer, step);
+          const Schedule& schedule = mesh.rank() == kOddRank ? o : c;
+          const auto error = caught<MismatchError>([&] {
+            for (int m = 0; m < static_cast<int>(schedule.size()); ++m) {
+              run_microbatch(reducer, step, m, mesh.rank(),
+                             {.sync = schedule[static_cast<std::size_t>(m)]});
+            }
+            reducer.finish();
+            static_cast<void>(reducer.shard("w"));
+          });
+          ASSERT_TRUE(error);
+          EXPECT_NE(std::string(error->what()).find("microbatch"), std::string::npos);
+        },
+        kPatient);
   }
 }
 

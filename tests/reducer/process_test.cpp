@@ -276,7 +276,7 @@ TEST(AbandonBetweenProcesses, TheNextStepIsRight) {
       register_all(reducer, step);
       if (mesh.rank() == 1) {
         reducer.begin_microbatch({.last = false});
-        reducer.abandon_microbatch("bad data");
+        reducer.abandon_step("bad data");
       } else {
         const auto error = caught<StepAbortedError>([&] { run_step(reducer, step, mesh.rank()); });
         note(error ? error->what() : "no error");

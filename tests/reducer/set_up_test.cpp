@@ -165,12 +165,14 @@ TEST(SetUpOfGroups, IsAgreedAndLeavesTheMeshToAnotherReducer) {
 
 // The world's end is repeated, as any other failure is.
 TEST(SetUpInAnEndedWorld, SaysSoEveryTime) {
+  std::latch made(2);
   std::latch ended(2);
   run_mesh(
       {1, 2},
       [&](const Mesh& mesh) {
         Reducer reducer(mesh);
         reducer.register_parameter({.name = "w", .shape = {100}});
+        made.arrive_and_wait();
         if (mesh.rank() == 0) Communicator(mesh.world()).abort("the test wants it");
         ended.arrive_and_wait();
         EXPECT_TRUE(caught<RankError>([&] { reducer.begin_microbatch(); }));
@@ -240,6 +242,44 @@ TEST(SetUpOfOptions, LeavesTheMeshToAnotherReducer) {
       },
       kPatient);
   expect_reference(results, step, {}, kSquare, "after refused options");
+}
+
+// Not part of the set-up: the memory of local sums, which the first `none` asks for.
+TEST(MemoryOfLocalSums, ThatOneRankCannotGetDropsTheStep) {
+  const StepCase step =
+      random_step({{.name = "w0", .shape = {100}}}, kSquare.size(), {Sync::kNone, Sync::kAll}, 3);
+  for (const bool late : {false, true}) {  // after a microbatch that needs none
+    std::vector<RankResult> results(4);
+    run_mesh(
+        kSquare,
+        [&](const Mesh& mesh) {
+          Reducer reducer(mesh);
+          register_all(reducer, step);
+          run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kAll});  // sets it up
+          const auto run = [&] {
+            if (late) run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kShard});
+            if (mesh.rank() == 1) fail_call(FailingCall::kMadvise, 0);
+            run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kNone});
+            run_microbatch(reducer, step, 1, mesh.rank(), {.sync = Sync::kAll});
+            reducer.finish();
+          };
+          if (mesh.rank() == 1) {
+            const auto error = caught<Error>(run);
+            EXPECT_TRUE(call_has_failed());
+            ASSERT_TRUE(error);
+            EXPECT_THAT(error->what(), HasSubstr("host memory"));
+          } else {
+            const auto error = caught<StepAbortedError>(run);
+            ASSERT_TRUE(error);
+            EXPECT_EQ(error->ranks(), std::vector<int>{1});
+            EXPECT_THAT(error->what(), HasSubstr("host memory"));
+          }
+          results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+          EXPECT_EQ(reducer.state().step, 2);
+        },
+        kPatient);
+    expect_reference(results, step, {}, kSquare, "after memory that was not there");
+  }
 }
 
 }  // namespace

@@ -86,7 +86,7 @@ TEST(SeveralReducers, OneDropsItsStepTheOtherKeepsIts) {
     b.begin_microbatch({.last = true});
     const auto of_b = deliver(b, step, 0, mesh.rank());
     if (mesh.rank() == 1) {
-      a.abandon_microbatch("rank 1 gives up on the first");
+      a.abandon_step("rank 1 gives up on the first");
     } else {
       const auto of_a = deliver(a, step, 0, mesh.rank());
       a.end_microbatch();

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,10 +15,17 @@ void expect_same(const StatusWord& got, const StatusWord& want) {
   EXPECT_EQ(got.call, want.call);
   EXPECT_EQ(got.step, want.step);
   EXPECT_EQ(got.microbatch, want.microbatch);
-  EXPECT_EQ(got.sync, want.sync);
+  ASSERT_EQ(got.groups.size(), want.groups.size());
+  for (std::size_t g = 0; g < got.groups.size(); ++g) {
+    EXPECT_EQ(got.groups[g].sync, want.groups[g].sync);
+    EXPECT_EQ(got.groups[g].local_count, want.groups[g].local_count);
+    EXPECT_EQ(got.groups[g].carry_count, want.groups[g].carry_count);
+    EXPECT_EQ(got.groups[g].has_carry, want.groups[g].has_carry);
+    EXPECT_EQ(got.groups[g].has_total, want.groups[g].has_total);
+  }
   EXPECT_EQ(got.divide_factor, want.divide_factor);
   EXPECT_EQ(got.loss_scale, want.loss_scale);
-  EXPECT_EQ(got.abandoned, want.abandoned);
+  EXPECT_EQ(got.dropped, want.dropped);
   EXPECT_EQ(got.reason, want.reason);
 }
 
@@ -30,10 +38,12 @@ TEST(StatusWord, ComesBackAsItWas) {
       const StatusWord word{.call = "microbatch",
                             .step = std::numeric_limits<std::int64_t>::max(),
                             .microbatch = 3,
-                            .sync = "none all shard",
+                            .groups = {{Sync::kNone, 3, 4, true, false},
+                                       {Sync::kAll, 0, 2, false, true},
+                                       {Sync::kShard, 1, 1, false, false}},
                             .divide_factor = number,
                             .loss_scale = -number,
-                            .abandoned = !reason.empty(),
+                            .dropped = !reason.empty(),
                             .reason = reason};
       expect_same(StatusWord::decode(word.encode()), word);
     }
@@ -53,6 +63,45 @@ TEST(StatusWord, AMismatchNamesTheFieldAndBothValues) {
                             "'2.5' on rank 1 of 3"),
       std::string::npos)
       << failure->message;
+}
+
+// Counts are this rank's own; the sync is everybody's.
+TEST(StatusWord, AnotherSyncIsAMismatchAnotherCountIsNot) {
+  std::vector<StatusWord> words(2, {.groups = {{.sync = Sync::kAll}, {.sync = Sync::kNone}}});
+  const std::vector<int> ranks{0, 1};
+  words[1].groups[0].local_count = 7;
+  EXPECT_FALSE(find_mismatch(words, ranks));
+  words[1].groups[1].sync = Sync::kShard;
+  const auto failure = find_mismatch(words, ranks);
+  ASSERT_TRUE(failure);
+  EXPECT_NE(failure->message.find("sync 'all none' on every rank, got 'all shard' on rank 1"),
+            std::string::npos)
+      << failure->message;
+}
+
+TEST(StatusWord, OfADroppedStepIsNotCompared) {
+  std::vector<StatusWord> words(3, {.call = "finish", .step = 4, .groups = {{.sync = Sync::kAll}}});
+  words[2] = {.call = kDropCall, .step = 4, .microbatch = 1, .dropped = true, .reason = "why"};
+  const std::vector<int> ranks{0, 1, 2};
+  EXPECT_FALSE(find_mismatch(words, ranks));
+  EXPECT_EQ(find_drop(words), 2);
+  EXPECT_EQ(find_sender(words), &words[0]);
+  words[1].call = "discard";
+  EXPECT_TRUE(find_mismatch(words, ranks)) << "of those that did not drop it";
+  EXPECT_EQ(find_sender(std::span(words).subspan(2)), nullptr);
+  EXPECT_EQ(find_drop(std::span(words).first(2)), std::nullopt);
+}
+
+TEST(StatusWord, ALongReasonIsCutBetweenCharacters) {
+  for (const std::string& text :
+       {std::string(1 << 20, 'x'), std::string(kMaxReasonBytes - 1, 'x') + "\u00e9 and more"}) {
+    const StatusWord word{.dropped = true, .reason = text};
+    const std::string cut = StatusWord::decode(word.encode()).reason;
+    EXPECT_EQ(cut, text.substr(0, cut.size()));
+    EXPECT_LE(cut.size(), kMaxReasonBytes);
+    EXPECT_GE(cut.size(), kMaxReasonBytes - 1);
+    EXPECT_EQ(cut.back(), 'x');
+  }
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ struct Model {
   };
   int group_count = 1;
   std::vector<Microbatch> history{};  // of the pending step
+  bool begun = false;                 // a step that has not ended
   bool has_result = false;
   std::int64_t step = -1;
   std::int64_t steps = 0;
@@ -53,10 +54,13 @@ struct Model {
     history.push_back(did);
     has_result = std::ranges::all_of(did.sync, [](Sync sync) { return sync == Sync::kAll; });
     if (!has_result) return;
+    begun = false;
     history.clear();
     ++steps;
   }
   void drop() {
+    if (has_result) --steps;
+    begun = false;
     history.clear();
     has_result = false;
   }
@@ -91,7 +95,6 @@ TEST(StepLedger, CountsWhatItsHistoryHolds) {
     Model model{.group_count = 1 + static_cast<int>(seed % 3)};
     StepLedger ledger(kShard, kReplicate);
     ledger.set_group_count(model.group_count);
-    std::int64_t epoch = 0;
     for (int move = 0; move < 200; ++move) {
       switch (pick(8)) {
         default: {  // a microbatch, ended or dropped
@@ -99,14 +102,14 @@ TEST(StepLedger, CountsWhatItsHistoryHolds) {
           for (int g = 0; g < model.group_count; ++g) {
             next.sync.push_back(static_cast<Sync>(pick(3)));
           }
-          if (model.history.empty()) {
+          if (!model.begun) {
             ++model.step;
             model.has_result = false;
+            model.begun = true;
           }
           const MicrobatchPlan plan = ledger.begin(next.sync);
           EXPECT_EQ(ledger.phase(), Phase::kCollecting);
-          EXPECT_GT(plan.epoch, epoch);
-          epoch = plan.epoch;
+          EXPECT_TRUE(ledger.begun());
           expect_same(plan, model, next);
           if (pick(6) == 0) {
             ledger.drop();
@@ -123,17 +126,32 @@ TEST(StepLedger, CountsWhatItsHistoryHolds) {
               std::vector<Sync>(static_cast<std::size_t>(model.group_count), Sync::kAll), false};
           const MicrobatchPlan plan = ledger.begin_finish();
           expect_same(plan, model, next);
-          epoch = plan.epoch;
           ledger.end(plan);
           model.end(next);
           break;
         }
-        case 1:  // another rank dropped a step that this one had begun or gone past
-          model.step += pick(2);
+        case 1:  // another rank dropped the step, which may have ended here
+          ledger.drop();
           model.drop();
-          ledger.catch_up(model.step, ++epoch);
+          break;
+        case 2:  // begun before its first microbatch, and perhaps dropped there
+          if (ledger.pending()) {
+            EXPECT_THROW(ledger.begin_step(), UsageError);
+            break;
+          }
+          if (!model.begun) {
+            ++model.step;
+            model.has_result = false;
+          }
+          model.begun = true;
+          ledger.begin_step();
+          if (pick(2) == 0) {
+            ledger.drop();
+            model.drop();
+          }
           break;
       }
+      EXPECT_EQ(ledger.begun(), model.begun);
       EXPECT_EQ(ledger.phase(), Phase::kIdle);
       EXPECT_EQ(ledger.holds(), model.holds());
       EXPECT_EQ(ledger.counts().steps, model.steps);

@@ -1,6 +1,7 @@
 // Which sync a microbatch runs: explicit, last, flags; and flags per group.
 #include <gtest/gtest.h>
 
+#include <latch>
 #include <ostream>
 
 #include "hsdp/error.h"
@@ -233,6 +234,50 @@ TEST_P(Groups, LastWithOneGroupsSyncOffIsAnError) {
 
 INSTANTIATE_TEST_SUITE_P(Wire, Groups, testing::Values(Dtype::kF32, Dtype::kBf16, Dtype::kF16),
                          [](const auto& row) { return std::string(name(row.param)); });
+
+TEST(LocalWindow, SendsNoMessageHoweverLongItIs) {
+  const StepCase step =
+      random_step({{.name = "w", .shape = {50}}}, 4, std::vector<Sync>(9, Sync::kNone), 3);
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    std::vector<std::int64_t> messages;
+    for (const int length : {0, 1, 2, 8}) {
+      const std::int64_t before = reducer.stats().control_message_count;
+      for (int m = 0; m < length; ++m) {
+        run_microbatch(reducer, step, m, mesh.rank(), {.sync = Sync::kNone});
+      }
+      EXPECT_EQ(reducer.stats().control_message_count, before);
+      run_microbatch(reducer, step, length, mesh.rank(), {.sync = Sync::kAll});
+      static_cast<void>(reducer.found_inf());
+      messages.push_back(reducer.stats().control_message_count - before);
+    }
+    EXPECT_EQ(messages, std::vector<std::int64_t>(4, 2)) << "one word, one bit";
+  });
+}
+
+// A rank goes through its window while another one has not begun its own.
+TEST(LocalWindow, WaitsForNobody) {
+  for (const MeshShape shape : {MeshShape{1, 2}, MeshShape{2, 1}}) {
+    const StepCase step = random_step({{.name = "w", .shape = {50}}}, 2,
+                                      {Sync::kShard, Sync::kNone, Sync::kNone, Sync::kAll}, 3);
+    std::vector<RankResult> results(2);
+    std::latch through(1);
+    run_mesh(shape, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      register_all(reducer, step);
+      run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kShard});
+      if (mesh.rank() == 0) through.wait();
+      for (const int m : {1, 2}) {
+        run_microbatch(reducer, step, m, mesh.rank(), {.sync = Sync::kNone});
+      }
+      if (mesh.rank() == 1) through.count_down();
+      run_microbatch(reducer, step, 3, mesh.rank(), {.sync = Sync::kAll});
+      results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
+    });
+    expect_reference(results, step, {}, shape, "a window alone");
+  }
+}
 
 }  // namespace
 }  // namespace hsdp

@@ -176,7 +176,7 @@ TEST_P(GpuResults, BucketsAreThoseOfAGpu) {
     reducer.register_parameter({.name = "w", .shape = {5 << 20}});
     reducer.begin_microbatch();
     EXPECT_EQ(reducer.stats().bucket_count, 1);
-    reducer.abandon_microbatch("of the test");
+    reducer.abandon_step("of the test");
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <latch>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "hsdp/error.h"
 #include "nccl_gpu_rank.h"
 #include "tests/support/failing_calls.h"
+#include "tests/support/step_drops.h"
 
 namespace hsdp::test {
 namespace {
@@ -96,6 +98,42 @@ TEST_P(OnNccl, TheHostDoesNotWaitForTheGpu) {
     results[static_cast<std::size_t>(mesh.rank())] = rank.read();
   });
   expect_reference(results, step, options, shape, "standing still");
+}
+
+// Every seventh case: the host's test runs all of them.
+TEST_P(OnNccl, ADroppedStepLeavesAllRanksUsable) {
+  const MeshShape shape = GetParam();
+  const StepCase step = random_step({{.name = "a", .shape = {13, 5}}, {.name = "b", .shape = {70}}},
+                                    shape.size(), std::vector<Sync>(5), 9);
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 128});
+    GpuRank rank(reducer, step, mesh);
+    const auto microbatch = [&](int m, Sync sync) {
+      Microbatch open(reducer, {.sync = sync});
+      for (const std::size_t p : {1U, 0U}) rank.hand_over(p, static_cast<std::size_t>(m));
+      open.end();
+    };
+    const DropActions actions{.microbatch = microbatch,
+                              .broken_microbatch =
+                                  [&](int m, Sync sync) {
+                                    const Microbatch open(reducer, {.sync = sync});
+                                    rank.hand_over(1, static_cast<std::size_t>(m));
+                                    throw OwnError();
+                                  },
+                              .clean_step =
+                                  [&] {
+                                    microbatch(0, Sync::kNone);
+                                    microbatch(1, Sync::kShard);
+                                    microbatch(2, Sync::kAll);
+                                    return rank.read().shards;
+                                  }};
+    const std::vector<Values> expected = actions.clean_step();
+    const std::vector<DropCase> drops = every_drop(shape.size());
+    for (std::size_t i = 0; i < drops.size(); i += 7) {
+      run_drop(reducer, actions, drops[i], mesh.rank(), expected);
+      if (HasFailure()) throw std::runtime_error("enough failures");
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, OnNccl,

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <optional>
 #include <utility>
 
@@ -54,6 +55,16 @@ int memfd_create(const char* name, unsigned int flags) noexcept {
   static const auto real =
       hsdp::test::library_call<int (*)(const char*, unsigned int)>("memfd_create");
   return real(name, flags);
+}
+
+// Of memory that is wanted at once.
+int madvise(void* address, std::size_t length, int advice) noexcept {
+  if (hsdp::test::fails(hsdp::test::FailingCall::kMadvise)) {
+    errno = ENOMEM;
+    return -1;
+  }
+  static const auto real = hsdp::test::library_call<int (*)(void*, std::size_t, int)>("madvise");
+  return real(address, length, advice);
 }
 
 int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*start)(void*),

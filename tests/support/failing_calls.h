@@ -4,7 +4,7 @@
 
 namespace hsdp::test {
 
-enum class FailingCall { kMemfdCreate, kPthreadCreate };
+enum class FailingCall { kMemfdCreate, kPthreadCreate, kMadvise };
 
 // This thread's next such call but `skipped` fails, as for want of memory.
 void fail_call(FailingCall call, int skipped);

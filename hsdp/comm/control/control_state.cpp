@@ -57,6 +57,17 @@ std::vector<std::string> ControlState::take(const std::string& exchange, WaitSta
   return std::move(answers_.extract(exchange).mapped());
 }
 
+std::optional<std::vector<std::string>> ControlState::take_within(const std::string& exchange,
+                                                                  WaitState waiting,
+                                                                  std::chrono::milliseconds time) {
+  Lock lock(mutex_);
+  const auto came = [&] { return answers_.contains(exchange); };
+  if (!changed_.wait_for(lock, time, [&] { return failed() || came(); })) return std::nullopt;
+  if (came()) return std::move(answers_.extract(exchange).mapped());
+  lock.unlock();
+  throw_failure_of(waiting);
+}
+
 std::vector<UniqueFd> ControlState::take_descriptors(const std::string& exchange,
                                                      std::span<const int> members, int own_rank,
                                                      WaitState waiting) {

@@ -51,6 +51,10 @@ class ControlState {
   // By callers: each waits for what it names, or throws what ended the world. What has come counts,
   // though the world ended since.
   [[nodiscard]] std::vector<std::string> take(const std::string& exchange, WaitState waiting);
+  // Nothing when it has not come after `time`. Not among the active waits: nobody judges it.
+  [[nodiscard]] std::optional<std::vector<std::string>> take_within(const std::string& exchange,
+                                                                    WaitState waiting,
+                                                                    std::chrono::milliseconds time);
   // One from each member but `own_rank`, in the order of the members.
   [[nodiscard]] std::vector<UniqueFd> take_descriptors(const std::string& exchange,
                                                        std::span<const int> members, int own_rank,

@@ -51,6 +51,11 @@ class InProcessControl : public Control {
                                                  WaitState waiting) override {
     return hub_->collect(exchange_key(key, members), members, rank_, waiting);
   }
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
+      std::string_view key, std::span<const int> members, WaitState /*waiting*/,
+      std::chrono::milliseconds time) override {
+    return hub_->collect_within(exchange_key(key, members), members, time);
+  }
   void tell(int peer, std::string_view topic, std::string_view message) override {
     hub_->tell(rank_, peer, topic, message);
   }
@@ -123,10 +128,7 @@ void InProcessHub::post(const std::string& key, std::span<const int> /*members*/
 std::vector<std::string> InProcessHub::collect(const std::string& key, std::span<const int> members,
                                                int rank, WaitState waiting) {
   std::unique_lock lock(mutex_);
-  Exchange& exchange = exchanges_[key];
-  const auto missing = [&] {
-    return std::ranges::find_if(members, [&](int m) { return !exchange.messages.contains(m); });
-  };
+  const auto missing = [&, &exchange = exchanges_[key]] { return missing_in(exchange, members); };
   const int slot = next_slot_++;
   for (auto absent = missing(); absent != members.end() && !failure_; absent = missing()) {
     if (waiting.peer != *absent || !waits_.contains(slot)) {
@@ -137,6 +139,27 @@ std::vector<std::string> InProcessHub::collect(const std::string& key, std::span
   }
   waits_.erase(slot);
   if (missing() != members.end()) throw_failure(*failure_);
+  return take(key, members);
+}
+
+std::optional<std::vector<std::string>> InProcessHub::collect_within(
+    const std::string& key, std::span<const int> members, std::chrono::milliseconds time) {
+  std::unique_lock lock(mutex_);
+  const auto complete = [&, &exchange = exchanges_[key]] {
+    return missing_in(exchange, members) == members.end();
+  };
+  if (!changed_.wait_for(lock, time, [&] { return failure_ || complete(); })) return std::nullopt;
+  if (!complete()) throw_failure(*failure_);
+  return take(key, members);
+}
+
+std::span<const int>::iterator InProcessHub::missing_in(const Exchange& exchange,
+                                                        std::span<const int> members) {
+  return std::ranges::find_if(members, [&](int m) { return !exchange.messages.contains(m); });
+}
+
+std::vector<std::string> InProcessHub::take(const std::string& key, std::span<const int> members) {
+  Exchange& exchange = exchanges_[key];
   std::vector<std::string> messages;
   for (const int member : members) messages.push_back(exchange.messages.at(member));
   if (++exchange.collected == members.size()) exchanges_.erase(key);

@@ -37,6 +37,8 @@ class InProcessHub {
   [[nodiscard]] std::vector<std::string> collect(const std::string& key,
                                                  std::span<const int> members, int rank,
                                                  WaitState waiting);
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
+      const std::string& key, std::span<const int> members, std::chrono::milliseconds time);
   void tell(int from, int peer, std::string_view topic, std::string_view message);
   [[nodiscard]] std::shared_ptr<void> listen(int rank, std::string_view topic, Control::Hear hear);
   [[nodiscard]] int begin_wait(int rank, WaitState state);
@@ -59,6 +61,11 @@ class InProcessHub {
     Clock::time_point since;
   };
 
+  // Whoever of the members is missing in it, or their end.
+  [[nodiscard]] static std::span<const int>::iterator missing_in(const Exchange& exchange,
+                                                                 std::span<const int> members);
+  // All messages, which are there; with mutex_ held.
+  [[nodiscard]] std::vector<std::string> take(const std::string& key, std::span<const int> members);
   void watch();
   [[nodiscard]] std::optional<Failure> judge() const;  // with mutex_ held
   [[nodiscard]] std::vector<int> chain_end(int rank) const;

@@ -89,6 +89,14 @@ std::vector<std::string> ProcessControl::collect(std::string_view key, std::span
   return state_->take(exchange_name(key, members), waiting);
 }
 
+std::optional<std::vector<std::string>> ProcessControl::collect_within(
+    std::string_view key, std::span<const int> members, WaitState waiting,
+    std::chrono::milliseconds time) {
+  require_own_process();
+  require_member(members);
+  return state_->take_within(exchange_name(key, members), waiting, time);
+}
+
 void ProcessControl::tell(int peer, std::string_view topic, std::string_view message) {
   require_own_process();
   require_other_rank(peer, rank_, size_);

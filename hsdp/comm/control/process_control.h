@@ -39,6 +39,9 @@ class ProcessControl final : public Control {
   void post(std::string_view key, std::span<const int> members, std::string_view message) override;
   [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
                                                  WaitState waiting) override;
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
+      std::string_view key, std::span<const int> members, WaitState waiting,
+      std::chrono::milliseconds time) override;
   [[nodiscard]] std::optional<std::vector<std::string>> exchange_while_open(
       std::string_view key, std::string_view message, WaitState waiting) override;
   void tell(int peer, std::string_view topic, std::string_view message) override;

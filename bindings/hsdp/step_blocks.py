@@ -1,4 +1,4 @@
-"""The block in which one microbatch's gradients arrive."""
+"""The blocks of `with reducer.step()` and `with reducer.microbatch()`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
+
+
+class Step:
+    """The block of `with reducer.step()`: begins a step, and drops it when the block raises.
+
+    The step is dropped on every rank, wherever in the block the exception came from: in a
+    microbatch, between two, or before the first. The other ranks get a StepAbortedError that names
+    this rank at the end of their next microbatch that sends something. When the block ends without
+    the step, it stays pending for `finish` or `discard`.
+    """
+
+    __slots__ = ("_reducer",)
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __enter__(self) -> Reducer:
+        self._reducer.begin_step()
+        return self._reducer
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._reducer.abandon_step(_reason(kind, error))
 
 
 class Microbatch:
@@ -37,7 +65,7 @@ class Microbatch:
         if kind is None:
             self._reducer.end_microbatch()
         else:
-            self._reducer.abandon_microbatch(_reason(kind, error))
+            self._reducer.abandon_step(_reason(kind, error))
 
 
 def _reason(kind: type[BaseException], error: BaseException | None) -> str:

@@ -1,0 +1,85 @@
+#include "hsdp/reducer/step_agreement.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/control/world_end.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/error.h"
+
+namespace hsdp::reducer {
+namespace {
+
+constexpr std::string_view kOperation = "status word";
+
+StepAgreement::Words decode(const std::vector<std::string>& messages) {
+  StepAgreement::Words words;
+  words.reserve(messages.size());
+  for (const std::string& message : messages) words.push_back(StatusWord::decode(message));
+  return words;
+}
+
+}  // namespace
+
+StepAgreement::StepAgreement(Communicator world, std::string id)
+    : world_(std::move(world)), id_(std::move(id)) {}
+
+std::string StepAgreement::key(std::string_view kind, std::int64_t number) const {
+  return id_ + "/" + std::string(kind) + "/" + std::to_string(number);
+}
+
+std::int64_t StepAgreement::post(const StatusWord& word) {
+  const std::int64_t number = ++posted_;
+  world_.post(key("word", number), word.encode());
+  return number;
+}
+
+StepAgreement::Words StepAgreement::collect(std::int64_t number) {
+  return decode(world_.collect(key("word", number), kOperation));
+}
+
+std::optional<StepAgreement::Words> StepAgreement::collect_patiently(std::int64_t number) {
+  constexpr std::chrono::milliseconds kBetweenLooks{100};  // at whether to give up
+  while (std::chrono::steady_clock::now() < give_up_.load()) {
+    if (const auto messages =
+            world_.collect_within(key("word", number), kOperation, kBetweenLooks)) {
+      return decode(*messages);
+    }
+  }
+  return std::nullopt;
+}
+
+void StepAgreement::stop_waiting() {
+  give_up_ = std::chrono::steady_clock::now() + world_.engine()->control().timeout();
+}
+
+// A rank that dropped the step stands elsewhere than the others: they alone are compared.
+StepAgreement::Verdict StepAgreement::judge(const Words& words) {
+  if (const auto mismatch = find_mismatch(words, world_.world_ranks())) {
+    world_.engine()->control().fail(*mismatch);
+    comm::throw_failure(*mismatch);
+  }
+  const std::optional<int> drop = find_drop(words);
+  if (!drop) return {};
+  Verdict verdict{.dropped = true, .error = nullptr};
+  const StatusWord& own = words[static_cast<std::size_t>(world_.rank())];
+  if (own.dropped || own.call == "discard") return verdict;
+  const StatusWord& theirs = words[static_cast<std::size_t>(*drop)];
+  verdict.error = std::make_exception_ptr(
+      StepAbortedError("reducer: step " + std::to_string(own.step) +
+                           " was dropped: " + comm::ranks_text({*drop}, world_.size()) +
+                           " abandoned it in microbatch " + std::to_string(theirs.microbatch) +
+                           ": " + theirs.reason + "; every rank is idle and may begin a new step",
+                       {world_.world_ranks()[static_cast<std::size_t>(*drop)]}));
+  return verdict;
+}
+
+bool StepAgreement::any(std::int64_t number, bool here) {
+  const std::string of_number = key("nonfinite", number);
+  ++asked_;
+  world_.post(of_number, here ? "1" : "0");
+  return std::ranges::count(world_.collect(of_number, "found_inf"), "1") > 0;
+}
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,65 @@
+// What the ranks must agree on in a step: one status word each for everything that sends, and for a
+// dropped step, and in the end whether any rank met a non-finite value [Note: status word].
+//
+// The caller's thread posts, one word at a time; tasks collect and judge it. Thread-safe.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/reducer/status_word.h"
+
+namespace hsdp::reducer {
+
+class StepAgreement {
+ public:
+  // `id` is the same on every rank and unique in the world.
+  StepAgreement(Communicator world, std::string id);
+
+  // Tells the others; never blocks. Which word it is, for collect() and the like.
+  [[nodiscard]] std::int64_t post(const StatusWord& word);
+  // A word was posted that is not judged yet.
+  [[nodiscard]] bool under_way() const { return judged_ < posted_; }
+
+  using Words = std::vector<StatusWord>;  // of all ranks
+  [[nodiscard]] Words collect(std::int64_t number);
+  // As long as the others live: after a drop they may first learn of it in a later microbatch.
+  // Nothing when stop_waiting() ran out.
+  [[nodiscard]] std::optional<Words> collect_patiently(std::int64_t number);
+  // No patience beyond the world's timeout from here on.
+  void stop_waiting();
+
+  struct Verdict {
+    bool dropped = false;
+    std::exception_ptr error;  // to raise on this rank; null where it dropped the step itself
+  };
+  // Ends the world and throws when the ranks do not agree.
+  [[nodiscard]] Verdict judge(const Words& words);
+  void set_judged(std::int64_t number) { judged_ = number; }
+
+  [[nodiscard]] std::int64_t message_count() const { return posted_ + asked_; }
+
+  // Whether any rank says so. Every rank asks once for a number.
+  [[nodiscard]] bool any(std::int64_t number, bool here);
+
+ private:
+  [[nodiscard]] std::string key(std::string_view kind, std::int64_t number) const;
+
+  Communicator world_;
+  std::string id_;
+  std::atomic<std::int64_t> posted_{0};
+  std::atomic<std::int64_t> judged_{0};
+  std::atomic<std::int64_t> asked_{0};
+  std::atomic<std::chrono::steady_clock::time_point> give_up_{
+      std::chrono::steady_clock::time_point::max()};
+};
+
+}  // namespace hsdp::reducer

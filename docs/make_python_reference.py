@@ -20,7 +20,7 @@ import hsdp
 SECTIONS: dict[str, list[str]] = {
     "The mesh": ["init_mesh", "job_size", "Mesh", "Communicator"],
     "Reducing gradients": [
-        "Reducer", "Microbatch", "Parameter", "Slice", "ReducerStats", "clip_grad_norm_",
+        "Reducer", "Step", "Microbatch", "Parameter", "Slice", "ReducerStats", "clip_grad_norm_",
         "ReplicaHop", "PlainHop",
     ],
     "PyTorch": ["broadcast_parameters", "torch"],

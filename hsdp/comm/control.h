@@ -108,6 +108,12 @@ class Control {
   virtual void fail(const Failure& failure) = 0;
   [[nodiscard]] virtual bool failed() const = 0;  // one atomic load: for wait loops
   virtual void throw_if_failed() const = 0;
+  // The same in a call that did not wait: `operation` says what this rank was doing, where the end
+  // only names a rank.
+  virtual void throw_if_failed_in(std::string_view operation) const {
+    static_cast<void>(operation);
+    throw_if_failed();
+  }
   // Called once, from another thread, when the world ends: wakes whoever sleeps elsewhere (a futex,
   // a socket). Keep it short. Returns a handle whose destruction removes the callback; like that of
   // listen() it may outlive the Control.

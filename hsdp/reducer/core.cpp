@@ -102,15 +102,15 @@ void Reducer::Core::check_usable(std::string_view call) {
   if (ledger_.phase() == Phase::kClosed) {
     throw UsageError("reducer: " + std::string(call) + ": the Reducer was closed; make a new one");
   }
-  raise_failure();
+  raise_failure(call);
   raise_drop();
 }
 
 // Repeats the failure that ended the Reducer. Kept gradients are let go first: their memory is the
 // caller's again once this throws.
-void Reducer::Core::raise_failure() {
+void Reducer::Core::raise_failure(std::string_view call) {
   try {
-    outcome_->rethrow_failure();
+    outcome_->rethrow_failure(call);
   } catch (...) {
     if (ledger_.phase() == Phase::kCollecting) {
       static_cast<void>(frozen_->collector().drop());

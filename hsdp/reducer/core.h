@@ -79,7 +79,7 @@ class Reducer::Core {
   // core.cpp
   void freeze();
   void check_usable(std::string_view call);  // rethrows what went wrong, or closed
-  void raise_failure();
+  void raise_failure(std::string_view call);
   void raise_drop();
   [[nodiscard]] std::optional<int> find_group(const std::optional<std::string>& group);
 

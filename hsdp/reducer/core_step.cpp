@@ -62,7 +62,7 @@ void Reducer::Core::collect() {
     if (mesh_.shard_size() == 1) {
       // Gradients go straight into the carry, which a hop may still read.
       pipeline.wait_launched();
-      raise_failure();
+      raise_failure("begin_microbatch");
       collector.wait_for(pipeline.done());
     } else {
       pipeline.join_streams();
@@ -113,7 +113,7 @@ void Reducer::Core::gradient_ready(int parameter, const StridedView& gradient,
                                    reducer::GradientOwner owner,
                                    const std::optional<Event>& produced) {
   if (ledger_.phase() == Phase::kClosed) check_usable("gradient_ready");
-  outcome_->rethrow_failure();
+  outcome_->rethrow_failure("gradient_ready");
   outcome_->rethrow_drop();
   ledger_.require_collecting("gradient_ready");
   try {
@@ -185,7 +185,7 @@ void Reducer::Core::end_microbatch() {
 void Reducer::Core::close_local_collection() {
   reducer::Collector& collector = frozen_->collector();
   collector.fill_holes();
-  raise_failure();
+  raise_failure("end_microbatch");
   collector.end();
   if (const std::exception_ptr fault = outcome_->close_faults()) {
     drop_step(reducer::text_of(fault), false);
@@ -208,7 +208,7 @@ void Reducer::Core::close_collection(std::string_view call) {
   const std::int64_t word = post(call, *plan_, {}, true);
   collector.fill_holes();
   collector.pack_until([&] { return collector.all_packed() || outcome_->failed(); });
-  raise_failure();
+  raise_failure("end_microbatch");
   collector.end();
   end_words(word, *plan_);
   ledger_.end(*plan_);
@@ -217,7 +217,7 @@ void Reducer::Core::close_collection(std::string_view call) {
 void Reducer::Core::abandon_step(std::string_view reason) noexcept {
   if (ledger_.phase() == Phase::kClosed) return;
   try {
-    raise_failure();
+    raise_failure("abandon_step");
     if (!ledger_.begun()) return;
     const std::exception_ptr fault = outcome_->close_faults();
     drop_step(fault            ? reducer::text_of(fault)
@@ -265,7 +265,7 @@ void Reducer::Core::forget_step() {
 void Reducer::Core::wait_until_judged() {
   frozen_->collector().pack_until(
       [this] { return !agreement_->under_way() || outcome_->failed(); });
-  raise_failure();
+  raise_failure("status word");
 }
 
 void Reducer::Core::wait_for_words() {
@@ -307,7 +307,7 @@ void Reducer::Core::finish() {
 
 void Reducer::Core::discard() {
   if (ledger_.phase() == Phase::kClosed) check_usable("discard");
-  raise_failure();
+  raise_failure("discard");
   ledger_.require_idle("discard");
   if (!ledger_.begun()) return raise_drop();
   wait_until_judged();

@@ -62,12 +62,12 @@ bool Outcome::failed() const {
   return failure_ != nullptr;
 }
 
-void Outcome::rethrow_failure() {
+void Outcome::rethrow_failure(std::string_view call) {
   if (!failed()) {
     if (!world_.engine()->control().failed()) return;
     std::exception_ptr end;
     try {
-      world_.engine()->control().throw_if_failed();
+      world_.engine()->control().throw_if_failed_in(call);
     } catch (...) {
       end = std::current_exception();
     }

@@ -11,6 +11,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "hsdp/comm/communicator.h"
@@ -28,8 +29,9 @@ class Outcome {
   // names this rank. A local error that only follows from the world's end gives way to that.
   void fail(std::exception_ptr error);
   [[nodiscard]] bool failed() const;
-  // Throws the failure, which may be the world's end that nobody here has met yet; no-op when none.
-  void rethrow_failure();
+  // Throws the failure, no-op when none. It may be the world's end that no task here has met yet:
+  // then `call` says what this rank was doing.
+  void rethrow_failure(std::string_view call);
 
   // The first error from open_faults() to close_faults(), which gives it. False, and nothing is
   // taken, when nobody asks for faults any more.

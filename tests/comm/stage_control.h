@@ -68,6 +68,9 @@ class StageControl : public comm::Control {
   void fail(const comm::Failure& failure) override { inner_->fail(failure); }
   [[nodiscard]] bool failed() const override { return inner_->failed(); }
   void throw_if_failed() const override { inner_->throw_if_failed(); }
+  void throw_if_failed_in(std::string_view operation) const override {
+    inner_->throw_if_failed_in(operation);
+  }
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override {
     return inner_->on_failure(std::move(wake));
   }

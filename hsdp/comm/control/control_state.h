@@ -72,8 +72,8 @@ class ControlState {
   bool end(const WorldEnd& world_end);
   // Acquire: who sees it sees what peers wrote before they left.
   [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
-  void throw_if_failed() const {
-    if (failed()) throw_failure_of(std::nullopt);
+  void throw_if_failed(const std::optional<WaitState>& doing = std::nullopt) const {
+    if (failed()) throw_failure_of(doing);
   }
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake);
   // Calls those that have not been called yet. By the I/O thread, after end().

@@ -166,6 +166,11 @@ void ProcessControl::throw_if_failed() const {
   state_->throw_if_failed();
 }
 
+void ProcessControl::throw_if_failed_in(std::string_view operation) const {
+  require_own_process();
+  state_->throw_if_failed(WaitState{.operation = operation});
+}
+
 std::shared_ptr<void> ProcessControl::on_failure(std::function<void()> wake) {
   require_own_process();
   auto handle = state_->on_failure(std::move(wake));

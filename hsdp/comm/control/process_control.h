@@ -54,6 +54,7 @@ class ProcessControl final : public Control {
   void fail(const Failure& failure) override;
   [[nodiscard]] bool failed() const override;
   void throw_if_failed() const override;
+  void throw_if_failed_in(std::string_view operation) const override;
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override;
 
  private:

@@ -2,9 +2,11 @@
 // usable.
 #pragma once
 
+#include <span>
 #include <string>
 #include <utility>
 
+#include "hsdp/comm/control.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -24,5 +26,19 @@ class AgreedError : public Error {
   std::string reason_;
   int rank_;
 };
+
+// Throws where a member of a group could not do its part: this rank's own reason, else that of the
+// first. `reasons` are in the order of `members`, world ranks; an empty one is a part done.
+inline void throw_agreed(std::span<const std::string> reasons, std::span<const int> members,
+                         const Control& control) {
+  int failed = -1;
+  for (std::size_t r = 0; r < reasons.size(); ++r) {
+    if (reasons[r].empty()) continue;
+    if (failed < 0 || members[r] == control.rank()) failed = static_cast<int>(r);
+  }
+  if (failed < 0) return;
+  const auto r = static_cast<std::size_t>(failed);
+  throw AgreedError(reasons[r], members[r], control.size());
+}
 
 }  // namespace hsdp::comm

@@ -271,11 +271,12 @@ void BucketPipeline::send_zeros(const StatusWord& sent, std::int64_t step) {
 
 void BucketPipeline::run_end(const Ending& ending) {
   if (ending.result) hold(ending.result->nonfinite);
-  const StepAgreement::Verdict verdict = setting_.agreement.judge(
+  StepAgreement::Verdict verdict = setting_.agreement.judge(
       ending.words ? *ending.words : setting_.agreement.collect(ending.word));
   if (verdict.dropped) {
     run_when_done([this] { setting_.hop->end_step(false); });
-    setting_.outcome.drop_step(ending.step, verdict.error);
+    // This thread keeps no share of the error: whoever raises it destroys it.
+    setting_.outcome.drop_step(ending.step, std::move(verdict.error));
   } else {
     // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
     if (!on_host() && ending.ends_step) ending.result->progress = StepResult::Progress::kAgreed;

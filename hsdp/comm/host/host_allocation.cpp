@@ -48,12 +48,12 @@ SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype) 
     message = std::string("!") + error.what();
   }
   const auto parts = group.exchange("part", message);
-  Control& control = group.control();
-  if (mine == nullptr) throw AgreedError(message.substr(1), control.rank(), control.size());
-  for (std::size_t r = 0; r < parts.size(); ++r) {  // neighbours or not
-    if (!parts[r].starts_with('!')) continue;
-    throw AgreedError(parts[r].substr(1), group.members()[r], control.size());
+  std::vector<std::string> reasons;  // of neighbours and others
+  for (const std::string& text : parts) {
+    reasons.push_back(text.starts_with('!') ? text.substr(1) : std::string());
   }
+  Control& control = group.control();
+  throw_agreed(reasons, group.members(), control);
   const std::string key = group.id() + "/" + std::to_string(group.sequence()) + "/memory";
   const auto segments = exchange_segments(control, key, group.neighbours(), mine, {});
   for (std::size_t i = 0; i < segments.size(); ++i) {

@@ -74,13 +74,7 @@ SharedMemory allocate_private(MpiGroup& group, std::int64_t count, Dtype dtype) 
   } catch (const std::bad_alloc&) {
     reason = "mpi: allocate: no memory for " + std::to_string(size) + " bytes";
   }
-  const auto problems = group.exchange("allocate", reason);
-  Control& control = group.control();
-  if (!reason.empty()) throw AgreedError(reason, control.rank(), control.size());
-  for (int r = 0; r < group.size(); ++r) {
-    const std::string& problem = problems[static_cast<std::size_t>(r)];
-    if (!problem.empty()) throw AgreedError(problem, group.peer(r), control.size());
-  }
+  throw_agreed(group.exchange("allocate", reason), group.members(), group.control());
   std::memset(memory.get(), 0, size);
   return SharedMemory(memory, {memory.get(), count, dtype, {}});
 }

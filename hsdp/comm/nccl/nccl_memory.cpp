@@ -68,13 +68,7 @@ SharedMemory allocate_registered(NcclGroup& group, std::int64_t count, Dtype dty
   } catch (const std::exception& error) {
     reason = error.what();
   }
-  const auto reasons = group.exchange("memory", reason);
-  Control& control = group.control();
-  if (!reason.empty()) throw AgreedError(reason, control.rank(), control.size());
-  for (std::size_t r = 0; r < reasons.size(); ++r) {
-    if (reasons[r].empty()) continue;
-    throw AgreedError(reasons[r], group.members()[r], control.size());
-  }
+  throw_agreed(group.exchange("memory", reason), group.members(), group.control());
   return memory;
 }
 

@@ -13,7 +13,7 @@
 // Ownership: the Reducer owns carry, staging and accumulators. A gradient handed to gradient_ready
 // must stay valid and unchanged until end_microbatch (or abandon_step) returns or throws:
 // declare it before the Microbatch guard, or pass `keep_alive`. `shard()` views live until the next
-// begin_microbatch.
+// step begins.
 // Streams: on CUDA nothing waits for the GPU but what returns a number or a vector, saving a
 // snapshot and close; found_inf, the norms and partial_shard also write to memory of the device.
 // Gradients are read after the work that set_stream()'s stream had when gradient_ready was called;
@@ -83,8 +83,9 @@ class Reducer {
   // must live until the Reducer is gone.
   void set_stream(const Stream& stream);
 
-  // Begins a step before its first microbatch, which otherwise does so: from here on abandon_step
-  // drops it. Nothing when it is begun already; UsageError while microbatches are pending.
+  // Begins a step before its first microbatch, which otherwise does so: the last result is over,
+  // and from here on abandon_step drops the step. Nothing when it is begun already; UsageError
+  // while microbatches are pending.
   void begin_step();
   void begin_microbatch(const MicrobatchOptions& options = {});
   // Packs at once when there is room, else keeps the view (and `keep_alive`) and packs later.
@@ -109,7 +110,9 @@ class Reducer {
   // sends zeros for what its peers wait for; they get a StepAbortedError with the reason (1 KiB of
   // it) at the end of their next microbatch that sends something. Waits for the previous
   // microbatch's status words at most; the next step's begin waits for the peers' next ones,
-  // however long those take. No-op where no step is begun, or another rank has dropped it already.
+  // however long those take. Collectives of theirs between microbatches (gather_parameters) have no
+  // word: they wait for this rank until the timeout. No-op where no step is begun, or another rank
+  // has dropped it already.
   void abandon_step(std::string_view reason) noexcept;
 
   // Completes a pending carry without fresh gradients; with none pending it only waits until all

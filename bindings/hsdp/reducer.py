@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
 from hsdp.array import as_shape
 from hsdp.dtypes import DtypeLike, dtype_text, wire_text
-from hsdp.errors import UsageError
+from hsdp.errors import StepAbortedError, UsageError
 from hsdp.mesh import as_mesh
 from hsdp.open_reducers import open_reducers
 from hsdp.parameter import Parameter
@@ -198,8 +199,10 @@ class Reducer(ReducerResults):
         return Step(self)
 
     def begin_step(self) -> None:
-        """Begins a step before its first microbatch, which otherwise does so."""
-        self._handle.begin_step()
+        """Begins a step before its first microbatch, which otherwise does so; the previous result
+        is over. Raises StepAbortedError when another rank dropped the step before it.
+        """
+        self._hearing_of_drops(self._handle.begin_step)
 
     def microbatch(self, last: bool | None = None, sync: str | None = None) -> Microbatch:
         """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
@@ -214,7 +217,9 @@ class Reducer(ReducerResults):
         the same in full: "none" adds locally, "shard" reduce-scatters, "all" goes over the replicas
         and ends the step. With neither given the flags decide.
         """
-        self._handle.begin_microbatch(None if last is None else bool(last), sync)
+        self._hearing_of_drops(
+            lambda: self._handle.begin_microbatch(None if last is None else bool(last), sync)
+        )
         if self._attachment is None:
             return
         try:
@@ -264,12 +269,21 @@ class Reducer(ReducerResults):
         begun = self._handle.step_begun()
         collecting = self._handle.is_collecting()
         try:
-            self._handle.abandon_step(reason)
+            with contextlib.suppress(UsageError):  # of a forked child
+                self._handle.abandon_step(reason)
         finally:
             if collecting:
                 self._ended(completed=False)
             elif begun and self._attachment is not None:
                 self._attachment.step_dropped()
+
+    def _hearing_of_drops(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except StepAbortedError:
+            if self._attachment is not None:
+                self._attachment.step_dropped()
+            raise
 
     def _ended(self, completed: bool) -> None:
         if self._attachment is not None:
@@ -280,7 +294,7 @@ class Reducer(ReducerResults):
 
         Nothing when none is pending, so it is safe to call twice.
         """
-        self._handle.finish()
+        self._hearing_of_drops(self._handle.finish)
 
     def discard(self) -> None:
         """Drops what is pending of a step. Nothing when nothing is."""

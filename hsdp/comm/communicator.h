@@ -144,8 +144,8 @@ class Communicator {
   void post(const std::string& key, std::string_view message);
   [[nodiscard]] std::vector<std::string> collect(const std::string& key,
                                                  std::string_view operation);
-  // As collect(), but nobody judges how long it takes: nothing when a word has not come after
-  // `time`, and it may be called again.
+  // As collect(), but nothing when a word has not come after `time`, less than the timeout: nobody
+  // is at fault then, and it may be called again.
   [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
       const std::string& key, std::string_view operation, std::chrono::milliseconds time);
   // A key that is unique in the world and the same on every member, which all make it in turn.

@@ -68,8 +68,9 @@ class Control {
   [[nodiscard]] virtual std::vector<std::string> collect(std::string_view key,
                                                          std::span<const int> members,
                                                          WaitState waiting) = 0;
-  // As collect(), but nobody judges how long it takes, and it gives up after `time`: for messages
-  // that may be late though no rank is at fault. Nothing is lost then: it may be called again.
+  // As collect(), but it gives up after `time`, less than the timeout, and may be called again: for
+  // messages that may be late though no rank is at fault. A member that has closed its world, or is
+  // lost, ends it as any wait.
   [[nodiscard]] virtual std::optional<std::vector<std::string>> collect_within(
       std::string_view key, std::span<const int> members, WaitState waiting,
       std::chrono::milliseconds time) = 0;

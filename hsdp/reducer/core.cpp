@@ -31,8 +31,8 @@ Reducer::Core::Core(const Mesh& mesh, ReducerOptions options)
 }
 
 Reducer::Core::~Core() {
-  abandon_step("the Reducer was destroyed");
   agreement_->stop_waiting();
+  abandon_step("the Reducer was destroyed");
   if (frozen_) frozen_->pipeline().drain();  // its tasks use the rest of this
   if (frozen_ && mesh_.device().type != DeviceType::kHost) {
     try {
@@ -130,9 +130,9 @@ void Reducer::Core::raise_drop() {
 
 void Reducer::Core::close() {
   if (ledger_.phase() == Phase::kClosed) return;
+  agreement_->stop_waiting();
   abandon_step("the Reducer was closed");
   ledger_.close();
-  agreement_->stop_waiting();
   try {
     if (frozen_) {
       world_.wait(frozen_->collector().packed());

@@ -86,7 +86,7 @@ class Reducer::Core {
   // core_step.cpp
   void open(reducer::MicrobatchPlan plan);
   void prepare(reducer::MicrobatchPlan plan);
-  void collect();
+  void order_packs();
   void close_collection(std::string_view call);
   void close_local_collection();
   // Tells all ranks that this one drops the step. `sends`: what they still wait for in the open

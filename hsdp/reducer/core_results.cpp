@@ -250,9 +250,12 @@ void Reducer::Core::require_step_over(std::string_view call) {
 bool Reducer::Core::found_inf() {
   require_step_over("found_inf");
   if (!frozen_) return false;
+  if (ledger_.holds() != Holds::kResult) {
+    check_usable("found_inf");
+    return false;
+  }
   frozen_->pipeline().wait_ended();
-  const bool known = ledger_.holds() == Holds::kResult &&
-                     result_->progress == reducer::StepResult::Progress::kKnown;
+  const bool known = result_->progress == reducer::StepResult::Progress::kKnown;
   if (!known) check_usable("found_inf");
   return result_->found_inf;
 }

@@ -35,7 +35,13 @@ void Reducer::Core::open(reducer::MicrobatchPlan plan) {
     if (ledger_.phase() == Phase::kCollecting) drop_step(error.what(), false);
     throw;
   }
-  collect();
+  outcome_->open_faults();
+  try {
+    frozen_->collector().begin(plan_);
+  } catch (...) {
+    outcome_->fail(std::current_exception());
+    throw;
+  }
 }
 
 // What the microbatch needs, some of which this rank may not get.
@@ -53,9 +59,11 @@ void Reducer::Core::prepare(reducer::MicrobatchPlan plan) {
     memory.require_accumulators();
   }
   if (plan_->has(Sync::kAll) && !plan_->ends_step) memory.require_totals();
+  order_packs();
 }
 
-void Reducer::Core::collect() {
+// Packs come after whatever still uses what they write to.
+void Reducer::Core::order_packs() {
   reducer::BucketPipeline& pipeline = frozen_->pipeline();
   reducer::Collector& collector = frozen_->collector();
   if (!plan_->is_local()) {
@@ -71,13 +79,6 @@ void Reducer::Core::collect() {
   if (std::exchange(zeros_sent_, false)) collector.wait_for(pipeline.done());
   // Results of the last step are read before the carry changes: hops come after packs.
   collector.wait_for(caller_.record());
-  outcome_->open_faults();
-  try {
-    collector.begin(plan_);
-  } catch (...) {
-    outcome_->fail(std::current_exception());
-    throw;
-  }
 }
 
 void Reducer::Core::check_gradient(int parameter, const StridedView& gradient) const {
@@ -187,7 +188,7 @@ void Reducer::Core::close_local_collection() {
   collector.fill_holes();
   raise_failure("end_microbatch");
   collector.end();
-  if (const std::exception_ptr fault = outcome_->close_faults()) {
+  if (const std::exception_ptr fault = outcome_->settle_faults()) {
     drop_step(reducer::text_of(fault), false);
     std::rethrow_exception(fault);
   }
@@ -197,7 +198,7 @@ void Reducer::Core::close_local_collection() {
 void Reducer::Core::close_collection(std::string_view call) {
   reducer::Collector& collector = frozen_->collector();
   wait_until_judged();
-  const std::exception_ptr fault = outcome_->close_faults();
+  const std::exception_ptr fault = outcome_->settle_faults();
   if (fault) {
     drop_step(reducer::text_of(fault), true);
     std::rethrow_exception(fault);
@@ -219,12 +220,9 @@ void Reducer::Core::abandon_step(std::string_view reason) noexcept {
   try {
     raise_failure("abandon_step");
     if (!ledger_.begun()) return;
-    const std::exception_ptr fault = outcome_->close_faults();
-    drop_step(fault            ? reducer::text_of(fault)
-              : reason.empty() ? "no reason was given"
-                               : std::string(reason),
-              ledger_.phase() == Phase::kCollecting && !plan_->is_local());
+    drop_step(std::string(reason), ledger_.phase() == Phase::kCollecting && !plan_->is_local());
   } catch (...) {  // the caller's own exception matters more; a failure repeats at the next call
+    if (!outcome_->failed()) outcome_->fail(std::current_exception());
   }
   if (ledger_.phase() == Phase::kCollecting) ledger_.drop();
 }
@@ -232,19 +230,23 @@ void Reducer::Core::abandon_step(std::string_view reason) noexcept {
 // [Note: dropped step]
 void Reducer::Core::drop_step(const std::string& reason, bool sends) {
   reducer::Collector& collector = frozen_->collector();
+  std::vector<int> unsent;
+  if (ledger_.phase() == Phase::kCollecting) unsent = collector.drop();
+  const std::exception_ptr fault = outcome_->settle_faults();  // after the last pack
+  std::string text = fault ? reducer::text_of(fault) : reason;
+  if (text.empty()) text = "no reason was given";
   wait_until_judged();
   if (outcome_->take_drop()) return forget_step();  // another rank was first
-  static_cast<void>(outcome_->close_faults());
   if (!sends) {
     const reducer::MicrobatchPlan plan = ledger_.plan_of_step();
-    const std::int64_t word = post(reducer::kDropCall, plan, reason, false);
+    const std::int64_t word = post(reducer::kDropCall, plan, text, false);
     forget_step();
     frozen_->pipeline().end_drop({.word = word, .step = plan.step});
     return;
   }
   // Peers wait for what is not sent yet.
-  const std::int64_t word = post(plan_->fresh ? "microbatch" : "finish", *plan_, reason, true);
-  for (const int bucket : collector.drop()) {
+  const std::int64_t word = post(plan_->fresh ? "microbatch" : "finish", *plan_, text, true);
+  for (const int bucket : unsent) {
     frozen_->pipeline().launch_zeros(bucket, plan_, collector.packed());
   }
   end_words(word, *plan_);

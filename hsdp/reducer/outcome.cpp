@@ -90,9 +90,9 @@ bool Outcome::note_fault(std::exception_ptr& error) {
   return true;
 }
 
-std::exception_ptr Outcome::close_faults() {
+std::exception_ptr Outcome::settle_faults() {
   const std::scoped_lock lock(mutex_);
-  faults_open_ = false;
+  faults_open_ = fault_ != nullptr;
   return std::exchange(fault_, nullptr);
 }
 

@@ -33,11 +33,12 @@ class Outcome {
   // then `call` says what this rank was doing.
   void rethrow_failure(std::string_view call);
 
-  // The first error from open_faults() to close_faults(), which gives it. False, and nothing is
-  // taken, when nobody asks for faults any more.
+  // Keeps the first error since open_faults(). False, and nothing is taken, once settle_faults()
+  // has found none.
   void open_faults();
   bool note_fault(std::exception_ptr& error);
-  [[nodiscard]] std::exception_ptr close_faults();
+  // The fault, if there is one.
+  [[nodiscard]] std::exception_ptr settle_faults();
 
   // Skips all tasks of steps up to `step`. Raises `error`, if there is one, at the next call.
   void drop_step(std::int64_t step, std::exception_ptr error);

@@ -136,7 +136,7 @@ std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
                                            std::span<const int> ranks) {
   std::vector<std::size_t> members;  // those that are compared
   for (std::size_t r = 0; r < words.size(); ++r) {
-    if (!words[r].dropped) members.push_back(r);
+    if (words[r].call != kDropCall) members.push_back(r);
   }
   if (members.empty()) return std::nullopt;
   const StatusWord& first = words[members.front()];

@@ -17,7 +17,7 @@ namespace hsdp::reducer {
 constexpr const char* kDropCall = "drop";
 
 struct StatusWord {
-  // Equal on all ranks that did not drop the step.
+  // Equal on all ranks but those whose call is kDropCall.
   std::string call;
   std::int64_t step = 0;
   std::int64_t microbatch = 0;
@@ -37,8 +37,9 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 // The first rank that dropped the step, as an index into `words`.
 [[nodiscard]] std::optional<int> find_drop(std::span<const StatusWord> words);
 
-// The first disagreement between those that did not, as a failure of the world; nothing when they
-// agree. `ranks` are the world ranks behind the words.
+// The first disagreement between the ranks, as a failure of the world; nothing when they agree.
+// Who dropped the step while it sent nothing is not asked. `ranks` are the world ranks behind the
+// words.
 [[nodiscard]] std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
                                                          std::span<const int> ranks);
 

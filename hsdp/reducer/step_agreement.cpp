@@ -30,8 +30,9 @@ std::string StepAgreement::key(std::string_view kind, std::int64_t number) const
 }
 
 std::int64_t StepAgreement::post(const StatusWord& word) {
-  const std::int64_t number = ++posted_;
+  const std::int64_t number = posted_ + 1;
   world_.post(key("word", number), word.encode());
+  posted_ = number;  // it is under way from here on
   return number;
 }
 
@@ -54,7 +55,6 @@ void StepAgreement::stop_waiting() {
   give_up_ = std::chrono::steady_clock::now() + world_.engine()->control().timeout();
 }
 
-// A rank that dropped the step stands elsewhere than the others: they alone are compared.
 StepAgreement::Verdict StepAgreement::judge(const Words& words) {
   if (const auto mismatch = find_mismatch(words, world_.world_ranks())) {
     world_.engine()->control().fail(*mismatch);

@@ -349,6 +349,33 @@ def test_a_fault_on_one_rank_is_heard_on_all(ranks: Launcher) -> None:
     assert own[4] == other[4] == "nothing"
 
 
+def drop_and_leave() -> str:
+    """One rank drops a step and waits for the others' words with its next one; they are gone."""
+    rank = int(os.environ["RANK"])
+    with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 4)
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", np.ones(4, F32))
+        reducer.shard("w")
+        if rank:
+            return "left"
+        try:
+            with reducer.step():
+                raise KeyError("user code")
+        except KeyError:
+            pass
+        try:
+            reducer.begin_microbatch()
+        except hsdp.PeerLostError as error:
+            return f"{list(error.ranks)}"
+        return "nothing"
+
+
+def test_a_drop_that_nobody_hears_is_no_hang(ranks: Launcher) -> None:
+    assert ranks(2, drop_and_leave) == ["[1]", "left"]
+
+
 def disagree() -> list[str]:
     heard: list[str] = []
     rank = int(os.environ["RANK"])

@@ -216,6 +216,28 @@ class NeverProduced : public Event::State {
   void wait() const override { throw Error("test: this gradient cannot be made"); }
 };
 
+TEST(DropReason, OfAFaultMayBeEmpty) {
+  const StepCase step = random_step(small_parameters(Dtype::kF32), 2, {Sync::kNone, Sync::kAll}, 3);
+  for (const Sync sync : {Sync::kNone, Sync::kAll}) {
+    run_mesh({2, 1}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      register_all(reducer, step);
+      const auto run = [&] {
+        Microbatch open(reducer, {.sync = sync});
+        const std::vector<StoredGradient> stored = deliver(reducer, step, 0, mesh.rank());
+        if (mesh.rank() == 1) reducer.reject_gradient("");
+        open.end();
+        reducer.finish();
+      };
+      if (mesh.rank() == 0) {
+        EXPECT_TRUE(caught<StepAbortedError>(run));
+      } else {
+        EXPECT_TRUE(caught<UsageError>(run));
+      }
+    });
+  }
+}
+
 TEST(FailedPack, DropsTheStepEverywhere) {
   const StepCase step =
       random_step(small_parameters(Dtype::kF32), 4, {Sync::kNone, Sync::kShard, Sync::kAll}, 3);
@@ -258,6 +280,65 @@ TEST(FailedPack, DropsTheStepEverywhere) {
     });
     expect_reference(results, step, {}, kSquare, "after a failed pack");
   }
+}
+
+// A gradient that waits for staging is let go of, not packed: that would find nobody to tell. Here
+// the last bucket of the microbatch before holds the staging, until the other rank has it too.
+TEST(DropWithKeptGradients, DoesNotPackThem) {
+  std::vector<ParameterSpec> parameters;
+  for (int p = 0; p < 4; ++p) parameters.push_back({.name = std::to_string(p), .shape = {16}});
+  const StepCase step = random_step(parameters, 2, {Sync::kShard, Sync::kAll}, 3);
+  std::vector<RankResult> results(2);
+  std::latch kept(1);
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 64});
+    register_all(reducer, step);
+    const int rank = mesh.rank();
+    if (rank == 1) {
+      run_microbatch(reducer, step, 0, 1, {.sync = Sync::kShard});
+      reducer.begin_microbatch({.sync = Sync::kAll});
+      const StoredGradient gradient(*step.gradients[0][1][1], {16}, Dtype::kF32);
+      reducer.gradient_ready("0", gradient.view(), {}, Event(std::make_shared<NeverProduced>()));
+      kept.count_down();
+      reducer.abandon_step("of this rank's own");
+    } else {
+      const auto error = caught<StepAbortedError>([&] {
+        Microbatch open(reducer, {.sync = Sync::kShard});
+        std::vector<StoredGradient> stored;
+        for (std::size_t p = 0; p < 4; ++p) {
+          if (p == 3) kept.wait();
+          stored.emplace_back(*step.gradients[p][0][0], Shape{16}, Dtype::kF32);
+          reducer.gradient_ready(static_cast<int>(p), stored.back().view());
+        }
+        open.end();
+        run_microbatch(reducer, step, 1, 0, {.sync = Sync::kAll});
+        reducer.finish();
+      });
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->ranks(), std::vector<int>{1});
+    }
+    results[static_cast<std::size_t>(rank)] = run_step(reducer, step, rank);
+  });
+  expect_reference(results, step, {}, {1, 2}, "after a drop with kept gradients");
+}
+
+// Reads nothing of other ranks, and so waits for none.
+TEST(DropBeforeALocalWindow, LeavesFoundInfAtOnce) {
+  const StepCase step = random_step(small_parameters(Dtype::kF32), 2, {Sync::kAll}, 3);
+  std::latch asked(1);
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    reducer.begin_step();
+    if (mesh.rank() == 1) {
+      reducer.abandon_step("before anything");
+      EXPECT_FALSE(reducer.found_inf());
+      asked.count_down();
+    } else {
+      asked.wait();
+      EXPECT_TRUE(caught<StepAbortedError>([&] { run_step(reducer, step, 0); }));
+    }
+  });
 }
 
 }  // namespace

@@ -88,8 +88,13 @@ TEST(StatusWord, OfADroppedStepIsNotCompared) {
   EXPECT_EQ(find_sender(words), &words[0]);
   words[1].call = "discard";
   EXPECT_TRUE(find_mismatch(words, ranks)) << "of those that did not drop it";
+  words[1] = words[0];
+  words[1].dropped = true;  // as it was sending, with the others
+  EXPECT_FALSE(find_mismatch(words, ranks));
+  words[0].call = "discard";
+  EXPECT_TRUE(find_mismatch(words, ranks)) << "of those that are in step";
   EXPECT_EQ(find_sender(std::span(words).subspan(2)), nullptr);
-  EXPECT_EQ(find_drop(std::span(words).first(2)), std::nullopt);
+  EXPECT_EQ(find_drop(std::span(words).first(1)), std::nullopt);
 }
 
 TEST(StatusWord, ALongReasonIsCutBetweenCharacters) {

@@ -62,7 +62,10 @@ std::optional<std::vector<std::string>> ControlState::take_within(const std::str
                                                                   std::chrono::milliseconds time) {
   Lock lock(mutex_);
   const auto came = [&] { return answers_.contains(exchange); };
-  if (!changed_.wait_for(lock, time, [&] { return failed() || came(); })) return std::nullopt;
+  const int slot = begin_wait(waiting, exchange_hash(exchange));
+  const bool over = changed_.wait_for(lock, time, [&] { return failed() || came(); });
+  end_wait(slot);
+  if (!over) return std::nullopt;
   if (came()) return std::move(answers_.extract(exchange).mapped());
   lock.unlock();
   throw_failure_of(waiting);

@@ -51,7 +51,7 @@ class ControlState {
   // By callers: each waits for what it names, or throws what ended the world. What has come counts,
   // though the world ended since.
   [[nodiscard]] std::vector<std::string> take(const std::string& exchange, WaitState waiting);
-  // Nothing when it has not come after `time`. Not among the active waits: nobody judges it.
+  // Nothing when it has not come after `time`. A wait like the others meanwhile, but a young one.
   [[nodiscard]] std::optional<std::vector<std::string>> take_within(const std::string& exchange,
                                                                     WaitState waiting,
                                                                     std::chrono::milliseconds time);

@@ -52,9 +52,9 @@ class InProcessControl : public Control {
     return hub_->collect(exchange_key(key, members), members, rank_, waiting);
   }
   [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
-      std::string_view key, std::span<const int> members, WaitState /*waiting*/,
+      std::string_view key, std::span<const int> members, WaitState waiting,
       std::chrono::milliseconds time) override {
-    return hub_->collect_within(exchange_key(key, members), members, time);
+    return hub_->collect_within(exchange_key(key, members), members, rank_, waiting, time);
   }
   void tell(int peer, std::string_view topic, std::string_view message) override {
     hub_->tell(rank_, peer, topic, message);
@@ -143,12 +143,19 @@ std::vector<std::string> InProcessHub::collect(const std::string& key, std::span
 }
 
 std::optional<std::vector<std::string>> InProcessHub::collect_within(
-    const std::string& key, std::span<const int> members, std::chrono::milliseconds time) {
+    const std::string& key, std::span<const int> members, int rank, WaitState waiting,
+    std::chrono::milliseconds time) {
   std::unique_lock lock(mutex_);
   const auto complete = [&, &exchange = exchanges_[key]] {
-    return missing_in(exchange, members) == members.end();
+    const auto absent = missing_in(exchange, members);
+    if (absent != members.end()) waiting.peer = *absent;
+    return absent == members.end();
   };
-  if (!changed_.wait_for(lock, time, [&] { return failure_ || complete(); })) return std::nullopt;
+  const int slot = next_slot_++;
+  if (!complete()) waits_[slot] = {rank, waiting, Clock::now()};
+  const bool over = changed_.wait_for(lock, time, [&] { return failure_ || complete(); });
+  waits_.erase(slot);
+  if (!over) return std::nullopt;
   if (!complete()) throw_failure(*failure_);
   return take(key, members);
 }

@@ -38,7 +38,8 @@ class InProcessHub {
                                                  std::span<const int> members, int rank,
                                                  WaitState waiting);
   [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
-      const std::string& key, std::span<const int> members, std::chrono::milliseconds time);
+      const std::string& key, std::span<const int> members, int rank, WaitState waiting,
+      std::chrono::milliseconds time);
   void tell(int from, int peer, std::string_view topic, std::string_view message);
   [[nodiscard]] std::shared_ptr<void> listen(int rank, std::string_view topic, Control::Hear hear);
   [[nodiscard]] int begin_wait(int rank, WaitState state);

@@ -49,6 +49,7 @@ SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype) 
   }
   const auto parts = group.exchange("part", message);
   std::vector<std::string> reasons;  // of neighbours and others
+  reasons.reserve(parts.size());
   for (const std::string& text : parts) {
     reasons.push_back(text.starts_with('!') ? text.substr(1) : std::string());
   }

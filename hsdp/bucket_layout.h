@@ -78,6 +78,7 @@ class BucketLayout {
   [[nodiscard]] std::int64_t max_bucket_bytes() const;  // wire bytes
   [[nodiscard]] std::span<const int> buckets_of(int parameter) const;
   [[nodiscard]] int shard_size() const { return shard_size_; }
+  [[nodiscard]] int parameter_count() const { return static_cast<int>(slices_.size()); }
 
  private:
   class Builder;

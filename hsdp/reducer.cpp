@@ -1,147 +1,227 @@
 #include "hsdp/reducer.h"
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
-#include "hsdp/kernels/clip.h"
-#include "hsdp/reducer/core.h"
+#include "hsdp/reducer/agreed_options.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/results.h"
+#include "hsdp/reducer/steps.h"
 
 namespace hsdp {
-namespace {
 
-// torch's clip_grad_norm_ adds the same: a norm of exactly max_norm is scaled by a hair.
-constexpr double kClipEpsilon = 1e-6;
+struct Reducer::Parts {
+  Parts(reducer::Groups its_groups, reducer::AgreedOptions agreed)
+      : groups(std::move(its_groups)),
+        options(std::move(agreed.options)),
+        parameters(options),
+        steps(options, parameters, groups),
+        results(options, parameters, groups, steps, std::move(agreed.snapshot_id)) {}
 
-void check_clip(std::span<Reducer* const> reducers, double max_norm) {
-  if (!(max_norm >= 0)) {
-    throw UsageError("reducer: clip_grad_norm: expected a max_norm of at least 0, got " +
-                     std::to_string(max_norm));
+  // As parameters.find(); an unknown name is this rank's fault in the open microbatch.
+  [[nodiscard]] int find_in_microbatch(std::string_view name) {
+    try {
+      return parameters.find(name);
+    } catch (const UsageError& error) {
+      steps.reject_gradient(error.what());
+      throw;
+    }
   }
-  for (std::size_t i = 0; i < reducers.size(); ++i) {
-    if (reducers[i] != nullptr && std::ranges::count(reducers, reducers[i]) == 1) continue;
-    throw UsageError("reducer: clip_grad_norm: expected every Reducer once, got " +
-                     std::string(reducers[i] == nullptr ? "none" : "one again") + " as number " +
-                     std::to_string(i));
+  [[nodiscard]] std::optional<int> find_group(const std::optional<std::string>& group) const {
+    return group ? std::optional(parameters.find_group(*group)) : std::nullopt;
   }
+
+  reducer::Groups groups;
+  ReducerOptions options;
+  reducer::ParameterTable parameters;
+  reducer::Steps steps;
+  reducer::Results results;
+  std::int64_t peak_resident_bytes = 0;
+};
+
+Reducer::Reducer(const Mesh& mesh, ReducerOptions options) {
+  Communicator world = mesh.world();
+  reducer::AgreedOptions agreed =
+      reducer::agree_on_options(std::move(options), mesh.device(), world);
+  parts_ = std::make_unique<Parts>(reducer::make_groups(mesh), std::move(agreed));
 }
-
-}  // namespace
-
-Reducer::Reducer(const Mesh& mesh, ReducerOptions options)
-    : core_(std::make_unique<Core>(mesh, std::move(options))) {}
 Reducer::~Reducer() = default;
 Reducer::Reducer(Reducer&&) noexcept = default;
 Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 int Reducer::register_parameter(const ParameterSpec& spec) {
-  return core_->register_parameter(spec);
+  parts_->steps.check_usable("register_parameter");
+  if (parts_->steps.frozen() != nullptr) {
+    throw UsageError("reducer: register_parameter('" + spec.name +
+                     "'): expected all registrations before the first microbatch; make another "
+                     "Reducer for parameters that come later");
+  }
+  return parts_->parameters.add(spec);
 }
+
 void Reducer::set_requires_gradient_sync(bool flag, const std::optional<std::string>& group) {
-  core_->set_requires_gradient_sync(flag, group);
+  reducer::StepLedger& ledger = parts_->steps.ledger_for("set_requires_gradient_sync");
+  ledger.set_requires_gradient_sync(flag, parts_->find_group(group));
 }
 void Reducer::set_requires_all_reduce(bool flag, const std::optional<std::string>& group) {
-  core_->set_requires_all_reduce(flag, group);
+  reducer::StepLedger& ledger = parts_->steps.ledger_for("set_requires_all_reduce");
+  ledger.set_requires_all_reduce(flag, parts_->find_group(group));
 }
 void Reducer::set_gradient_divide_factor(std::optional<double> factor) {
-  core_->set_gradient_divide_factor(factor);
+  parts_->steps.ledger_for("set_gradient_divide_factor").set_gradient_divide_factor(factor);
 }
-void Reducer::set_loss_scale(double scale) { core_->set_loss_scale(scale); }
+void Reducer::set_loss_scale(double scale) {
+  parts_->steps.ledger_for("set_loss_scale").set_loss_scale(scale);
+}
 
-void Reducer::set_stream(const Stream& stream) { core_->set_stream(stream); }
-void Reducer::begin_step() { core_->begin_step(); }
+void Reducer::set_stream(const Stream& stream) { parts_->steps.set_caller(stream); }
+void Reducer::begin_step() { parts_->steps.begin_step(); }
 void Reducer::begin_microbatch(const MicrobatchOptions& options) {
-  core_->begin_microbatch(options);
+  parts_->steps.begin_microbatch(options);
 }
 void Reducer::gradient_ready(std::string_view name, const StridedView& gradient,
                              std::shared_ptr<const void> keep_alive,
                              const std::optional<Event>& produced) {
-  gradient_ready(core_->find_in_microbatch(name), gradient, std::move(keep_alive), produced);
+  gradient_ready(parts_->find_in_microbatch(name), gradient, std::move(keep_alive), produced);
 }
 void Reducer::gradient_ready(int parameter, const StridedView& gradient,
                              std::shared_ptr<const void> keep_alive,
                              const std::optional<Event>& produced, KeptUntil kept_until) {
-  core_->gradient_ready(parameter, gradient, {std::move(keep_alive), kept_until}, produced);
+  parts_->steps.gradient_ready(parameter, gradient, {std::move(keep_alive), kept_until}, produced);
 }
-std::vector<Stream> Reducer::pack_streams() const { return core_->pack_streams(); }
-Event Reducer::packed() { return core_->packed(); }
-void Reducer::reject_gradient(std::string_view message) { core_->reject_gradient(message); }
-void Reducer::end_microbatch() { core_->end_microbatch(); }
-void Reducer::abandon_step(std::string_view reason) noexcept { core_->abandon_step(reason); }
-void Reducer::finish() { core_->finish(); }
-void Reducer::discard() { core_->discard(); }
-void Reducer::close() { core_->close(); }
+std::vector<Stream> Reducer::pack_streams() const {
+  if (reducer::Frozen* const frozen = parts_->steps.frozen()) {
+    return frozen->collector().pack_streams();
+  }
+  throw UsageError(
+      "reducer: pack_streams: expected a microbatch before it, got none; call begin_microbatch "
+      "first");
+}
+Event Reducer::packed() {
+  reducer::Frozen* const frozen = parts_->steps.frozen();
+  return frozen != nullptr ? frozen->collector().packed() : Event();
+}
+void Reducer::reject_gradient(std::string_view message) { parts_->steps.reject_gradient(message); }
+void Reducer::end_microbatch() { parts_->steps.end_microbatch(); }
+void Reducer::abandon_step(std::string_view reason) noexcept { parts_->steps.abandon(reason); }
+void Reducer::finish() { parts_->steps.finish(); }
+void Reducer::discard() { parts_->steps.discard(); }
+void Reducer::close() {
+  parts_->steps.close();
+  parts_->results.flush_snapshots();
+}
 
-TensorView Reducer::shard(std::string_view name) { return core_->shard(core_->find(name)); }
+TensorView Reducer::shard(std::string_view name) {
+  return parts_->results.shard(parts_->parameters.find(name));
+}
 std::vector<float> Reducer::partial_shard(std::string_view name) {
-  return core_->partial_shard(core_->find(name));
+  return parts_->results.partial_shard(parts_->parameters.find(name));
 }
 void Reducer::partial_shard(std::string_view name, TensorView out) {
-  core_->partial_shard(core_->find(name), out);
+  parts_->results.partial_shard(parts_->parameters.find(name), out);
 }
-Slice Reducer::slice(std::string_view name) { return core_->slice(core_->find(name)); }
-const std::vector<ParameterSpec>& Reducer::parameters() const { return core_->parameters(); }
+Slice Reducer::slice(std::string_view name) {
+  return parts_->results.slice(parts_->parameters.find(name));
+}
+const std::vector<ParameterSpec>& Reducer::parameters() const { return parts_->parameters.specs(); }
 
 void Reducer::gather_gradients(std::span<const NamedArray> arrays) {
-  core_->gather_gradients(arrays);
+  parts_->results.gather_gradients(arrays);
 }
 void Reducer::gather_parameters(std::span<const NamedArray> arrays) {
-  core_->gather_parameters(arrays);
+  parts_->results.gather_parameters(arrays);
 }
 
-double Reducer::grad_norm() { return std::sqrt(core_->squared_norm()); }
-void Reducer::grad_norm(TensorView out) { core_->grad_norm(out); }
+double Reducer::grad_norm() { return parts_->results.grad_norm(); }
+Event Reducer::grad_norm(TensorView out) { return parts_->results.grad_norm(out); }
 double Reducer::clip_grad_norm(double max_norm) {
   Reducer* const self = this;
-  return hsdp::clip_grad_norm(std::span<Reducer* const>(&self, 1), max_norm);
+  return hsdp::clip_grad_norm({&self, 1}, max_norm);
 }
-bool Reducer::found_inf() { return core_->found_inf(); }
-void Reducer::found_inf(TensorView out) { core_->found_inf(out); }
+bool Reducer::found_inf() { return parts_->results.found_inf(); }
+Event Reducer::found_inf(TensorView out) { return parts_->results.found_inf(out); }
 
 void Reducer::save_snapshot(const std::filesystem::path& path, std::int64_t step) {
-  core_->save_snapshot(path, step);
+  parts_->results.save_snapshot(path, step);
 }
-void Reducer::flush_snapshots() { core_->flush_snapshots(); }
-ReducerStats Reducer::stats() const { return core_->stats(); }
-ReducerState Reducer::state() const { return core_->state(); }
+void Reducer::flush_snapshots() { parts_->results.flush_snapshots(); }
+ReducerState Reducer::state() const { return parts_->steps.state(); }
+
+ReducerStats Reducer::stats() const {
+  ReducerStats s;
+  const reducer::Steps& steps = parts_->steps;
+  const reducer::Groups& groups = parts_->groups;
+  const reducer::StepLedger::Counts counts = steps.ledger().counts();
+  s.microbatch_count = counts.microbatches;
+  s.step_count = counts.steps;
+  s.begun_step_count = counts.begun_steps;
+  s.all_gather_count = parts_->results.all_gather_count();
+  s.control_message_count = steps.control_message_count();
+  s.engine = groups.world.engine_name();
+  s.reduction = parts_->options.reduction;
+  s.replica_hop = parts_->options.replica_hop->name();
+  s.shard_transport = name(groups.shard.transport());
+  s.replica_transport = name(groups.replicate.transport());
+  s.replica_hop_state_bytes =
+      static_cast<std::int64_t>(parts_->options.replica_hop->resident_bytes());
+  s.snapshot_bytes = parts_->results.snapshot_bytes();
+  if (reducer::Frozen* const frozen = steps.frozen()) {
+    s.bucket_count = static_cast<int>(std::ranges::count_if(
+        frozen->layout().buckets(), [](const Bucket& bucket) { return bucket.rows.count() > 0; }));
+    const reducer::HopCounts& hops = frozen->pipeline().counts();
+    s.reduce_scatter_count = hops.reduce_scatter_count;
+    s.all_reduce_count = hops.all_reduce_count;
+    s.shard_hop_bytes = hops.shard_hop_bytes;
+    s.replica_hop_bytes = hops.replica_hop_bytes;
+    const reducer::GradientMemory& memory = frozen->memory();
+    s.carry_bytes = memory.carry_bytes();
+    s.total_bytes = memory.total_bytes();
+    s.staging_bytes = memory.staging_bytes();
+    s.accumulator_bytes = memory.accumulator_bytes();
+    s.retained_bytes = frozen->collector().retained_bytes();
+    s.peak_retained_bytes = frozen->collector().peak_retained_bytes();
+  }
+  s.resident_bytes = s.carry_bytes + s.total_bytes + s.staging_bytes + s.accumulator_bytes +
+                     s.replica_hop_state_bytes + s.snapshot_bytes;
+  parts_->peak_resident_bytes = std::max(parts_->peak_resident_bytes, s.resident_bytes);
+  s.peak_resident_bytes = parts_->peak_resident_bytes;
+  return s;
+}
+
+// What several Reducers clip by, checked.
+std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const> reducers,
+                                                        double max_norm) {
+  if (!(max_norm >= 0)) {
+    throw UsageError("reducer: clip_grad_norm: expected a max_norm of at least 0, got " +
+                     std::to_string(max_norm));
+  }
+  std::vector<reducer::Results*> all;
+  for (std::size_t i = 0; i < reducers.size(); ++i) {
+    if (reducers[i] != nullptr && std::ranges::count(reducers, reducers[i]) == 1) {
+      all.push_back(&reducers[i]->parts_->results);
+      continue;
+    }
+    throw UsageError("reducer: clip_grad_norm: expected every Reducer once, got " +
+                     std::string(reducers[i] == nullptr ? "none" : "one again") + " as number " +
+                     std::to_string(i));
+  }
+  return all;
+}
 
 double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm) {
-  check_clip(reducers, max_norm);
-  double squared = 0;
-  for (Reducer* reducer : reducers) squared += reducer->core_->squared_norm();
-  const double norm = std::sqrt(squared);
-  const double scale = max_norm / (norm + kClipEpsilon);
-  if (scale < 1.0) {
-    for (Reducer* reducer : reducers) reducer->core_->scale_shards(scale);
-  }
-  return norm;
+  const std::vector<reducer::Results*> all = Reducer::results_to_clip(reducers, max_norm);
+  return all.empty() ? 0.0 : reducer::Results::clip_grad_norm(all, max_norm);
 }
 
-void clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm) {
-  check_clip(reducers, max_norm);
-  if (reducers.empty()) throw UsageError("reducer: clip_grad_norm: expected Reducers, got none");
-  Reducer::Core& first = *reducers.front()->core_;
-  first.require_output(norm, Dtype::kF64, 1, "clip_grad_norm");
-  if (norm.device.type == DeviceType::kHost) {
-    *static_cast<double*>(norm.data) = clip_grad_norm(reducers, max_norm);
-    return;
-  }
-  const Stream stream = first.caller();
-  const Scratch words((reducers.size() + 1) * sizeof(double), stream);
-  auto* const squares = reinterpret_cast<double*>(words.data());
-  auto* const factor = reinterpret_cast<float*>(squares + reducers.size());
-  for (std::size_t i = 0; i < reducers.size(); ++i) {
-    reducers[i]->core_->set_stream(stream);
-    reducers[i]->core_->squared_norm(squares + i);
-  }
-  const auto count = static_cast<std::int64_t>(reducers.size());
-  kernels::clip_factor(
-      {squares, count, max_norm, kClipEpsilon, static_cast<double*>(norm.data), factor}, stream);
-  for (Reducer* reducer : reducers) reducer->core_->scale_shards(factor);
+Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm) {
+  const std::vector<reducer::Results*> all = Reducer::results_to_clip(reducers, max_norm);
+  if (all.empty()) throw UsageError("reducer: clip_grad_norm: expected Reducers, got none");
+  return reducer::Results::clip_grad_norm(all, max_norm, norm);
 }
 
 Step::Step(Reducer& reducer) : reducer_(reducer), exceptions_(std::uncaught_exceptions()) {

@@ -48,6 +48,10 @@
 
 namespace hsdp {
 
+namespace reducer {
+class Results;
+}  // namespace reducer
+
 struct Slice {
   std::int64_t offset = 0;  // in the flattened parameter
   std::int64_t count = 0;
@@ -132,11 +136,15 @@ class Reducer {
   void gather_gradients(std::span<const NamedArray> arrays);   // the full mean; f32, bf16, f16
   void gather_parameters(std::span<const NamedArray> arrays);  // own slice updated; any dtype
 
+  // The forms with an output wait for no peer on the host: the output is there when the Event is
+  // complete, and until then it must stay valid. wait() throws StepAbortedError where another rank
+  // drops the step, and the failure of the world; both are raised by the next call, too. On a GPU
+  // the call itself waits for the ranks to agree and throws, and nothing waits for the GPU.
   [[nodiscard]] double grad_norm();        // L2 norm of the whole mean gradient
-  void grad_norm(TensorView out);          // the same in one f64
+  Event grad_norm(TensorView out);         // the same in one f64
   double clip_grad_norm(double max_norm);  // scales the shards when above; returns the norm
   [[nodiscard]] bool found_inf();          // any rank, any microbatch of the finished step
-  void found_inf(TensorView out);          // the same as 1 or 0 in one f32; collective
+  Event found_inf(TensorView out);         // the same as 1 or 0 in one f32
 
   // Writes this rank's file in the background; `flush_snapshots` waits and throws its error, as do
   // the next save_snapshot and close.
@@ -148,16 +156,19 @@ class Reducer {
 
  private:
   friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
-  friend void clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
-  class Core;
-  std::unique_ptr<Core> core_;
+  friend Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
+  [[nodiscard]] static std::vector<reducer::Results*> results_to_clip(
+      std::span<Reducer* const> reducers, double max_norm);
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
 };
 
-// One norm over the gradients of several Reducers of one mesh.
+// One norm over the gradients of several Reducers of one mesh. Where the step of one of them is
+// dropped, none is scaled.
 double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
-// The same with the norm in one f64. On CUDA on the stream of the first Reducer, which becomes that
-// of all; nothing waits for the GPU.
-void clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
+// The same with the norm in one f64, as Reducer::grad_norm(out). On CUDA on the stream of the first
+// Reducer, which becomes that of all.
+Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
 
 // Begins a step, and drops it on all ranks when an exception leaves the scope.
 //   { Step step(reducer); for (...) { Microbatch ... } }

@@ -117,7 +117,10 @@ void found_inf_word(Handle& self, py::handle out) {
   ArrayArgument argument = array_argument(out, what, self.caller());
   const TensorView word = writable(argument, what);
   self.call([word, held = hold(std::move(argument.owner))](Reducer& reducer) {
-    reducer.found_inf(word);
+    const bool on_host = word.device.type == DeviceType::kHost;
+    if (on_host) static_cast<void>(reducer.found_inf());  // waits, and raises a dropped step
+    const Event done = reducer.found_inf(word);
+    if (on_host) done.wait();
   });
 }
 
@@ -189,7 +192,12 @@ Memory clip_together(const std::vector<Handle*>& handles, double max_norm) {
   handles.front()->call([shared = std::move(shared), max_norm, norm](Reducer&) {
     std::vector<Reducer*> reducers;
     for (const std::shared_ptr<Reducer>& reducer : shared) reducers.push_back(reducer.get());
-    hsdp::clip_grad_norm(reducers, max_norm, norm.view());
+    const TensorView out = norm.view();
+    if (out.device.type == DeviceType::kHost) {
+      *static_cast<double*>(out.data) = hsdp::clip_grad_norm(reducers, max_norm);
+    } else {
+      hsdp::clip_grad_norm(reducers, max_norm, out);
+    }
   });
   if (!caller.on_host()) norm.set_ready(caller.now().record());
   return norm;

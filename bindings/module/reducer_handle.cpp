@@ -144,7 +144,13 @@ Memory ReducerHandle::partial_shard(const std::string& name) {
 
 Memory ReducerHandle::grad_norm() {
   Memory memory = Memory::create(1, Dtype::kF64, caller_->now());
-  call([memory](Reducer& reducer) { reducer.grad_norm(memory.view()); });
+  call([out = memory.view(), memory](Reducer& reducer) {
+    if (out.device.type == DeviceType::kHost) {
+      *static_cast<double*>(out.data) = reducer.grad_norm();
+    } else {
+      reducer.grad_norm(out);
+    }
+  });
   memory.set_ready(caller_event());
   return memory;
 }

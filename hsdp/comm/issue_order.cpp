@@ -336,9 +336,9 @@ void IssueOrder::State::work() {
 }
 
 // The local tasks of a lane, as a stream.
-class IssueOrder::LaneQueue : public Stream::Queue {
+class IssueOrder::IssuerQueue : public Stream::Queue {
  public:
-  LaneQueue(std::shared_ptr<State> state, std::shared_ptr<State::Queue> queue)
+  IssuerQueue(std::shared_ptr<State> state, std::shared_ptr<State::Queue> queue)
       : state_(std::move(state)), queue_(std::move(queue)) {}
 
   void run(std::function<void()> task) override { push({.task = std::move(task)}); }
@@ -370,14 +370,14 @@ class IssueOrder::LaneQueue : public Stream::Queue {
   std::shared_ptr<State::Queue> queue_;
 };
 
-class IssueOrder::LaneOfQueue : public Lane {
+class IssueOrder::QueueIssuer : public Issuer {
  public:
-  LaneOfQueue(const std::shared_ptr<State>& state, const std::shared_ptr<State::Queue>& queue)
+  QueueIssuer(const std::shared_ptr<State>& state, const std::shared_ptr<State::Queue>& queue)
       : state_(state),
         number_(queue->number),
-        queue_(std::make_shared<LaneQueue>(state, queue)),
+        queue_(std::make_shared<IssuerQueue>(state, queue)),
         stream_(queue_) {}
-  ~LaneOfQueue() override {
+  ~QueueIssuer() override {
     try {
       stream_.synchronize();
     } catch (...) {  // was reported when it happened
@@ -385,8 +385,8 @@ class IssueOrder::LaneOfQueue : public Lane {
     const std::lock_guard lock(state_->mutex);
     state_->queues.erase(number_);
   }
-  LaneOfQueue(const LaneOfQueue&) = delete;
-  LaneOfQueue& operator=(const LaneOfQueue&) = delete;
+  QueueIssuer(const QueueIssuer&) = delete;
+  QueueIssuer& operator=(const QueueIssuer&) = delete;
 
   void run_ordered(OrderedTask task) override {
     queue_->push({.task = std::move(task.run),
@@ -399,7 +399,7 @@ class IssueOrder::LaneOfQueue : public Lane {
  private:
   std::shared_ptr<State> state_;
   int number_;
-  std::shared_ptr<LaneQueue> queue_;
+  std::shared_ptr<IssuerQueue> queue_;
   Stream stream_;
 };
 
@@ -454,7 +454,7 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
 
 // The first of several lanes has issued more on one rank than on another: all ranks issue without
 // asking what the furthest of them has issued so far, and nobody issues while they find that out.
-std::unique_ptr<IssueOrder::Lane> IssueOrder::add_lane() {
+std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   State& state = *state_;
   auto queue = std::make_shared<State::Queue>();
   std::string mine;
@@ -499,7 +499,7 @@ std::unique_ptr<IssueOrder::Lane> IssueOrder::add_lane() {
   }
   state.changed.notify_all();
   if (error) std::rethrow_exception(error);
-  return std::make_unique<LaneOfQueue>(state_, queue);
+  return std::make_unique<QueueIssuer>(state_, queue);
 }
 
 }  // namespace hsdp

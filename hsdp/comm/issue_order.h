@@ -1,5 +1,5 @@
-// One thread that issues the collectives of a mesh for everybody who has a lane here, in one order
-// on all its ranks [Note: one order for all collectives].
+// One thread that issues the collectives of a mesh for all lanes that have an Issuer here, in one
+// order on all its ranks [Note: one order for all collectives].
 //
 // A GPU runs what it is given in order, so two communicators whose collectives are issued in
 // another order on another rank can block each other for good. With one lane the order is that of
@@ -36,11 +36,11 @@ class IssueOrder {
     bool may_skip_later = false;  // it changes what later tasks' `skipped` answers
   };
 
-  class Lane {
+  class Issuer {
    public:
-    virtual ~Lane() = default;  // drains it
+    virtual ~Issuer() = default;  // drains it
     virtual void run_ordered(OrderedTask task) = 0;
-    // The lane's local tasks, events and waits.
+    // Its local tasks, events and waits.
     [[nodiscard]] virtual Stream& stream() = 0;
   };
 
@@ -52,12 +52,12 @@ class IssueOrder {
 
   // Collective, in the same order on every rank, and while no rank waits for a task of another lane
   // that is not issued yet. Throws the world's failure.
-  [[nodiscard]] std::unique_ptr<Lane> add_lane();
+  [[nodiscard]] std::unique_ptr<Issuer> add_issuer();
 
  private:
   struct State;
-  class LaneQueue;
-  class LaneOfQueue;
+  class IssuerQueue;
+  class QueueIssuer;
   explicit IssueOrder(const Communicator& world);
 
   std::shared_ptr<State> state_;

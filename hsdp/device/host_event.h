@@ -1,4 +1,4 @@
-// The Event of host streams: done once, with or without an error. Internal to hsdp/device.
+// The Event of host streams, and of whoever runs tasks: done once, with or without an error.
 //
 // Thread-safe.
 #pragma once

@@ -1,5 +1,5 @@
-// Clipping by a norm on a CUDA stream, so that the host learns it when it asks. All of these run
-// inside a task of the stream, on memory of its device [Note: kernels on a stream].
+// Clipping by a norm that nobody waits for: it stays in memory of the stream's device. All of these
+// run inside a task of the stream [Note: kernels on a stream].
 #pragma once
 
 #include <cstdint>

@@ -1,15 +1,12 @@
 #include <utility>
 
 #include "hsdp/device/scratch.h"
-#include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/cuda_launch.cuh"
 #include "hsdp/kernels/device_clip.h"
-#include "hsdp/kernels/device_indicate.h"
 #include "hsdp/kernels/device_kernels.h"
 #include "hsdp/kernels/device_nonfinite.h"
 #include "hsdp/kernels/device_norm.h"
 #include "hsdp/kernels/device_plan.h"
-#include "hsdp/kernels/indicate.h"
 
 namespace hsdp::kernels {
 namespace {
@@ -67,19 +64,20 @@ void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>
   }
 }
 
-void indicate(const void* word, float* out, const Stream& stream) {
+void indicate_on_device(const void* word, float* out, const Stream& stream) {
   launch(IndicateBody{word, out}, 1, stream);
 }
 
-void sum_in_order(const double* values, std::int64_t count, double* sum, const Stream& stream) {
+void sum_in_order_on_device(const double* values, std::int64_t count, double* sum,
+                            const Stream& stream) {
   launch(OrderedSumBody{values, count, sum}, 1, stream);
 }
 
-void clip_factor(const ClipFactor& args, const Stream& stream) {
+void clip_factor_on_device(const ClipFactor& args, const Stream& stream) {
   launch(ClipFactorBody{args}, 1, stream);
 }
 
-void scale_by(TensorView values, const float* factor, const Stream& stream) {
+void scale_by_on_device(TensorView values, const float* factor, const Stream& stream) {
   if (values.count == 0) return;
   require_alignment(values.data, Dtype::kF32);
   launch(ScaleByBody{static_cast<float*>(values.data), values.count,

@@ -1,4 +1,4 @@
-// The bodies of the CUDA kernels that clip by a norm. Internal to hsdp/kernels.
+// What the kernels that clip by a norm compute, on the host too. Internal to hsdp/kernels.
 #pragma once
 
 #include <bit>
@@ -25,6 +25,14 @@ HSDP_HOST_DEVICE inline double ordered_sum(const double* values, std::int64_t co
   return sum;
 }
 
+HSDP_HOST_DEVICE inline void compute_clip_factor(const ClipFactor& args) {
+  const double norm = std::sqrt(ordered_sum(args.squares, args.count));
+  *args.norm = norm;
+  if (args.factor == nullptr) return;
+  const double factor = args.max_norm / (norm + args.epsilon);
+  *args.factor = factor < 1.0 ? static_cast<float>(factor) : 1.0F;
+}
+
 struct OrderedSumBody {
   static constexpr int kResident = 1;  // blocks of a multiprocessor, at least
   struct Shared {};
@@ -48,12 +56,7 @@ struct ClipFactorBody {
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
     block.each_thread([this, &block](int thread) {
-      if (block.rank(thread) != 0) return;
-      const double norm = std::sqrt(ordered_sum(args.squares, args.count));
-      *args.norm = norm;
-      if (args.factor == nullptr) return;
-      const double factor = args.max_norm / (norm + args.epsilon);
-      *args.factor = factor < 1.0 ? static_cast<float>(factor) : 1.0F;
+      if (block.rank(thread) == 0) compute_clip_factor(args);
     });
   }
 };

@@ -8,6 +8,7 @@
 
 #include "hsdp/device/stream.h"
 #include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/row_pass.h"
 #include "hsdp/kernels/sum_rows.h"
 #include "hsdp/tensor_view.h"
@@ -27,5 +28,11 @@ void sum_wide_on_device(const SumRows& args, const Stream& stream);
 void squared_norm_on_device(ConstTensorView values, double* sum, const Stream& stream);
 void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
                               const Stream& stream);
+void indicate_on_device(const void* word, float* out, const Stream& stream);
+
+void sum_in_order_on_device(const double* values, std::int64_t count, double* sum,
+                            const Stream& stream);
+void clip_factor_on_device(const ClipFactor& args, const Stream& stream);
+void scale_by_on_device(TensorView values, const float* factor, const Stream& stream);
 
 }  // namespace hsdp::kernels

@@ -1,4 +1,5 @@
-// The body of the CUDA kernel that looks for NaN and infinity. Internal to hsdp/kernels.
+// The bodies of the CUDA kernels that look for NaN and infinity, and say so. Internal to
+// hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +57,26 @@ struct NonfiniteBody {
     if (dtype == Dtype::kF32) return (bits & 0x7f800000U) == 0x7f800000U;
     const std::uint32_t infinity = dtype == Dtype::kBf16 ? 0x7f80U : 0x7c00U;
     return (bits & infinity) == infinity;
+  }
+};
+
+// A flag as a number.
+HSDP_HOST_DEVICE inline float indicated(const void* word) {
+  const std::uint32_t bits = *static_cast<const volatile std::uint32_t*>(word);
+  return (bits & 0x7fffffffU) != 0 ? 1.0F : 0.0F;  // -0.0 is 0
+}
+
+struct IndicateBody {
+  static constexpr int kResident = 1;
+  struct Shared {};
+
+  const void* word = nullptr;
+  float* out = nullptr;
+
+  HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
+    block.each_thread([this, &block](int thread) {
+      if (block.rank(thread) == 0) *out = indicated(word);
+    });
   }
 };
 

@@ -1,7 +1,5 @@
 #include "hsdp/error.h"
-#include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/device_kernels.h"
-#include "hsdp/kernels/indicate.h"
 
 namespace hsdp::kernels {
 namespace {
@@ -32,16 +30,18 @@ void find_nonfinite_on_device(ConstTensorView /*values*/, std::atomic<std::uint3
   refuse();
 }
 
-void indicate(const void* /*word*/, float* /*out*/, const Stream& /*stream*/) { refuse(); }
-
-void sum_in_order(const double* /*values*/, std::int64_t /*count*/, double* /*sum*/,
-                  const Stream& /*stream*/) {
+void indicate_on_device(const void* /*word*/, float* /*out*/, const Stream& /*stream*/) {
   refuse();
 }
 
-void clip_factor(const ClipFactor& /*args*/, const Stream& /*stream*/) { refuse(); }
+void sum_in_order_on_device(const double* /*values*/, std::int64_t /*count*/, double* /*sum*/,
+                            const Stream& /*stream*/) {
+  refuse();
+}
 
-void scale_by(TensorView /*values*/, const float* /*factor*/, const Stream& /*stream*/) {
+void clip_factor_on_device(const ClipFactor& /*args*/, const Stream& /*stream*/) { refuse(); }
+
+void scale_by_on_device(TensorView /*values*/, const float* /*factor*/, const Stream& /*stream*/) {
   refuse();
 }
 

@@ -5,6 +5,7 @@
 
 #include "hsdp/kernels/arithmetic.h"
 #include "hsdp/kernels/device_kernels.h"
+#include "hsdp/kernels/device_nonfinite.h"
 #include "hsdp/kernels/float_environment.h"
 #include "hsdp/kernels/norm_lanes.h"
 #include "hsdp/kernels/row_pass.h"
@@ -117,6 +118,14 @@ void find_nonfinite(ConstTensorView values, std::atomic<std::uint32_t>* nonfinit
   }
   require_gradient_dtype(values.dtype, "has_nonfinite", "dtype");
   find_nonfinite_on_device(values, nonfinite, stream);
+}
+
+void indicate(const void* word, float* out, const Stream& stream) {
+  if (stream.device().type == DeviceType::kHost) {
+    *out = indicated(word);
+    return;
+  }
+  indicate_on_device(word, out, stream);
 }
 
 }  // namespace hsdp::kernels

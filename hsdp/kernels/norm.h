@@ -26,5 +26,8 @@ namespace hsdp::kernels {
 void squared_norm(ConstTensorView values, double* sum, const Stream& stream);
 void find_nonfinite(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
                     const Stream& stream);
+// *out = 1 when `word` is not 0, else 0. `word`: a make_flag() word, or an f32 sum of what this
+// made; it may be `out`.
+void indicate(const void* word, float* out, const Stream& stream);
 
 }  // namespace hsdp::kernels

@@ -1,7 +1,6 @@
 #include "hsdp/reducer/bucket_pipeline.h"
 
 #include <array>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -11,20 +10,15 @@
 #include "hsdp/reducer/collector.h"
 
 namespace hsdp::reducer {
-namespace {
-
-constexpr std::int64_t kNeverDropped = std::numeric_limits<std::int64_t>::max();  // a step
-
-}  // namespace
 
 BucketPipeline::BucketPipeline(Setting setting)
     : setting_(std::move(setting)),
-      has_shard_hop_(setting_.shard_group.size() > 1),
-      has_replica_hop_(setting_.replicate_group.size() > 1),
-      shard_(make_lane("hsdp-shard")),
-      replica_(make_second_lane()),
+      shard_lane_(make_lane("hsdp-shard")),
+      replica_lane_(setting_.groups.shard.size() > 1 && setting_.groups.replicate.size() > 1
+                        ? make_lane("hsdp-replica")
+                        : shard_lane_),
       watcher_(Stream::host_worker("hsdp-watch")),
-      zeros_nonfinite_(make_flag(setting_.device)) {}
+      zeros_nonfinite_(make_flag(setting_.groups.device)) {}
 
 void BucketPipeline::drain() noexcept {
   const auto quietly = [](const auto& call) {
@@ -35,47 +29,15 @@ void BucketPipeline::drain() noexcept {
   };
   quietly([this] { watcher_.synchronize(); });  // may still launch something
   send_delayed();
-  quietly([this] { replica_.host.synchronize(); });
-  quietly([this] { shard_.host.synchronize(); });
+  quietly([this] { replica_lane_->synchronize(); });
+  quietly([this] { shard_lane_->synchronize(); });
   quietly([this] { watcher_.synchronize(); });
-  quietly([this] { wait(shard_.device.record()); });
-  quietly([this] { wait(replica_.device.record()); });
+  quietly([this] { wait(shard_lane_->stream().record()); });
+  quietly([this] { wait(replica_lane_->stream().record()); });
 }
 
-BucketPipeline::Lane BucketPipeline::make_lane(const char* name) const {
-  if (on_host()) return {Stream::host_worker(name), Stream::inline_host()};
-  return {setting_.issuer->stream(), Stream::create(setting_.device, name)};
-}
-
-// A second lane pays only when both hops exist. A GPU's has the same thread: collectives must be
-// issued in one order on every rank.
-BucketPipeline::Lane BucketPipeline::make_second_lane() const {
-  if (!has_shard_hop_ || !has_replica_hop_) return shard_;
-  return make_lane("hsdp-replica");
-}
-
-void BucketPipeline::guarded(std::int64_t step, const std::function<void()>& task) {
-  if (setting_.outcome.skips(step)) return;
-  std::exception_ptr error;
-  try {
-    task();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  // Told after the handler, when this thread holds no share of the exception any more.
-  if (error) setting_.outcome.fail(std::move(error));
-}
-
-void BucketPipeline::run_ordered(int place, std::int64_t step, std::function<void()> task,
-                                 bool may_drop) {
-  if (on_host()) {
-    shard_.host.run(std::move(task));
-  } else {
-    setting_.issuer->run_ordered({.run = std::move(task),
-                                  .place = place,
-                                  .skipped = [this, step] { return setting_.outcome.skips(step); },
-                                  .may_skip_later = may_drop});
-  }
+std::shared_ptr<Lane> BucketPipeline::make_lane(const char* name) const {
+  return std::make_shared<Lane>(name, setting_.groups.device, setting_.outcome, setting_.issuer);
 }
 
 void BucketPipeline::launch(int number, int slot, const Plan& plan, const Event& packed) {
@@ -116,30 +78,31 @@ void BucketPipeline::send_delayed() {
 }
 
 void BucketPipeline::send_to_shard_hop(const Launch& launch) {
-  run_ordered(launch.bucket, launch.plan->step, [this, launch] {
-    guarded(launch.plan->step, [&] {
-      shard_.stream().wait(launch.packed);
+  const std::int64_t step = launch.plan->step;
+  const auto reduce = [this, launch, step] {
+    setting_.outcome.guard(step, [&] {
+      shard_lane_->stream().wait(launch.packed);
       if (launch.zeros) zero_slot(launch);
-      reduce_scatter(launch);
+      shard_hop(launch);
     });
     // After a failure a peer may still be reading the slot, and nothing is sent any more.
     if (launch.zeros || setting_.outcome.failed()) return;
-    collector_->slot_free(launch.slot, shard_.stream().record());
-  });
+    collector_->slot_free(launch.slot, shard_lane_->stream().record());
+  };
+  shard_lane_->issue({.run = reduce, .step = step, .place = launch.bucket});
 }
 
 void BucketPipeline::send_to_replica_hop(const Launch& launch) {
-  const auto complete_bucket = [this, launch] {
-    guarded(launch.plan->step, [&] {
-      Stream stream = replica_.stream();
-      stream.wait(launch.packed);
-      stream.wait(shard_.stream().record());
-      complete(launch);
+  const std::int64_t step = launch.plan->step;
+  const auto complete_bucket = [this, launch, step] {
+    setting_.outcome.guard(step, [&] {
+      replica_lane_->stream().wait(launch.packed);
+      if (launch.arithmetic.runs_replica_hop) replica_hop(launch);
+      if (!launch.zeros) after_hops(launch);
     });
   };
-  if (!on_host()) return run_ordered(launch.bucket, launch.plan->step, complete_bucket);
-  if (!replica_.host.same_queue(shard_.host)) replica_.host.wait(shard_.host.record());
-  replica_.host.run(complete_bucket);
+  replica_lane_->follow(*shard_lane_);
+  replica_lane_->issue({.run = complete_bucket, .step = step, .place = launch.bucket});
 }
 
 void BucketPipeline::zero_slot(const Launch& launch) {
@@ -148,10 +111,10 @@ void BucketPipeline::zero_slot(const Launch& launch) {
   args.count = slot.count;
   args.out = slot.data;
   args.out_dtype = slot.dtype;
-  kernels::cast_and_pack(args, shard_.stream());
+  kernels::cast_and_pack(args, shard_lane_->stream());
 }
 
-void BucketPipeline::reduce_scatter(const Launch& launch) {
+void BucketPipeline::shard_hop(const Launch& launch) {
   const Bucket& b = bucket(launch.bucket);
   ReduceScatter args;
   args.in = setting_.memory.staging(launch.slot, b);
@@ -163,7 +126,7 @@ void BucketPipeline::reduce_scatter(const Launch& launch) {
   args.nonfinite = launch.plan->result->nonfinite.get();
   args.bucket = launch.bucket;
   args.reduction = setting_.reduction;
-  setting_.shard_group.reduce_scatter(args, shard_.stream());
+  setting_.groups.shard.reduce_scatter(args, shard_lane_->stream());
   ++counts_.reduce_scatter_count;
   counts_.shard_hop_bytes += sent_bytes(args.in.count, args.in.dtype);
 }
@@ -173,29 +136,24 @@ std::int64_t BucketPipeline::sent_bytes(std::int64_t count, Dtype wire) const {
   return count * static_cast<std::int64_t>(size_bytes(widened ? Dtype::kF32 : wire));
 }
 
-// Sums the shard over the replicas, joins an earlier total, divides at the step's end.
-void BucketPipeline::complete(const Launch& launch) {
-  if (launch.arithmetic.runs_replica_hop) run_replica_hop(launch);
-  if (!launch.zeros) run_rest(launch);
-}
-
-void BucketPipeline::run_replica_hop(const Launch& launch) {
+void BucketPipeline::replica_hop(const Launch& launch) {
   ReplicaShard shard;
   shard.data = setting_.memory.carry(bucket(launch.bucket));
   shard.arithmetic = launch.arithmetic.replica;
   shard.bucket = launch.bucket;
   const std::vector<ParameterRange> ranges =
-      shard_ranges(setting_.layout, launch.bucket, setting_.shard_group.rank());
+      shard_ranges(setting_.layout, launch.bucket, setting_.groups.shard.rank());
   shard.parameters = ranges;
   shard.nonfinite = launch.plan->result->nonfinite.get();
   shard.reduction = setting_.reduction;
-  Stream stream = replica_.stream();
-  setting_.hop->reduce(setting_.replicate_group, shard, stream);
+  Stream stream = replica_lane_->stream();
+  setting_.hop->reduce(setting_.groups.replicate, shard, stream);
   ++counts_.all_reduce_count;
   counts_.replica_hop_bytes += sent_bytes(shard.data.count, shard.arithmetic.wire);
 }
 
-void BucketPipeline::run_rest(const Launch& launch) {
+// Joins an earlier total, divides at the step's end, where the hops have not done so.
+void BucketPipeline::after_hops(const Launch& launch) {
   using Rest = BucketArithmetic::Rest;
   const BucketArithmetic& arithmetic = launch.arithmetic;
   if (arithmetic.rest == Rest::kNothing) return;
@@ -207,7 +165,7 @@ void BucketPipeline::run_rest(const Launch& launch) {
     args.count = carry.count;
     args.divisor = arithmetic.rest_divisor;
     args.nonfinite = launch.plan->result->nonfinite.get();
-    return kernels::scale_and_cast(args, replica_.stream());
+    return kernels::scale_and_cast(args, replica_lane_->stream());
   }
   const TensorView total = setting_.memory.total(b);
   const std::array<const void*, 1> rows{arithmetic.rest_reads_carry ? carry.data : total.data};
@@ -220,21 +178,22 @@ void BucketPipeline::run_rest(const Launch& launch) {
   args.spec.divisor = arithmetic.rest_divisor;
   args.count = carry.count;
   args.nonfinite = launch.plan->result->nonfinite.get();
-  kernels::sum_rows(args, replica_.stream());
+  kernels::sum_rows(args, replica_lane_->stream());
 }
 
-void BucketPipeline::join_streams() {
+void BucketPipeline::join_lanes() {
   send_delayed();
-  if (!replica_.host.same_queue(shard_.host)) shard_.host.wait(replica_.host.record());
-  if (!on_host()) shard_.host.run([this] { shard_.stream().wait(replica_.stream().record()); });
+  shard_lane_->follow(*replica_lane_);
 }
 
 void BucketPipeline::end(const Ending& ending) {
-  join_streams();
+  join_lanes();
+  const std::int64_t step = ending.plan->step;
   // After all buckets: of several Reducers the others' buckets come first.
-  run_ordered(
-      IssueOrder::kAfterBuckets, ending.step,
-      [this, ending] { guarded(ending.step, [&] { run_end(ending); }); }, true);
+  shard_lane_->issue(
+      {.run = [this, ending, step] { setting_.outcome.guard(step, [&] { run_end(ending); }); },
+       .step = step,
+       .may_drop = true});
 }
 
 // [Note: dropped step]
@@ -242,23 +201,18 @@ void BucketPipeline::end_drop(const Ending& ending) {
   watch([this, ending] {
     auto words = setting_.agreement.collect_patiently(ending.word);
     if (!words) return;
-    if (const StatusWord* const sent = find_sender(*words)) send_zeros(*sent, ending.step);
+    if (const StatusWord* const sent = find_sender(*words)) send_zeros(*sent, *ending.plan);
     Ending known = ending;
     known.words = std::move(words);
     end(known);
   });
 }
 
-void BucketPipeline::send_zeros(const StatusWord& sent, std::int64_t step) {
-  auto plan = std::make_shared<MicrobatchPlan>();
-  plan->step = step;
-  plan->groups = sent.groups;
-  plan->ends_step = !plan->has(Sync::kNone) && !plan->has(Sync::kShard);
-  plan->shard_size = setting_.shard_group.size();
-  plan->replicate_size = setting_.replicate_group.size();
+void BucketPipeline::send_zeros(const StatusWord& sent, const MicrobatchPlan& dropped) {
+  auto plan = std::make_shared<MicrobatchPlan>(dropped);
+  plan->set_groups(sent.groups);
   plan->set_divisor(sent.divide_factor == 0 ? std::nullopt : std::optional(sent.divide_factor),
                     sent.loss_scale);
-  plan->replica_dtype = setting_.replica_dtype;
   plan->result = std::make_shared<StepResult>();
   plan->result->nonfinite = zeros_nonfinite_;
   const std::vector<Bucket>& buckets = setting_.layout.buckets();
@@ -270,16 +224,16 @@ void BucketPipeline::send_zeros(const StatusWord& sent, std::int64_t step) {
 }
 
 void BucketPipeline::run_end(const Ending& ending) {
-  if (ending.result) hold(ending.result->nonfinite);
-  StepAgreement::Verdict verdict = setting_.agreement.judge(
+  const MicrobatchPlan& plan = *ending.plan;
+  if (plan.result) hold(plan.result->nonfinite);
+  StepAgreement::Judgement judgement = setting_.agreement.judge(
       ending.words ? *ending.words : setting_.agreement.collect(ending.word));
-  if (verdict.dropped) {
+  if (judgement.dropped) {
     run_when_done([this] { setting_.hop->end_step(false); });
-    // This thread keeps no share of the error: whoever raises it destroys it.
-    setting_.outcome.drop_step(ending.step, std::move(verdict.error));
+    setting_.outcome.drop_step(plan.step, std::move(judgement.drop));
   } else {
     // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
-    if (!on_host() && ending.ends_step) ending.result->progress = StepResult::Progress::kAgreed;
+    if (!on_host() && plan.ends_step()) plan.result->progress = StepResult::Progress::kAgreed;
     run_when_done([this, ending, packs = collector_->record_packs()] {
       settle(ending);
       collector_->let_go_of_read(packs);
@@ -294,8 +248,8 @@ void BucketPipeline::run_end(const Ending& ending) {
 // value, and hears theirs.
 void BucketPipeline::settle(const Ending& ending) {
   if (ending.discards_step) setting_.hop->end_step(false);
-  if (!ending.ends_step) return;
-  StepResult& result = *ending.result;
+  if (!ending.plan->ends_step()) return;
+  StepResult& result = *ending.plan->result;
   if (!on_host()) result.progress = StepResult::Progress::kComputed;
   if (setting_.agreement.any(ending.word, result.nonfinite->load() != 0)) result.found_inf = true;
   setting_.hop->end_step(!result.found_inf);
@@ -307,42 +261,23 @@ void BucketPipeline::run_when_done(std::function<void()> task) {
     task();
     return;
   }
-  watch([this, done = shard_.stream().record(), task = std::move(task)] {
+  watch([this, done = shard_lane_->stream().record(), task = std::move(task)] {
     wait(done);
     task();
   });
 }
 
 void BucketPipeline::watch(std::function<void()> task) {
-  watcher_.run([this, task = std::move(task)] { guarded(kNeverDropped, task); });
+  watcher_.run([this, task = std::move(task)] { setting_.outcome.guard(kNoStep, task); });
 }
 
-void BucketPipeline::run_now(Scope scope, const std::function<void(Stream&)>& task) {
-  std::exception_ptr error;
-  const auto run_it = [&] {
-    try {
-      Stream stream = shard_.stream();
-      task(stream);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  };
-  if (on_host()) {
-    run_it();
-  } else if (scope == Scope::kAllRanks) {
-    run_ordered(IssueOrder::kAfterBuckets, kNeverDropped, run_it);
-  } else {
-    shard_.host.run(run_it);
-  }
-  if (!on_host()) shard_.host.synchronize();
-  if (!error) return;
-  if (scope == Scope::kAllRanks) setting_.outcome.fail(error);  // the others are in its collective
-  std::rethrow_exception(error);
+Event BucketPipeline::run(const Lane::Work& work, std::function<void(Stream&)> task) {
+  return shard_lane_->run(work, std::move(task));
 }
 
 void BucketPipeline::wait_launched() {
-  replica_.host.synchronize();
-  shard_.host.synchronize();
+  replica_lane_->synchronize();
+  shard_lane_->synchronize();
 }
 
 void BucketPipeline::wait_ended() {
@@ -352,19 +287,19 @@ void BucketPipeline::wait_ended() {
 }
 
 Event BucketPipeline::done() {
-  Stream stream = shard_.stream();
-  stream.wait(replica_.stream().record());
+  Stream stream = shard_lane_->stream();
+  stream.wait(replica_lane_->stream().record());
   return stream.record();
 }
 
 void BucketPipeline::wait_idle() {
   wait_ended();
-  wait_done();
+  wait(done());
   in_flight_.reap();
 }
 
 void BucketPipeline::hold(std::shared_ptr<const void> memory) {
-  if (!on_host()) in_flight_.hold(shard_.stream().record(), std::move(memory));
+  if (!on_host()) in_flight_.hold(shard_lane_->stream().record(), std::move(memory));
 }
 
 }  // namespace hsdp::reducer

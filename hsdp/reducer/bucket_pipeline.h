@@ -5,7 +5,7 @@
 //
 // launch() and the other enqueueing calls never block. Errors of tasks go to the Outcome; tasks of
 // a dropped or failed step do nothing but free their staging slot.
-// [Note: hops on a GPU]: there one thread runs all tasks, and they enqueue on two device streams.
+// [Note: hops on a GPU]: there both lanes have one thread, and enqueue on two device streams.
 #pragma once
 
 #include <atomic>
@@ -17,10 +17,11 @@
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
-#include "hsdp/comm/issue_order.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/device/in_flight.h"
 #include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/lane.h"
 #include "hsdp/reducer/microbatch_plan.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/step_agreement.h"
@@ -45,14 +46,11 @@ class BucketPipeline {
     GradientMemory& memory;
     Outcome& outcome;
     StepAgreement& agreement;
-    Device device;
-    Communicator shard_group;
-    Communicator replicate_group;
+    Groups groups;
     std::shared_ptr<ReplicaHop> hop;
-    std::optional<Dtype> replica_dtype;  // none: the shard hop's
     Reduction reduction = Reduction::kExact;
     // Issues the hops on a GPU, in one order for all Reducers of the mesh.
-    std::shared_ptr<IssueOrder::Lane> issuer;
+    std::shared_ptr<IssueOrder::Issuer> issuer;
   };
   explicit BucketPipeline(Setting setting);
   // Who packs the slots; outlives the tasks.
@@ -71,24 +69,19 @@ class BucketPipeline {
   // How a microbatch, finish or discard ends on every rank, after its buckets.
   struct Ending {
     std::int64_t word = 0;  // of the StepAgreement
-    std::int64_t step = 0;
-    bool ends_step = false;
+    Plan plan;
     bool discards_step = false;
-    std::shared_ptr<StepResult> result;
     std::optional<StepAgreement::Words> words{};  // where they are known already
   };
   void end(const Ending& ending);
   // The end of a step that this rank dropped while it sent nothing: a thread of its own finds out
-  // from the words what the others send, and sends zeros for that.
+  // from the words what the others send, and sends zeros for that. The plan says which step it is.
   void end_drop(const Ending& ending);
 
-  // Orders later buckets after the replica hops launched so far, and the shard stream's next task.
-  void join_streams();
-  // kAllRanks: every rank runs this task at this place among the collectives.
-  enum class Scope : std::uint8_t { kThisRank, kAllRanks };
-  // Runs `task` now, after everything launched, and lets its error out. The device's part of it is
-  // enqueued on the stream that it gets.
-  void run_now(Scope scope, const std::function<void(Stream&)>& task);
+  // Orders later buckets after the replica hops launched so far.
+  void join_lanes();
+  // Lane::run() after everything launched so far: for what reads or changes a result.
+  Event run(const Lane::Work& work, std::function<void(Stream&)> task);
 
   // Block until the host's part of everything launched is done; wait_ended(): and of the ends of
   // steps, for which a device has to be done.
@@ -96,13 +89,11 @@ class BucketPipeline {
   void wait_ended();
   // After wait_launched(): completes when the device's part is done, too.
   [[nodiscard]] Event done();
-  // Blocks until then; throws the world's failure when that comes first.
-  void wait_done() { wait(done()); }
   // Blocks until everything is done.
   void wait_idle();
   // Everything is over when it returns, also on the device, whatever went wrong.
   void drain() noexcept;
-  // Keeps `memory` until the device has done what was enqueued so far; from a task.
+  // Keeps a GPU's `memory` until it has done what was enqueued so far; from a task.
   void hold(std::shared_ptr<const void> memory);
 
   [[nodiscard]] const HopCounts& counts() const { return counts_; }
@@ -118,49 +109,33 @@ class BucketPipeline {
   };
   void launch(const Launch& launch);
   void zero_slot(const Launch& launch);
-  void reduce_scatter(const Launch& launch);
-  void complete(const Launch& launch);
-  void run_replica_hop(const Launch& launch);
-  void run_rest(const Launch& launch);
+  void shard_hop(const Launch& launch);
+  void replica_hop(const Launch& launch);
+  void after_hops(const Launch& launch);
   void run_end(const Ending& ending);
   void settle(const Ending& ending);
-  void send_zeros(const StatusWord& sent, std::int64_t step);
+  void send_zeros(const StatusWord& sent, const MicrobatchPlan& dropped);
   // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,
   // and nobody waits; on the host it is now. Not skipped when the step is dropped meanwhile: peers
   // may count on it.
   void run_when_done(std::function<void()> task);
   void watch(std::function<void()> task);
-  [[nodiscard]] std::int64_t sent_bytes(std::int64_t count, Dtype wire) const;
-  void guarded(std::int64_t step, const std::function<void()>& task);
-  [[nodiscard]] const Bucket& bucket(int number) const {
-    return setting_.layout.buckets()[static_cast<std::size_t>(number)];
-  }
-
-  // Tasks run on `host` in order and hand work to `device`. On the host the two are one: `device`
-  // is inline, whatever the thread.
-  struct Lane {
-    Stream host;
-    Stream device;
-    [[nodiscard]] Stream stream() const { return device.inside_task(); }
-  };
-  // A task that every rank runs at this place among the collectives. `may_drop`: it may drop the
-  // step, and with it tasks that come later.
-  void run_ordered(int place, std::int64_t step, std::function<void()> task, bool may_drop = false);
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void send_delayed();
-  void wait(const Event& event) { setting_.shard_group.wait(event); }
-  [[nodiscard]] Lane make_lane(const char* name) const;
-  [[nodiscard]] Lane make_second_lane() const;
-  [[nodiscard]] bool on_host() const { return setting_.device.type == DeviceType::kHost; }
+  [[nodiscard]] std::int64_t sent_bytes(std::int64_t count, Dtype wire) const;
+  [[nodiscard]] const Bucket& bucket(int number) const {
+    return setting_.layout.buckets()[static_cast<std::size_t>(number)];
+  }
+  void wait(const Event& event) { setting_.groups.world.wait(event); }
+  [[nodiscard]] std::shared_ptr<Lane> make_lane(const char* name) const;
+  [[nodiscard]] bool on_host() const { return setting_.groups.on_host(); }
 
   Setting setting_;
   Collector* collector_ = nullptr;
   HopCounts counts_;
-  bool has_shard_hop_;
-  bool has_replica_hop_;
-  Lane shard_;
-  Lane replica_;
+  std::shared_ptr<Lane> shard_lane_;
+  std::shared_ptr<Lane> replica_lane_;  // the same where there is one hop only
   // On a GPU: the bucket whose replica hop comes after the next one's shard hop.
   std::mutex delayed_mutex_;
   std::optional<Launch> delayed_;

@@ -1,6 +1,7 @@
 #include "hsdp/reducer/collector.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace hsdp::reducer {
@@ -164,7 +165,7 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
     retained_bytes_ += kept.bytes;
     peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
   }
-  for (const Work& work : now) pack_one(lock, work);
+  for (const Work& work : now) pack(lock, work);
 }
 
 // `gradient` is the caller's copy of the kept view: drop() may clear that one while a pack is under
@@ -178,7 +179,7 @@ Contribution Collector::contribution_of(int parameter, const StridedView& gradie
   return contribution;
 }
 
-void Collector::pack_one(Lock& lock, Work work) {
+void Collector::pack(Lock& lock, Work work) {
   const auto p = static_cast<std::size_t>(work.parameter);
   const Piece& piece = pieces_[p][static_cast<std::size_t>(work.piece)];
   const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(piece.bucket)];
@@ -198,6 +199,54 @@ void Collector::pack_one(Lock& lock, Work work) {
   piece_packed(work.parameter, piece.bucket);
   launch_complete();
   wake_waiter();
+}
+
+void Collector::pack_ready(Lock& lock) {
+  while (!ready_.empty()) {
+    const Work work = ready_.front();
+    ready_.pop_front();
+    pack(lock, work);
+  }
+}
+
+void Collector::assign_slots() {
+  while (!free_slots_.empty() && next_slot_ < order_.size()) {
+    const int number = order_[next_slot_];
+    const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
+    ++next_slot_;
+    if (!plan_->group(bucket.group).reduces()) continue;
+    BucketState& state = states_[static_cast<std::size_t>(number)];
+    std::tie(state.slot, state.slot_free) = free_slots_.back();
+    free_slots_.pop_back();
+    for (const int parameter : state.waiting) {
+      const std::vector<Piece>& pieces = pieces_[static_cast<std::size_t>(parameter)];
+      const auto piece = std::ranges::find(pieces, number, &Piece::bucket);
+      ready_.push_back({parameter, static_cast<int>(piece - pieces.begin())});
+    }
+    state.waiting.clear();
+  }
+}
+
+void Collector::launch_complete() {
+  while (open_ && next_launch_ < order_.size()) {
+    const int number = order_[next_launch_];
+    const BucketState& state = states_[static_cast<std::size_t>(number)];
+    const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
+    const bool reduces = plan_->group(bucket.group).reduces();
+    if (state.unpacked > 0 || (has_shard_hop_ && reduces && state.slot < 0)) return;
+    ++next_launch_;
+    if (reduces && state.slot >= 0) ++reducing_;
+    pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packs_.record(state.slot));
+  }
+}
+
+void Collector::slot_free(int slot, const Event& free) {
+  Lock lock(mutex_);
+  free_slots_.emplace_back(slot, free);
+  --reducing_;
+  if (open_) assign_slots();
+  wake_waiter();
+  if (!leaves_packing_to_caller()) pack_ready(lock);
 }
 
 void Collector::piece_packed(int parameter, int bucket) {
@@ -281,9 +330,15 @@ void Collector::end() {
   }
 }
 
+bool Collector::is_open() const {
+  const std::scoped_lock lock(mutex_);
+  return open_;
+}
+
 std::vector<int> Collector::drop() {
   std::vector<int> unsent;
   Lock lock(mutex_);
+  if (!open_) return unsent;
   open_ = false;
   ready_.clear();
   wait_for_packs_in_flight(lock);

@@ -56,11 +56,14 @@ class Collector {
   // change; notify() makes it look again.
   void pack_until(const std::function<bool()>& done);
   [[nodiscard]] bool all_packed() const { return unpacked_ == 0; }  // for `done`
+  // From begin() to end() or drop().
+  [[nodiscard]] bool is_open() const;
   // Closes the microbatch: the local sums that were sent are spent.
   void end();
   // Closes the microbatch without the rest: lets go of what was kept, and waits for packs in
   // flight, as the gradients' memory may be dying. The buckets that were not launched, in order.
-  std::vector<int> drop();
+  // Nothing where none is open.
+  [[nodiscard]] std::vector<int> drop();
   // Forgets local sums (the step was dropped).
   void clear_accumulators();
 
@@ -126,7 +129,7 @@ class Collector {
   void accumulate(int parameter, const Contribution& contribution);
   void pack_pieces(Lock& lock, int parameter);
   void pack_ready(Lock& lock);
-  void pack_one(Lock& lock, Work work);
+  void pack(Lock& lock, Work work);
   void piece_packed(int parameter, int bucket);
   void assign_slots();
   void launch_complete();

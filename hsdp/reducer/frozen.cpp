@@ -84,32 +84,30 @@ PackOrder pack_order(Device device, int shard_size) {
 
 Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
   const ReducerOptions& options = setting.options;
-  Communicator& world = setting.world;
+  Groups& groups = setting.groups;
+  Communicator& world = groups.world;
   compare_registrations(setting.parameters, world);
   together(world, "lay out its buckets", [&] {
     const std::vector<LayoutParameter> parameters = setting.parameters.layout_parameters();
-    layout_.emplace(parameters, setting.shard_group.size(), options.layout, *options.bucket_bytes);
-    memory_.emplace(setting.parameters, *layout_, setting.shard_group.rank(), setting.device,
+    layout_.emplace(parameters, groups.shard.size(), options.layout, *options.bucket_bytes);
+    memory_.emplace(setting.parameters, *layout_, groups.shard.rank(), groups.device,
                     options.accumulate_dtype);
   });
-  together(world, "allocate its carry", [&] { memory_->allocate_carry(setting.replicate_group); });
-  together(world, "allocate its staging buckets",
-           [&] { memory_->allocate_staging(setting.shard_group); });
+  together(world, "allocate its carry", [&] { memory_->allocate_carry(groups.replicate); });
+  together(world, "allocate its staging buckets", [&] { memory_->allocate_staging(groups.shard); });
   std::shared_ptr<IssueOrder> order;
-  std::shared_ptr<IssueOrder::Lane> issuer;
-  if (setting.device.type != DeviceType::kHost) {
+  std::shared_ptr<IssueOrder::Issuer> issuer;
+  if (!groups.on_host()) {
     together(world, "start its issuing thread", [&] { order = IssueOrder::of(world); });
-    issuer = order->add_lane();
+    issuer = order->add_issuer();
   }
   together(world, "start its lanes", [&] {
     pipeline_.emplace(BucketPipeline::Setting{
-        *layout_, *memory_, setting.outcome, setting.agreement, setting.device, setting.shard_group,
-        setting.replicate_group, options.replica_hop, options.replica_dtype,
+        *layout_, *memory_, setting.outcome, setting.agreement, groups, options.replica_hop,
         options.reduction == "native" ? Reduction::kNative : Reduction::kExact, issuer});
-    collector_.emplace(Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_,
-                                          setting.outcome, world, setting.device,
-                                          options.backwards == Backwards::kMany,
-                                          pack_order(setting.device, setting.shard_group.size())});
+    collector_.emplace(Collector::Setting{
+        setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome, world, groups.device,
+        options.backwards == Backwards::kMany, pack_order(groups.device, groups.shard.size())});
     pipeline_->set_collector(*collector_);
   });
   outcome_.set_on_change([this] { collector_->notify(); });

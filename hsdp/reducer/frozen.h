@@ -6,10 +6,10 @@
 #include <optional>
 
 #include "hsdp/bucket_layout.h"
-#include "hsdp/mesh.h"
 #include "hsdp/reducer/bucket_pipeline.h"
 #include "hsdp/reducer/collector.h"
 #include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/parameter_table.h"
 
@@ -19,10 +19,7 @@ namespace hsdp::reducer {
 struct FrozenSetting {
   const ParameterTable& parameters;
   const ReducerOptions& options;
-  Device device;
-  Communicator& world;
-  Communicator& shard_group;
-  Communicator& replicate_group;
+  Groups& groups;
   Outcome& outcome;
   StepAgreement& agreement;
 };
@@ -38,6 +35,7 @@ class Frozen {
 
   [[nodiscard]] const BucketLayout& layout() const { return *layout_; }
   [[nodiscard]] GradientMemory& memory() { return *memory_; }
+  [[nodiscard]] const GradientMemory& memory() const { return *memory_; }
   [[nodiscard]] BucketPipeline& pipeline() { return *pipeline_; }
   [[nodiscard]] Collector& collector() { return *collector_; }
 

@@ -1,13 +1,20 @@
 #include "hsdp/reducer/microbatch_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace hsdp::reducer {
 
 void MicrobatchPlan::set_divisor(std::optional<double> factor, double scale) {
-  divide_factor = factor;
-  loss_scale = scale;
-  divisor = fp32_divisor(gradient_divide_factor(shard_size, replicate_size, true, factor), scale);
+  divide_factor_ = factor;
+  loss_scale_ = scale;
+  divisor_ = fp32_divisor(gradient_divide_factor(shard_size, replicate_size, true, factor), scale);
+}
+
+void MicrobatchPlan::set_groups(std::vector<GroupPlan> groups) {
+  groups_ = std::move(groups);
+  ends_step_ =
+      std::ranges::all_of(groups_, [](const GroupPlan& g) { return g.sync == Sync::kAll; });
 }
 
 BucketArithmetic MicrobatchPlan::arithmetic(const Bucket& bucket) const {
@@ -21,16 +28,17 @@ BucketArithmetic MicrobatchPlan::arithmetic(const Bucket& bucket) const {
                          .has_carry = sums.has_carry,
                          .has_total = sums.has_total,
                          .replicates = sums.sync == Sync::kAll,
-                         .ends_step = ends_step,
-                         .divisor = divisor});
+                         .ends_step = ends_step_,
+                         .divisor = divisor_});
 }
 
 bool MicrobatchPlan::has(Sync sync) const {
-  return std::ranges::any_of(groups, [sync](const GroupPlan& group) { return group.sync == sync; });
+  return std::ranges::any_of(groups_,
+                             [sync](const GroupPlan& group) { return group.sync == sync; });
 }
 
 bool MicrobatchPlan::is_local() const {
-  return std::ranges::all_of(groups, [](const GroupPlan& g) { return g.sync == Sync::kNone; });
+  return std::ranges::all_of(groups_, [](const GroupPlan& g) { return g.sync == Sync::kNone; });
 }
 
 }  // namespace hsdp::reducer

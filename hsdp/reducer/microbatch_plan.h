@@ -38,29 +38,40 @@ struct GroupPlan {
 };
 
 struct MicrobatchPlan {
-  std::int64_t step = 0;
-  std::int64_t microbatch = 0;  // in the step
-  bool begins_step = false;
-  bool fresh = true;       // gradients arrive; false: finish() sends the local sums
-  bool ends_step = false;  // every group is all: divide
-  std::vector<GroupPlan> groups;
-  std::optional<double> divide_factor;  // none: the default rule
-  double loss_scale = 1.0;
-  float divisor = 1.0F;
   int shard_size = 1;
   int replicate_size = 1;
   std::optional<Dtype> replica_dtype;  // none: the shard hop's
+  std::int64_t step = 0;
+  std::int64_t microbatch = 0;  // in the step
+  bool begins_step = false;
+  bool fresh = true;                   // gradients arrive; false: finish() sends the local sums
   std::shared_ptr<StepResult> result;  // of the step
 
-  // f and s, after the sizes.
+  // f, none: the default rule; and s.
   void set_divisor(std::optional<double> factor, double scale);
+  [[nodiscard]] const std::optional<double>& divide_factor() const { return divide_factor_; }
+  [[nodiscard]] double loss_scale() const { return loss_scale_; }
+  [[nodiscard]] float divisor() const { return divisor_; }  // of a whole step: fp32(f s)
+
+  void set_groups(std::vector<GroupPlan> groups);
+  [[nodiscard]] const std::vector<GroupPlan>& groups() const { return groups_; }
   [[nodiscard]] const GroupPlan& group(int number) const {
-    return groups[static_cast<std::size_t>(number)];
+    return groups_[static_cast<std::size_t>(number)];
   }
-  [[nodiscard]] BucketArithmetic arithmetic(const Bucket& bucket) const;
   [[nodiscard]] bool has(Sync sync) const;
-  // Sends nothing: every group is none.
+  // Every group is all: divides.
+  [[nodiscard]] bool ends_step() const { return ends_step_; }
+  // Every group is none: sends nothing.
   [[nodiscard]] bool is_local() const;
+
+  [[nodiscard]] BucketArithmetic arithmetic(const Bucket& bucket) const;
+
+ private:
+  std::optional<double> divide_factor_;
+  double loss_scale_ = 1.0;
+  float divisor_ = 1.0F;
+  std::vector<GroupPlan> groups_;  // none: what discards or drops a step
+  bool ends_step_ = false;
 };
 
 }  // namespace hsdp::reducer

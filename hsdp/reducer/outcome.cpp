@@ -42,6 +42,8 @@ std::string text_of(const std::exception_ptr& error) {
   }
 }
 
+void throw_drop(Drop drop) { throw StepAbortedError(drop.message, std::move(drop.ranks)); }
+
 void Outcome::fail(std::exception_ptr error) {
   comm::Control& control = world_.engine()->control();
   error = cause_of(error, control);
@@ -96,28 +98,50 @@ std::exception_ptr Outcome::settle_faults() {
   return std::exchange(fault_, nullptr);
 }
 
-void Outcome::drop_step(std::int64_t step, std::exception_ptr error) {
+void Outcome::drop_step(std::int64_t step, std::optional<Drop> drop) {
   {
     const std::scoped_lock lock(mutex_);
-    drop_ = std::move(error);
+    last_drop_ =
+        drop.value_or(Drop{"reducer: step " + std::to_string(step) + " was dropped on this rank",
+                           {world_.engine()->control().rank()}});
+    drop_ = std::move(drop);
     skip_through_step_ = std::max(skip_through_step_, step);
   }
   on_change_();
 }
 
-std::exception_ptr Outcome::take_drop() {
+std::optional<Drop> Outcome::take_drop() {
   const std::scoped_lock lock(mutex_);
-  return std::exchange(drop_, nullptr);
+  return std::exchange(drop_, std::nullopt);
 }
 
-void Outcome::rethrow_drop() const {
+void Outcome::throw_drop() const {
   const std::scoped_lock lock(mutex_);
-  if (drop_) std::rethrow_exception(drop_);
+  if (drop_) reducer::throw_drop(*drop_);
+}
+
+void Outcome::guard(std::int64_t step, const std::function<void()>& task) {
+  if (skips(step)) return;
+  std::exception_ptr error;
+  try {
+    task();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Told after the handler, when this thread holds no share of the exception any more.
+  if (error) fail(std::move(error));
 }
 
 bool Outcome::skips(std::int64_t step) const {
   const std::scoped_lock lock(mutex_);
   return failure_ != nullptr || step <= skip_through_step_;
+}
+
+std::exception_ptr Outcome::refusal(std::int64_t step) const {
+  const std::scoped_lock lock(mutex_);
+  if (failure_) return failure_;
+  if (step > skip_through_step_) return nullptr;
+  return std::make_exception_ptr(StepAbortedError(last_drop_.message, last_drop_.ranks));
 }
 
 }  // namespace hsdp::reducer

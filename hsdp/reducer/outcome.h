@@ -1,4 +1,4 @@
-// What went wrong, as seen by the streams' tasks and the caller's threads.
+// What went wrong, as seen by the lanes' tasks and the caller's threads.
 //
 // A failure (of the world, or of a task on this rank) is final: it ends the world, and every later
 // call repeats it. A dropped step is raised once, at the next call, and leaves the Reducer usable.
@@ -10,13 +10,21 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "hsdp/comm/communicator.h"
 
 namespace hsdp::reducer {
+
+// That another rank dropped a step, as the others are told: a StepAbortedError.
+struct Drop {
+  std::string message;
+  std::vector<int> ranks;  // of the world
+};
 
 class Outcome {
  public:
@@ -40,14 +48,19 @@ class Outcome {
   // The fault, if there is one.
   [[nodiscard]] std::exception_ptr settle_faults();
 
-  // Skips all tasks of steps up to `step`. Raises `error`, if there is one, at the next call.
-  void drop_step(std::int64_t step, std::exception_ptr error);
-  // That error, once; null when there is none.
-  [[nodiscard]] std::exception_ptr take_drop();
-  void rethrow_drop() const;  // leaves it to be taken; no-op when none
+  // Tasks of steps up to `step` do nothing from here on. `drop`: to raise at the next call; none
+  // where this rank dropped the step itself.
+  void drop_step(std::int64_t step, std::optional<Drop> drop);
+  // Whether there is one to raise; it is forgotten then.
+  [[nodiscard]] std::optional<Drop> take_drop();
+  void throw_drop() const;  // leaves it to be taken; no-op when none
 
+  // Runs `task` unless its step is over, and fails with its error.
+  void guard(std::int64_t step, const std::function<void()>& task);
   // True when a task of that step must do nothing.
   [[nodiscard]] bool skips(std::int64_t step) const;
+  // Why it must, for whoever waits for it; null when it may run.
+  [[nodiscard]] std::exception_ptr refusal(std::int64_t step) const;
 
  private:
   Communicator world_;
@@ -56,11 +69,15 @@ class Outcome {
   std::exception_ptr failure_;
   bool faults_open_ = false;
   std::exception_ptr fault_;
-  std::exception_ptr drop_;
+  std::optional<Drop> drop_;
+  Drop last_drop_;
   std::int64_t skip_through_step_ = -1;
 };
 
-// Its text, whatever it is.
+// Throws it as an error.
+[[noreturn]] void throw_drop(Drop drop);
+
+// An error's text, whatever it is.
 [[nodiscard]] std::string text_of(const std::exception_ptr& error);
 
 }  // namespace hsdp::reducer

@@ -13,7 +13,10 @@
 
 namespace hsdp::reducer {
 
-// "microbatch", "finish" and "discard", or this one: dropped at a moment when nothing was sent.
+// What says the word. kDropCall: the step was dropped at a moment when nothing was sent.
+constexpr const char* kMicrobatchCall = "microbatch";
+constexpr const char* kFinishCall = "finish";
+constexpr const char* kDiscardCall = "discard";
 constexpr const char* kDropCall = "drop";
 
 struct StatusWord {

@@ -55,24 +55,22 @@ void StepAgreement::stop_waiting() {
   give_up_ = std::chrono::steady_clock::now() + world_.engine()->control().timeout();
 }
 
-StepAgreement::Verdict StepAgreement::judge(const Words& words) {
+StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   if (const auto mismatch = find_mismatch(words, world_.world_ranks())) {
     world_.engine()->control().fail(*mismatch);
     comm::throw_failure(*mismatch);
   }
-  const std::optional<int> drop = find_drop(words);
-  if (!drop) return {};
-  Verdict verdict{.dropped = true, .error = nullptr};
+  const std::optional<int> dropper = find_drop(words);
+  if (!dropper) return {};
   const StatusWord& own = words[static_cast<std::size_t>(world_.rank())];
-  if (own.dropped || own.call == "discard") return verdict;
-  const StatusWord& theirs = words[static_cast<std::size_t>(*drop)];
-  verdict.error = std::make_exception_ptr(
-      StepAbortedError("reducer: step " + std::to_string(own.step) +
-                           " was dropped: " + comm::ranks_text({*drop}, world_.size()) +
+  if (own.dropped || own.call == kDiscardCall) return {.dropped = true, .drop = std::nullopt};
+  const StatusWord& theirs = words[static_cast<std::size_t>(*dropper)];
+  return {.dropped = true,
+          .drop = Drop{"reducer: step " + std::to_string(own.step) +
+                           " was dropped: " + comm::ranks_text({*dropper}, world_.size()) +
                            " abandoned it in microbatch " + std::to_string(theirs.microbatch) +
                            ": " + theirs.reason + "; every rank is idle and may begin a new step",
-                       {world_.world_ranks()[static_cast<std::size_t>(*drop)]}));
-  return verdict;
+                       {world_.world_ranks()[static_cast<std::size_t>(*dropper)]}}};
 }
 
 bool StepAgreement::any(std::int64_t number, bool here) {

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <exception>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "hsdp/comm/communicator.h"
+#include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/status_word.h"
 
 namespace hsdp::reducer {
@@ -37,12 +37,12 @@ class StepAgreement {
   // No patience beyond the world's timeout from here on.
   void stop_waiting();
 
-  struct Verdict {
+  struct Judgement {
     bool dropped = false;
-    std::exception_ptr error;  // to raise on this rank; null where it dropped the step itself
+    std::optional<Drop> drop;  // to raise on this rank; none where it dropped the step itself
   };
   // Ends the world and throws when the ranks do not agree.
-  [[nodiscard]] Verdict judge(const Words& words);
+  [[nodiscard]] Judgement judge(const Words& words);
   void set_judged(std::int64_t number) { judged_ = number; }
 
   [[nodiscard]] std::int64_t message_count() const { return posted_ + asked_; }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <string>
+#include <utility>
 
 #include "hsdp/divide_factors.h"
 #include "hsdp/error.h"
@@ -28,8 +29,8 @@ void check_divisor(const std::optional<double>& factor, double scale) {
 
 }  // namespace
 
-StepLedger::StepLedger(int shard_size, int replicate_size)
-    : shard_size_(shard_size), replicate_size_(replicate_size) {}
+StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype)
+    : shard_size_(shard_size), replicate_size_(replicate_size), replica_dtype_(replica_dtype) {}
 
 void StepLedger::require_idle(std::string_view call) const {
   if (phase_ == Phase::kIdle) return;
@@ -151,16 +152,17 @@ MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh) {
   phase_ = Phase::kCollecting;
   MicrobatchPlan plan = plan_of_step();
   plan.fresh = fresh;
-  plan.ends_step = std::ranges::all_of(sync, [](Sync s) { return s == Sync::kAll; });
+  std::vector<GroupPlan> groups;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
     const std::int64_t local_count = group.local_count + (fresh ? 1 : 0);
-    plan.groups.push_back({.sync = sync[g],
-                           .local_count = local_count,
-                           .carry_count = group.carry_count + local_count,
-                           .has_carry = group.carry_count > 0,
-                           .has_total = group.has_total});
+    groups.push_back({.sync = sync[g],
+                      .local_count = local_count,
+                      .carry_count = group.carry_count + local_count,
+                      .has_carry = group.carry_count > 0,
+                      .has_total = group.has_total});
   }
+  plan.set_groups(std::move(groups));
   return plan;
 }
 
@@ -170,6 +172,7 @@ MicrobatchPlan StepLedger::plan_of_step() const {
   plan.microbatch = microbatch_;
   plan.shard_size = shard_size_;
   plan.replicate_size = replicate_size_;
+  plan.replica_dtype = replica_dtype_;
   plan.set_divisor(divide_factor_, loss_scale_);
   return plan;
 }
@@ -177,13 +180,13 @@ MicrobatchPlan StepLedger::plan_of_step() const {
 void StepLedger::end(const MicrobatchPlan& plan) {
   phase_ = Phase::kIdle;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    const GroupPlan& did = plan.groups[g];
+    const GroupPlan& did = plan.groups()[g];
     Group& group = groups_[g];
     if (did.sync == Sync::kNone) {
       group.local_count = did.local_count;
       continue;
     }
-    const bool totalled = did.sync == Sync::kAll && !plan.ends_step;
+    const bool totalled = did.sync == Sync::kAll && !plan.ends_step();
     group.local_count = 0;
     group.carry_count = totalled ? 0 : did.carry_count;
     group.has_total = group.has_total || totalled;
@@ -192,12 +195,12 @@ void StepLedger::end(const MicrobatchPlan& plan) {
     ++microbatch_;
     ++microbatch_total_;
   }
-  holds_ = plan.ends_step ? Holds::kResult : Holds::kPending;
-  if (!plan.ends_step) return;
+  holds_ = plan.ends_step() ? Holds::kResult : Holds::kPending;
+  if (!plan.ends_step()) return;
   begun_ = false;
   ++step_total_;
-  result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor);
-  result_scale_ = plan.loss_scale;
+  result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor());
+  result_scale_ = plan.loss_scale();
 }
 
 void StepLedger::drop() {

@@ -15,7 +15,8 @@ namespace hsdp::reducer {
 
 class StepLedger {
  public:
-  StepLedger(int shard_size, int replicate_size);
+  // `replica_dtype`: for its plans; none: the shard hop's.
+  StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype = {});
 
   enum class Phase : std::uint8_t { kIdle, kCollecting, kClosed };
   // What the carry and the local sums hold.
@@ -86,6 +87,7 @@ class StepLedger {
 
   int shard_size_;
   int replicate_size_;
+  std::optional<Dtype> replica_dtype_;
   Phase phase_ = Phase::kIdle;
   Holds holds_ = Holds::kNothing;
   std::vector<Flags> flags_ = std::vector<Flags>(1);

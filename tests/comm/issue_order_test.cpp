@@ -26,14 +26,14 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using Lane = std::unique_ptr<IssueOrder::Lane>;
+using Issuer = std::unique_ptr<IssueOrder::Issuer>;
 
 bool never() { return false; }
 
 // What a rank issued, in its order.
 class Journal {
  public:
-  void push(IssueOrder::Lane& lane, const std::string& name, int place) {
+  void push(IssueOrder::Issuer& lane, const std::string& name, int place) {
     lane.run_ordered({.run = [this, name] { write(name); }, .place = place, .skipped = never});
   }
   void write(const std::string& name) {
@@ -90,7 +90,7 @@ TEST(IssueOrder, WhatAnotherRankIssuedComesBeforeANewLane) {
   run_ranks(2, [](Communicator& world) {
     const auto order = IssueOrder::of(world);
     Journal journal;
-    const Lane first = order->add_lane();
+    const Issuer first = order->add_issuer();
     const auto push_buckets = [&] {
       for (const int bucket : {1, 2, 3}) {
         journal.push(*first, "first " + std::to_string(bucket), bucket);
@@ -100,7 +100,7 @@ TEST(IssueOrder, WhatAnotherRankIssuedComesBeforeANewLane) {
       push_buckets();
       first->stream().synchronize();
     }
-    const Lane second = order->add_lane();
+    const Issuer second = order->add_issuer();
     journal.push(*second, "second 0", 0);
     if (world.rank() == 1) {
       second->stream().run([] {});  // the thread looks for work before the first lane has any
@@ -117,12 +117,12 @@ TEST(IssueOrder, TheFirstRankMayNameALaneAsSoonAsItHasIt) {
   constexpr int kRepeats = 300;
   run_ranks(2, [](Communicator& world) {
     const auto order = IssueOrder::of(world);
-    const Lane first = order->add_lane();
-    const Lane second = order->add_lane();
+    const Issuer first = order->add_issuer();
+    const Issuer second = order->add_issuer();
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
       Journal journal;
       if (world.rank() == 1) journal.push(*first, "first", 1);
-      const Lane third = order->add_lane();
+      const Issuer third = order->add_issuer();
       journal.push(*third, "third", 0);
       if (world.rank() == 0) {
         static_cast<void>(journal.when_there_are(1));
@@ -140,8 +140,8 @@ TEST(IssueOrder, ATaskThatIsNotReadyOnEveryRankHoldsUpNoOtherLane) {
     run_ranks(3, [&](Communicator& world) {
       const auto order = IssueOrder::of(world);
       Journal journal;
-      const Lane first = order->add_lane();
-      const Lane second = order->add_lane();
+      const Issuer first = order->add_issuer();
+      const Issuer second = order->add_issuer();
       const bool late = world.rank() == late_rank;
       if (!late) journal.push(*first, "first", 0);
       journal.push(*second, "second", 7);
@@ -161,13 +161,13 @@ TEST(IssueOrder, LanesMayTakeTurnsAsAnyRankNeeds) {
   run_ranks(3, [&](Communicator& world) {
     const auto order = IssueOrder::of(world);
     Journal journal;
-    const Lane first = order->add_lane();
-    const Lane second = order->add_lane();
+    const Issuer first = order->add_issuer();
+    const Issuer second = order->add_issuer();
     for (int round = 0; round < kRounds; ++round) {
       const std::string number = std::to_string(round);
       const bool second_leads = round % 2 == 1;
-      IssueOrder::Lane& leader = second_leads ? *second : *first;
-      IssueOrder::Lane& follower = second_leads ? *first : *second;
+      IssueOrder::Issuer& leader = second_leads ? *second : *first;
+      IssueOrder::Issuer& follower = second_leads ? *first : *second;
       const std::size_t before = 2 * static_cast<std::size_t>(round);
       if (round % 3 != world.rank()) journal.push(follower, "follower " + number, 0);
       journal.push(leader, "leader " + number, 1);
@@ -195,11 +195,11 @@ TEST(IssueOrder, AGroupMayHaveItsOwnOrderOfRanks) {
     if (world.rank() == 0) return;
     const auto order = IssueOrder::of(group);
     Journal journal;
-    const Lane first = order->add_lane();
-    const Lane second = order->add_lane();
+    const Issuer first = order->add_issuer();
+    const Issuer second = order->add_issuer();
     for (int bucket = 0; bucket < 20; ++bucket) {
-      IssueOrder::Lane& one = world.rank() == 2 ? *second : *first;
-      IssueOrder::Lane& other = world.rank() == 2 ? *first : *second;
+      IssueOrder::Issuer& one = world.rank() == 2 ? *second : *first;
+      IssueOrder::Issuer& other = world.rank() == 2 ? *first : *second;
       journal.push(one, &one == first.get() ? "first" : "second", bucket);
       journal.push(other, &other == first.get() ? "first" : "second", bucket);
     }
@@ -222,8 +222,8 @@ TEST(IssueOrder, ReadyTasksGoByPlaceThenByLaneInOneMessage) {
   const auto counts = count_messages(3, [&](Communicator& world) {
     const auto order = IssueOrder::of(world);
     Journal journal;
-    const Lane first = order->add_lane();
-    const Lane second = order->add_lane();
+    const Issuer first = order->add_issuer();
+    const Issuer second = order->add_issuer();
     first->stream().run([&] { pushed.wait(); });  // on the thread that issues
     for (int place = 0; place < kPlaces; ++place) {
       journal.push(*second, "second " + std::to_string(place), place);
@@ -242,7 +242,7 @@ TEST(IssueOrder, OneLaneAtATimeSendsNothing) {
     const auto order = IssueOrder::of(world);
     for (int repeat = 0; repeat < 3; ++repeat) {
       Journal journal;
-      const Lane lane = order->add_lane();
+      const Issuer lane = order->add_issuer();
       for (int bucket = 0; bucket < 5; ++bucket) journal.push(*lane, "bucket", bucket);
       EXPECT_EQ(journal.when_there_are(5).size(), 5U);
     }
@@ -255,9 +255,9 @@ TEST(IssueOrder, ALaneMayGoWhileOthersRun) {
   run_ranks(3, [&](Communicator& world) {
     const auto order = IssueOrder::of(world);
     Journal journal;
-    const Lane first = order->add_lane();
-    Lane second = order->add_lane();
-    const Lane third = order->add_lane();
+    const Issuer first = order->add_issuer();
+    Issuer second = order->add_issuer();
+    const Issuer third = order->add_issuer();
     for (int bucket = 0; bucket < 50; ++bucket) {
       journal.push(*first, "first", bucket);
       if (bucket < 20) journal.push(*second, "second", bucket);
@@ -277,8 +277,8 @@ TEST(IssueOrder, TasksThatAreSkippedCountOnNoRank) {
   run_ranks(3, [&](Communicator& world) {
     const auto order = IssueOrder::of(world);
     Journal journal;
-    const Lane first = order->add_lane();
-    const Lane second = order->add_lane();
+    const Issuer first = order->add_issuer();
+    const Issuer second = order->add_issuer();
     for (int step = 0; step < 20; ++step) {
       std::atomic<bool> dropped{false};
       first->run_ordered({.run = [&] { dropped = true; },
@@ -305,8 +305,8 @@ TEST(IssueOrder, ATaskThatARankNeverHasIsATimeoutThatNamesThatRank) {
               [&](Communicator& world) {
                 const auto order = IssueOrder::of(world);
                 Journal journal;
-                const Lane first = order->add_lane();
-                const Lane second = order->add_lane();
+                const Issuer first = order->add_issuer();
+                const Issuer second = order->add_issuer();
                 if (world.rank() != absent) {
                   journal.push(*second, "second", 3);
                   // Issued all the same: what it calls tells of the failure.
@@ -332,8 +332,8 @@ TEST(IssueOrder, AFailureOfTheWorldLetsEveryTaskRun) {
   run_ranks(2, [&](Communicator& world) {
     const auto order = IssueOrder::of(world);
     Journal journal;
-    const Lane first = order->add_lane();
-    const Lane second = order->add_lane();
+    const Issuer first = order->add_issuer();
+    const Issuer second = order->add_issuer();
     have_lanes.arrive_and_wait();
     if (world.rank() == 0) return world.abort("the test wants it");
     journal.push(*first, "first", 0);

@@ -8,7 +8,7 @@
 #include "hsdp/device/in_flight.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
-#include "hsdp/kernels/indicate.h"
+#include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
 
 namespace hsdp::gpu {

@@ -8,7 +8,6 @@
 #include "device_row.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/kernels/clip.h"
-#include "hsdp/kernels/indicate.h"
 #include "hsdp/kernels/norm.h"
 
 namespace hsdp::gpu {

@@ -9,6 +9,7 @@
 
 #include "caller_environment.h"
 #include "hsdp/error.h"
+#include "hsdp/kernels/clip.h"
 #include "kernel_test_data.h"
 
 namespace hsdp::kernels {
@@ -132,6 +133,44 @@ TEST_P(NormOn, FindsOneNonfiniteElementAnywhere) {
     }
   }
   EXPECT_FALSE(has_nonfinite({nullptr, 0, Dtype::kF32}));
+}
+
+// The last value adds to nothing unless the sum is in order; a caller's environment changes no bit.
+TEST_P(NormOn, ClipsByTheOrderedSum) {
+  const std::vector<double> squares{0.1, 0x1p60, -0x1p60, 0.7, 1e-3, 3.0, 0.9, 11.0, 0x1p-52};
+  double want = 0.0;
+  for (const double square : squares) want += square;
+  const Stream stream = Stream::inline_host();
+  for (const double max_norm : {0.5, 1e30}) {
+    Row values(Dtype::kF32, 1000, 3);
+    std::mt19937 random(4);
+    fill_finite(values, random);
+    encode(0x1p-149F, values.data(), 7, Dtype::kF32);
+    Row before = values;
+    double sum = 0.0;
+    double norm = 0.0;
+    float factor = 0.0F;
+    {
+      const SpoiltEnvironment environment;
+      sum_in_order(squares.data(), std::ssize(squares), &sum, stream);
+      clip_factor({squares.data(), std::ssize(squares), max_norm, 1e-6, &norm, &factor}, stream);
+      scale_by({values.data(), 1000, Dtype::kF32}, &factor, stream);
+      EXPECT_TRUE(environment.unchanged());
+    }
+    EXPECT_EQ(sum, want);
+    EXPECT_EQ(norm, std::sqrt(want));
+    const double clip = max_norm / (norm + 1e-6);
+    EXPECT_EQ(factor, clip < 1.0 ? static_cast<float>(clip) : 1.0F);
+    for (std::size_t i = 0; i < 1000; ++i) ASSERT_EQ(values.at(i), before.at(i) * factor) << i;
+  }
+}
+
+TEST(Indicate, IsOneForWhatIsNotZero) {
+  for (const std::uint32_t word : {0U, 1U, 0x80000000U, 0x3f800000U, 0x40400000U}) {
+    float out = -1.0F;
+    indicate(&word, &out, Stream::inline_host());
+    EXPECT_EQ(out, (word & 0x7fffffffU) != 0 ? 1.0F : 0.0F) << word;
+  }
 }
 
 TEST_P(NormOn, RefusesOtherDtypes) {

@@ -151,7 +151,7 @@ TEST(BadOptions, OfOneRankAreRepeatedOnEveryRankAtOnceAndTheMeshGoesOn) {
             ASSERT_TRUE(error) << bad.text;
             text = error->what();
           } else {
-            const auto error = caught<MismatchError>([&] { const Reducer r(mesh); });
+            const auto error = caught<StepAbortedError>([&] { const Reducer r(mesh); });
             ASSERT_TRUE(error) << bad.text;
             EXPECT_EQ(error->ranks(), std::vector<int>{kOddRank});
             text = error->what();

@@ -234,7 +234,7 @@ TEST(SetUpOfOptions, LeavesTheMeshToAnotherReducer) {
           EXPECT_TRUE(caught<UsageError>([&] { Reducer(mesh, {.bucket_bytes = bucket_bytes}); }));
         } else {
           EXPECT_TRUE(
-              caught<MismatchError>([&] { Reducer(mesh, {.bucket_bytes = bucket_bytes}); }));
+              caught<StepAbortedError>([&] { Reducer(mesh, {.bucket_bytes = bucket_bytes}); }));
         }
         Reducer reducer(mesh, {.bucket_bytes = 256});
         register_all(reducer, step);

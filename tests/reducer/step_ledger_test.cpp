@@ -74,8 +74,8 @@ void expect_same(const MicrobatchPlan& got, const Model& model, const Model::Mic
   EXPECT_EQ(got.microbatch, std::ranges::count(model.history, true, &Model::Microbatch::fresh));
   EXPECT_EQ(got.begins_step, model.history.empty());
   EXPECT_EQ(got.fresh, next.fresh);
-  EXPECT_EQ(got.ends_step, std::ranges::count(next.sync, Sync::kAll) == std::ssize(next.sync));
-  ASSERT_EQ(std::ssize(got.groups), model.group_count);
+  EXPECT_EQ(got.ends_step(), std::ranges::count(next.sync, Sync::kAll) == std::ssize(next.sync));
+  ASSERT_EQ(std::ssize(got.groups()), model.group_count);
   for (int g = 0; g < model.group_count; ++g) {
     const GroupPlan want = model.plan(g, next);
     const GroupPlan& group = got.group(g);
@@ -168,14 +168,14 @@ TEST(StepLedger, AResultKeepsWhatItWasDividedBy) {
   EXPECT_EQ(ledger.divide_factor(), kShard) << "a partial";
   EXPECT_EQ(ledger.loss_scale(), 8);
   const MicrobatchPlan last = ledger.begin({Sync::kAll});
-  EXPECT_EQ(last.divisor, fp32_divisor(kShard * kReplicate, 8));
+  EXPECT_EQ(last.divisor(), fp32_divisor(kShard * kReplicate, 8));
   ledger.end(last);
   EXPECT_EQ(ledger.divide_factor(), kShard * kReplicate);
   ledger.set_gradient_divide_factor(5);
   ledger.set_loss_scale(4);
   EXPECT_EQ(ledger.divide_factor(), kShard * kReplicate) << "of the result that stands";
   EXPECT_EQ(ledger.loss_scale(), 8);
-  EXPECT_EQ(ledger.begin({Sync::kAll}).divisor, fp32_divisor(5, 4));
+  EXPECT_EQ(ledger.begin({Sync::kAll}).divisor(), fp32_divisor(5, 4));
 }
 
 TEST(StepLedger, RefusesCallsOutOfTurn) {

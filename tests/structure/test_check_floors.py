@@ -31,8 +31,8 @@ class OwnIncludes(unittest.TestCase):
             "hsdp/kernels/norm.h": include("hsdp/device/stream.h"),
             "hsdp/comm/world.h": include("hsdp/kernels/norm.h", "hsdp/device/stream.h"),
             "hsdp/mesh.h": include("hsdp/comm/world.h"),
-            "hsdp/reducer.cpp": include("hsdp/mesh.h", "hsdp/snapshot.h", "hsdp/reducer/core.h"),
-            "hsdp/reducer/core.cpp": include("hsdp/reducer.h", "hsdp/mesh.h"),
+            "hsdp/reducer.cpp": include("hsdp/mesh.h", "hsdp/snapshot.h", "hsdp/reducer/steps.h"),
+            "hsdp/reducer/steps.cpp": include("hsdp/reducer.h", "hsdp/mesh.h"),
             "zero/partition.h": include("hsdp/reducer.h"),
             "quant/loco_hop.h": include("hsdp/replica_hop.h"),
             "bindings/module.cpp": include("zero/partition.h", "quant/loco_hop.h"),
@@ -54,7 +54,7 @@ class OwnIncludes(unittest.TestCase):
             "zero/partition.cpp": "bindings/module.h",
             "hsdp/plain_hop.cpp": "tests/comm/ranks.h",
             "hsdp/reducer/dtype.h": "zero/partition.h",
-            "hsdp/comm/mesh.h": "hsdp/reducer/core.h",
+            "hsdp/comm/mesh.h": "hsdp/reducer/steps.h",
         }
         for path, target in upward.items():
             with self.subTest(path=path):

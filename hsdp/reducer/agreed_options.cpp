@@ -1,13 +1,16 @@
-// What the ranks compare when a Reducer is made: its options. Each rank says even what is wrong
-// with its own, so that a mistake of one is an error on all of them at once.
+#include "hsdp/reducer/agreed_options.h"
+
+#include <memory>
+#include <utility>
+#include <vector>
+
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
-#include "hsdp/reducer/core.h"
+#include "hsdp/reducer/together.h"
+#include "hsdp/snapshot.h"
 
-namespace hsdp {
+namespace hsdp::reducer {
 namespace {
-
-constexpr char kFaultMark = '!';  // no options begin with it
 
 std::string options_text(const ReducerOptions& options) {
   const auto dtype = [](const std::optional<Dtype>& d) {
@@ -54,41 +57,39 @@ void check_options(const ReducerOptions& options, std::string_view engine) {
   }
 }
 
+ReducerOptions with_defaults(ReducerOptions options, Device device) {
+  if (!options.replica_hop) options.replica_hop = std::make_shared<PlainHop>();
+  if (!options.bucket_bytes) {
+    const bool on_host = device.type == DeviceType::kHost;
+    options.bucket_bytes = on_host ? kHostBucketBytes : kGpuBucketBytes;
+  }
+  return options;
+}
+
 }  // namespace
 
-// Every rank sees the difference, so that none goes on to wait for one that stopped here.
-void Reducer::Core::compare_options() {
-  // A rank that finds its own options wrong tells the others before it throws, so that nobody waits
-  // for it.
-  std::string fault;
-  try {
-    check_options(options_, world_.engine_name());
-    if (!options_.replica_dtype) options_.replica_dtype = options_.replica_hop->wire();
-  } catch (const UsageError& error) {
-    fault = error.what();
-  }
-  const std::string mine =
-      fault.empty() ? options_text(options_) + '\n' + new_snapshot_id() : kFaultMark + fault;
-  const std::vector<std::string> all = world_.exchange(mine, "Reducer");
-  if (!fault.empty()) throw UsageError(fault);
-  for (int r = 0; r < world_.size(); ++r) {
-    const std::string& text = all[static_cast<std::size_t>(r)];
-    if (!text.starts_with(kFaultMark)) continue;
-    throw MismatchError("reducer: " + comm::ranks_text({r}, world_.size()) +
-                            " could not make its Reducer: " + text.substr(1),
-                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
-  }
+AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicator& world) {
+  AgreedOptions agreed{with_defaults(std::move(options), device), {}};
+  together(world, "make its Reducer", [&] {
+    check_options(agreed.options, world.engine_name());
+    if (!agreed.options.replica_dtype) {
+      agreed.options.replica_dtype = agreed.options.replica_hop->wire();
+    }
+  });
+  const std::vector<std::string> all =
+      world.exchange(options_text(agreed.options) + '\n' + new_snapshot_id(), "Reducer");
   const auto options_of = [&all](int r) {
     const std::string& text = all[static_cast<std::size_t>(r)];
     return text.substr(0, text.find('\n'));
   };
-  snapshot_id_ = all.front().substr(options_of(0).size() + 1);
-  for (int r = 0; r < world_.size(); ++r) {
+  for (int r = 0; r < world.size(); ++r) {
     if (options_of(r) == options_of(0)) continue;
     throw MismatchError("reducer: expected the options of rank 0 (" + options_of(0) + "), got " +
-                            options_of(r) + " (" + comm::ranks_text({r}, world_.size()) + ")",
-                        {world_.world_ranks()[static_cast<std::size_t>(r)]});
+                            options_of(r) + " (" + comm::ranks_text({r}, world.size()) + ")",
+                        {world.world_ranks()[static_cast<std::size_t>(r)]});
   }
+  agreed.snapshot_id = all.front().substr(options_of(0).size() + 1);
+  return agreed;
 }
 
-}  // namespace hsdp
+}  // namespace hsdp::reducer

@@ -1,0 +1,21 @@
+// What the ranks compare when a Reducer is made: its options.
+#pragma once
+
+#include <string>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/reducer_options.h"
+
+namespace hsdp::reducer {
+
+struct AgreedOptions {
+  ReducerOptions options;   // with a hop, bucket_bytes, and the dtype that the hop sends
+  std::string snapshot_id;  // random, the same on every rank
+};
+
+// Collective over the world. Options that are wrong on one rank are a UsageError there, and a
+// StepAbortedError naming it on the others; options that differ are a MismatchError on all.
+[[nodiscard]] AgreedOptions agree_on_options(ReducerOptions options, Device device,
+                                             Communicator& world);
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,67 @@
+#include "hsdp/reducer/lane.h"
+
+#include <exception>
+#include <utility>
+
+#include "hsdp/device/host_event.h"
+#include "hsdp/error.h"
+
+namespace hsdp::reducer {
+
+Lane::Lane(const char* name, Device device, Outcome& outcome,
+           std::shared_ptr<IssueOrder::Issuer> issuer)
+    : outcome_(outcome),
+      issuer_(std::move(issuer)),
+      thread_(issuer_ ? issuer_->stream() : Stream::host_worker(name)),
+      device_(issuer_ ? Stream::create(device, name) : Stream::inline_host()) {}
+
+void Lane::issue(Task task) {
+  if (!issuer_) return thread_.run(std::move(task.run));
+  issuer_->run_ordered({.run = std::move(task.run),
+                        .place = task.place,
+                        .skipped = [this, step = task.step] { return outcome_.skips(step); },
+                        .may_skip_later = task.may_drop});
+}
+
+void Lane::follow(const Lane& other) {
+  if (this == &other) return;
+  if (!thread_.same_queue(other.thread_)) thread_.wait(Stream(other.thread_).record());
+  if (on_host()) return;
+  thread_.run(
+      [this, &other] { outcome_.guard(kNoStep, [&] { stream().wait(other.stream().record()); }); });
+}
+
+std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Stream&)>& task) {
+  if (std::exception_ptr refusal = outcome_.refusal(work.step)) return refusal;
+  try {
+    if (on_host()) work.after.wait();
+    Stream enqueued = stream();
+    enqueued.wait(work.after);
+    task(enqueued);
+    return nullptr;
+  } catch (const StepAbortedError&) {  // of what it was to come after: as on every rank
+    return std::current_exception();
+  } catch (...) {
+    if (work.scope == Scope::kAllRanks) outcome_.fail(std::current_exception());
+    return std::current_exception();
+  }
+}
+
+Event Lane::run(const Work& work, std::function<void(Stream&)> task) {
+  const auto done = std::make_shared<HostEvent>();
+  auto run_it = [this, work, done, task = std::move(task)]() mutable {
+    std::exception_ptr error = try_task(work, task);
+    task = {};  // what it holds is let go of before anybody goes on
+    done->finish(std::move(error));
+  };
+  if (work.scope == Scope::kAllRanks) {
+    issue({.run = std::move(run_it), .step = work.step});
+  } else {
+    thread_.run(std::move(run_it));
+  }
+  if (on_host()) return Event(done);
+  done->wait();
+  return stream().record();
+}
+
+}  // namespace hsdp::reducer

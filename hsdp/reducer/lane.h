@@ -1,0 +1,72 @@
+// Where collectives are issued: a thread that runs tasks in order, and a stream of the device on
+// which they enqueue their work.
+//
+// Host: the thread is the lane's own, and the stream is inline. GPU: the thread is the mesh's,
+// where lanes take turns in one order on all ranks [Note: hops on a GPU]; with one Issuer, two
+// lanes keep the order in which they are given tasks. Issuing never blocks. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+
+#include "hsdp/comm/issue_order.h"
+#include "hsdp/device/event.h"
+#include "hsdp/device/stream.h"
+#include "hsdp/reducer/outcome.h"
+
+namespace hsdp::reducer {
+
+// Of what no dropped step concerns.
+constexpr std::int64_t kNoStep = std::numeric_limits<std::int64_t>::max();
+
+class Lane {
+ public:
+  // `issuer`: on a GPU. The Outcome outlives the lane.
+  Lane(const char* name, Device device, Outcome& outcome,
+       std::shared_ptr<IssueOrder::Issuer> issuer);
+
+  // Every rank runs this task at this place among the collectives, unless its step is dropped.
+  struct Task {
+    std::function<void()> run;
+    std::int64_t step = kNoStep;
+    int place = IssueOrder::kAfterBuckets;
+    bool may_drop = false;  // it may drop the step, and with it tasks that come later
+  };
+  void issue(Task task);
+  // Later tasks, and the work they enqueue, come after all of the other lane so far.
+  void follow(const Lane& other);
+
+  // What the calling task enqueues on.
+  [[nodiscard]] Stream stream() const { return device_.inside_task(); }
+
+  // kAllRanks: every rank runs the task at this place among the collectives, and its error ends the
+  // world, as the others are in its collective. kThisRank: its error is only the Event's.
+  enum class Scope : std::uint8_t { kThisRank, kAllRanks };
+  struct Work {
+    Scope scope = Scope::kThisRank;
+    std::int64_t step = kNoStep;
+    Event after;
+  };
+  // Runs `task` after all tasks so far and after that Event. The Event it returns throws what went
+  // wrong; where the step was dropped, here or where `after` comes from, the task does not run and
+  // the Event says that. GPU: waits until the task has run, throws in its place, and returns the
+  // device's Event.
+  Event run(const Work& work, std::function<void(Stream&)> task);
+
+  // Blocks until the tasks so far have run.
+  void synchronize() { thread_.synchronize(); }
+
+ private:
+  [[nodiscard]] bool on_host() const { return device_.device().type == DeviceType::kHost; }
+  [[nodiscard]] std::exception_ptr try_task(const Work& work,
+                                            const std::function<void(Stream&)>& task);
+
+  Outcome& outcome_;
+  std::shared_ptr<IssueOrder::Issuer> issuer_;
+  Stream thread_;
+  Stream device_;
+};
+
+}  // namespace hsdp::reducer

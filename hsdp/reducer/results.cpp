@@ -1,0 +1,483 @@
+#include "hsdp/reducer/results.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/device/copy.h"
+#include "hsdp/device/scratch.h"
+#include "hsdp/divide_factors.h"
+#include "hsdp/error.h"
+#include "hsdp/kernels/clip.h"
+#include "hsdp/kernels/norm.h"
+#include "hsdp/kernels/scale_and_cast.h"
+#include "hsdp/reducer/slice_gather.h"
+
+namespace hsdp::reducer {
+namespace {
+
+using Holds = StepLedger::Holds;
+
+// torch's clip_grad_norm_ adds the same: a norm of exactly max_norm is scaled by a hair.
+constexpr double kClipEpsilon = 1e-6;
+
+// The arrays in registration order, checked against the parameters.
+std::vector<FullArray> full_arrays(const ParameterTable& parameters,
+                                   std::span<const NamedArray> arrays, Device device,
+                                   std::string_view call) {
+  std::vector<FullArray> result;
+  for (const NamedArray& named : arrays) {
+    const int parameter = parameters.find(named.name);
+    if (named.array.data == nullptr && named.array.count > 0) {
+      throw UsageError("reducer: " + std::string(call) + ": array of '" + named.name +
+                       "': expected memory, got a null pointer");
+    }
+    if (named.array.count != parameters.count(parameter)) {
+      throw UsageError("reducer: " + std::string(call) + ": array of '" + named.name +
+                       "': expected " + std::to_string(parameters.count(parameter)) +
+                       " elements, got " + std::to_string(named.array.count));
+    }
+    if (named.array.device != device) {
+      throw UsageError("reducer: " + std::string(call) + ": array of '" + named.name +
+                       "': expected memory on " + to_string(device) + ", the mesh's device, got " +
+                       to_string(named.array.device));
+    }
+    result.push_back({parameter, named.array});
+  }
+  std::ranges::sort(result, {}, &FullArray::parameter);
+  const auto twice = std::ranges::adjacent_find(result, {}, &FullArray::parameter);
+  if (twice != result.end()) {
+    throw UsageError("reducer: " + std::string(call) + ": expected every parameter once, got '" +
+                     parameters.spec(twice->parameter).name + "' twice");
+  }
+  return result;
+}
+
+// The wire of the replica hop where it is that of the shard hop. A parameter's own is the coarser
+// of this and its reduce dtype, so of several it is the finest.
+Dtype finest_wire(std::span<const Bucket> buckets) {
+  for (const Dtype wire : {Dtype::kF32, Dtype::kF16, Dtype::kBf16}) {
+    const auto has_it = [wire](const Bucket& bucket) { return bucket.wire_dtype == wire; };
+    if (std::any_of(buckets.begin(), buckets.end(), has_it)) return wire;
+  }
+  return Dtype::kF32;
+}
+
+// Tasks may outlive the Results, but not what these work on.
+
+// The sum of squares of the whole mean gradient: each parameter's slice has a word of its own, and
+// the words are summed in their order, then those of the ranks.
+void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
+  const int count = frozen.layout().parameter_count();
+  const Scratch of_slices(static_cast<std::size_t>(count) * sizeof(double), stream);
+  auto* const slots = reinterpret_cast<double*>(of_slices.data());
+  for (int p = 0; p < count; ++p) {
+    const ShardSlice& own = frozen.layout().slice(p, groups.shard.rank());
+    kernels::squared_norm(frozen.memory().carry(own), slots + p, stream);
+  }
+  kernels::sum_in_order(slots, count, sum, stream);
+  if (groups.shard.size() == 1) return;
+  groups.shard.all_reduce(TensorView{sum, 1, Dtype::kF64, stream.device()}, stream);
+}
+
+void scale_result(Frozen& frozen, const float* factor, Stream& stream) {
+  for (const Bucket& bucket : frozen.layout().buckets()) {
+    kernels::scale_by(frozen.memory().carry(bucket), factor, stream);
+  }
+}
+
+// What comes next in the task comes after them. Host: throws what went wrong there.
+void wait_for(std::span<const Event> events, Stream& stream) {
+  for (const Event& event : events) {
+    if (stream.device().type == DeviceType::kHost) {
+      event.wait();
+    } else {
+      stream.wait(event);
+    }
+  }
+}
+
+}  // namespace
+
+Results::Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups,
+                 Steps& steps, std::string snapshot_id)
+    : options_(options),
+      parameters_(parameters),
+      groups_(groups),
+      steps_(steps),
+      snapshot_id_(std::move(snapshot_id)) {}
+
+Event Results::run(Scope scope, std::int64_t step, Task task) {
+  const Event done = steps_.frozen()->pipeline().run(
+      {.scope = scope, .step = step, .after = steps_.caller().record()}, std::move(task));
+  if (!groups_.on_host()) steps_.caller().wait(done);
+  return done;
+}
+
+void Results::run_now(Scope scope, Task task) {
+  const Event done = run(scope, kNoStep, std::move(task));
+  if (groups_.on_host()) done.wait();
+}
+
+std::int64_t Results::last_step() const { return steps_.ledger().counts().begun_steps - 1; }
+
+UsageError Results::no_result(std::string_view call) const {
+  return UsageError("reducer: " + std::string(call) +
+                    (steps_.ledger().pending()
+                         ? ": expected a finished step, got one with microbatches pending; "
+                           "end it with last = true or finish(), or read partial_shard()"
+                         : ": expected a finished step, got none; run the microbatches of a "
+                           "step first"));
+}
+
+void Results::expect_result(std::string_view call) {
+  steps_.require_idle(call);
+  if (groups_.on_host()) {
+    steps_.check_usable(call);
+  } else {
+    steps_.wait_reduced();
+  }
+  if (steps_.ledger().holds() != Holds::kResult) throw no_result(call);
+}
+
+void Results::require_result(std::string_view call) {
+  using Progress = StepResult::Progress;
+  steps_.require_idle(call);
+  if (Frozen* const frozen = steps_.frozen()) {
+    frozen->pipeline().wait_launched();
+    steps_.caller().wait(frozen->pipeline().done());
+  }
+  const bool holds = steps_.ledger().holds() == Holds::kResult;
+  const Progress progress = steps_.result().progress;
+  const bool stands = holds && progress != Progress::kRunning;
+  // A GPU may be about to compute it from what a failed hop left.
+  if (stands && progress == Progress::kAgreed) groups_.world.engine()->control().throw_if_failed();
+  if (!stands) steps_.check_usable(call);
+  if (steps_.ledger().holds() != Holds::kResult) throw no_result(call);
+}
+
+void Results::require_no_local_sums(std::string_view call) const {
+  const std::vector<StepLedger::Group>& groups = steps_.ledger().groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (groups[g].local_count > 0) {
+      throw UsageError("reducer: " + std::string(call) +
+                       ": expected reduced microbatches, got local sums (sync = none) that were "
+                       "not reduced yet; call finish() first");
+    }
+    if (groups[g].has_total) {
+      throw UsageError("reducer: " + std::string(call) + ": expected one carry, got group '" +
+                       parameters_.group_name(static_cast<int>(g)) +
+                       "' with a replica-summed total of this step; call finish() first");
+    }
+  }
+}
+
+TensorView Results::carry(int parameter) const {
+  const Frozen& frozen = *steps_.frozen();
+  return frozen.memory().carry(frozen.layout().slice(parameter, groups_.shard.rank()));
+}
+
+TensorView Results::shard(int parameter) {
+  require_result("shard");
+  return carry(parameter);
+}
+
+void Results::require_partial() {
+  steps_.require_idle("partial_shard");
+  steps_.wait_reduced();
+  if (!steps_.ledger().pending()) {
+    throw UsageError(
+        "reducer: partial_shard: expected microbatches pending, got none; read shard() after the "
+        "step's last microbatch");
+  }
+  require_no_local_sums("partial_shard");
+}
+
+void Results::partial_shard(int parameter, TensorView out) {
+  require_partial();
+  const TensorView sum = carry(parameter);
+  require_output(out, Dtype::kF32, sum.count, "partial_shard");
+  run_now(Scope::kThisRank, [&](Stream& stream) {
+    kernels::ScaleAndCast args;
+    args.in = sum.data;
+    args.out = out.data;
+    args.count = sum.count;
+    args.divisor = fp32_divisor(steps_.ledger().divide_factor(), steps_.ledger().loss_scale());
+    kernels::scale_and_cast(args, stream);
+  });
+}
+
+std::vector<float> Results::partial_shard(int parameter) {
+  require_partial();
+  std::vector<float> copy(static_cast<std::size_t>(carry(parameter).count));
+  read({copy.data(), std::ssize(copy), Dtype::kF32, {}},
+       [&](const TensorView& out) { partial_shard(parameter, out); });
+  return copy;
+}
+
+// Lets `compute` write to memory of the device, and copies that to `out`, on the host.
+template <typename Compute>
+void Results::read(const TensorView& out, const Compute& compute) {
+  if (groups_.on_host()) return compute(out);
+  Stream& caller = steps_.caller();
+  const Scratch on_device(out.size_in_bytes(), caller);
+  compute(TensorView{on_device.data(), out.count, out.dtype, groups_.device});
+  copy_bytes(out.data, on_device.data(), out.size_in_bytes(), caller);
+  groups_.world.wait(caller.record());
+}
+
+void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t count,
+                             std::string_view call) const {
+  const bool has_memory = out.data != nullptr || count == 0;
+  if (has_memory && out.count == count && out.dtype == dtype && out.device == groups_.device) {
+    return;
+  }
+  throw UsageError("reducer: " + std::string(call) + ": expected an output of " +
+                   std::to_string(count) + " " + std::string(name(dtype)) + " on " +
+                   to_string(groups_.device) + ", got " +
+                   (has_memory ? std::to_string(out.count) + " " + std::string(name(out.dtype)) +
+                                     " on " + to_string(out.device)
+                               : "a null pointer"));
+}
+
+Slice Results::slice(int parameter) {
+  const BucketLayout& layout =
+      steps_.frozen() != nullptr
+          ? steps_.frozen()->layout()
+          : parameters_.early_layout(groups_.shard.size(), options_.layout, *options_.bucket_bytes);
+  const ShardSlice& own = layout.slice(parameter, groups_.shard.rank());
+  return {own.flat_offset, own.count};
+}
+
+void Results::gather_gradients(std::span<const NamedArray> arrays) {
+  const std::vector<FullArray> full =
+      full_arrays(parameters_, arrays, groups_.device, "gather_gradients");
+  for (const NamedArray& named : arrays) {
+    if (is_gradient_dtype(named.array.dtype)) continue;
+    throw UsageError("reducer: gather_gradients: array of '" + named.name +
+                     "': expected f32, bf16 or f16, got " + std::string(name(named.array.dtype)));
+  }
+  require_result("gather_gradients");
+  steps_.check_usable("gather_gradients");
+  run_now(Scope::kAllRanks, [&](Stream& stream) {
+    const BucketLayout& layout = steps_.frozen()->layout();
+    for (const FullArray& target : full) {
+      const ShardSlice& own = layout.slice(target.parameter, groups_.shard.rank());
+      kernels::ScaleAndCast args;
+      args.in = carry(target.parameter).data;
+      args.out = target.array.slice(own.flat_offset, own.count).data;
+      args.out_dtype = target.array.dtype;
+      args.count = own.count;
+      kernels::scale_and_cast(args, stream);
+    }
+    all_gather_count_ += gather_slices(groups_.shard, layout, full, stream);
+  });
+}
+
+void Results::gather_parameters(std::span<const NamedArray> arrays) {
+  const std::vector<FullArray> full =
+      full_arrays(parameters_, arrays, groups_.device, "gather_parameters");
+  steps_.require_idle("gather_parameters");
+  steps_.wait_reduced();
+  if (steps_.frozen() == nullptr) {
+    throw UsageError(
+        "reducer: gather_parameters: expected a step before it, got none; run one first");
+  }
+  run_now(Scope::kAllRanks, [&](Stream& stream) {
+    all_gather_count_ += gather_slices(groups_.shard, steps_.frozen()->layout(), full, stream);
+  });
+}
+
+Event Results::add_squares(double* sum, std::vector<Event> after) {
+  return run(
+      Scope::kAllRanks, last_step(),
+      [frozen = steps_.frozen(), &groups = groups_, sum, after = std::move(after)](Stream& stream) {
+        wait_for(after, stream);
+        sum_squares(*frozen, groups, sum, stream);
+      });
+}
+
+Event Results::grad_norm(TensorView out) {
+  require_output(out, Dtype::kF64, 1, "grad_norm");
+  expect_result("grad_norm");
+  auto* const norm = static_cast<double*>(out.data);
+  return run(Scope::kAllRanks, last_step(),
+             [frozen = steps_.frozen(), &groups = groups_, norm](Stream& stream) {
+               sum_squares(*frozen, groups, norm, stream);
+               kernels::clip_factor({.squares = norm, .count = 1, .norm = norm}, stream);
+             });
+}
+
+double Results::grad_norm() {
+  require_result("grad_norm");
+  double norm = 0.0;
+  read({&norm, 1, Dtype::kF64, {}}, [this](const TensorView& out) {
+    const Event done = grad_norm(out);
+    if (groups_.on_host()) done.wait();
+  });
+  return norm;
+}
+
+Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
+  Results& first = *all.front();
+  first.require_output(norm, Dtype::kF64, 1, "clip_grad_norm");
+  for (Results* results : all) {
+    results->steps_.set_caller(first.steps_.caller());
+    results->expect_result("clip_grad_norm");
+  }
+  const auto words =
+      std::make_shared<const Scratch>((all.size() + 1) * sizeof(double), first.steps_.caller());
+  auto* const squares = reinterpret_cast<double*>(words->data());
+  auto* const factor = reinterpret_cast<float*>(squares + all.size());
+  // Where a step of one of them is dropped, nobody begins a collective of another: the rank that
+  // dropped it may not come to this clip at all.
+  std::vector<Event> standing;
+  for (Results* results : all) {
+    standing.push_back(results->run(Scope::kThisRank, results->last_step(), [](Stream&) {}));
+  }
+  std::vector<Event> summed;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    summed.push_back(all[i]->add_squares(squares + i, standing));
+  }
+  const kernels::ClipFactor clip{
+      squares, std::ssize(all), max_norm, kClipEpsilon, static_cast<double*>(norm.data), factor};
+  const Event known = first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
+    wait_for(summed, stream);
+    kernels::clip_factor(clip, stream);
+  });
+  std::vector<Event> scaled;
+  for (Results* results : all) {
+    const auto scale = [frozen = results->steps_.frozen(), known, factor, words](Stream& stream) {
+      wait_for({&known, 1}, stream);
+      scale_result(*frozen, factor, stream);
+    };
+    scaled.push_back(results->run(Scope::kThisRank, results->last_step(), scale));
+  }
+  if (scaled.size() == 1) return scaled.front();
+  return first.run(Scope::kThisRank, kNoStep,
+                   [scaled](Stream& stream) { wait_for(scaled, stream); });
+}
+
+double Results::clip_grad_norm(std::span<Results* const> all, double max_norm) {
+  for (Results* results : all) results->require_result("clip_grad_norm");
+  Results& first = *all.front();
+  double norm = 0.0;
+  first.read({&norm, 1, Dtype::kF64, {}}, [&](const TensorView& out) {
+    const Event done = clip_grad_norm(all, max_norm, out);
+    if (first.groups_.on_host()) done.wait();
+  });
+  return norm;
+}
+
+void Results::require_ended_step(std::string_view call) {
+  steps_.require_idle(call);
+  if (!steps_.ledger().pending()) return;
+  steps_.check_usable(call);
+  throw UsageError("reducer: " + std::string(call) +
+                   ": expected a finished step, got one with microbatches pending; ask after its "
+                   "last microbatch or finish()");
+}
+
+bool Results::found_inf() {
+  require_ended_step("found_inf");
+  if (steps_.frozen() == nullptr) return false;
+  if (steps_.ledger().holds() != Holds::kResult) {
+    steps_.check_usable("found_inf");
+    return false;
+  }
+  steps_.frozen()->pipeline().wait_ended();
+  const bool known = steps_.result().progress == StepResult::Progress::kKnown;
+  if (!known) steps_.check_usable("found_inf");
+  return steps_.result().found_inf;
+}
+
+Event Results::found_inf(TensorView out) {
+  require_output(out, Dtype::kF32, 1, "found_inf");
+  require_ended_step("found_inf");
+  if (groups_.on_host()) {
+    steps_.check_usable("found_inf");
+  } else {
+    steps_.wait_reduced();
+  }
+  auto* const word = static_cast<float*>(out.data);
+  if (steps_.ledger().holds() != Holds::kResult) {
+    const float none = 0.0F;
+    copy_bytes(word, &none, sizeof(none), steps_.caller());
+    return steps_.caller().record();
+  }
+  const auto indicate = [frozen = steps_.frozen(), &groups = groups_, out, word,
+                         result = steps_.shared_result()](Stream& stream) {
+    kernels::indicate(result->nonfinite.get(), word, stream);
+    if (groups.on_host()) return;  // where the flag is the whole world's when the step has ended
+    frozen->pipeline().hold(result->nonfinite);
+    if (groups.world.size() == 1) return;
+    if (groups.shard.size() > 1) groups.shard.all_reduce(out, stream);
+    if (groups.replicate.size() > 1) groups.replicate.all_reduce(out, stream);
+    kernels::indicate(word, word, stream);
+  };
+  return run(groups_.on_host() ? Scope::kThisRank : Scope::kAllRanks, last_step(), indicate);
+}
+
+std::vector<SnapshotEntry> Results::snapshot_entries() const {
+  std::vector<SnapshotEntry> entries;
+  for (int p = 0; p < parameters_.size(); ++p) {
+    const ParameterSpec& spec = parameters_.spec(p);
+    const ShardSlice& own = steps_.frozen()->layout().slice(p, groups_.shard.rank());
+    entries.push_back(
+        {spec.name, spec.shape, spec.dtype, parameters_.wire_dtype(p), own.flat_offset, carry(p)});
+  }
+  return entries;
+}
+
+// Points the entries at a copy of their data in the host's memory, which it returns.
+std::vector<std::byte> Results::copy_to_host(std::vector<SnapshotEntry>& entries) {
+  std::size_t size = 0;
+  for (const SnapshotEntry& entry : entries) size += entry.data.size_in_bytes();
+  std::vector<std::byte> copy(size);
+  run_now(Scope::kThisRank, [&](Stream& stream) {
+    std::byte* place = copy.data();
+    for (SnapshotEntry& entry : entries) {
+      copy_bytes(place, entry.data.data, entry.data.size_in_bytes(), stream);
+      entry.data.data = place;
+      entry.data.device = {};
+      place += entry.data.size_in_bytes();
+    }
+  });
+  groups_.world.wait(steps_.caller().record());
+  return copy;
+}
+
+void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step) {
+  const StepLedger& ledger = steps_.ledger();
+  steps_.require_idle("save_snapshot");
+  if (ledger.pending()) {
+    steps_.wait_reduced();
+    require_no_local_sums("save_snapshot");
+  } else {
+    require_result("save_snapshot");
+  }
+  SnapshotInfo info;
+  info.id = snapshot_id_;
+  info.step = step;
+  info.replicate_size = groups_.replicate.size();
+  info.shard_size = groups_.shard.size();
+  info.rank = groups_.world.rank();
+  info.microbatch_count = ledger.microbatch();
+  info.divide_factor = ledger.divide_factor();
+  info.loss_scale = ledger.loss_scale();
+  info.replica_dtype =
+      options_.replica_dtype.value_or(finest_wire(steps_.frozen()->layout().buckets()));
+  info.replica_hop = options_.replica_hop->name();
+  info.reduction = options_.reduction;
+  info.layout = name(options_.layout);
+  info.engine = groups_.world.engine_name();
+  info.partial = ledger.pending();
+  std::vector<SnapshotEntry> entries = snapshot_entries();
+  std::vector<std::byte> copy;
+  if (!groups_.on_host()) copy = copy_to_host(entries);
+  snapshots_.submit(path, info, entries);
+}
+
+}  // namespace hsdp::reducer

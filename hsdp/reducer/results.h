@@ -1,0 +1,92 @@
+// Reads a Reducer's results and partials: shards, full gradients, the norm and clipping, found_inf,
+// snapshots. What computes something runs on the Reducer's lane, after everything it has launched.
+//
+// Forms that write to memory return an Event. Host: they wait for nothing; the Event throws where
+// the step was dropped or the world failed. GPU: they wait for the status words and throw
+// themselves; the Event is the device's, and the caller's stream waits for it.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "hsdp/reducer.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/steps.h"
+#include "hsdp/snapshot.h"
+
+namespace hsdp::reducer {
+
+class Results {
+ public:
+  // All of these outlive it.
+  Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups, Steps& steps,
+          std::string snapshot_id);
+
+  [[nodiscard]] TensorView shard(int parameter);
+  [[nodiscard]] std::vector<float> partial_shard(int parameter);
+  void partial_shard(int parameter, TensorView out);
+  [[nodiscard]] Slice slice(int parameter);
+  void gather_gradients(std::span<const NamedArray> arrays);
+  void gather_parameters(std::span<const NamedArray> arrays);
+
+  [[nodiscard]] double grad_norm();
+  Event grad_norm(TensorView out);
+  // One norm over several Reducers of a mesh.
+  [[nodiscard]] static double clip_grad_norm(std::span<Results* const> all, double max_norm);
+  static Event clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm);
+  [[nodiscard]] bool found_inf();
+  Event found_inf(TensorView out);
+
+  void save_snapshot(const std::filesystem::path& path, std::int64_t step);
+  void flush_snapshots() { snapshots_.flush(); }
+
+  [[nodiscard]] std::int64_t all_gather_count() const { return all_gather_count_; }
+  [[nodiscard]] std::int64_t snapshot_bytes() const {
+    return static_cast<std::int64_t>(snapshots_.pending_bytes());
+  }
+
+ private:
+  using Task = std::function<void(Stream&)>;
+  using Scope = Lane::Scope;
+
+  // Runs it on the lane, after what the caller's stream did so far and, on a GPU, before what that
+  // does next.
+  Event run(Scope scope, std::int64_t step, Task task);
+  void run_now(Scope scope, Task task);  // the same; on the host it has run when this returns
+  Event add_squares(double* sum, std::vector<Event> after);
+  template <typename Compute>
+  void read(const TensorView& out, const Compute& compute);
+
+  [[nodiscard]] std::int64_t last_step() const;
+  // Waits for the step's result. After a failure the last finished one stays readable.
+  void require_result(std::string_view call);
+  // That there is one, or will be when the words are in: on a GPU, waits for those.
+  void expect_result(std::string_view call);
+  [[nodiscard]] UsageError no_result(std::string_view call) const;
+  void require_ended_step(std::string_view call);
+  void require_no_local_sums(std::string_view call) const;
+  void require_partial();
+  // UsageError unless a result of `count` elements may be written to `out`.
+  void require_output(const TensorView& out, Dtype dtype, std::int64_t count,
+                      std::string_view call) const;
+  [[nodiscard]] TensorView carry(int parameter) const;
+  [[nodiscard]] std::vector<SnapshotEntry> snapshot_entries() const;
+  [[nodiscard]] std::vector<std::byte> copy_to_host(std::vector<SnapshotEntry>& entries);
+
+  const ReducerOptions& options_;
+  ParameterTable& parameters_;
+  Groups& groups_;
+  Steps& steps_;
+  std::string snapshot_id_;
+  std::int64_t all_gather_count_ = 0;
+  SnapshotWriter snapshots_;
+};
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,410 @@
+#include "hsdp/reducer/steps.h"
+
+#include <utility>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/engine.h"
+#include "hsdp/error.h"
+#include "hsdp/kernels/cast_and_pack.h"
+
+namespace hsdp::reducer {
+
+Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups)
+    : options_(options),
+      parameters_(parameters),
+      groups_(groups),
+      ledger_(groups.shard.size(), groups.replicate.size(), options.replica_dtype),
+      outcome_(groups.world),
+      agreement_(groups.world, groups.world.next_exchange_key()),
+      caller_(Stream::borrow(groups.device, nullptr)) {}
+
+Steps::~Steps() {
+  agreement_.stop_waiting();
+  abandon("the Reducer was destroyed");
+  if (!frozen_) return;
+  frozen_->pipeline().drain();  // its tasks use the rest of this
+  if (groups_.on_host()) return;
+  try {
+    groups_.world.wait(caller_.record());  // which may still read a result
+  } catch (...) {                          // the caller's own error
+  }
+}
+
+void Steps::close() {
+  if (ledger_.phase() == Phase::kClosed) return;
+  agreement_.stop_waiting();
+  abandon("the Reducer was closed");
+  ledger_.close();
+  if (!frozen_) return;
+  try {
+    groups_.world.wait(frozen_->collector().packed());
+    frozen_->pipeline().wait_idle();
+  } catch (const RankError&) {  // the world's end, which every other call says
+  }
+}
+
+void Steps::prepare() {
+  if (frozen_) return;
+  try {
+    frozen_ = std::make_unique<Frozen>(
+        FrozenSetting{parameters_, options_, groups_, outcome_, agreement_});
+  } catch (const RankError&) {
+    if (groups_.world.engine()->control().failed()) outcome_.fail(std::current_exception());
+    throw;
+  }
+  ledger_.set_group_count(parameters_.group_count());
+}
+
+StepLedger& Steps::ledger_for(std::string_view call) {
+  check_usable(call);
+  ledger_.set_group_count(parameters_.group_count());
+  return ledger_;
+}
+
+void Steps::set_caller(const Stream& stream) {
+  if (!(stream.device() == groups_.device)) {
+    throw UsageError("reducer: set_stream: expected a stream of " + to_string(groups_.device) +
+                     ", got one of " + to_string(stream.device()));
+  }
+  caller_ = stream;
+}
+
+ReducerState Steps::state() const {
+  ReducerState state;
+  state.phase = ledger_.phase() == Phase::kClosed       ? ReducerState::Phase::kClosed
+                : outcome_.failed()                     ? ReducerState::Phase::kFailed
+                : ledger_.phase() == Phase::kCollecting ? ReducerState::Phase::kCollecting
+                                                        : ReducerState::Phase::kIdle;
+  state.step = ledger_.counts().begun_steps - 1;
+  state.step_begun = ledger_.begun();
+  state.microbatch = ledger_.microbatch();
+  state.pending = ledger_.pending();
+  return state;
+}
+
+void Steps::check_usable(std::string_view call) {
+  if (ledger_.phase() == Phase::kClosed) {
+    throw UsageError("reducer: " + std::string(call) + ": the Reducer was closed; make a new one");
+  }
+  raise_failure(call);
+  raise_drop();
+}
+
+void Steps::require_idle(std::string_view call) {
+  if (ledger_.phase() == Phase::kIdle) return;
+  check_usable(call);
+  ledger_.require_idle(call);
+}
+
+// Repeats the failure that ended the Reducer. Kept gradients are let go first: their memory is the
+// caller's again once this throws.
+void Steps::raise_failure(std::string_view call) {
+  try {
+    outcome_.rethrow_failure(call);
+  } catch (...) {
+    if (ledger_.phase() == Phase::kCollecting) {
+      static_cast<void>(frozen_->collector().drop());
+      ledger_.drop();
+    }
+    throw;
+  }
+}
+
+// Raises a step that another rank dropped, once; this rank is idle and usable after it.
+void Steps::raise_drop() {
+  if (std::optional<Drop> drop = outcome_.take_drop()) {
+    forget_step();
+    throw_drop(std::move(*drop));
+  }
+}
+
+void Steps::begin_step() {
+  check_usable("step");
+  ledger_.require_idle("step");
+  prepare();
+  if (!ledger_.begun()) wait_for_words();
+  ledger_.begin_step();
+}
+
+void Steps::begin_microbatch(const MicrobatchOptions& options) {
+  check_usable("begin_microbatch");
+  ledger_.require_idle("begin_microbatch");
+  prepare();
+  const std::vector<Sync> sync = ledger_.sync_of(options);
+  // How a step ended is known before the next one begins; within a step nobody waits here.
+  if (!ledger_.begun()) wait_for_words();
+  open(ledger_.begin(sync));
+}
+
+void Steps::open(MicrobatchPlan plan) {
+  try {
+    if (plan.begins_step) {
+      result_ = std::make_shared<StepResult>();
+      result_->nonfinite = make_flag(groups_.device);
+      frozen_->collector().clear_accumulators();
+    }
+    plan.result = result_;
+    plan_ = std::make_shared<const MicrobatchPlan>(std::move(plan));
+    provide_memory();
+    order_packs();
+  } catch (const std::exception& error) {  // no memory
+    if (ledger_.phase() == Phase::kCollecting) drop(error.what());
+    throw;
+  }
+  outcome_.open_faults();
+  try {
+    frozen_->collector().begin(plan_);
+  } catch (...) {
+    outcome_.fail(std::current_exception());
+    throw;
+  }
+}
+
+// Some of which this rank may not get.
+void Steps::provide_memory() {
+  GradientMemory& memory = frozen_->memory();
+  if (plan_->has(Sync::kNone) || options_.backwards == Backwards::kMany) {
+    memory.require_accumulators();
+  }
+  if (plan_->has(Sync::kAll) && !plan_->ends_step()) memory.require_totals();
+}
+
+// Packs come after whatever still uses what they write to.
+void Steps::order_packs() {
+  BucketPipeline& pipeline = frozen_->pipeline();
+  Collector& collector = frozen_->collector();
+  if (!plan_->is_local()) {
+    if (groups_.shard.size() == 1) {
+      // Gradients go straight into the carry, which a hop may still read.
+      pipeline.wait_launched();
+      raise_failure("begin_microbatch");
+      collector.wait_for(pipeline.done());
+    } else {
+      pipeline.join_lanes();
+    }
+  }
+  if (std::exchange(zeros_sent_, false)) collector.wait_for(pipeline.done());
+  // Results of the last step are read before the carry changes: hops come after packs.
+  collector.wait_for(caller_.record());
+}
+
+void Steps::check_gradient(int parameter, const StridedView& gradient) const {
+  if (parameter < 0 || parameter >= parameters_.size()) {
+    throw UsageError("reducer: gradient_ready: expected a parameter index below " +
+                     std::to_string(parameters_.size()) + ", got " + std::to_string(parameter));
+  }
+  const ParameterSpec& spec = parameters_.spec(parameter);
+  const auto fault = [&spec](const std::string& expected, const std::string& got) {
+    throw UsageError("reducer: gradient of '" + spec.name + "': expected " + expected + ", got " +
+                     got);
+  };
+  if (gradient.shape != spec.shape) {
+    fault("shape " + to_string(spec.shape), to_string(gradient.shape));
+  }
+  if (gradient.dtype != spec.dtype) {
+    fault("dtype " + std::string(name(spec.dtype)) + " as registered",
+          std::string(name(gradient.dtype)));
+  }
+  if (!(gradient.device == groups_.device)) {
+    fault("memory on " + to_string(groups_.device) + ", the mesh's device",
+          to_string(gradient.device) + "; move it there, or make the mesh with its device");
+  }
+  if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
+    fault(std::to_string(gradient.shape.size()) + " strides",
+          std::to_string(gradient.strides.size()));
+  }
+  if (gradient.data == nullptr && gradient.count() > 0) fault("memory", "a null pointer");
+  kernels::require_packable(gradient);
+}
+
+void Steps::gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
+                           const std::optional<Event>& produced) {
+  if (ledger_.phase() == Phase::kClosed) check_usable("gradient_ready");
+  outcome_.rethrow_failure("gradient_ready");
+  outcome_.throw_drop();
+  ledger_.require_collecting("gradient_ready");
+  try {
+    check_gradient(parameter, gradient);
+    if (!frozen_->collector().arrive(parameter, gradient, std::move(owner),
+                                     produced ? *produced : caller_.record())) {
+      throw UsageError("reducer: gradient of '" + parameters_.spec(parameter).name +
+                       "': expected one gradient per microbatch, got a second one; use "
+                       "backwards=\"many\" for several backward passes in a microbatch");
+    }
+  } catch (const UsageError& error) {
+    note_fault(error.what());
+    throw;
+  }
+}
+
+void Steps::reject_gradient(std::string_view message) {
+  if (ledger_.phase() == Phase::kCollecting) note_fault(std::string(message));
+}
+
+void Steps::note_fault(const std::string& message) {
+  std::exception_ptr fault = std::make_exception_ptr(UsageError(message));
+  outcome_.note_fault(fault);
+}
+
+std::string Steps::missing_message() const {
+  const std::vector<int> missing = frozen_->collector().missing();
+  if (missing.empty()) return {};
+  std::string names = "'" + parameters_.spec(missing.front()).name + "'";
+  if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";
+  return "reducer: end_microbatch: expected a gradient for every parameter, got none for " + names +
+         " (rank " + std::to_string(groups_.world.rank()) + " of " +
+         std::to_string(groups_.world.size()) +
+         "); use missing=\"zero\" when parameters may go unused";
+}
+
+void Steps::end_microbatch() {
+  check_usable("end_microbatch");
+  ledger_.require_collecting("end_microbatch");
+  if (options_.missing == Missing::kError) {
+    if (const std::string missing = missing_message(); !missing.empty()) note_fault(missing);
+  }
+  if (plan_->is_local()) {
+    close_local();
+  } else {
+    close_and_send(kMicrobatchCall);
+  }
+}
+
+// Sends nothing and says nothing: the next word's microbatch number covers it.
+void Steps::close_local() {
+  Collector& collector = frozen_->collector();
+  collector.fill_holes();
+  raise_failure("end_microbatch");
+  if (const std::exception_ptr fault = outcome_.settle_faults()) {
+    drop(text_of(fault));
+    std::rethrow_exception(fault);
+  }
+  collector.end();
+  ledger_.end(*plan_);
+}
+
+void Steps::close_and_send(const char* call) {
+  Collector& collector = frozen_->collector();
+  wait_until_judged();
+  if (const std::exception_ptr fault = outcome_.settle_faults()) {
+    drop(text_of(fault));
+    std::rethrow_exception(fault);
+  }
+  raise_drop();
+  // The word goes out before the packs are done, so that peers in another sync mode find out while
+  // this rank still waits for them.
+  const std::int64_t word = agreement_.post(word_of(call, *plan_));
+  collector.fill_holes();
+  collector.pack_until([&] { return collector.all_packed() || outcome_.failed(); });
+  raise_failure("end_microbatch");
+  collector.end();
+  frozen_->pipeline().end({.word = word, .plan = plan_});
+  ledger_.end(*plan_);
+}
+
+StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {
+  StatusWord word;
+  word.call = call;
+  word.step = plan.step;
+  word.microbatch = plan.microbatch;
+  word.groups = plan.groups();
+  word.divide_factor = plan.divide_factor().value_or(0.0);
+  word.loss_scale = plan.loss_scale();
+  return word;
+}
+
+void Steps::abandon(std::string_view reason) noexcept {
+  if (ledger_.phase() == Phase::kClosed) return;
+  try {
+    raise_failure("abandon_step");
+    if (ledger_.begun()) drop(std::string(reason));
+  } catch (...) {  // the caller's own exception matters more; a failure repeats at the next call
+    if (!outcome_.failed()) outcome_.fail(std::current_exception());
+  }
+  if (ledger_.phase() == Phase::kCollecting) ledger_.drop();
+}
+
+// [Note: dropped step]
+void Steps::drop(const std::string& reason) {
+  Collector& collector = frozen_->collector();
+  BucketPipeline& pipeline = frozen_->pipeline();
+  const bool sends = collector.is_open() && !plan_->is_local();
+  const std::vector<int> unsent = collector.drop();
+  const std::exception_ptr fault = outcome_.settle_faults();  // after the last pack
+  wait_until_judged();
+  if (outcome_.take_drop()) return forget_step();  // another rank was first
+  const auto plan = sends ? plan_ : std::make_shared<const MicrobatchPlan>(ledger_.plan_of_step());
+  const char* const call = !sends ? kDropCall : plan->fresh ? kMicrobatchCall : kFinishCall;
+  StatusWord word = word_of(call, *plan);
+  word.dropped = true;
+  word.reason = fault ? text_of(fault) : reason;
+  if (word.reason.empty()) word.reason = "no reason was given";
+  const BucketPipeline::Ending ending{.word = agreement_.post(word), .plan = plan};
+  if (sends) {  // and peers wait for it
+    const Event packed = collector.packed();
+    for (const int bucket : unsent) pipeline.launch_zeros(bucket, plan, packed);
+    pipeline.end(ending);
+  } else {
+    pipeline.end_drop(ending);
+  }
+  forget_step();
+}
+
+// As it was before the step, but for the number of the next one.
+void Steps::forget_step() {
+  Collector& collector = frozen_->collector();
+  static_cast<void>(collector.drop());
+  ledger_.drop();
+  collector.clear_accumulators();
+  zeros_sent_ = true;
+}
+
+// At most one word is under way: a rank that could not know that the step was dropped must not
+// speak about the microbatch that followed.
+void Steps::wait_until_judged() {
+  frozen_->collector().pack_until([this] { return !agreement_.under_way() || outcome_.failed(); });
+  raise_failure("status word");
+}
+
+void Steps::wait_for_words() {
+  if (!frozen_) return;
+  wait_until_judged();
+  raise_drop();
+}
+
+void Steps::wait_reduced() {
+  if (frozen_) {
+    wait_for_words();
+    frozen_->pipeline().wait_launched();
+    caller_.wait(frozen_->pipeline().done());
+  }
+  check_usable("a result");
+}
+
+void Steps::finish() {
+  check_usable("finish");
+  ledger_.require_idle("finish");
+  if (!ledger_.pending()) return wait_for_words();
+  open(ledger_.begin_finish());
+  close_and_send(kFinishCall);
+  wait_reduced();
+}
+
+void Steps::discard() {
+  if (ledger_.phase() == Phase::kClosed) check_usable("discard");
+  raise_failure("discard");
+  ledger_.require_idle("discard");
+  if (!ledger_.begun()) return raise_drop();
+  wait_until_judged();
+  if (outcome_.take_drop()) return forget_step();
+  if (!ledger_.pending()) return;
+  MicrobatchPlan plan = ledger_.plan_of_step();
+  plan.result = result_;
+  const std::int64_t word = agreement_.post(word_of(kDiscardCall, plan));
+  frozen_->pipeline().end({.word = word,
+                           .plan = std::make_shared<const MicrobatchPlan>(std::move(plan)),
+                           .discards_step = true});
+  forget_step();
+}
+
+}  // namespace hsdp::reducer

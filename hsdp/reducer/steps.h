@@ -1,0 +1,104 @@
+// A Reducer's steps as the caller drives them: opens and closes microbatches, says the status
+// words, drops steps [Note: states of a Reducer] [Note: the way of one gradient].
+//
+// What a step needs of memory and lanes is made by the first call that begins one (prepare()).
+// Calls come from one thread at a time, but for gradient_ready() and reject_gradient(). Every call
+// throws what ended the Reducer, and a step that another rank dropped, once.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/reducer.h"
+#include "hsdp/reducer/frozen.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/step_agreement.h"
+#include "hsdp/reducer/step_ledger.h"
+
+namespace hsdp::reducer {
+
+class Steps {
+ public:
+  // All of these outlive it.
+  Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups);
+  ~Steps();  // drops a step that is begun; after all tasks, whatever went wrong
+  Steps(const Steps&) = delete;
+  Steps& operator=(const Steps&) = delete;
+
+  // Collective: makes what the steps need, unless that stands. May be tried again after an error.
+  void prepare();
+  void begin_step();
+  void begin_microbatch(const MicrobatchOptions& options);
+  void gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
+                      const std::optional<Event>& produced);
+  // This rank's own mistake: end_microbatch() raises it and drops the step. No-op when no
+  // microbatch is open.
+  void reject_gradient(std::string_view message);
+  void end_microbatch();
+  void abandon(std::string_view reason) noexcept;
+  void finish();
+  void discard();
+  void close();
+
+  // Throws what went wrong, or that the Reducer was closed.
+  void check_usable(std::string_view call);
+  // UsageError while a microbatch is open. What ended it, or the Reducer, matters more.
+  void require_idle(std::string_view call);
+  // Waits until all ranks agree on what this one has done, and throws when they do not.
+  void wait_for_words();
+  // And until everything is reduced, for which on a GPU the caller's stream waits.
+  void wait_reduced();
+
+  // For flags and factors, which may be set while the Reducer is usable.
+  [[nodiscard]] StepLedger& ledger_for(std::string_view call);
+  [[nodiscard]] const StepLedger& ledger() const { return ledger_; }
+  [[nodiscard]] const StepResult& result() const { return *result_; }
+  [[nodiscard]] std::shared_ptr<const StepResult> shared_result() const { return result_; }
+  [[nodiscard]] Frozen* frozen() const { return frozen_.get(); }  // null before prepare()
+  [[nodiscard]] ReducerState state() const;
+  [[nodiscard]] std::int64_t control_message_count() const { return agreement_.message_count(); }
+
+  // On which the caller produces gradients and reads results.
+  void set_caller(const Stream& stream);
+  [[nodiscard]] const Stream& caller() const { return caller_; }
+  [[nodiscard]] Stream& caller() { return caller_; }
+
+ private:
+  using Phase = StepLedger::Phase;
+
+  void raise_failure(std::string_view call);
+  void raise_drop();
+  void open(MicrobatchPlan plan);
+  void provide_memory();
+  void order_packs();
+  void close_local();
+  void close_and_send(const char* call);
+  // Tells all ranks that this one drops the step, and sends what they still wait for.
+  void drop(const std::string& reason);
+  void forget_step();
+  void wait_until_judged();
+  // What a word says of a microbatch, or of the step where nothing is sent.
+  [[nodiscard]] StatusWord word_of(const char* call, const MicrobatchPlan& plan) const;
+  void note_fault(const std::string& message);
+  [[nodiscard]] std::string missing_message() const;
+  void check_gradient(int parameter, const StridedView& gradient) const;
+
+  const ReducerOptions& options_;
+  const ParameterTable& parameters_;
+  Groups& groups_;
+  StepLedger ledger_;
+  Outcome outcome_;
+  StepAgreement agreement_;
+  Stream caller_;
+  std::shared_ptr<StepResult> result_ = std::make_shared<StepResult>();
+  std::shared_ptr<const MicrobatchPlan> plan_;  // of the open microbatch
+  bool zeros_sent_ = false;                     // of a dropped step, since the last one began
+  std::unique_ptr<Frozen> frozen_;
+};
+
+}  // namespace hsdp::reducer

@@ -143,15 +143,21 @@ void check_all_gather(ConstTensorView in, TensorView out, const RowCut& cut, Gro
   if (in.data != out.slice(cut.begin(group.rank), 0).data) checker.apart(in, out);
 }
 
-void check_all_to_all(ConstTensorView in, TensorView out, GroupShape group) {
+void check_equal_rows(ConstTensorView in, GroupShape group) {
+  if (in.count % group.size == 0) return;
+  Checker("all_to_all", group)
+      .fail("count", "a multiple of " + std::to_string(group.size) + ", or a cut",
+            std::to_string(in.count));
+}
+
+void check_all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, GroupShape group) {
   const Checker checker("all_to_all", group);
   checker.view(in, "input");
   checker.view(out, "output");
   checker.same_device(in.device, out.device);
   checker.same_dtype(in, out);
-  checker.count(out.count, in.count, "output");
-  if (in.count % group.size != 0)
-    checker.fail("count", "a multiple of " + std::to_string(group.size), std::to_string(in.count));
+  checker.cut(cut, in.count);
+  checker.count(out.count, group.size * cut.length(group.rank), "output");
   checker.apart(in, out);
 }
 

@@ -150,15 +150,20 @@ void Communicator::all_gather(ConstTensorView in, TensorView out, Stream stream,
   engine.all_gather(in, out, *cut, bucket, stream);
 }
 
-void Communicator::all_to_all(ConstTensorView in, TensorView out, Stream stream) {
+void Communicator::all_to_all(ConstTensorView in, TensorView out, Stream stream,
+                              std::optional<RowCut> cut, int bucket) {
   Engine& engine = require(engine_);
-  comm::check_all_to_all(in, out, shape(*this));
+  if (!cut) {
+    comm::check_equal_rows(in, shape(*this));
+    cut.emplace(in.count, size());
+  }
+  comm::check_all_to_all(in, out, *cut, shape(*this));
   if (size() == 1 && in.device.type == DeviceType::kHost) {
     comm::run_on_stream(stream, [in, out] { copy_alone(in, out); });
     return;
   }
   engine.count(CollectiveKind::kAllToAll, in.size_in_bytes());
-  engine.all_to_all(in, out, stream);
+  engine.all_to_all(in, out, *cut, bucket, stream);
 }
 
 void Communicator::broadcast(TensorView data, int root, Stream stream) {

@@ -24,7 +24,8 @@ class Communicator::Engine {
   virtual void all_reduce(const AllReduce& args, Stream& stream) = 0;
   virtual void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                           Stream& stream) = 0;
-  virtual void all_to_all(ConstTensorView in, TensorView out, Stream& stream) = 0;
+  virtual void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                          Stream& stream) = 0;
   virtual void broadcast(TensorView data, int root, Stream& stream) = 0;
   virtual void barrier(Stream& stream) = 0;
   [[nodiscard]] virtual std::shared_ptr<Engine> split(int color, int key) = 0;

@@ -181,6 +181,33 @@ TEST_P(Contract, AllToAllTransposesRows) {
   });
 }
 
+TEST_P(Contract, AllToAllCutsRowsAsAsked) {
+  run([](Communicator& world) {
+    std::vector<std::vector<std::int64_t>> row_lengths;  // of each rank
+    for (int r = 0; r < size(); ++r) {
+      row_lengths.push_back({0, 1000 * (r + 1) + r, r % 2 == 0 ? 3 : 0, r == 0 ? 70'001 : 5});
+    }
+    for (std::size_t which = 0; which < 4; ++which) {
+      std::vector<std::int64_t> offsets{0};
+      for (const auto& lengths : row_lengths) offsets.push_back(offsets.back() + lengths[which]);
+      const RowCut cut(offsets);
+      const std::int64_t own = cut.length(world.rank());
+      for (const Dtype dtype : {Dtype::kU8, Dtype::kF32}) {
+        const Memory in(world, path(), cut.count(), dtype);
+        const Memory out(world, path(), own * size(), dtype);
+        for (std::int64_t i = 0; i < cut.count(); ++i) {
+          set(in.view(), i, small_integer(world.rank(), i));
+        }
+        world.all_to_all(in.view(), out.view(), Stream::inline_host(), cut, 7);
+        for (std::int64_t i = 0; i < own * size(); ++i) {
+          const auto from = static_cast<int>(i / own);
+          ASSERT_EQ(get(out.view(), i), small_integer(from, cut.begin(world.rank()) + i % own));
+        }
+      }
+    }
+  });
+}
+
 TEST_P(Contract, BroadcastSendsTheRootsBytesFromAnyRoot) {
   run([](Communicator& world) {
     for (int root = 0; root < size(); ++root) {

@@ -200,6 +200,9 @@ TEST(Misuse, BadArgumentsAreUsageErrorsAndHarmNothing) {
     EXPECT_THROW(world.all_gather(out, TensorView{data.data(), 100, Dtype::kBf16}), UsageError);
     EXPECT_THROW(world.all_to_all(f32, f32), UsageError);
     EXPECT_THROW(world.all_to_all(f32.slice(0, 3), out.slice(0, 3)), UsageError);
+    EXPECT_THROW(world.all_to_all(f32, out, Stream::inline_host(), RowCut(50, 2)), UsageError);
+    EXPECT_THROW(world.all_to_all(f32, out, Stream::inline_host(), RowCut(f32.count, 3)),
+                 UsageError);
     EXPECT_THROW(world.broadcast(f32, 2), UsageError);
     EXPECT_THROW(static_cast<void>(world.allocate(-1, Dtype::kF32)), UsageError);
     EXPECT_THROW(world.all_reduce(TensorView{data.data(), 4, Dtype::kF32, {DeviceType::kCuda, 0}}),

@@ -43,9 +43,12 @@ class DeviceEngine : public Communicator::Engine {
       host->all_gather(in, out, cut, bucket, now);
     });
   }
-  void all_to_all(ConstTensorView in, TensorView out, Stream& stream) override {
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                  Stream& stream) override {
     in.device = out.device = {};
-    enqueue_call(stream, [host = host_, in, out](Stream& now) { host->all_to_all(in, out, now); });
+    enqueue_call(stream, [host = host_, in, out, cut, bucket](Stream& now) {
+      host->all_to_all(in, out, cut, bucket, now);
+    });
   }
   void broadcast(TensorView data, int root, Stream& stream) override {
     data.device = {};

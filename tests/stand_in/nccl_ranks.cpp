@@ -46,9 +46,10 @@ class HostViews : public Communicator::Engine {
     in.device = out.device = device_;
     nccl_->all_gather(in, out, cut, bucket, stream);
   }
-  void all_to_all(ConstTensorView in, TensorView out, Stream& stream) override {
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                  Stream& stream) override {
     in.device = out.device = device_;
-    nccl_->all_to_all(in, out, stream);
+    nccl_->all_to_all(in, out, cut, bucket, stream);
   }
   void broadcast(TensorView data, int root, Stream& stream) override {
     data.device = device_;

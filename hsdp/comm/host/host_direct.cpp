@@ -104,13 +104,14 @@ void direct_all_gather(HostGroup& group, std::span<const HostCall> calls, ConstT
 }
 
 void direct_all_to_all(HostGroup& group, std::span<const HostCall> calls, ConstTensorView in,
-                       TensorView out) {
+                       TensorView out, const RowCut& cut) {
   const auto places = addresses(group, calls, in.data);
-  const std::size_t row = in.size_in_bytes() / calls.size();
-  const std::size_t mine = static_cast<std::size_t>(group.rank()) * row;
+  const std::int64_t own = cut.length(group.rank());
+  const auto offset = in.slice(0, cut.begin(group.rank())).size_in_bytes();
   for (int step = 0; step < group.size(); ++step) {
-    const auto r = static_cast<std::size_t>((group.rank() + step) % group.size());
-    copy_bytes(static_cast<std::byte*>(out.data) + r * row, places[r] + mine, row);
+    const int r = (group.rank() + step) % group.size();
+    const TensorView row = out.slice(r * own, own);
+    copy_bytes(row.data, places[static_cast<std::size_t>(r)] + offset, row.size_in_bytes());
   }
   group.finish(false);
   group.wait_finished();

@@ -17,7 +17,7 @@ void direct_all_reduce(HostGroup& group, std::span<const HostCall> calls, const 
 void direct_all_gather(HostGroup& group, std::span<const HostCall> calls, ConstTensorView in,
                        TensorView out, const RowCut& cut);
 void direct_all_to_all(HostGroup& group, std::span<const HostCall> calls, ConstTensorView in,
-                       TensorView out);
+                       TensorView out, const RowCut& cut);
 void direct_broadcast(HostGroup& group, std::span<const HostCall> calls, TensorView data, int root);
 
 }  // namespace hsdp::comm

@@ -125,14 +125,18 @@ void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
   });
 }
 
-void HostEngine::all_to_all(ConstTensorView in, TensorView out, Stream& stream) {
+void HostEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                            Stream& stream) {
   require_host(in.device, "all_to_all");
-  run(stream, [this, in, out](HostGroup& group) {
-    const auto calls = group.agree(call_on(Operation::kAllToAll, in));
+  run(stream, [this, in, out, cut, bucket](HostGroup& group) {
+    HostCall call = call_on(Operation::kAllToAll, in);
+    call.bucket = bucket;
+    call.terms = TermsHash().add(cut).value();
+    const auto calls = group.agree(call);
     if (all_direct(calls)) {
-      direct_all_to_all(group, calls, in, out);
+      direct_all_to_all(group, calls, in, out, cut);
     } else {
-      piped_all_to_all(group, in, out);
+      piped_all_to_all(group, in, out, cut);
     }
   });
 }

@@ -41,13 +41,13 @@ void piped_all_gather(HostGroup& group, ConstTensorView in, TensorView out, cons
   group.multicast() != nullptr ? to_all.run() : one_by_one.run();
 }
 
-void piped_all_to_all(HostGroup& group, ConstTensorView in, TensorView out) {
+void piped_all_to_all(HostGroup& group, ConstTensorView in, TensorView out, const RowCut& cut) {
   group.open_channels();
   PipedCopy copies(group);
-  const std::int64_t row = in.count / group.size();
+  const std::int64_t own = cut.length(group.rank());
   for (int r = 0; r < group.size(); ++r) {
-    const ConstTensorView sent = in.slice(r * row, row);
-    const TensorView received = out.slice(r * row, row);
+    const ConstTensorView sent = in.slice(cut.begin(r), cut.length(r));
+    const TensorView received = out.slice(r * own, own);
     if (r == group.rank()) {
       copy_own(received.data, sent.data, sent.size_in_bytes());
     } else {

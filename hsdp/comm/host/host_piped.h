@@ -14,7 +14,7 @@ namespace hsdp::comm {
 void piped_reduce_scatter(HostGroup& group, const ReduceScatter& args);
 void piped_all_reduce(HostGroup& group, const AllReduce& args);
 void piped_all_gather(HostGroup& group, ConstTensorView in, TensorView out, const RowCut& cut);
-void piped_all_to_all(HostGroup& group, ConstTensorView in, TensorView out);
+void piped_all_to_all(HostGroup& group, ConstTensorView in, TensorView out, const RowCut& cut);
 void piped_broadcast(HostGroup& group, TensorView data, int root);
 
 }  // namespace hsdp::comm

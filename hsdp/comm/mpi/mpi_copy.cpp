@@ -63,9 +63,9 @@ void mpi_all_gather(MpiGroup& group, ConstTensorView in, TensorView out, const R
   gather_rows(group, in, out, cut, kNobody);
 }
 
-void mpi_all_to_all(MpiGroup& group, ConstTensorView in, TensorView out) {
+void mpi_all_to_all(MpiGroup& group, ConstTensorView in, TensorView out, const RowCut& cut) {
   MpiTransfers transfers = group.transfers();
-  const std::int64_t row = in.count / group.size();
+  const std::int64_t row = cut.length(group.rank());
   for (int distance = 1; distance < group.size(); ++distance) {
     const int from = (group.rank() + group.size() - distance) % group.size();
     const TensorView received = out.slice(from * row, row);
@@ -73,10 +73,10 @@ void mpi_all_to_all(MpiGroup& group, ConstTensorView in, TensorView out) {
   }
   for (int distance = 1; distance < group.size(); ++distance) {
     const int to = (group.rank() + distance) % group.size();
-    const ConstTensorView sent = in.slice(to * row, row);
+    const ConstTensorView sent = in.slice(cut.begin(to), cut.length(to));
     transfers.send(group.peer(to), sent.data, sent.size_in_bytes());
   }
-  const ConstTensorView own = in.slice(group.rank() * row, row);
+  const ConstTensorView own = in.slice(cut.begin(group.rank()), row);
   copy_own(out.slice(group.rank() * row, row).data, own.data, own.size_in_bytes());
   group.wait(transfers);
 }

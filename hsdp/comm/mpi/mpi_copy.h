@@ -8,7 +8,7 @@
 namespace hsdp::comm {
 
 void mpi_all_gather(MpiGroup& group, ConstTensorView in, TensorView out, const RowCut& cut);
-void mpi_all_to_all(MpiGroup& group, ConstTensorView in, TensorView out);
+void mpi_all_to_all(MpiGroup& group, ConstTensorView in, TensorView out, const RowCut& cut);
 void mpi_broadcast(MpiGroup& group, TensorView data, int root);
 
 }  // namespace hsdp::comm

@@ -82,11 +82,15 @@ void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut
   });
 }
 
-void MpiEngine::all_to_all(ConstTensorView in, TensorView out, Stream& stream) {
+void MpiEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                           Stream& stream) {
   require_host(in.device, "all_to_all");
-  run(stream, [in, out](MpiGroup& group) {
-    group.agree(call_on(Operation::kAllToAll, in));
-    mpi_all_to_all(group, in, out);
+  run(stream, [in, out, cut, bucket](MpiGroup& group) {
+    HostCall call = call_on(Operation::kAllToAll, in);
+    call.bucket = bucket;
+    call.terms = TermsHash().add(cut).value();
+    group.agree(call);
+    mpi_all_to_all(group, in, out, cut);
   });
 }
 

@@ -150,11 +150,15 @@ void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
   });
 }
 
-void NcclEngine::all_to_all(ConstTensorView in, TensorView out, Stream& stream) {
+void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                            Stream& stream) {
   require_own_device(in.device, "all_to_all");
-  run(call_on(Operation::kAllToAll, in), stream, [in, out](NcclGroup& group, Stream& on) {
+  HostCall call = call_on(Operation::kAllToAll, in);
+  call.bucket = bucket;
+  call.terms = hash_cut(cut);
+  run(call, stream, [in, out, cut](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return copy_alone(in, out, on);
-    transpose_rows(group, in, out, on);
+    transpose_rows(group, in, out, cut, on);
   });
 }
 

@@ -37,7 +37,8 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   void all_reduce(const AllReduce& args, Stream& stream) override;
   void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                   Stream& stream) override;
-  void all_to_all(ConstTensorView in, TensorView out, Stream& stream) override;
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                  Stream& stream) override;
   void broadcast(TensorView data, int root, Stream& stream) override;
   void barrier(Stream& stream) override;
   [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override;

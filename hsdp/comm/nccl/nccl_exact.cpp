@@ -186,17 +186,22 @@ void gather_rows(NcclGroup& group, ConstTensorView in, TensorView out, const Row
   });
 }
 
-void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, Stream& stream) {
+void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, const RowCut& cut,
+                    Stream& stream) {
   if (in.count == 0) return;
-  const std::int64_t count = in.count / group.size();
-  const auto row = [count](const auto& view, int r) { return view.slice(r * count, count); };
-  copy_bytes(row(out, group.rank()).data, row(in, group.rank()).data,
-             row(in, group.rank()).size_in_bytes(), stream);
+  const std::int64_t own = cut.length(group.rank());
+  const auto sent = [&](int r) { return in.slice(cut.begin(r), cut.length(r)); };
+  const auto received = [&](int r) { return out.slice(r * own, own); };
+  copy_bytes(received(group.rank()).data, sent(group.rank()).data,
+             sent(group.rank()).size_in_bytes(), stream);
   group.send_group([&](NcclHandle on) {
     each_peer(group, [&](int peer) {
-      const ConstTensorView sent = row(in, peer);
-      group.library().send(sent.data, sent.size_in_bytes(), peer, on, stream.native_handle());
-      group.library().receive(row(out, peer).data, sent.size_in_bytes(), peer, on,
+      if (sent(peer).count > 0) {
+        group.library().send(sent(peer).data, sent(peer).size_in_bytes(), peer, on,
+                             stream.native_handle());
+      }
+      if (own == 0) return;
+      group.library().receive(received(peer).data, received(peer).size_in_bytes(), peer, on,
                               stream.native_handle());
     });
   });

@@ -15,7 +15,8 @@ void exact_all_reduce(NcclGroup& group, const AllReduce& args, Stream& stream);
 
 void gather_rows(NcclGroup& group, ConstTensorView in, TensorView out, const RowCut& cut,
                  Stream& stream);
-void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, Stream& stream);
+void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, const RowCut& cut,
+                    Stream& stream);
 void broadcast_bytes(NcclGroup& group, TensorView data, int root, Stream& stream);
 void meet(NcclGroup& group, Stream& stream);
 

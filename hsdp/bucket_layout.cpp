@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "hsdp/error.h"
@@ -19,6 +20,10 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+std::int64_t round_nearest(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple / 2) / multiple * multiple;
+}
+
 // c of "rank r owns [r c, (r + 1) c)". Aligned once the imbalance is below one part in 32.
 std::int64_t even_range(std::int64_t count, int size) {
   const std::int64_t even = (count + size - 1) / size;
@@ -29,13 +34,17 @@ std::int64_t even_range(std::int64_t count, int size) {
 
 std::string_view name(Layout layout) { return layout == Layout::kFlat ? "flat" : "dim0"; }
 
-// Builds buckets one parameter at a time. Per (group, wire dtype) at most one bucket is open;
+// Builds buckets one parameter at a time. Per (group, class, wire) at most one bucket is open;
 // buckets are numbered in the order in which they close, which is about the order in which the
 // backward pass completes them.
 class BucketLayout::Builder {
  public:
-  Builder(BucketLayout& layout, Layout kind, std::int64_t bucket_bytes)
-      : layout_(layout), kind_(kind), bucket_bytes_(bucket_bytes), size_(layout.shard_size_) {
+  Builder(BucketLayout& layout, Layout kind, std::int64_t bucket_bytes, std::int64_t multiple)
+      : layout_(layout),
+        kind_(kind),
+        bucket_bytes_(bucket_bytes),
+        multiple_(kind == Layout::kFlat ? multiple : 1),
+        size_(layout.shard_size_) {
     layout_.shard_counts_.assign(static_cast<std::size_t>(size_), 0);
   }
 
@@ -51,7 +60,7 @@ class BucketLayout::Builder {
       add_windows(index, parameter);
       return;
     }
-    Open& open = open_[{parameter.group, parameter.wire_dtype}];
+    Open& open = open_[{parameter.group, parameter.bucket_class, parameter.wire_dtype}];
     if (!open.parameters.empty() && open.bytes + bytes > bucket_bytes_) close(open, parameter);
     open.parameters.push_back(index);
     open.bytes += bytes;
@@ -82,13 +91,25 @@ class BucketLayout::Builder {
       const std::int64_t row = rows == 0 ? 0 : count / rows;
       range = (rows + size_ - 1) / size_ * row;
     }
-    return cut_every(range, count);
+    return cut_every(range, count, {&count, 1});
   }
 
-  [[nodiscard]] RowCut cut_every(std::int64_t range, std::int64_t count) const {
-    std::vector<std::int64_t> offsets;
-    for (int r = 0; r <= size_; ++r) offsets.push_back(std::min(r * range, count));
-    offsets.back() = count;
+  // Of a join of parameters of those counts.
+  [[nodiscard]] RowCut cut_every(std::int64_t range, std::int64_t count,
+                                 std::span<const std::int64_t> counts) const {
+    if (multiple_ > 1) range = (count + size_ - 1) / size_;
+    std::vector<std::int64_t> offsets{0};
+    std::size_t parameter = 0;
+    std::int64_t start = 0;  // of that parameter
+    for (int r = 1; r < size_; ++r) {
+      const std::int64_t offset = std::min(r * range, count);
+      while (parameter + 1 < counts.size() && start + counts[parameter] <= offset) {
+        start += counts[parameter++];
+      }
+      const std::int64_t own = counts.empty() ? 0 : counts[parameter];
+      offsets.push_back(start + std::min(round_nearest(offset - start, multiple_), own));
+    }
+    offsets.push_back(count);
     return RowCut(std::move(offsets));
   }
 
@@ -100,7 +121,9 @@ class BucketLayout::Builder {
     const auto row_bytes = bucket_bytes_ / size_;
     std::int64_t window = std::max<std::int64_t>(
         1, row_bytes / static_cast<std::int64_t>(size_bytes(parameter.wire_dtype)));
-    if (window >= kAlignedElements) window -= window % kAlignedElements;
+    const std::int64_t unit = multiple_ > 1 ? multiple_ : kAlignedElements;
+    if (window >= unit) window -= window % unit;
+    window = std::max(window, multiple_);
     for (int r = 0; r < size_; ++r) place_slice(index, r, cut.begin(r), cut.length(r), align(r));
     for (std::int64_t begin = 0; begin < longest; begin += window) {
       std::vector<std::int64_t> offsets{0};
@@ -140,12 +163,14 @@ class BucketLayout::Builder {
   void close_flat(const Open& open, const LayoutParameter& like) {
     std::vector<BucketSegment> segments;
     std::int64_t joined = 0;
+    std::vector<std::int64_t> counts;
     for (const int index : open.parameters) {
       const std::int64_t count = counts_[static_cast<std::size_t>(index)];
       if (count > 0) segments.push_back({index, 0, joined, count});
       joined += count;
+      counts.push_back(count);
     }
-    RowCut rows = cut_every(even_range(joined, size_), joined);
+    RowCut rows = cut_every(even_range(joined, size_), joined, counts);
     std::vector<std::int64_t> shard_offsets;
     for (int r = 0; r < size_; ++r) {
       const std::int64_t base = align(r);
@@ -210,20 +235,25 @@ class BucketLayout::Builder {
   BucketLayout& layout_;
   Layout kind_;
   std::int64_t bucket_bytes_;
+  std::int64_t multiple_;
   int size_;
   std::vector<std::int64_t> counts_;
   std::vector<RowCut> cuts_;
-  std::map<std::pair<int, Dtype>, Open> open_;
+  std::map<std::tuple<int, int, Dtype>, Open> open_;  // by group, class and wire
 };
 
 BucketLayout::BucketLayout(std::span<const LayoutParameter> parameters, int shard_size,
-                           Layout layout, std::int64_t bucket_bytes)
+                           Layout layout, std::int64_t bucket_bytes, std::int64_t slice_multiple)
     : shard_size_(shard_size) {
   if (bucket_bytes < 1) {
     throw UsageError("bucket layout: expected bucket_bytes of at least 1, got " +
                      std::to_string(bucket_bytes));
   }
-  Builder builder(*this, layout, bucket_bytes);
+  if (slice_multiple < 1) {
+    throw UsageError("bucket layout: expected a slice_multiple of at least 1, got " +
+                     std::to_string(slice_multiple));
+  }
+  Builder builder(*this, layout, bucket_bytes, slice_multiple);
   for (const LayoutParameter& parameter : parameters) builder.add(parameter);
   builder.finish(parameters);
 }

@@ -3,9 +3,12 @@
 // Slices are cut first, buckets second, so that the slices of one parameter never depend on how it
 // travels. Pure data, the same on every rank of a shard group; no communication.
 //
-// flat: parameters of one group and wire dtype are joined up to bucket_bytes and the join is cut
+// flat: parameters of one group, class and wire dtype are joined up to bucket_bytes and the join is
+// cut
 //   into S even ranges; a parameter larger than that is cut by itself and travels in several
 //   buckets, each a window of all S ranges.
+//   With a slice multiple every cut lies at such a multiple of the flattened parameter, or at its
+//   end.
 // dim0: rank r owns rows [r c, min((r+1) c, d0)), c = ceil(d0 / S), unpadded; a scalar belongs to
 //   rank 0. Rank r's part of a bucket is the concatenation of its slices.
 #pragma once
@@ -28,6 +31,7 @@ struct LayoutParameter {
   Shape shape;
   Dtype wire_dtype = Dtype::kF32;
   int group = 0;
+  int bucket_class = 0;  // parameters of different classes never share a bucket
 };
 
 // A run of one parameter's elements in a bucket: elements [flat_offset, flat_offset + count) of the
@@ -67,7 +71,7 @@ struct ParameterRange {
 class BucketLayout {
  public:
   BucketLayout(std::span<const LayoutParameter> parameters, int shard_size, Layout layout,
-               std::int64_t bucket_bytes);
+               std::int64_t bucket_bytes, std::int64_t slice_multiple = 1);
 
   [[nodiscard]] const std::vector<Bucket>& buckets() const { return buckets_; }
   [[nodiscard]] const ShardSlice& slice(int parameter, int shard_rank) const;

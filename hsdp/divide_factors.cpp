@@ -35,15 +35,17 @@ BucketArithmetic hop_arithmetic(const BucketSums& sums) {
   const bool carries = sums.carry_count > 0;
   // Where a total of earlier microbatches stands, the division comes after it has joined.
   const bool divides_sum = sums.ends_step && !sums.has_total;
+  const bool means = sums.means && sums.replicate_size > 1;
   result.runs_replica_hop = carries && sums.replicate_size > 1;
   if (result.runs_replica_hop) {
+    result.replica.mean_divisor = sums.divisor;
     result.replica.wire = sums.replica_wire;
     if (sums.replica_wire == Dtype::kF16) {
       const std::int64_t summed = sums.shard_size * sums.carry_count;
       result.replica.send_exponent = headroom_exponent(summed);
       result.replica.total_exponent = headroom_exponent(summed * sums.replicate_size);
     }
-    if (divides_sum) result.replica.divisor = sums.divisor;
+    if (divides_sum || means) result.replica.divisor = sums.divisor;
   } else if (divides_sum && result.runs_shard_hop) {
     result.shard_divisor = sums.divisor;
   } else if (divides_sum && carries) {
@@ -52,7 +54,7 @@ BucketArithmetic hop_arithmetic(const BucketSums& sums) {
   if (!divides_sum) result.rest = sums.ends_step ? Rest::kJoinTotal : Rest::kKeepTotal;
   result.rest_reads_carry = carries;
   result.rest_reads_total = sums.has_total;
-  if (sums.ends_step) result.rest_divisor = sums.divisor;
+  if (sums.ends_step && !means) result.rest_divisor = sums.divisor;
   return result;
 }
 

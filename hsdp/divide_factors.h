@@ -40,15 +40,17 @@ struct BucketSums {
   bool replicates = false;       // sync is `all`
   bool ends_step = false;
   float divisor = 1.0F;  // fp32(f s)
+  bool means = false;    // the hop divides each of its totals by that, as it comes
 };
 
 // Of the sum over the replicas. An f16 wire carries sum 2^-k and gathers total 2^-K; the exact 2^K
 // is folded into the division.
 struct HopArithmetic {
   Dtype wire = Dtype::kF32;
-  int send_exponent = 0;   // k
-  int total_exponent = 0;  // K
-  float divisor = 1.0F;    // of the total
+  int send_exponent = 0;      // k
+  int total_exponent = 0;     // K
+  float divisor = 1.0F;       // of the total
+  float mean_divisor = 1.0F;  // fp32(f s), also where the division comes later
 };
 
 struct BucketArithmetic {

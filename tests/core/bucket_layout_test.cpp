@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/error.h"
+
 namespace hsdp {
 namespace {
 
@@ -31,6 +33,7 @@ struct LayoutCase {
   int shard_size = 1;
   Layout layout = Layout::kFlat;
   std::int64_t bucket_bytes = 0;
+  std::int64_t slice_multiple = 1;
 };
 
 void PrintTo(const LayoutCase& row, std::ostream* out) {
@@ -39,7 +42,8 @@ void PrintTo(const LayoutCase& row, std::ostream* out) {
 
 std::string case_name(const testing::TestParamInfo<LayoutCase>& info) {
   return std::string(name(info.param.layout)) + "_" + std::to_string(info.param.shard_size) +
-         "_ranks_" + std::to_string(info.param.bucket_bytes) + "_bytes";
+         "_ranks_" + std::to_string(info.param.bucket_bytes) + "_bytes_by_" +
+         std::to_string(info.param.slice_multiple);
 }
 
 std::vector<LayoutCase> every_case() {
@@ -49,6 +53,10 @@ std::vector<LayoutCase> every_case() {
       for (const std::int64_t bucket_bytes :
            {std::int64_t{1} << 10, std::int64_t{5000}, kAllInOne}) {
         cases.push_back({shard_size, layout, bucket_bytes});
+        if (layout != Layout::kFlat) continue;
+        for (const std::int64_t multiple : {48, 64}) {
+          cases.push_back({shard_size, layout, bucket_bytes, multiple});
+        }
       }
     }
   }
@@ -70,7 +78,7 @@ class EveryLayout : public testing::TestWithParam<LayoutCase> {
 
   std::vector<LayoutParameter> parameters_ = mixed_parameters();
   BucketLayout layout_{parameters_, GetParam().shard_size, GetParam().layout,
-                       GetParam().bucket_bytes};
+                       GetParam().bucket_bytes, GetParam().slice_multiple};
 };
 
 TEST_P(EveryLayout, SlicesTileEachParameterInRankOrder) {
@@ -164,7 +172,9 @@ TEST_P(EveryLayout, NoBucketIsLargerThanAskedAndTheWireIsNotPadded) {
   for (const Bucket& bucket : layout_.buckets()) {
     const auto bytes =
         bucket.rows.count() * static_cast<std::int64_t>(size_bytes(bucket.wire_dtype));
-    EXPECT_LE(bytes, GetParam().bucket_bytes);
+    // Or one multiple a rank, where that is more.
+    const std::int64_t least = GetParam().slice_multiple * GetParam().shard_size * 4;
+    EXPECT_LE(bytes, std::max(GetParam().bucket_bytes, least));
     largest = std::max(largest, bytes);
     travelling += bucket.rows.count();
   }
@@ -204,13 +214,30 @@ TEST_P(SplittingFlatLayout, CutsALargeParameterEvenly) {
   ASSERT_GT(count_of(kLarge) * 4, GetParam().bucket_bytes) << "joined with others";
   const std::int64_t even = (count_of(kLarge) + GetParam().shard_size - 1) / GetParam().shard_size;
   for (int rank = 0; rank < GetParam().shard_size; ++rank) {
-    EXPECT_LE(layout_.slice(kLarge, rank).count, (even + 31) / 32 * 32);
+    const std::int64_t multiple = GetParam().slice_multiple;
+    const std::int64_t most = multiple > 1 ? even + multiple : (even + 31) / 32 * 32;
+    EXPECT_LE(layout_.slice(kLarge, rank).count, most);
+  }
+}
+
+class FlatLayout : public EveryLayout {};
+TEST_P(FlatLayout, CutsAtMultiplesOfTheFlattenedParameterOrAtItsEnd) {
+  const auto fits = [this](int parameter, std::int64_t offset) {
+    return offset % GetParam().slice_multiple == 0 || offset == count_of(parameter);
+  };
+  for (int b = 0; b < static_cast<int>(layout_.buckets().size()); ++b) {
+    for (int rank = 0; rank < GetParam().shard_size; ++rank) {
+      for (const ParameterRange& range : shard_ranges(layout_, b, rank)) {
+        EXPECT_TRUE(fits(range.parameter, range.flat_offset)) << range.flat_offset;
+        EXPECT_TRUE(fits(range.parameter, range.flat_offset + range.count)) << range.count;
+      }
+    }
   }
 }
 
 TEST_P(EveryLayout, IsTheSameEveryTime) {
   const BucketLayout again(parameters_, GetParam().shard_size, GetParam().layout,
-                           GetParam().bucket_bytes);
+                           GetParam().bucket_bytes, GetParam().slice_multiple);
   ASSERT_EQ(again.buckets().size(), layout_.buckets().size());
   for (std::size_t b = 0; b < again.buckets().size(); ++b) {
     const auto a = again.buckets()[b].rows.offsets();
@@ -220,6 +247,11 @@ TEST_P(EveryLayout, IsTheSameEveryTime) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, EveryLayout, testing::ValuesIn(every_case()), case_name);
+INSTANTIATE_TEST_SUITE_P(Layouts, FlatLayout,
+                         testing::ValuesIn(cases_where([](const LayoutCase& c) {
+                           return c.layout == Layout::kFlat;
+                         })),
+                         case_name);
 INSTANTIATE_TEST_SUITE_P(Layouts, Dim0Layout,
                          testing::ValuesIn(cases_where([](const LayoutCase& c) {
                            return c.layout == Layout::kDim0;
@@ -230,6 +262,37 @@ INSTANTIATE_TEST_SUITE_P(Layouts, SplittingFlatLayout,
                            return c.layout == Layout::kFlat && c.bucket_bytes < kAllInOne;
                          })),
                          case_name);
+
+TEST(BucketLayout, ClassesNeverShareABucket) {
+  std::vector<LayoutParameter> parameters(12, LayoutParameter{.shape = {10}});
+  for (std::size_t p = 0; p < parameters.size(); p += 3) parameters[p].bucket_class = 1;
+  const BucketLayout layout(parameters, 2, Layout::kFlat, kAllInOne);
+  ASSERT_EQ(layout.buckets().size(), 2U);
+  for (const Bucket& bucket : layout.buckets()) {
+    for (const int p : bucket.parameters) {
+      EXPECT_EQ(p % 3 == 0, bucket.parameters.front() % 3 == 0) << p;
+    }
+  }
+}
+
+// What a codec with groups of 64 costs in balance: many parameters of many sizes.
+TEST(BucketLayout, SliceMultiplesCostLittleBalance) {
+  std::vector<LayoutParameter> parameters;
+  for (int p = 0; p < 300; ++p) parameters.push_back({.shape = {4096 + 517 * (p % 31), 11}});
+  constexpr int kRanks = 64;
+  const BucketLayout layout(parameters, kRanks, Layout::kFlat, 32 << 20, 64);
+  std::int64_t total = 0;
+  std::int64_t most = 0;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    total += layout.shard_count(rank);
+    most = std::max(most, layout.shard_count(rank));
+  }
+  EXPECT_LT(static_cast<double>(most * kRanks) / static_cast<double>(total), 1.01);
+}
+
+TEST(BucketLayout, RefusesASliceMultipleBelowOne) {
+  EXPECT_THROW(BucketLayout(mixed_parameters(), 2, Layout::kFlat, 1 << 10, 0), UsageError);
+}
 
 TEST(BucketLayout, AllInOneMakesOneBucketPerGroupAndWire) {
   const std::vector<LayoutParameter> parameters = mixed_parameters();

@@ -114,6 +114,29 @@ TEST(HopArithmetic, AddsEverythingOnceAndDividesOnce) {
   });
 }
 
+// A hop that gives means divides each of its totals; they are added and not divided again.
+TEST(HopArithmetic, AddsMeansAndDividesNoneOfThem) {
+  each_case([](BucketSums sums) {
+    sums.means = true;
+    const BucketArithmetic result = hop_arithmetic(sums);
+    const BucketArithmetic plain = [&sums] {
+      sums.means = false;
+      return hop_arithmetic(sums);
+    }();
+    EXPECT_EQ(result.replica.mean_divisor, result.runs_replica_hop ? 8 : 1);
+    EXPECT_EQ(plain.replica.mean_divisor, result.replica.mean_divisor);
+    if (sums.replicate_size == 1) {
+      EXPECT_EQ(result.rest_divisor, plain.rest_divisor);
+      EXPECT_EQ(result.shard_divisor, plain.shard_divisor);
+      return;
+    }
+    EXPECT_EQ(result.rest, plain.rest);
+    EXPECT_EQ(result.rest_divisor, 1);
+    EXPECT_EQ(result.shard_divisor, 1);
+    EXPECT_EQ(result.replica.divisor, result.runs_replica_hop ? 8 : 1);
+  });
+}
+
 TEST(HopArithmetic, OnlyF16TravelsScaled) {
   each_case([](BucketSums sums) {
     for (const Dtype shard_wire : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {

@@ -19,9 +19,9 @@ struct Reducer::Parts {
   Parts(reducer::Groups its_groups, reducer::AgreedOptions agreed)
       : groups(std::move(its_groups)),
         options(std::move(agreed.options)),
-        parameters(options),
-        steps(options, parameters, groups),
-        results(options, parameters, groups, steps, std::move(agreed.snapshot_id)) {}
+        parameters(options, groups.replicate.size()),
+        steps(options, parameters, groups, memory),
+        results(options, parameters, groups, steps, std::move(agreed.snapshot_id), memory) {}
 
   // As parameters.find(); an unknown name is this rank's fault in the open microbatch.
   [[nodiscard]] int find_in_microbatch(std::string_view name) {
@@ -36,12 +36,12 @@ struct Reducer::Parts {
     return group ? std::optional(parameters.find_group(*group)) : std::nullopt;
   }
 
+  MemoryCount memory;
   reducer::Groups groups;
   ReducerOptions options;
   reducer::ParameterTable parameters;
   reducer::Steps steps;
   reducer::Results results;
-  std::int64_t peak_resident_bytes = 0;
 };
 
 Reducer::Reducer(const Mesh& mesh, ReducerOptions options) {
@@ -80,6 +80,10 @@ void Reducer::set_loss_scale(double scale) {
 }
 
 void Reducer::set_stream(const Stream& stream) { parts_->steps.set_caller(stream); }
+void Reducer::prepare() {
+  parts_->steps.check_usable("prepare");
+  parts_->steps.prepare();
+}
 void Reducer::begin_step() { parts_->steps.begin_step(); }
 void Reducer::begin_microbatch(const MicrobatchOptions& options) {
   parts_->steps.begin_microbatch(options);
@@ -164,12 +168,9 @@ ReducerStats Reducer::stats() const {
   s.control_message_count = steps.control_message_count();
   s.engine = groups.world.engine_name();
   s.reduction = parts_->options.reduction;
-  s.replica_hop = parts_->options.replica_hop->name();
+  s.replica_hop = parts_->options.replica_hop->describe();
   s.shard_transport = name(groups.shard.transport());
   s.replica_transport = name(groups.replicate.transport());
-  s.replica_hop_state_bytes =
-      static_cast<std::int64_t>(parts_->options.replica_hop->resident_bytes());
-  s.snapshot_bytes = parts_->results.snapshot_bytes();
   if (reducer::Frozen* const frozen = steps.frozen()) {
     s.bucket_count = static_cast<int>(std::ranges::count_if(
         frozen->layout().buckets(), [](const Bucket& bucket) { return bucket.rows.count() > 0; }));
@@ -178,18 +179,18 @@ ReducerStats Reducer::stats() const {
     s.all_reduce_count = hops.all_reduce_count;
     s.shard_hop_bytes = hops.shard_hop_bytes;
     s.replica_hop_bytes = hops.replica_hop_bytes;
-    const reducer::GradientMemory& memory = frozen->memory();
-    s.carry_bytes = memory.carry_bytes();
-    s.total_bytes = memory.total_bytes();
-    s.staging_bytes = memory.staging_bytes();
-    s.accumulator_bytes = memory.accumulator_bytes();
     s.retained_bytes = frozen->collector().retained_bytes();
     s.peak_retained_bytes = frozen->collector().peak_retained_bytes();
   }
-  s.resident_bytes = s.carry_bytes + s.total_bytes + s.staging_bytes + s.accumulator_bytes +
-                     s.replica_hop_state_bytes + s.snapshot_bytes;
-  parts_->peak_resident_bytes = std::max(parts_->peak_resident_bytes, s.resident_bytes);
-  s.peak_resident_bytes = parts_->peak_resident_bytes;
+  const MemoryCount& memory = parts_->memory;
+  s.carry_bytes = memory.of(MemoryKind::kCarry).live;
+  s.total_bytes = memory.of(MemoryKind::kTotal).live;
+  s.staging_bytes = memory.of(MemoryKind::kStaging).live;
+  s.accumulator_bytes = memory.of(MemoryKind::kLocalSums).live;
+  s.replica_hop_state_bytes = memory.of(MemoryKind::kReplicaHop).live;
+  s.snapshot_bytes = memory.of(MemoryKind::kSnapshot).live;
+  s.resident_bytes = memory.all().live;
+  s.peak_resident_bytes = memory.all().peak;
   return s;
 }
 

@@ -87,6 +87,10 @@ class Reducer {
   // must live until the Reducer is gone.
   void set_stream(const Stream& stream);
 
+  // Collective: lays out buckets, takes memory and starts threads, which else the first begin does.
+  // All ranks have it in the end or none, and it may be tried again.
+  void prepare();
+
   // Begins a step before its first microbatch, which otherwise does so: the last result is over,
   // and from here on abandon_step drops the step. Nothing when it is begun already; UsageError
   // while microbatches are pending.

@@ -26,7 +26,7 @@ struct ReducerStats {
   std::int64_t replica_hop_state_bytes = 0;
   std::int64_t retained_bytes = 0;  // gradients kept by reference until there is staging
   std::int64_t peak_retained_bytes = 0;
-  std::int64_t snapshot_bytes = 0;  // copies not yet written
+  std::int64_t snapshot_bytes = 0;  // copies not yet written, and one kept for the next
   std::int64_t resident_bytes = 0;  // sum of the above, without the retained references
   std::int64_t peak_resident_bytes = 0;
 

@@ -1,49 +1,127 @@
 // What the replica all-reduce does to one bucket's shard. PlainHop is the default; quant::LocoHop
-// is another implementation. A hop belongs to one Reducer.
+// is another implementation.
+//
+// A hop has one owner at a time, a Reducer or a replica_hook, and is not used where there is one
+// replica. The owner calls prepare() and bind() when it is set up, then means() and reduce() for
+// every bucket of a step, in one order on all ranks, and end_step() [Note: a replica hop].
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
-#include <string_view>
+#include <string>
+#include <vector>
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
+#include "hsdp/device/event.h"
 #include "hsdp/device/stream.h"
 #include "hsdp/divide_factors.h"
+#include "hsdp/memory_count.h"
+#include "hsdp/step_party.h"
 
 namespace hsdp {
 
-struct ReplicaShard {
-  TensorView
-      data;  // fp32; in: the undivided shard-group sum; out: the total over replicas / divisor
-  HopArithmetic arithmetic;
-  int bucket = 0;
-  std::span<const ParameterRange> parameters;
-  std::atomic<std::uint32_t>* nonfinite = nullptr;
-  Reduction reduction = Reduction::kExact;  // for hops that sum by all_reduce
+struct HopParameter {
+  std::string name;
+  Shape shape;
+  Dtype dtype = Dtype::kF32;  // of its gradients
 };
 
-class ReplicaHop {
+// What the hop will be given. It outlives the hop's use.
+struct HopPlan {
+  std::vector<HopParameter> parameters;  // in registration order
+  // Of each bucket: where parameters lie in this rank's shard of it; there may be gaps.
+  std::vector<std::vector<ParameterRange>> ranges;
+  std::vector<Dtype> wires;  // of each bucket, where the hop brings none along
+  int replicate_size = 1;
+  Reduction reduction = Reduction::kExact;  // for hops that sum by all_reduce
+  Device device;
+  MemoryCount memory;  // for what the hop keeps: MemoryKind::kReplicaHop
+};
+
+struct HopBucket {
+  int bucket = 0;
+  // fp32. In: the undivided shard-group sum. Out: the total over the replicas / arithmetic.divisor,
+  // or / arithmetic.mean_divisor where means() said so; the same bits on every replica.
+  TensorView data;
+  HopArithmetic arithmetic;
+  std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 for a value that is not finite
+};
+
+// A piece of a hop's state, in memory of the hop's.
+struct HopState {
+  int parameter = -1;            // -1: of the hop as a whole
+  std::string kind;              // "error", "gathered error", "step"
+  std::int64_t flat_offset = 0;  // of its first element in the flattened parameter
+  TensorView data;
+};
+
+class ReplicaHop : public StepParty {
  public:
-  virtual ~ReplicaHop() = default;
-
-  // Sums `shard.data` over `replicas` and divides, on `stream`. Every replica ends with identical
-  // bits. Not called when the group has one rank.
-  virtual void reduce(Communicator& replicas, const ReplicaShard& shard, Stream& stream) = 0;
-
-  // The step ended and every rank's status word is in: `clean` says that no rank saw a non-finite
-  // value or abandoned it. A hop with state commits or drops the step's new state here.
-  virtual void end_step(bool clean) { static_cast<void>(clean); }
-  // Whether end_step() has to come before the next step's reduce(). On a GPU that makes the thread
-  // which issues the hops wait for it once a step.
-  [[nodiscard]] virtual bool has_state() const { return true; }
+  // Its options, for stats and snapshots; equal on all ranks, at most 127 bytes.
+  [[nodiscard]] virtual std::string describe() const = 0;
+  [[nodiscard]] std::string owner() const override { return "replica hop " + describe(); }
   // What it sends, where it brings that along: settles the Reducer's replica_dtype.
   [[nodiscard]] virtual std::optional<Dtype> wire() const { return std::nullopt; }
+  // Its results are not those of a wire dtype: comparisons report them and do not judge.
+  [[nodiscard]] virtual bool quantizes() const { return false; }
+  // Layout "flat" puts every cut, between ranks and buckets, at such multiples of the flattened
+  // parameter.
+  [[nodiscard]] virtual std::int64_t slice_multiple() const { return 1; }
+  // Parameters of different classes never share a bucket.
+  [[nodiscard]] virtual int bucket_class(const HopParameter& parameter) const {
+    static_cast<void>(parameter);
+    return 0;
+  }
 
-  [[nodiscard]] virtual std::string_view name() const = 0;  // for stats and snapshots
-  [[nodiscard]] virtual std::size_t resident_bytes() const { return 0; }
+  // Local; takes memory. A throw is told to the other ranks, and the set-up may be tried again.
+  virtual void prepare(const HopPlan& plan) { static_cast<void>(plan); }
+  // Two groups over the replicas, for this hop alone: exchanges on one may run beside those on the
+  // other. `gather` is made only where needs_gather_group() says so.
+  virtual void bind(Communicator scatter, Communicator gather) = 0;
+  [[nodiscard]] virtual bool needs_gather_group() const { return true; }
+
+  // Whether that bucket's outputs in this step are means, each divided by f s as it comes: the
+  // Reducer then adds them, where a group is all several times in a step, and divides nothing.
+  // Asked once a step, before its first reduce(); then f must stand.
+  [[nodiscard]] virtual bool means(int bucket) const {
+    static_cast<void>(bucket);
+    return false;
+  }
+  // Sums over the replicas, in a task of `stream`. The Event completes when bucket.data is final
+  // and nothing uses it; the next bucket may be given before. Zeros come in place of data when
+  // this rank has dropped the step and the others do not know. A throw, or an error of the Event,
+  // ends the world.
+  virtual Event reduce(const HopBucket& bucket, Stream& stream) = 0;
+
+  // What it keeps from step to step, and to put that back; between steps. load_state() may come
+  // before prepare(), and checks what it is given then.
+  [[nodiscard]] virtual std::vector<HopState> state() { return {}; }
+  virtual void load_state(std::span<const HopState> state) { static_cast<void>(state); }
+
+ private:
+  friend class HopOwner;
+  std::atomic_flag owned_;
+};
+
+// Has a hop for as long as it lives; then the hop is bound to no groups, and free for another one.
+class HopOwner {
+ public:
+  // UsageError while somebody else has it.
+  HopOwner(std::shared_ptr<ReplicaHop> hop, HopPlan plan);
+  ~HopOwner();
+  HopOwner(const HopOwner&) = delete;
+  HopOwner& operator=(const HopOwner&) = delete;
+
+  void prepare() { hop_->prepare(plan_); }
+  [[nodiscard]] ReplicaHop& hop() { return *hop_; }
+
+ private:
+  std::shared_ptr<ReplicaHop> hop_;
+  HopPlan plan_;
 };
 
 // The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of [Note: f16 headroom].
@@ -53,13 +131,18 @@ class PlainHop final : public ReplicaHop {
   // Without a dtype: the Reducer's replica_dtype.
   explicit PlainHop(std::optional<Dtype> wire = {}) : wire_(wire) {}
 
-  void reduce(Communicator& replicas, const ReplicaShard& shard, Stream& stream) override;
+  [[nodiscard]] std::string describe() const override { return "plain"; }
   [[nodiscard]] std::optional<Dtype> wire() const override { return wire_; }
   [[nodiscard]] bool has_state() const override { return false; }
-  [[nodiscard]] std::string_view name() const override { return "plain"; }
+  [[nodiscard]] bool needs_gather_group() const override { return false; }
+  void prepare(const HopPlan& plan) override { reduction_ = plan.reduction; }
+  void bind(Communicator scatter, Communicator gather) override;
+  Event reduce(const HopBucket& bucket, Stream& stream) override;
 
  private:
   std::optional<Dtype> wire_;
+  Reduction reduction_ = Reduction::kExact;
+  Communicator replicas_;
 };
 
 }  // namespace hsdp

@@ -20,6 +20,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/memory_count.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp {
@@ -83,7 +84,8 @@ void write_snapshot(const std::filesystem::path& path, SnapshotInfo info,
 // next.
 class SnapshotWriter {
  public:
-  SnapshotWriter();
+  // Counts its copies there, and the memory of one that it keeps for the next.
+  explicit SnapshotWriter(MemoryCount count = {});
   ~SnapshotWriter();  // waits for what was submitted; errors not fetched by flush() are lost
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
@@ -94,8 +96,6 @@ class SnapshotWriter {
               std::span<const SnapshotEntry> entries);
   // Waits until everything submitted is durable; throws the first error.
   void flush();
-  // Bytes of copies not yet written.
-  [[nodiscard]] std::size_t pending_bytes() const;
 
  private:
   class Queue;

@@ -198,6 +198,12 @@ class Reducer(ReducerResults):
         """
         return Step(self)
 
+    def prepare(self) -> None:
+        """Lays out buckets, takes memory and starts threads, which otherwise the first microbatch
+        does. Collective; all ranks have it in the end or none, and it may be tried again.
+        """
+        self._handle.prepare()
+
     def begin_step(self) -> None:
         """Begins a step before its first microbatch, which otherwise does so; the previous result
         is over. Raises StepAbortedError when another rank dropped the step before it.

@@ -38,7 +38,7 @@ class ReducerStats:
     #: gradients kept by reference until there is room to pack them
     retained_bytes: int
     peak_retained_bytes: int
-    #: copies of snapshots not yet written
+    #: copies of snapshots not yet written, and one kept for the next
     snapshot_bytes: int
     #: the sum of the above, without the retained references
     resident_bytes: int

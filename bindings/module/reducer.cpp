@@ -262,7 +262,8 @@ void bind_settings(Class& bound) {
 }
 
 void bind_step(Class& bound) {
-  bound.def("begin_step", [](Handle& self) { self.call([](Reducer& r) { r.begin_step(); }); })
+  bound.def("prepare", [](Handle& self) { self.call([](Reducer& r) { r.prepare(); }); })
+      .def("begin_step", [](Handle& self) { self.call([](Reducer& r) { r.begin_step(); }); })
       .def("begin_microbatch", begin_microbatch)
       .def("gradient_ready", &Handle::gradient_ready)
       .def("gradient_of", gradient_of)
@@ -310,9 +311,7 @@ void bind_reducer(py::module_& module) {
       module, "ReplicaHop",
       "What the replica all-reduce does to a shard. A hop belongs to one Reducer,\n"
       "or to one `hsdp.torch.replica_hook`.")
-      .def_property_readonly(
-          "name", [](const ReplicaHop& self) { return std::string(self.name()); },
-          "What stats and snapshots call it.");
+      .def("describe", &ReplicaHop::describe, "Its options, as stats and snapshots say them.");
   Class bound(module, "Reducer");
   bind_settings(bound);
   bind_step(bound);

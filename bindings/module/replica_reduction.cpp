@@ -31,32 +31,31 @@ struct Parts {
   Communicator replicas;
   Device device;
   std::shared_ptr<ReplicaHop> hop;
+  std::shared_ptr<HopOwner> owner;  // of it, where there are several replicas
   Flag nonfinite;
   Event reduced;  // what was enqueued so far
   std::int64_t reduce_count = 0;
+  std::int64_t ended_step_count = 0;
 };
 
 // What to sum, and who owns its memory.
 struct Request {
-  ReplicaShard shard;
+  HopBucket bucket;
   Dtype wire = Dtype::kF32;
   int shard_size = 1;
   std::int64_t microbatch_count = 1;
-  std::vector<ParameterRange> parameters;
   std::shared_ptr<const void> held;
 };
 
-std::vector<ParameterRange> parameter_ranges(const py::list& given) {
-  std::vector<ParameterRange> ranges;
-  for (const py::handle item : given) {
-    const auto row = py::reinterpret_borrow<py::tuple>(item);
-    ParameterRange& range = ranges.emplace_back();
-    range.parameter = row[0].cast<int>();
-    range.offset = row[1].cast<std::int64_t>();
-    range.count = row[2].cast<std::int64_t>();
-    range.flat_offset = row[3].cast<std::int64_t>();
-  }
-  return ranges;
+void take_hop(Parts& parts) {
+  HopPlan plan;
+  plan.replicate_size = parts.replicas.size();
+  plan.device = parts.device;
+  parts.owner = std::make_shared<HopOwner>(parts.hop, std::move(plan));
+  parts.owner->prepare();
+  Communicator gather;
+  if (parts.hop->needs_gather_group()) gather = parts.replicas.split(0, parts.replicas.rank());
+  parts.hop->bind(parts.replicas, gather);
 }
 
 class ReplicaReduction {
@@ -78,6 +77,7 @@ class ReplicaReduction {
       parts.replicas = own.replicate_group().split(0, own.replica());
       parts.device = own.device();
       parts.hop = hop ? std::move(hop) : std::make_shared<PlainHop>();
+      if (parts.replicas.size() > 1) take_hop(parts);
       parts.nonfinite = make_flag(parts.device);
       return make_owned_by_process(std::move(parts));
     };
@@ -88,29 +88,29 @@ class ReplicaReduction {
   void reduce(py::handle x, const py::dict& how) {
     Request request;
     ArrayArgument array = array_argument(x, "replica_hook: gradients", *caller_);
-    request.shard.data = writable(array, "replica_hook: gradients");
-    require_usable(request.shard.data);
+    request.bucket.data = writable(array, "replica_hook: gradients");
+    require_usable(request.bucket.data);
     request.wire = parse_dtype(how["wire"].cast<std::string>());
-    request.shard.bucket = how["bucket"].cast<int>();
+    request.bucket.bucket = how["bucket"].cast<int>();
     request.shard_size = how["shard_size"].cast<int>();
     request.microbatch_count = how["microbatch_count"].cast<std::int64_t>();
-    request.parameters = parameter_ranges(how["parameters"].cast<py::list>());
     request.held = hold(std::move(array.owner));
     call([request = std::move(request), stream = caller_->now()](Parts& parts) mutable {
       if (parts.replicas.size() == 1) return;
-      ReplicaShard shard = request.shard;
-      shard.parameters = request.parameters;
-      shard.arithmetic = hop_arithmetic({.shard_size = request.shard_size,
-                                         .replicate_size = parts.replicas.size(),
-                                         .replica_wire = parts.hop->wire().value_or(request.wire),
-                                         .carry_count = request.microbatch_count,
-                                         .replicates = true,
-                                         .ends_step = true,
-                                         .divisor = static_cast<float>(parts.replicas.size())})
-                             .replica;
-      shard.nonfinite = parts.nonfinite.get();
+      HopBucket bucket = request.bucket;
+      bucket.arithmetic = hop_arithmetic({.shard_size = request.shard_size,
+                                          .replicate_size = parts.replicas.size(),
+                                          .replica_wire = parts.hop->wire().value_or(request.wire),
+                                          .carry_count = request.microbatch_count,
+                                          .replicates = true,
+                                          .ends_step = true,
+                                          .divisor = static_cast<float>(parts.replicas.size())})
+                              .replica;
+      bucket.nonfinite = parts.nonfinite.get();
       stream.wait(parts.reduced);  // one after the other, whatever streams they come on
-      parts.hop->reduce(parts.replicas, shard, stream);
+      const Event reduced = parts.hop->reduce(bucket, stream);
+      if (bucket.data.device.type == DeviceType::kHost) reduced.wait();
+      stream.wait(reduced);
       parts.reduced = stream.record();
       ++parts.reduce_count;
     });
@@ -142,12 +142,14 @@ class ReplicaReduction {
     process_.require("replica_hook");
     static_cast<void>(nonfinite());
     parts_->nonfinite->store(0);
-    parts_->hop->end_step(clean);
+    parts_->hop->end_step({.step = parts_->ended_step_count++,
+                           .outcome = clean ? StepOutcome::kClean : StepOutcome::kDropped,
+                           .cause = {}});
   }
 
   // How often something went over the replicas.
   [[nodiscard]] std::int64_t all_reduce_count() const { return parts_->reduce_count; }
-  [[nodiscard]] std::string hop_name() const { return std::string(parts_->hop->name()); }
+  [[nodiscard]] std::string hop_name() const { return parts_->hop->describe(); }
 
  private:
   void require_usable(const TensorView& data) const {

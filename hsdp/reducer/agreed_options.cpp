@@ -19,8 +19,8 @@ std::string options_text(const ReducerOptions& options) {
   return "reduce_dtype " + dtype(options.reduce_dtype) + ", replica_dtype " +
          dtype(options.replica_dtype) + ", layout " + std::string(name(options.layout)) +
          ", bucket_bytes " + std::to_string(options.bucket_bytes.value_or(0)) + ", reduction " +
-         options.reduction + ", replica_hop " + std::string(options.replica_hop->name()) +
-         ", missing " + (options.missing == Missing::kError ? "error" : "zero") + ", backwards " +
+         options.reduction + ", replica_hop " + options.replica_hop->describe() + ", missing " +
+         (options.missing == Missing::kError ? "error" : "zero") + ", backwards " +
          (options.backwards == Backwards::kOne ? "one" : "many") + ", accumulate_dtype " +
          (options.accumulate_dtype == AccumulateDtype::kF32 ? "f32" : "param");
 }

@@ -29,6 +29,7 @@ void BucketPipeline::drain() noexcept {
   };
   quietly([this] { watcher_.synchronize(); });  // may still launch something
   send_delayed();
+  replica_lane_->run_here([this] { finish_hops(); });
   quietly([this] { replica_lane_->synchronize(); });
   quietly([this] { shard_lane_->synchronize(); });
   quietly([this] { watcher_.synchronize(); });
@@ -45,11 +46,11 @@ void BucketPipeline::launch(int number, int slot, const Plan& plan, const Event&
           .slot = slot,
           .plan = plan,
           .packed = packed,
-          .arithmetic = plan->arithmetic(bucket(number))});
+          .arithmetic = plan->arithmetic(setting_.layout, number)});
 }
 
 void BucketPipeline::launch_zeros(int number, const Plan& plan, const Event& packed) {
-  const BucketArithmetic arithmetic = plan->arithmetic(bucket(number));
+  const BucketArithmetic arithmetic = plan->arithmetic(setting_.layout, number);
   launch({.bucket = number,
           .slot = arithmetic.runs_shard_hop ? 0 : kNoSlot,
           .plan = plan,
@@ -97,8 +98,9 @@ void BucketPipeline::send_to_replica_hop(const Launch& launch) {
   const auto complete_bucket = [this, launch, step] {
     setting_.outcome.guard(step, [&] {
       replica_lane_->stream().wait(launch.packed);
-      if (launch.arithmetic.runs_replica_hop) replica_hop(launch);
-      if (!launch.zeros) after_hops(launch);
+      const Event reduced = launch.arithmetic.runs_replica_hop ? replica_hop(launch) : Event();
+      if (reduced.complete()) return after_hops(launch);
+      unfinished_.push_back({launch, reduced});
     });
   };
   replica_lane_->follow(*shard_lane_);
@@ -136,27 +138,24 @@ std::int64_t BucketPipeline::sent_bytes(std::int64_t count, Dtype wire) const {
   return count * static_cast<std::int64_t>(size_bytes(widened ? Dtype::kF32 : wire));
 }
 
-void BucketPipeline::replica_hop(const Launch& launch) {
-  ReplicaShard shard;
-  shard.data = setting_.memory.carry(bucket(launch.bucket));
-  shard.arithmetic = launch.arithmetic.replica;
-  shard.bucket = launch.bucket;
-  const std::vector<ParameterRange> ranges =
-      shard_ranges(setting_.layout, launch.bucket, setting_.groups.shard.rank());
-  shard.parameters = ranges;
-  shard.nonfinite = launch.plan->result->nonfinite.get();
-  shard.reduction = setting_.reduction;
+Event BucketPipeline::replica_hop(const Launch& launch) {
+  HopBucket args;
+  args.bucket = launch.bucket;
+  args.data = setting_.memory.carry(bucket(launch.bucket));
+  args.arithmetic = launch.arithmetic.replica;
+  args.nonfinite = launch.plan->result->nonfinite.get();
   Stream stream = replica_lane_->stream();
-  setting_.hop->reduce(setting_.groups.replicate, shard, stream);
+  Event reduced = setting_.hop->reduce(args, stream);
   ++counts_.all_reduce_count;
-  counts_.replica_hop_bytes += sent_bytes(shard.data.count, shard.arithmetic.wire);
+  counts_.replica_hop_bytes += sent_bytes(args.data.count, args.arithmetic.wire);
+  return reduced;
 }
 
 // Joins an earlier total, divides at the step's end, where the hops have not done so.
 void BucketPipeline::after_hops(const Launch& launch) {
   using Rest = BucketArithmetic::Rest;
   const BucketArithmetic& arithmetic = launch.arithmetic;
-  if (arithmetic.rest == Rest::kNothing) return;
+  if (arithmetic.rest == Rest::kNothing || launch.zeros) return;
   const Bucket& b = bucket(launch.bucket);
   const TensorView carry = setting_.memory.carry(b);
   if (arithmetic.rest == Rest::kDivide) {
@@ -181,8 +180,29 @@ void BucketPipeline::after_hops(const Launch& launch) {
   kernels::sum_rows(args, replica_lane_->stream());
 }
 
+// Also what a dropped step has left: it still writes to the carry.
+void BucketPipeline::finish_hops() {
+  while (!unfinished_.empty()) {
+    const Unfinished next = std::move(unfinished_.front());
+    unfinished_.pop_front();
+    std::exception_ptr error;
+    try {
+      if (on_host()) {
+        next.reduced.wait();
+      } else {
+        replica_lane_->stream().wait(next.reduced);
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (error) setting_.outcome.fail(std::move(error));
+    setting_.outcome.guard(next.launch.plan->step, [&] { after_hops(next.launch); });
+  }
+}
+
 void BucketPipeline::join_lanes() {
   send_delayed();
+  replica_lane_->run_here([this] { finish_hops(); });
   shard_lane_->follow(*replica_lane_);
 }
 
@@ -229,7 +249,9 @@ void BucketPipeline::run_end(const Ending& ending) {
   StepAgreement::Judgement judgement = setting_.agreement.judge(
       ending.words ? *ending.words : setting_.agreement.collect(ending.word));
   if (judgement.dropped) {
-    run_when_done([this] { setting_.hop->end_step(false); });
+    run_when_done([this, step = plan.step, cause = std::move(judgement.cause)] {
+      setting_.agreement.end_step({step, StepOutcome::kDropped, cause});
+    });
     setting_.outcome.drop_step(plan.step, std::move(judgement.drop));
   } else {
     // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
@@ -239,7 +261,7 @@ void BucketPipeline::run_end(const Ending& ending) {
       collector_->let_go_of_read(packs);
     });
   }
-  if (!on_host() && setting_.hop->has_state()) watcher_.synchronize();
+  if (!on_host() && setting_.agreement.has_state()) watcher_.synchronize();
   setting_.agreement.set_judged(ending.word);
   collector_->notify();
 }
@@ -247,12 +269,19 @@ void BucketPipeline::run_end(const Ending& ending) {
 // When the device is done, at the step's end: tells the others whether this rank met a non-finite
 // value, and hears theirs.
 void BucketPipeline::settle(const Ending& ending) {
-  if (ending.discards_step) setting_.hop->end_step(false);
+  const std::int64_t step = ending.plan->step;
+  if (ending.discards_step) {
+    setting_.agreement.end_step({step, StepOutcome::kDropped, "it was discarded"});
+  }
   if (!ending.plan->ends_step()) return;
   StepResult& result = *ending.plan->result;
   if (!on_host()) result.progress = StepResult::Progress::kComputed;
-  if (setting_.agreement.any(ending.word, result.nonfinite->load() != 0)) result.found_inf = true;
-  setting_.hop->end_step(!result.found_inf);
+  const bool overflow = setting_.agreement.any(ending.word, result.nonfinite->load() != 0);
+  if (overflow) {
+    result.nonfinite->store(1);
+    result.found_inf = true;
+  }
+  setting_.agreement.end_step({step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
   result.progress = StepResult::Progress::kKnown;
 }
 

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -110,8 +111,9 @@ class BucketPipeline {
   void launch(const Launch& launch);
   void zero_slot(const Launch& launch);
   void shard_hop(const Launch& launch);
-  void replica_hop(const Launch& launch);
+  [[nodiscard]] Event replica_hop(const Launch& launch);
   void after_hops(const Launch& launch);
+  void finish_hops();
   void run_end(const Ending& ending);
   void settle(const Ending& ending);
   void send_zeros(const StatusWord& sent, const MicrobatchPlan& dropped);
@@ -136,6 +138,12 @@ class BucketPipeline {
   HopCounts counts_;
   std::shared_ptr<Lane> shard_lane_;
   std::shared_ptr<Lane> replica_lane_;  // the same where there is one hop only
+  // Whose replica hop goes on after its reduce() has returned; only the replica lane's.
+  struct Unfinished {
+    Launch launch;
+    Event reduced;
+  };
+  std::deque<Unfinished> unfinished_;
   // On a GPU: the bucket whose replica hop comes after the next one's shard hop.
   std::mutex delayed_mutex_;
   std::optional<Launch> delayed_;

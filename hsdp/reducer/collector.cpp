@@ -40,7 +40,7 @@ const GroupPlan& Collector::group_of(int parameter) const {
 }
 
 BucketArithmetic Collector::arithmetic_of(const Piece& piece) const {
-  return plan_->arithmetic(layout_.buckets()[static_cast<std::size_t>(piece.bucket)]);
+  return plan_->arithmetic(layout_, piece.bucket);
 }
 
 // True when a fresh gradient of that parameter is added locally instead of being packed.

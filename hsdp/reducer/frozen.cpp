@@ -32,6 +32,10 @@ std::optional<int> first_difference(const std::vector<std::string>& all) {
   return std::nullopt;
 }
 
+Reduction reduction_of(const ReducerOptions& options) {
+  return options.reduction == "native" ? Reduction::kNative : Reduction::kExact;
+}
+
 // Digests first; only where they differ, those of the lines, and the text of the first line that
 // differs.
 void compare_registrations(const ParameterTable& parameters, Communicator& world) {
@@ -72,6 +76,23 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
                       {world.world_ranks()[static_cast<std::size_t>(*rank)]});
 }
 
+HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout) {
+  HopPlan plan;
+  for (int p = 0; p < setting.parameters.size(); ++p) {
+    plan.parameters.push_back(setting.parameters.hop_parameter(p));
+  }
+  for (int b = 0; b < static_cast<int>(layout.buckets().size()); ++b) {
+    const Bucket& bucket = layout.buckets()[static_cast<std::size_t>(b)];
+    plan.ranges.push_back(shard_ranges(layout, b, setting.groups.shard.rank()));
+    plan.wires.push_back(setting.options.replica_dtype.value_or(bucket.wire_dtype));
+  }
+  plan.replicate_size = setting.groups.replicate.size();
+  plan.reduction = reduction_of(setting.options);
+  plan.device = setting.groups.device;
+  plan.memory = setting.memory;
+  return plan;
+}
+
 // Packing ahead needs a core for the thread that waits, beside those that reduce; a GPU does both.
 PackOrder pack_order(Device device, int shard_size) {
   if (device.type != DeviceType::kHost) return PackOrder::kAhead;
@@ -88,11 +109,11 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
   Communicator& world = groups.world;
   compare_registrations(setting.parameters, world);
   together(world, "lay out its buckets", [&] {
-    const std::vector<LayoutParameter> parameters = setting.parameters.layout_parameters();
-    layout_.emplace(parameters, groups.shard.size(), options.layout, *options.bucket_bytes);
+    layout_ = setting.parameters.make_layout(groups.shard.size());
     memory_.emplace(setting.parameters, *layout_, groups.shard.rank(), groups.device,
-                    options.accumulate_dtype);
+                    options.accumulate_dtype, setting.memory);
   });
+  if (groups.replicate.size() > 1) prepare_hop(setting);
   together(world, "allocate its carry", [&] { memory_->allocate_carry(groups.replicate); });
   together(world, "allocate its staging buckets", [&] { memory_->allocate_staging(groups.shard); });
   std::shared_ptr<IssueOrder> order;
@@ -102,15 +123,30 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
     issuer = order->add_issuer();
   }
   together(world, "start its lanes", [&] {
-    pipeline_.emplace(BucketPipeline::Setting{
-        *layout_, *memory_, setting.outcome, setting.agreement, groups, options.replica_hop,
-        options.reduction == "native" ? Reduction::kNative : Reduction::kExact, issuer});
+    pipeline_.emplace(BucketPipeline::Setting{*layout_, *memory_, setting.outcome,
+                                              setting.agreement, groups, options.replica_hop,
+                                              reduction_of(options), issuer});
     collector_.emplace(Collector::Setting{
         setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome, world, groups.device,
         options.backwards == Backwards::kMany, pack_order(groups.device, groups.shard.size())});
     pipeline_->set_collector(*collector_);
   });
   outcome_.set_on_change([this] { collector_->notify(); });
+}
+
+void Frozen::prepare_hop(const FrozenSetting& setting) {
+  const std::shared_ptr<ReplicaHop>& hop = setting.options.replica_hop;
+  Groups& groups = setting.groups;
+  together(groups.world, "prepare its replica hop", [&] {
+    hop_.emplace(hop, hop_plan(setting, *layout_));
+    hop_->prepare();
+  });
+  Communicator gather;
+  if (hop->needs_gather_group()) {
+    together(groups.world, "make a group of its replica hop",
+             [&] { gather = groups.replicate.split(0, groups.replicate.rank()); });
+  }
+  together(groups.world, "bind its replica hop", [&] { hop->bind(groups.replicate, gather); });
 }
 
 Frozen::~Frozen() {

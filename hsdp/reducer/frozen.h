@@ -22,6 +22,7 @@ struct FrozenSetting {
   Groups& groups;
   Outcome& outcome;
   StepAgreement& agreement;
+  MemoryCount memory;
 };
 
 class Frozen {
@@ -40,8 +41,11 @@ class Frozen {
   [[nodiscard]] Collector& collector() { return *collector_; }
 
  private:
+  void prepare_hop(const FrozenSetting& setting);
+
   std::optional<BucketLayout> layout_;
   std::optional<GradientMemory> memory_;
+  std::optional<HopOwner> hop_;  // where there are several replicas
   std::optional<BucketPipeline> pipeline_;
   std::optional<Collector> collector_;
   Outcome& outcome_;

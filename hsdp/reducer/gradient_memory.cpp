@@ -10,21 +10,29 @@ constexpr std::int64_t kAccumulatorAlignment = 64;  // bytes: a cache line
 }  // namespace
 
 GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
-                               int shard_rank, Device device, AccumulateDtype accumulate_dtype)
+                               int shard_rank, Device device, AccumulateDtype accumulate_dtype,
+                               MemoryCount count)
     : parameters_(parameters),
       layout_(layout),
       shard_rank_(shard_rank),
       device_(device),
-      accumulate_dtype_(accumulate_dtype) {}
+      accumulate_dtype_(accumulate_dtype),
+      count_(std::move(count)) {}
+
+void GradientMemory::hold(MemoryKind kind, std::size_t bytes) {
+  held_.push_back(count_.hold(kind, static_cast<std::int64_t>(bytes)));
+}
 
 void GradientMemory::allocate_carry(Communicator& replicate_group) {
   carry_ = replicate_group.allocate(layout_.shard_count(shard_rank_), Dtype::kF32);
+  hold(MemoryKind::kCarry, carry_.view().size_in_bytes());
 }
 
 void GradientMemory::allocate_staging(Communicator& shard_group) {
   if (layout_.shard_size() == 1) return;
   for (SharedMemory& slot : staging_) {
     slot = shard_group.allocate(layout_.max_bucket_bytes(), Dtype::kU8);
+    hold(MemoryKind::kStaging, slot.view().size_in_bytes());
   }
 }
 
@@ -38,7 +46,9 @@ TensorView GradientMemory::carry(const ShardSlice& slice) const {
 }
 
 void GradientMemory::require_totals() {
-  if (!total_) total_.emplace(device_, carry_.view().size_in_bytes());
+  if (total_) return;
+  total_.emplace(device_, carry_.view().size_in_bytes());
+  hold(MemoryKind::kTotal, total_->size());
 }
 
 TensorView GradientMemory::total(const Bucket& bucket) const {
@@ -64,6 +74,7 @@ void GradientMemory::require_accumulators() {
     bytes += (kAccumulatorAlignment - bytes % kAccumulatorAlignment) % kAccumulatorAlignment;
   }
   accumulators_ = Buffer(device_, static_cast<std::size_t>(bytes));
+  hold(MemoryKind::kLocalSums, accumulators_.size());
   accumulator_offsets_ = std::move(offsets);  // there is no memory without them, nor the reverse
 }
 
@@ -72,26 +83,6 @@ TensorView GradientMemory::accumulator(int parameter) const {
       accumulate_dtype_ == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(parameter).dtype;
   return {accumulators_.data() + accumulator_offsets_[static_cast<std::size_t>(parameter)],
           parameters_.count(parameter), dtype, device_};
-}
-
-std::int64_t GradientMemory::carry_bytes() const {
-  return static_cast<std::int64_t>(carry_.view().size_in_bytes());
-}
-
-std::int64_t GradientMemory::staging_bytes() const {
-  std::int64_t bytes = 0;
-  for (const SharedMemory& slot : staging_) {
-    bytes += static_cast<std::int64_t>(slot.view().size_in_bytes());
-  }
-  return bytes;
-}
-
-std::int64_t GradientMemory::total_bytes() const {
-  return total_ ? static_cast<std::int64_t>(total_->size()) : 0;
-}
-
-std::int64_t GradientMemory::accumulator_bytes() const {
-  return static_cast<std::int64_t>(accumulators_.size());
 }
 
 }  // namespace hsdp::reducer

@@ -13,6 +13,7 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/buffer.h"
+#include "hsdp/memory_count.h"
 #include "hsdp/reducer/parameter_table.h"
 
 namespace hsdp::reducer {
@@ -30,7 +31,7 @@ class GradientMemory {
  public:
   // Takes no memory yet. Parameters and layout outlive it.
   GradientMemory(const ParameterTable& parameters, const BucketLayout& layout, int shard_rank,
-                 Device device, AccumulateDtype accumulate_dtype);
+                 Device device, AccumulateDtype accumulate_dtype, MemoryCount count);
   // Each is collective over its group, once, before anything else.
   void allocate_carry(Communicator& replicate_group);
   void allocate_staging(Communicator& shard_group);
@@ -53,12 +54,9 @@ class GradientMemory {
   void require_accumulators();
   [[nodiscard]] TensorView accumulator(int parameter) const;
 
-  [[nodiscard]] std::int64_t carry_bytes() const;
-  [[nodiscard]] std::int64_t staging_bytes() const;
-  [[nodiscard]] std::int64_t total_bytes() const;
-  [[nodiscard]] std::int64_t accumulator_bytes() const;
-
  private:
+  void hold(MemoryKind kind, std::size_t bytes);
+
   const ParameterTable& parameters_;
   const BucketLayout& layout_;
   int shard_rank_;
@@ -69,6 +67,8 @@ class GradientMemory {
   std::optional<Buffer> total_;  // made once, as tasks read it; may be of no bytes
   Buffer accumulators_;
   std::vector<std::int64_t> accumulator_offsets_;  // bytes
+  MemoryCount count_;
+  std::vector<MemoryCount::Held> held_;
 };
 
 }  // namespace hsdp::reducer

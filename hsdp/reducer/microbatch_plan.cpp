@@ -17,7 +17,9 @@ void MicrobatchPlan::set_groups(std::vector<GroupPlan> groups) {
       std::ranges::all_of(groups_, [](const GroupPlan& g) { return g.sync == Sync::kAll; });
 }
 
-BucketArithmetic MicrobatchPlan::arithmetic(const Bucket& bucket) const {
+BucketArithmetic MicrobatchPlan::arithmetic(const BucketLayout& layout, int number) const {
+  const auto index = static_cast<std::size_t>(number);
+  const Bucket& bucket = layout.buckets()[index];
   const GroupPlan& sums = group(bucket.group);
   return hop_arithmetic({.shard_size = shard_size,
                          .replicate_size = replicate_size,
@@ -29,7 +31,8 @@ BucketArithmetic MicrobatchPlan::arithmetic(const Bucket& bucket) const {
                          .has_total = sums.has_total,
                          .replicates = sums.sync == Sync::kAll,
                          .ends_step = ends_step_,
-                         .divisor = divisor_});
+                         .divisor = divisor_,
+                         .means = !means.empty() && means[index] != 0});
 }
 
 bool MicrobatchPlan::has(Sync sync) const {

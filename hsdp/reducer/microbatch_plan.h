@@ -46,6 +46,7 @@ struct MicrobatchPlan {
   bool begins_step = false;
   bool fresh = true;                   // gradients arrive; false: finish() sends the local sums
   std::shared_ptr<StepResult> result;  // of the step
+  std::vector<char> means;             // by bucket, whether its hop divides; empty: none does
 
   // f, none: the default rule; and s.
   void set_divisor(std::optional<double> factor, double scale);
@@ -64,7 +65,7 @@ struct MicrobatchPlan {
   // Every group is none: sends nothing.
   [[nodiscard]] bool is_local() const;
 
-  [[nodiscard]] BucketArithmetic arithmetic(const Bucket& bucket) const;
+  [[nodiscard]] BucketArithmetic arithmetic(const BucketLayout& layout, int number) const;
 
  private:
   std::optional<double> divide_factor_;

@@ -52,8 +52,8 @@ void check_shape(const ParameterSpec& spec) {
 
 }  // namespace
 
-ParameterTable::ParameterTable(const ReducerOptions& options)
-    : reduce_dtype_(options.reduce_dtype) {}
+ParameterTable::ParameterTable(const ReducerOptions& options, int replicate_size)
+    : options_(options), has_hop_(replicate_size > 1) {}
 
 int ParameterTable::add(const ParameterSpec& spec) {
   check_name(spec.name);
@@ -91,7 +91,7 @@ int ParameterTable::find(std::string_view name) const {
 
 Dtype ParameterTable::wire_dtype(int parameter) const {
   const ParameterSpec& s = spec(parameter);
-  return s.reduce_dtype.value_or(reduce_dtype_.value_or(s.dtype));
+  return s.reduce_dtype.value_or(options_.reduce_dtype.value_or(s.dtype));
 }
 
 int ParameterTable::find_group(const std::string& name) const {
@@ -107,16 +107,27 @@ int ParameterTable::find_group(const std::string& name) const {
   return static_cast<int>(found - groups_.begin());
 }
 
-std::vector<LayoutParameter> ParameterTable::layout_parameters() const {
-  std::vector<LayoutParameter> result;
-  result.reserve(specs_.size());
-  for (int p = 0; p < size(); ++p) result.push_back({spec(p).shape, wire_dtype(p), group_of(p)});
-  return result;
+HopParameter ParameterTable::hop_parameter(int parameter) const {
+  const ParameterSpec& s = spec(parameter);
+  return {s.name, s.shape, s.dtype};
 }
 
-const BucketLayout& ParameterTable::early_layout(int shard_size, Layout layout,
-                                                 std::int64_t bucket_bytes) {
-  if (!early_layout_) early_layout_.emplace(layout_parameters(), shard_size, layout, bucket_bytes);
+BucketLayout ParameterTable::make_layout(int shard_size) const {
+  const ReplicaHop* const hop = has_hop_ ? options_.replica_hop.get() : nullptr;
+  std::vector<LayoutParameter> all;
+  all.reserve(specs_.size());
+  for (int p = 0; p < size(); ++p) {
+    all.push_back({.shape = spec(p).shape,
+                   .wire_dtype = wire_dtype(p),
+                   .group = group_of(p),
+                   .bucket_class = hop != nullptr ? hop->bucket_class(hop_parameter(p)) : 0});
+  }
+  return {all, shard_size, options_.layout, *options_.bucket_bytes,
+          hop != nullptr ? hop->slice_multiple() : 1};
+}
+
+const BucketLayout& ParameterTable::early_layout(int shard_size) {
+  if (!early_layout_) early_layout_ = make_layout(shard_size);
   return *early_layout_;
 }
 

@@ -14,7 +14,8 @@ namespace hsdp::reducer {
 
 class ParameterTable {
  public:
-  explicit ParameterTable(const ReducerOptions& options);
+  // The options outlive it.
+  ParameterTable(const ReducerOptions& options, int replicate_size);
 
   int add(const ParameterSpec& spec);
   // UsageError when the name is unknown; names a near one when there is one.
@@ -39,15 +40,16 @@ class ParameterTable {
     return groups_[static_cast<std::size_t>(group)];
   }
 
-  [[nodiscard]] std::vector<LayoutParameter> layout_parameters() const;
-  // As they would be laid out now; made anew only when a parameter has come since.
-  [[nodiscard]] const BucketLayout& early_layout(int shard_size, Layout layout,
-                                                 std::int64_t bucket_bytes);
+  [[nodiscard]] HopParameter hop_parameter(int parameter) const;
+  [[nodiscard]] BucketLayout make_layout(int shard_size) const;
+  // The same before the first step; made anew only when a parameter has come since.
+  [[nodiscard]] const BucketLayout& early_layout(int shard_size);
   // One line per parameter; equal on all ranks, or the first differing line is the news.
   [[nodiscard]] std::vector<std::string> describe() const;
 
  private:
-  std::optional<Dtype> reduce_dtype_;
+  const ReducerOptions& options_;
+  bool has_hop_;  // that runs
   std::vector<ParameterSpec> specs_;
   std::vector<std::int64_t> counts_;
   std::vector<int> group_of_;

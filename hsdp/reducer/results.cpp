@@ -102,12 +102,13 @@ void wait_for(std::span<const Event> events, Stream& stream) {
 }  // namespace
 
 Results::Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups,
-                 Steps& steps, std::string snapshot_id)
+                 Steps& steps, std::string snapshot_id, const MemoryCount& memory)
     : options_(options),
       parameters_(parameters),
       groups_(groups),
       steps_(steps),
-      snapshot_id_(std::move(snapshot_id)) {}
+      snapshot_id_(std::move(snapshot_id)),
+      snapshots_(memory) {}
 
 Event Results::run(Scope scope, std::int64_t step, Task task) {
   const Event done = steps_.frozen()->pipeline().run(
@@ -243,10 +244,9 @@ void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t co
 }
 
 Slice Results::slice(int parameter) {
-  const BucketLayout& layout =
-      steps_.frozen() != nullptr
-          ? steps_.frozen()->layout()
-          : parameters_.early_layout(groups_.shard.size(), options_.layout, *options_.bucket_bytes);
+  const BucketLayout& layout = steps_.frozen() != nullptr
+                                   ? steps_.frozen()->layout()
+                                   : parameters_.early_layout(groups_.shard.size());
   const ShardSlice& own = layout.slice(parameter, groups_.shard.rank());
   return {own.flat_offset, own.count};
 }
@@ -469,7 +469,7 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   info.loss_scale = ledger.loss_scale();
   info.replica_dtype =
       options_.replica_dtype.value_or(finest_wire(steps_.frozen()->layout().buckets()));
-  info.replica_hop = options_.replica_hop->name();
+  info.replica_hop = options_.replica_hop->describe();
   info.reduction = options_.reduction;
   info.layout = name(options_.layout);
   info.engine = groups_.world.engine_name();

@@ -27,7 +27,7 @@ class Results {
  public:
   // All of these outlive it.
   Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups, Steps& steps,
-          std::string snapshot_id);
+          std::string snapshot_id, const MemoryCount& memory);
 
   [[nodiscard]] TensorView shard(int parameter);
   [[nodiscard]] std::vector<float> partial_shard(int parameter);
@@ -48,9 +48,6 @@ class Results {
   void flush_snapshots() { snapshots_.flush(); }
 
   [[nodiscard]] std::int64_t all_gather_count() const { return all_gather_count_; }
-  [[nodiscard]] std::int64_t snapshot_bytes() const {
-    return static_cast<std::int64_t>(snapshots_.pending_bytes());
-  }
 
  private:
   using Task = std::function<void(Stream&)>;

@@ -7,12 +7,13 @@
 #include <iterator>
 #include <map>
 #include <sstream>
+#include <utility>
 
 namespace hsdp::reducer {
 namespace {
 
 struct Field {
-  std::string_view name;
+  std::string name;
   std::function<std::string(const StatusWord&)> text;
 };
 
@@ -45,6 +46,44 @@ std::vector<GroupPlan> parse_groups(const std::string& text) {
     groups.push_back(group);
   }
   return groups;
+}
+
+std::string hexadecimal(std::string_view bytes) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string text;
+  for (const char c : bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    text += {kDigits[byte >> 4U], kDigits[byte & 15U]};
+  }
+  return text;
+}
+
+// They may hold any bytes: "2d " for "-", " " for none.
+std::string sections_text(const std::vector<std::string>& sections) {
+  std::string text;
+  for (const std::string& section : sections) text += hexadecimal(section) + ' ';
+  return text;
+}
+
+std::vector<std::string> parse_sections(std::string_view text) {
+  std::vector<std::string> sections;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find(' '), text.size());
+    std::string section;
+    for (std::size_t i = 0; i + 1 < end; i += 2) {
+      unsigned byte = 0;
+      std::from_chars(text.data() + i, text.data() + i + 2, byte, 16);
+      section += static_cast<char>(byte);
+    }
+    sections.push_back(std::move(section));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return sections;
+}
+
+std::string printable(const std::string& section) {
+  const bool is_text = std::ranges::all_of(section, [](char c) { return c >= ' ' && c <= '~'; });
+  return is_text ? section : "0x" + hexadecimal(section);
 }
 
 // The shortest text that gives the same number back.
@@ -85,6 +124,34 @@ std::string majority(const std::vector<std::string>& values) {
   return best;
 }
 
+// The failure of those `members` among the ranks whose field is not that of most.
+std::optional<comm::Failure> compare(const Field& field, std::span<const StatusWord> words,
+                                     std::span<const std::size_t> members,
+                                     std::span<const int> ranks) {
+  if (members.empty()) return std::nullopt;
+  std::vector<std::string> values;
+  values.reserve(members.size());
+  for (const std::size_t r : members) values.push_back(field.text(words[r]));
+  const std::string expected = majority(values);
+  comm::Failure failure{comm::FailureKind::kMismatch, {}, {}};
+  std::string got;
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (values[i] == expected) continue;
+    if (failure.ranks.empty()) {
+      got = "'" + values[i] + "' on rank " + std::to_string(members[i]) + " of " +
+            std::to_string(words.size());
+    }
+    failure.ranks.push_back(ranks[members[i]]);
+  }
+  if (failure.ranks.empty()) return std::nullopt;
+  const StatusWord& first = words[members.front()];
+  failure.message = "reducer: end of microbatch " + std::to_string(first.microbatch) + " of step " +
+                    std::to_string(first.step) + ": expected " + field.name + " '" + expected +
+                    "' on every rank, got " + got +
+                    "; make the same calls with the same arguments on all ranks";
+  return failure;
+}
+
 // At most that many bytes, without half a character of UTF-8 at the end.
 std::string cut_text(const std::string& text, std::size_t max_bytes) {
   if (text.size() <= max_bytes) return text;
@@ -100,7 +167,7 @@ std::string StatusWord::encode() const {
   std::string lines;
   for (const std::string& field :
        {call, std::to_string(step), std::to_string(microbatch), groups_text(groups),
-        number_text(divide_factor), number_text(loss_scale),
+        number_text(divide_factor), number_text(loss_scale), sections_text(sections),
         std::to_string(static_cast<int>(dropped))}) {
     lines += field + '\n';
   }
@@ -121,6 +188,7 @@ StatusWord StatusWord::decode(const std::string& bytes) {
   word.groups = parse_groups(line());
   word.divide_factor = number(line());
   word.loss_scale = number(line());
+  word.sections = parse_sections(line());
   word.dropped = line() == "1";
   word.reason.assign(std::istreambuf_iterator<char>(stream), {});
   return word;
@@ -133,34 +201,24 @@ std::optional<int> find_drop(std::span<const StatusWord> words) {
 }
 
 std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
-                                           std::span<const int> ranks) {
+                                           std::span<const int> ranks,
+                                           std::span<const std::string> owners) {
   std::vector<std::size_t> members;  // those that are compared
   for (std::size_t r = 0; r < words.size(); ++r) {
     if (words[r].call != kDropCall) members.push_back(r);
   }
-  if (members.empty()) return std::nullopt;
-  const StatusWord& first = words[members.front()];
   for (const Field& field : fields()) {
-    std::vector<std::string> values;
-    values.reserve(members.size());
-    for (const std::size_t r : members) values.push_back(field.text(words[r]));
-    const std::string expected = majority(values);
-    comm::Failure failure{comm::FailureKind::kMismatch, {}, {}};
-    std::string got;
-    for (std::size_t i = 0; i < members.size(); ++i) {
-      if (values[i] == expected) continue;
-      if (failure.ranks.empty()) {
-        got = "'" + values[i] + "' on rank " + std::to_string(members[i]) + " of " +
-              std::to_string(words.size());
-      }
-      failure.ranks.push_back(ranks[members[i]]);
-    }
-    if (failure.ranks.empty()) continue;
-    failure.message = "reducer: end of microbatch " + std::to_string(first.microbatch) +
-                      " of step " + std::to_string(first.step) + ": expected " +
-                      std::string(field.name) + " '" + expected + "' on every rank, got " + got +
-                      "; make the same calls with the same arguments on all ranks";
-    return failure;
+    if (auto failure = compare(field, words, members, ranks)) return failure;
+  }
+  std::erase_if(members, [&](std::size_t r) { return words[r].dropped; });
+  if (members.empty()) return std::nullopt;
+  const Field count{"number of step parties",
+                    [](const StatusWord& w) { return std::to_string(w.sections.size()); }};
+  if (auto failure = compare(count, words, members, ranks)) return failure;
+  for (std::size_t i = 0; i < words[members.front()].sections.size(); ++i) {
+    const Field section{"word of " + (i < owners.size() ? owners[i] : "a step party"),
+                        [i](const StatusWord& w) { return printable(w.sections[i]); }};
+    if (auto failure = compare(section, words, members, ranks)) return failure;
   }
   return std::nullopt;
 }

@@ -27,6 +27,7 @@ struct StatusWord {
   std::vector<GroupPlan> groups;  // what is sent; none where nothing is. Their sync is compared
   double divide_factor = 0;       // 0: the default rule
   double loss_scale = 1;
+  std::vector<std::string> sections;  // of the step's parties, in the order they were added
   // This rank's own.
   bool dropped = false;
   std::string reason;  // names the parameter at fault; at most kMaxReasonBytes travel
@@ -41,10 +42,11 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 [[nodiscard]] std::optional<int> find_drop(std::span<const StatusWord> words);
 
 // The first disagreement between the ranks, as a failure of the world; nothing when they agree.
-// Who dropped the step while it sent nothing is not asked. `ranks` are the world ranks behind the
-// words.
+// Who dropped the step while it sent nothing is not asked, nor are the parties of any who dropped
+// it. `ranks` are the world ranks behind the words, `owners` the parties' names.
 [[nodiscard]] std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
-                                                         std::span<const int> ranks);
+                                                         std::span<const int> ranks,
+                                                         std::span<const std::string> owners = {});
 
 // A word that says what is sent, of whichever rank sends; none when nobody does.
 [[nodiscard]] const StatusWord* find_sender(std::span<const StatusWord> words);

@@ -29,6 +29,40 @@ std::string StepAgreement::key(std::string_view kind, std::int64_t number) const
   return id_ + "/" + std::string(kind) + "/" + std::to_string(number);
 }
 
+void StepAgreement::add_party(std::weak_ptr<StepParty> party) {
+  const std::scoped_lock lock(mutex_);
+  parties_.push_back(std::move(party));
+}
+
+std::vector<std::shared_ptr<StepParty>> StepAgreement::parties() const {
+  std::vector<std::shared_ptr<StepParty>> all;
+  const std::scoped_lock lock(mutex_);
+  for (const auto& party : parties_) all.push_back(party.lock());
+  return all;
+}
+
+std::vector<std::string> StepAgreement::sections() const {
+  std::vector<std::string> sections;
+  for (const auto& party : parties()) {
+    const std::string& section = sections.emplace_back(party ? party->word() : std::string());
+    if (section.size() <= StepParty::kMaxWordBytes) continue;
+    throw UsageError(party->owner() + ": expected a word of at most " +
+                     std::to_string(StepParty::kMaxWordBytes) + " bytes, got " +
+                     std::to_string(section.size()));
+  }
+  return sections;
+}
+
+void StepAgreement::end_step(const StepEnd& end) {
+  for (const auto& party : parties()) {
+    if (party) party->end_step(end);
+  }
+}
+
+bool StepAgreement::has_state() const {
+  return std::ranges::any_of(parties(), [](const auto& p) { return p && p->has_state(); });
+}
+
 std::int64_t StepAgreement::post(const StatusWord& word) {
   const std::int64_t number = posted_ + 1;
   world_.post(key("word", number), word.encode());
@@ -56,16 +90,22 @@ void StepAgreement::stop_waiting() {
 }
 
 StepAgreement::Judgement StepAgreement::judge(const Words& words) {
-  if (const auto mismatch = find_mismatch(words, world_.world_ranks())) {
+  std::vector<std::string> owners;
+  for (const auto& party : parties())
+    owners.push_back(party ? party->owner() : "a party that went");
+  if (const auto mismatch = find_mismatch(words, world_.world_ranks(), owners)) {
     world_.engine()->control().fail(*mismatch);
     comm::throw_failure(*mismatch);
   }
   const std::optional<int> dropper = find_drop(words);
   if (!dropper) return {};
   const StatusWord& own = words[static_cast<std::size_t>(world_.rank())];
-  if (own.dropped || own.call == kDiscardCall) return {.dropped = true, .drop = std::nullopt};
   const StatusWord& theirs = words[static_cast<std::size_t>(*dropper)];
+  if (own.dropped || own.call == kDiscardCall) {
+    return {.dropped = true, .cause = theirs.reason, .drop = std::nullopt};
+  }
   return {.dropped = true,
+          .cause = theirs.reason,
           .drop = Drop{"reducer: step " + std::to_string(own.step) +
                            " was dropped: " + comm::ranks_text({*dropper}, world_.size()) +
                            " abandoned it in microbatch " + std::to_string(theirs.microbatch) +

@@ -7,6 +7,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -16,6 +18,7 @@
 #include "hsdp/comm/communicator.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/status_word.h"
+#include "hsdp/step_party.h"
 
 namespace hsdp::reducer {
 
@@ -23,6 +26,15 @@ class StepAgreement {
  public:
   // `id` is the same on every rank and unique in the world.
   StepAgreement(Communicator world, std::string id);
+
+  // Whoever keeps state by steps: says a word in each status word, and is told how each step ended.
+  // Between steps, in the same order on all ranks.
+  void add_party(std::weak_ptr<StepParty> party);
+  // Their words now, for a status word. Throws what they throw, and for one that is too long.
+  [[nodiscard]] std::vector<std::string> sections() const;
+  // Tells them; throws what they throw.
+  void end_step(const StepEnd& end);
+  [[nodiscard]] bool has_state() const;
 
   // Tells the others; never blocks. Which word it is, for collect() and the like.
   [[nodiscard]] std::int64_t post(const StatusWord& word);
@@ -39,6 +51,7 @@ class StepAgreement {
 
   struct Judgement {
     bool dropped = false;
+    std::string cause;
     std::optional<Drop> drop;  // to raise on this rank; none where it dropped the step itself
   };
   // Ends the world and throws when the ranks do not agree.
@@ -53,8 +66,12 @@ class StepAgreement {
  private:
   [[nodiscard]] std::string key(std::string_view kind, std::int64_t number) const;
 
+  [[nodiscard]] std::vector<std::shared_ptr<StepParty>> parties() const;  // null: gone
+
   Communicator world_;
   std::string id_;
+  mutable std::mutex mutex_;
+  std::vector<std::weak_ptr<StepParty>> parties_;
   std::atomic<std::int64_t> posted_{0};
   std::atomic<std::int64_t> judged_{0};
   std::atomic<std::int64_t> asked_{0};

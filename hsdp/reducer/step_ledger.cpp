@@ -72,6 +72,11 @@ void StepLedger::set_gradient_divide_factor(std::optional<double> factor) {
         "reducer: set_gradient_divide_factor: expected a finite factor other than 0, got " +
         std::to_string(*factor));
   }
+  if (factor_stands_ && factor != divide_factor_) {
+    throw UsageError(
+        "reducer: set_gradient_divide_factor: expected a call before the step's first replica hop, "
+        "which divides by it, got one after; call it earlier, or between steps");
+  }
   check_divisor(factor, loss_scale_);
   divide_factor_ = factor;
 }
@@ -197,7 +202,7 @@ void StepLedger::end(const MicrobatchPlan& plan) {
   }
   holds_ = plan.ends_step() ? Holds::kResult : Holds::kPending;
   if (!plan.ends_step()) return;
-  begun_ = false;
+  begun_ = factor_stands_ = false;
   ++step_total_;
   result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor());
   result_scale_ = plan.loss_scale();
@@ -208,7 +213,7 @@ void StepLedger::drop() {
   if (holds_ == Holds::kResult) --step_total_;
   holds_ = Holds::kNothing;
   std::ranges::fill(groups_, Group{});
-  begun_ = false;
+  begun_ = factor_stands_ = false;
 }
 
 double StepLedger::divide_factor() const {

@@ -35,6 +35,8 @@ class StepLedger {
   void set_requires_gradient_sync(bool flag, std::optional<int> group);
   void set_requires_all_reduce(bool flag, std::optional<int> group);
   void set_gradient_divide_factor(std::optional<double> factor);
+  // From here to the step's end the factor stands: a hop divides by it.
+  void fix_divide_factor() { factor_stands_ = true; }
   void set_loss_scale(double scale);
 
   // The sync of each group: an explicit one, else by the flags and `last`. UsageError when they
@@ -97,6 +99,7 @@ class StepLedger {
   double result_factor_ = 1.0;
   double result_scale_ = 1.0;
   bool begun_ = false;
+  bool factor_stands_ = false;
   std::int64_t step_ = -1;
   std::int64_t microbatch_ = 0;
   std::int64_t microbatch_total_ = 0;

@@ -9,10 +9,12 @@
 
 namespace hsdp::reducer {
 
-Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups)
+Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups,
+             MemoryCount memory)
     : options_(options),
       parameters_(parameters),
       groups_(groups),
+      memory_(std::move(memory)),
       ledger_(groups.shard.size(), groups.replicate.size(), options.replica_dtype),
       outcome_(groups.world),
       agreement_(groups.world, groups.world.next_exchange_key()),
@@ -47,12 +49,13 @@ void Steps::prepare() {
   if (frozen_) return;
   try {
     frozen_ = std::make_unique<Frozen>(
-        FrozenSetting{parameters_, options_, groups_, outcome_, agreement_});
+        FrozenSetting{parameters_, options_, groups_, outcome_, agreement_, memory_});
   } catch (const RankError&) {
     if (groups_.world.engine()->control().failed()) outcome_.fail(std::current_exception());
     throw;
   }
   ledger_.set_group_count(parameters_.group_count());
+  if (groups_.replicate.size() > 1) agreement_.add_party(options_.replica_hop);
 }
 
 StepLedger& Steps::ledger_for(std::string_view call) {
@@ -142,8 +145,10 @@ void Steps::open(MicrobatchPlan plan) {
       result_ = std::make_shared<StepResult>();
       result_->nonfinite = make_flag(groups_.device);
       frozen_->collector().clear_accumulators();
+      means_.clear();
     }
     plan.result = result_;
+    ask_for_means(plan);
     plan_ = std::make_shared<const MicrobatchPlan>(std::move(plan));
     provide_memory();
     order_packs();
@@ -158,6 +163,19 @@ void Steps::open(MicrobatchPlan plan) {
     outcome_.fail(std::current_exception());
     throw;
   }
+}
+
+void Steps::ask_for_means(MicrobatchPlan& plan) {
+  if (groups_.replicate.size() == 1 || !plan.has(Sync::kAll)) return;
+  const std::vector<Bucket>& buckets = frozen_->layout().buckets();
+  means_.resize(buckets.size());
+  for (std::size_t b = 0; b < buckets.size(); ++b) {
+    const GroupPlan& group = plan.group(buckets[b].group);
+    const bool is_first = group.sync == Sync::kAll && !group.has_total;
+    if (is_first) means_[b] = options_.replica_hop->means(static_cast<int>(b)) ? 1 : 0;
+    if (means_[b] != 0) ledger_.fix_divide_factor();
+  }
+  plan.means = means_;
 }
 
 // Some of which this rank may not get.
@@ -293,7 +311,7 @@ void Steps::close_and_send(const char* call) {
   raise_drop();
   // The word goes out before the packs are done, so that peers in another sync mode find out while
   // this rank still waits for them.
-  const std::int64_t word = agreement_.post(word_of(call, *plan_));
+  const std::int64_t word = post(word_of(call, *plan_));
   collector.fill_holes();
   collector.pack_until([&] { return collector.all_packed() || outcome_.failed(); });
   raise_failure("end_microbatch");
@@ -311,6 +329,17 @@ StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {
   word.divide_factor = plan.divide_factor().value_or(0.0);
   word.loss_scale = plan.loss_scale();
   return word;
+}
+
+// Who cannot say its word drops the step.
+std::int64_t Steps::post(StatusWord word) {
+  try {
+    word.sections = agreement_.sections();
+  } catch (const std::exception& error) {
+    drop(error.what());
+    throw;
+  }
+  return agreement_.post(word);
 }
 
 void Steps::abandon(std::string_view reason) noexcept {
@@ -400,7 +429,7 @@ void Steps::discard() {
   if (!ledger_.pending()) return;
   MicrobatchPlan plan = ledger_.plan_of_step();
   plan.result = result_;
-  const std::int64_t word = agreement_.post(word_of(kDiscardCall, plan));
+  const std::int64_t word = post(word_of(kDiscardCall, plan));
   frozen_->pipeline().end({.word = word,
                            .plan = std::make_shared<const MicrobatchPlan>(std::move(plan)),
                            .discards_step = true});

@@ -25,7 +25,8 @@ namespace hsdp::reducer {
 class Steps {
  public:
   // All of these outlive it.
-  Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups);
+  Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups,
+        MemoryCount memory);
   ~Steps();  // drops a step that is begun; after all tasks, whatever went wrong
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
@@ -74,6 +75,7 @@ class Steps {
   void raise_failure(std::string_view call);
   void raise_drop();
   void open(MicrobatchPlan plan);
+  void ask_for_means(MicrobatchPlan& plan);
   void provide_memory();
   void order_packs();
   void close_local();
@@ -84,6 +86,7 @@ class Steps {
   void wait_until_judged();
   // What a word says of a microbatch, or of the step where nothing is sent.
   [[nodiscard]] StatusWord word_of(const char* call, const MicrobatchPlan& plan) const;
+  [[nodiscard]] std::int64_t post(StatusWord word);
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
   void check_gradient(int parameter, const StridedView& gradient) const;
@@ -91,12 +94,14 @@ class Steps {
   const ReducerOptions& options_;
   const ParameterTable& parameters_;
   Groups& groups_;
+  MemoryCount memory_;
   StepLedger ledger_;
   Outcome outcome_;
   StepAgreement agreement_;
   Stream caller_;
   std::shared_ptr<StepResult> result_ = std::make_shared<StepResult>();
   std::shared_ptr<const MicrobatchPlan> plan_;  // of the open microbatch
+  std::vector<char> means_;                     // of the step, by bucket
   bool zeros_sent_ = false;                     // of a dropped step, since the last one began
   std::unique_ptr<Frozen> frozen_;
 };

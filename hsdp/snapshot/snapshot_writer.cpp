@@ -17,7 +17,7 @@ namespace {
 class Memory {
  public:
   Memory() = default;
-  explicit Memory(std::size_t size_bytes) : size_bytes_(size_bytes) {
+  Memory(std::size_t size_bytes, MemoryCount& count) : size_bytes_(size_bytes) {
     void* data =
         ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
@@ -25,13 +25,13 @@ class Memory {
                           " bytes; flush() earlier or write_snapshot_file() without a copy");
     }
     data_ = static_cast<std::byte*>(data);
+    held_ = count.hold(MemoryKind::kSnapshot, static_cast<std::int64_t>(size_bytes));
   }
-  Memory(Memory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)),
-        size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+  Memory(Memory&& other) noexcept { *this = std::move(other); }
   Memory& operator=(Memory&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_bytes_, other.size_bytes_);
+    std::swap(held_, other.held_);
     return *this;
   }
   Memory(const Memory&) = delete;
@@ -46,12 +46,12 @@ class Memory {
  private:
   std::byte* data_ = nullptr;
   std::size_t size_bytes_ = 0;
+  MemoryCount::Held held_;
 };
 
 // A private copy of the data of one file.
 struct DataCopy {
   Memory memory;
-  std::size_t size_bytes = 0;
   std::vector<std::span<const std::byte>> parts;
 };
 
@@ -62,13 +62,13 @@ std::size_t total_bytes(std::span<const SnapshotEntry> entries) {
 }
 
 DataCopy copy_data(std::span<const SnapshotEntry> entries, Memory memory) {
-  DataCopy copy{std::move(memory), 0, {}};
+  DataCopy copy{std::move(memory), {}};
+  std::byte* place = copy.memory.data();
   for (const SnapshotEntry& entry : entries) {
     const auto bytes = bytes_of(entry.data);
-    std::byte* const place = copy.memory.data() + copy.size_bytes;
     if (!bytes.empty()) std::memcpy(place, bytes.data(), bytes.size());
     copy.parts.emplace_back(place, bytes.size());
-    copy.size_bytes += bytes.size();
+    place += bytes.size();
   }
   return copy;
 }
@@ -82,7 +82,7 @@ struct Job {
 
 class SnapshotWriter::Queue {
  public:
-  Queue() : thread_([this] { run(); }) {}
+  explicit Queue(MemoryCount count) : count_(std::move(count)), thread_([this] { run(); }) {}
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
   ~Queue() {
@@ -104,13 +104,13 @@ class SnapshotWriter::Queue {
       spare = std::move(spare_);
     }
     if (spare.size_in_bytes() >= size_bytes) return spare;
-    return Memory(size_bytes);
+    spare = {};  // given back before more is taken
+    return {size_bytes, count_};
   }
 
   void push(Job job) {
     {
       const std::lock_guard lock(mutex_);
-      pending_bytes_ += job.data.size_bytes;
       jobs_.push_back(std::move(job));
     }
     changed_.notify_all();
@@ -125,11 +125,6 @@ class SnapshotWriter::Queue {
   void rethrow_earlier_error() {
     std::unique_lock lock(mutex_);
     rethrow(lock);
-  }
-
-  [[nodiscard]] std::size_t pending_bytes() const {
-    const std::lock_guard lock(mutex_);
-    return pending_bytes_;
   }
 
  private:
@@ -153,7 +148,6 @@ class SnapshotWriter::Queue {
         const std::exception_ptr error = write(job);
         lock.lock();
         if (error && !error_) error_ = error;
-        pending_bytes_ -= job.data.size_bytes;
         if (job.data.memory.size_in_bytes() > spare_.size_in_bytes()) {
           spare_ = std::move(job.data.memory);
         }
@@ -172,10 +166,10 @@ class SnapshotWriter::Queue {
     return nullptr;
   }
 
-  mutable std::mutex mutex_;
+  MemoryCount count_;
+  std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;
-  std::size_t pending_bytes_ = 0;
   Memory spare_;
   std::exception_ptr error_;
   bool writing_ = false;
@@ -183,7 +177,8 @@ class SnapshotWriter::Queue {
   std::thread thread_;  // last: it uses all of the above
 };
 
-SnapshotWriter::SnapshotWriter() : queue_(std::make_unique<Queue>()) {}
+SnapshotWriter::SnapshotWriter(MemoryCount count)
+    : queue_(std::make_unique<Queue>(std::move(count))) {}
 
 SnapshotWriter::~SnapshotWriter() = default;
 
@@ -195,7 +190,5 @@ void SnapshotWriter::submit(const std::filesystem::path& path, const SnapshotInf
 }
 
 void SnapshotWriter::flush() { queue_->flush(); }
-
-std::size_t SnapshotWriter::pending_bytes() const { return queue_->pending_bytes(); }
 
 }  // namespace hsdp

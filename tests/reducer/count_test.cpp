@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "tests/support/reducer_step.h"
+#include "tests/support/temporary_directory.h"
 
 namespace hsdp {
 namespace {
@@ -106,7 +107,7 @@ TEST(Stats, NameEngineReductionHopAndTransports) {
     const ReducerStats stats = reducer.stats();
     EXPECT_EQ(stats.engine, "host");
     EXPECT_EQ(stats.reduction, "exact");
-    EXPECT_EQ(stats.replica_hop, PlainHop().name());
+    EXPECT_EQ(stats.replica_hop, PlainHop().describe());
     EXPECT_EQ(stats.shard_transport, name(mesh.shard_group().transport()));
     EXPECT_EQ(stats.replica_transport, name(mesh.replicate_group().transport()));
   });
@@ -138,6 +139,36 @@ TEST(Memory, IsTheCarryAndTwoStagingBuckets) {
     EXPECT_EQ(stats.resident_bytes, sum_of_kinds(stats));
     EXPECT_GE(stats.peak_resident_bytes, stats.resident_bytes);
     EXPECT_LE(stats.peak_resident_bytes, kCount / shape.shard * 4 + 2 * kBucketBytes + 32 * kPage);
+  });
+}
+
+// A peak is counted when it happens, whoever looks when.
+TEST(Memory, PeaksAreSeenAfterwards) {
+  MemoryCount count;
+  MemoryCount::Held carry = count.hold(MemoryKind::kCarry, 100);
+  {
+    const MemoryCount::Held hop = count.hold(MemoryKind::kReplicaHop, 40);
+    carry = nullptr;
+    const MemoryCount::Held more = MemoryCount(count).hold(MemoryKind::kReplicaHop, 70);
+  }
+  EXPECT_EQ(count.of(MemoryKind::kReplicaHop).live, 0);
+  EXPECT_EQ(count.of(MemoryKind::kReplicaHop).peak, 110);
+  EXPECT_EQ(count.all().live, 0);
+  EXPECT_EQ(count.all().peak, 140);
+}
+
+TEST(Memory, OfASnapshotsCopyIsCounted) {
+  const TemporaryDirectory folder;
+  run_mesh({1, 1}, [&](const Mesh& mesh) {
+    const StepCase step = integer_step({{.name = "w", .shape = {1 << 16}}}, 1, 1, 3);
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    run_step(reducer, step, 0);
+    const std::int64_t before = reducer.stats().peak_resident_bytes;
+    reducer.save_snapshot(folder / "a", 1);
+    reducer.flush_snapshots();
+    EXPECT_GE(reducer.stats().peak_resident_bytes, before + (4 << 16));
+    EXPECT_GE(reducer.stats().snapshot_bytes, 4 << 16) << "kept for the next";
   });
 }
 

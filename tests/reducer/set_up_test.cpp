@@ -186,11 +186,14 @@ TEST(SetUpInAnEndedWorld, SaysSoEveryTime) {
 class BrokenHop final : public ReplicaHop {
  public:
   explicit BrokenHop(bool breaks) : breaks_(breaks) {}
-  void reduce(Communicator& replicas, const ReplicaShard& shard, Stream& stream) override {
-    if (breaks_) throw Error("hop: no memory for codes");
-    plain_.reduce(replicas, shard, stream);
+  void bind(Communicator scatter, Communicator gather) override {
+    plain_.bind(std::move(scatter), std::move(gather));
   }
-  [[nodiscard]] std::string_view name() const override { return "broken"; }
+  Event reduce(const HopBucket& bucket, Stream& stream) override {
+    if (breaks_) throw Error("hop: no memory for codes");
+    return plain_.reduce(bucket, stream);
+  }
+  [[nodiscard]] std::string describe() const override { return "broken"; }
 
  private:
   bool breaks_;

@@ -97,6 +97,28 @@ TEST(StatusWord, OfADroppedStepIsNotCompared) {
   EXPECT_EQ(find_drop(std::span(words).first(1)), std::nullopt);
 }
 
+TEST(StatusWord, ThePartiesOfThoseWhoGoOnMustSayTheSame) {
+  std::vector<StatusWord> words(3, {.call = "finish", .sections = {"", std::string("\0 \n", 3)}});
+  const std::vector<int> ranks{0, 1, 2};
+  const std::vector<std::string> owners{"replica hop loco", "optimizer adam"};
+  EXPECT_EQ(StatusWord::decode(words[0].encode()).sections, words[0].sections);
+  EXPECT_FALSE(find_mismatch(words, ranks, owners));
+  words[1].sections[0] = "step 3";
+  auto failure = find_mismatch(words, ranks, owners);
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(failure->ranks, std::vector<int>{1});
+  EXPECT_NE(failure->message.find("expected word of replica hop loco '' on every rank, got "
+                                  "'step 3' on rank 1 of 3"),
+            std::string::npos)
+      << failure->message;
+  words[1].sections.clear();
+  failure = find_mismatch(words, ranks, owners);
+  ASSERT_TRUE(failure);
+  EXPECT_NE(failure->message.find("number of step parties '2'"), std::string::npos);
+  words[1].dropped = true;
+  EXPECT_FALSE(find_mismatch(words, ranks, owners));
+}
+
 TEST(StatusWord, ALongReasonIsCutBetweenCharacters) {
   for (const std::string& text :
        {std::string(1 << 20, 'x'), std::string(kMaxReasonBytes - 1, 'x') + "\u00e9 and more"}) {

@@ -30,7 +30,6 @@ TEST(SnapshotWriter, KeepsTheDataOfTheMomentOfSubmit) {
   info.step = 43;
   writer.submit(folder / "second", info, slices_of(gradients, info));
   writer.flush();
-  EXPECT_EQ(writer.pending_bytes(), 0U);
   const Snapshot first = Snapshot::open(folder / "first");
   const Snapshot second = Snapshot::open(folder / "second");
   for (std::size_t i = 0; i < before.size(); ++i) {

@@ -95,16 +95,6 @@ class FsdpParameterGroup:
         """Elements of the flat tensor when every trainable parameter has a gradient."""
         return sum(p.padded_sharded_param_size.numel() for p in self._trainable())
 
-    def ranges(self) -> list[tuple[int, int, int, int]]:
-        """Per parameter: its number, offset and count in the flat tensor, offset in itself."""
-        rows, offset = [], 0
-        rank = self._group.mesh_info.shard_mesh_rank
-        for number, p in enumerate(self._trainable()):
-            padded = p.padded_sharded_param_size.numel()
-            rows.append((number, offset, p.sharded_size.numel(), rank * padded))
-            offset += padded
-        return rows
-
     def add_to_gradients(self, flat: torch.Tensor) -> None:
         """What FSDP2 does with the flat tensor after its hook: divides, casts, and sets or adds to
         the gradients.

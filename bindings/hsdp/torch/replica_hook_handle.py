@@ -176,7 +176,6 @@ class ReplicaHookHandle:
             "wire": WIRES[group.reduce_dtype],
             "shard_size": self._mesh.shard_size if group.sums else 1,
             "microbatch_count": self._microbatch_count,
-            "parameters": group.ranges(),
         })
 
     # Before anything is summed, all ranks must be in the same backward of the same step: ranks that

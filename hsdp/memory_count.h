@@ -1,0 +1,64 @@
+// Counts the bytes that a Reducer and its hop hold, by kind, when they are taken and given back: so
+// peaks are true, whenever somebody looks. Copies share the count. Thread-safe.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+namespace hsdp {
+
+enum class MemoryKind : std::uint8_t {
+  kCarry,       // fp32 shard sums, also the result
+  kTotal,       // replica-summed totals of groups that are `all` mid-step
+  kStaging,     // buckets on their way
+  kLocalSums,   // full-size, sync = none
+  kReplicaHop,  // what the hop keeps
+  kSnapshot,    // copies not yet written, and one kept for the next
+};
+
+class MemoryCount {
+ public:
+  struct Bytes {
+    std::int64_t live = 0;
+    std::int64_t peak = 0;
+  };
+  // Bytes that count until it dies. Empty: none.
+  using Held = std::shared_ptr<const void>;
+
+  // `bytes` that were just taken.
+  [[nodiscard]] Held hold(MemoryKind kind, std::int64_t bytes) {
+    change(*state_, kind, bytes);
+    return {nullptr, [state = state_, kind, bytes](const void*) { change(*state, kind, -bytes); }};
+  }
+  [[nodiscard]] Bytes of(MemoryKind kind) const {
+    const std::scoped_lock lock(state_->mutex);
+    return state_->kinds[static_cast<std::size_t>(kind)];
+  }
+  // The peak of the sum, not the sum of the peaks.
+  [[nodiscard]] Bytes all() const {
+    const std::scoped_lock lock(state_->mutex);
+    return state_->all;
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::array<Bytes, 6> kinds{};
+    Bytes all;
+  };
+  static void change(State& state, MemoryKind kind, std::int64_t bytes) {
+    const std::scoped_lock lock(state.mutex);
+    for (Bytes* const one : {&state.kinds[static_cast<std::size_t>(kind)], &state.all}) {
+      one->live += bytes;
+      one->peak = std::max(one->peak, one->live);
+    }
+  }
+
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+}  // namespace hsdp

@@ -1,0 +1,42 @@
+// Whoever keeps state by steps: a replica hop, an optimizer, a parameter gather. It says a word in
+// the ranks' status words, which must be the same on all of them, and is told how each step ended
+// [Note: step parties].
+//
+// word() is called on the thread that drives the Reducer, end_step() on one of the Reducer's own;
+// never both at once for one step. Neither may call the Reducer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace hsdp {
+
+// kOverflow: some rank met a value that is not finite. kDropped: also a discarded one.
+enum class StepOutcome : std::uint8_t { kClean, kOverflow, kDropped };
+
+struct StepEnd {
+  std::int64_t step = 0;
+  StepOutcome outcome = StepOutcome::kClean;
+  std::string cause;  // why it was dropped
+};
+
+class StepParty {
+ public:
+  static constexpr std::size_t kMaxWordBytes = 32;
+
+  virtual ~StepParty() = default;
+
+  // Names it in errors: "replica hop loco".
+  [[nodiscard]] virtual std::string owner() const = 0;
+  // Equal on all ranks, at most kMaxWordBytes. A throw drops the step.
+  [[nodiscard]] virtual std::string word() const { return {}; }
+  // Every rank's status word is in. Commits what the step changed or goes back to what was before,
+  // before the next step begins. A throw ends the world.
+  virtual void end_step(const StepEnd& end) { static_cast<void>(end); }
+  // Whether that has to come before the next step's first hop. On a GPU the thread that issues the
+  // hops then waits for the device once a step.
+  [[nodiscard]] virtual bool has_state() const { return true; }
+};
+
+}  // namespace hsdp

@@ -1,0 +1,375 @@
+// What a replica hop may rely on, by a hop that needs all of it, and a contract that any hop keeps.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+#include "hsdp/error.h"
+#include "tests/support/fake_hop.h"
+#include "tests/support/hop_contract.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::HasSubstr;
+
+constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::minutes(1),
+                                      .deadline = std::chrono::seconds(30)};
+constexpr float kDivisor = 4;  // S R
+constexpr std::int64_t kBucketBytes = 512;
+
+std::vector<ParameterSpec> some_parameters() {
+  return {{.name = "norm", .shape = {37}},
+          {.name = "large", .shape = {30, 20}},
+          {.name = "small", .shape = {5}},
+          {.name = "late", .shape = {100}, .group = "late"},
+          {.name = "bias", .shape = {41}}};
+}
+
+FakeHop::Options some_options() { return {.excluded = {"norm", "bias"}}; }
+
+// What FakeHop makes of whole parameters, in the test's own words.
+class Model {
+ public:
+  // Every gradient of one step; group "late" is all in its last microbatch only, the others in all.
+  std::vector<Values> run(const StepCase& step) {
+    std::vector<Values> means;
+    const auto microbatches = static_cast<int>(step.gradients.front().size());
+    for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+      const ParameterSpec& spec = step.parameters[p];
+      const auto count = static_cast<std::size_t>(element_count(spec.shape));
+      auto& errors = errors_.try_emplace(spec.name, 2, Values(count)).first->second;
+      Values& mean = means.emplace_back(count);
+      const bool late = spec.group == "late";
+      for (int m = 0; m < microbatches; ++m) {
+        if (late && m + 1 < microbatches) continue;
+        for (std::size_t i = 0; i < count; ++i) {
+          std::vector<float> sums(2);
+          for (int k = late ? 0 : m; k <= m; ++k) {
+            const auto& ranks = step.gradients[p][static_cast<std::size_t>(k)];
+            for (std::size_t r = 0; r < ranks.size(); ++r) sums[r / 2] += (*ranks[r])[i];
+          }
+          std::vector<float> error{errors[0][i], errors[1][i]};
+          mean[i] += some_options().excluded.contains(spec.name) ? (sums[0] + sums[1]) / kDivisor
+                                                                 : fake_mean(sums, kDivisor, error);
+          errors[0][i] = error[0];
+          errors[1][i] = error[1];
+        }
+      }
+    }
+    return means;
+  }
+
+ private:
+  std::map<std::string, std::vector<Values>> errors_;  // [replica]
+};
+
+// As Model::run: early groups are all in every microbatch.
+std::vector<Values> run_with_flags(Reducer& reducer, const StepCase& step, int rank) {
+  const auto microbatches = static_cast<int>(step.gradients.front().size());
+  for (int m = 0; m < microbatches; ++m) {
+    reducer.set_requires_all_reduce(m + 1 == microbatches, "late");
+    run_microbatch(reducer, step, m, rank, {});
+  }
+  return gathered(reducer, step);
+}
+
+StepCase some_step(int microbatches, std::uint64_t seed) {
+  return integer_step(some_parameters(), kSquare.size(), microbatches, seed);
+}
+
+struct Made {
+  std::shared_ptr<FakeHop> hop;
+  std::unique_ptr<Reducer> reducer;
+};
+
+Made make(const Mesh& mesh, const FakeHop::Options& options = some_options(),
+          std::int64_t bucket_bytes = kBucketBytes) {
+  Made made;
+  made.hop = std::make_shared<FakeHop>(options);
+  made.reducer = std::make_unique<Reducer>(
+      mesh, ReducerOptions{.bucket_bytes = bucket_bytes, .replica_hop = made.hop});
+  for (const ParameterSpec& spec : some_parameters()) made.reducer->register_parameter(spec);
+  return made;
+}
+
+struct HopCase {
+  std::string label;
+  MakeHop make;
+};
+
+std::vector<HopCase> every_hop() {
+  return {{"plain", [] { return std::make_shared<PlainHop>(); }},
+          {"plain_bf16", [] { return std::make_shared<PlainHop>(Dtype::kBf16); }},
+          {"fake", [] { return std::make_shared<FakeHop>(some_options()); }}};
+}
+
+class HopContract : public testing::TestWithParam<HopCase> {};
+
+TEST_P(HopContract, IsKept) {
+  for (const MeshShape shape : {kSquare, MeshShape{3, 1}, MeshShape{3, 2}}) {
+    SCOPED_TRACE(to_string(shape));
+    check_hop_contract(GetParam().make, shape);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Hops, HopContract, testing::ValuesIn(every_hop()),
+                         [](const auto& row) { return row.param.label; });
+
+TEST(QuantizingHop, KeepsItsErrorsFromStepToStep) {
+  for (const std::int64_t bucket_bytes : {256, 4096}) {
+    Model model;
+    std::vector<StepCase> steps;
+    std::vector<std::vector<Values>> expected;
+    for (const int microbatches : {1, 3, 2, 1}) {
+      steps.push_back(some_step(microbatches, 7 + steps.size()));
+      expected.push_back(model.run(steps.back()));
+    }
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      const Made made = make(mesh, some_options(), bucket_bytes);
+      for (std::size_t s = 0; s < steps.size(); ++s) {
+        EXPECT_EQ(run_with_flags(*made.reducer, steps[s], mesh.rank()), expected[s]) << s;
+      }
+      EXPECT_GT(made.hop->most_in_flight(), 1);
+      EXPECT_EQ(made.reducer->stats().replica_hop_state_bytes, 783 * 4);
+      for (const StepEnd& end : made.hop->ends()) EXPECT_EQ(end.outcome, StepOutcome::kClean);
+      EXPECT_EQ(made.hop->ends().back().step, 3);
+    });
+  }
+}
+
+TEST(QuantizingHop, CutsAtItsMultiplesAndSharesNoBucketWithWhatItExcludes) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    const Made made = make(mesh);
+    made.reducer->prepare();
+    for (std::size_t b = 0; b < made.hop->plan().ranges.size(); ++b) {
+      bool excluded = false;
+      bool other = false;
+      for (const ParameterRange& range : made.hop->plan().ranges[b]) {
+        const auto& parameter =
+            made.hop->plan().parameters[static_cast<std::size_t>(range.parameter)];
+        EXPECT_EQ(range.flat_offset % 8, 0) << parameter.name;
+        (some_options().excluded.contains(parameter.name) ? excluded : other) = true;
+      }
+      EXPECT_FALSE(excluded && other) << b;
+    }
+    for (const ParameterSpec& spec : some_parameters()) {
+      EXPECT_EQ(made.reducer->slice(spec.name).offset % 8 == 0 ||
+                    made.reducer->slice(spec.name).count == 0,
+                true)
+          << spec.name;
+    }
+  });
+}
+
+// A step with an infinity and one that a rank drops, between two clean ones.
+TEST(QuantizingHop, ForgetsStepsThatAreNotClean) {
+  Model model;
+  const StepCase first = some_step(2, 1);
+  const StepCase second = some_step(1, 2);
+  const std::vector<Values> after_first = model.run(first);
+  const std::vector<Values> after_second = model.run(second);
+  StepCase overflows = some_step(1, 3);
+  (*overflows.gradients[1][0][2])[17] = std::numeric_limits<float>::infinity();
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    const Made made = make(mesh);
+    Reducer& reducer = *made.reducer;
+    EXPECT_EQ(run_with_flags(reducer, first, mesh.rank()), after_first);
+    run_with_flags(reducer, overflows, mesh.rank());
+    EXPECT_TRUE(reducer.found_inf());
+    const auto error = caught<StepAbortedError>([&] {
+      reducer.begin_microbatch({.last = true});
+      const auto stored = deliver(reducer, second, 0, mesh.rank());
+      if (mesh.rank() == 1) {
+        reducer.abandon_step("on purpose");
+      } else {
+        reducer.end_microbatch();
+        reducer.finish();
+      }
+    });
+    EXPECT_EQ(error.has_value(), mesh.rank() != 1);
+    EXPECT_EQ(run_with_flags(reducer, second, mesh.rank()), after_second);
+    const std::vector<StepEnd> ends = made.hop->ends();
+    ASSERT_EQ(ends.size(), 4U);
+    EXPECT_EQ(ends[1].outcome, StepOutcome::kOverflow);
+    EXPECT_EQ(ends[2].outcome, StepOutcome::kDropped);
+    EXPECT_THAT(ends[2].cause, HasSubstr("on purpose"));
+    EXPECT_EQ(ends[3].outcome, StepOutcome::kClean);
+  });
+}
+
+TEST(QuantizingHop, GoesOnFromASavedState) {
+  Model model;
+  const StepCase first = some_step(2, 1);
+  const StepCase second = some_step(1, 2);
+  static_cast<void>(model.run(first));
+  const std::vector<Values> expected = model.run(second);
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    for (const bool prepared : {false, true}) {
+      const Made saved = make(mesh);
+      run_with_flags(*saved.reducer, first, mesh.rank());
+      const Made made = make(mesh);
+      if (prepared) made.reducer->prepare();
+      made.hop->load_state(saved.hop->state());
+      EXPECT_EQ(run_with_flags(*made.reducer, second, mesh.rank()), expected);
+    }
+  });
+}
+
+TEST(HopOwners, AreOneAtATime) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    const Made made = make(mesh);
+    Reducer another(mesh, {.replica_hop = made.hop});
+    another.register_parameter({.name = "w", .shape = {4}});
+    made.reducer->prepare();
+    const auto error = caught<UsageError>([&] { another.prepare(); });
+    ASSERT_TRUE(error);
+    EXPECT_THAT(error->what(), HasSubstr("replica hop fake: expected one Reducer"));
+    made.reducer->close();
+    const StepCase step = some_step(1, 1);
+    Made again;
+    {
+      Made gone = make(mesh);
+      gone.reducer->prepare();
+      again.hop = gone.hop;
+    }
+    again.reducer = std::make_unique<Reducer>(mesh, ReducerOptions{.replica_hop = again.hop});
+    register_all(*again.reducer, step);
+    run_with_flags(*again.reducer, step, mesh.rank());
+  });
+}
+
+TEST(HopMismatch, OfOptionsAndOfWordsIsNamedOnAllRanks) {
+  run_mesh(
+      kSquare,
+      [](const Mesh& mesh) {
+        FakeHop::Options options;
+        if (mesh.rank() == 2) options.name = "odd";
+        auto error = caught<MismatchError>([&] { static_cast<void>(make(mesh, options)); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("replica_hop odd"));
+        options.name = "fake";
+        if (mesh.rank() == 2) options.word = "step 7";
+        const Made made = make(mesh, options);
+        error = caught<MismatchError>(
+            [&] { run_with_flags(*made.reducer, some_step(1, 1), mesh.rank()); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("expected word of replica hop fake 'same' on every "
+                                             "rank, got 'step 7' on rank 2 of 4"));
+        EXPECT_EQ(error->ranks(), std::vector<int>{2});
+      },
+      kPatient);
+}
+
+// Fails once, on one rank, at that place.
+FakeHop::Options failing_at(std::string place, bool fails) {
+  FakeHop::Options options = some_options();
+  auto left = std::make_shared<int>(fails ? 1 : 0);
+  options.on = [place = std::move(place), left](std::string_view at) {
+    if (at == place && (*left)-- > 0) throw Error("hop: no memory for codes");
+  };
+  return options;
+}
+
+TEST(HopFailure, OfPrepareIsToldAndMayBeTriedAgain) {
+  const StepCase step = some_step(1, 1);
+  const std::vector<Values> expected = Model().run(step);
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        const bool fails = mesh.rank() == 3;
+        const Made made = make(mesh, failing_at("prepare", fails));
+        const auto error = caught<Error>([&] { made.reducer->prepare(); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("hop: no memory for codes"));
+        if (!fails) {
+          EXPECT_THAT(error->what(), HasSubstr("rank 3 of 4 could not prepare its replica hop"));
+        }
+        const ReducerStats stats = made.reducer->stats();  // the hop keeps what is the hop's
+        EXPECT_EQ(stats.resident_bytes, stats.replica_hop_state_bytes);
+        EXPECT_EQ(run_with_flags(*made.reducer, step, mesh.rank()), expected);
+      },
+      kPatient);
+}
+
+TEST(HopFailure, OfAWordDropsTheStep) {
+  const StepCase step = some_step(1, 1);
+  const std::vector<Values> expected = Model().run(step);
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        const bool fails = mesh.rank() == 3;
+        const Made made = make(mesh, failing_at("word", fails));
+        const auto run = [&] { run_with_flags(*made.reducer, step, mesh.rank()); };
+        if (fails) {
+          EXPECT_TRUE(caught<Error>(run));
+        } else {
+          const auto error = caught<StepAbortedError>(run);
+          ASSERT_TRUE(error);
+          EXPECT_EQ(error->ranks(), std::vector<int>{3});
+        }
+        EXPECT_EQ(run_with_flags(*made.reducer, step, mesh.rank()), expected);
+      },
+      kPatient);
+}
+
+class HopFailureAt : public testing::TestWithParam<std::string> {};
+
+TEST_P(HopFailureAt, ReachesTheOthersAtOnceWithItsText) {
+  const auto start = std::chrono::steady_clock::now();
+  run_mesh(
+      kSquare,
+      [](const Mesh& mesh) {
+        const bool fails = mesh.rank() == 3;
+        const Made made = make(mesh, failing_at(GetParam(), fails));
+        const auto run = [&] { run_with_flags(*made.reducer, some_step(1, 1), mesh.rank()); };
+        for (int repeat = 0; repeat < 2; ++repeat) {
+          const auto error = caught<Error>(run);
+          ASSERT_TRUE(error);
+          EXPECT_THAT(error->what(), HasSubstr("hop: no memory for codes"));
+        }
+        if (!fails) {
+          const auto error = caught<RankError>(run);
+          ASSERT_TRUE(error);
+          EXPECT_EQ(error->ranks(), std::vector<int>{3});
+        }
+      },
+      kPatient);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, HopFailureAt, testing::Values("reduce", "codec", "end_step"),
+                         [](const auto& row) { return row.param; });
+
+// With one replica nobody asks the hop.
+TEST(QuantizingHop, IsNotUsedWithOneReplica) {
+  run_mesh({1, 2}, [](const Mesh& mesh) {
+    const Made made = make(mesh);
+    run_with_flags(*made.reducer, integer_step(some_parameters(), 2, 2, 1), mesh.rank());
+    EXPECT_EQ(made.hop->most_in_flight(), 0);
+    EXPECT_TRUE(made.hop->ends().empty());
+  });
+}
+
+// f stands from the first mean of a step.
+TEST(QuantizingHop, HoldsTheDivideFactorFromItsFirstMean) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    const Made made = make(mesh);
+    Reducer& reducer = *made.reducer;
+    const StepCase step = some_step(2, 1);
+    reducer.set_requires_all_reduce(false, "late");
+    run_microbatch(reducer, step, 0, mesh.rank(), {});
+    EXPECT_TRUE(caught<UsageError>([&] { reducer.set_gradient_divide_factor(3.0); }));
+    reducer.set_requires_all_reduce(true, "late");
+    run_microbatch(reducer, step, 1, mesh.rank(), {});
+    reducer.finish();
+    reducer.set_gradient_divide_factor(3.0);
+  });
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -1,0 +1,137 @@
+#include "tests/support/hop_contract.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp::test {
+namespace {
+
+using Results = std::vector<std::vector<RankResult>>;  // [step][rank]
+
+// Two groups, of which one is all twice in a step; sizes that no bucket or group of a codec fits.
+std::vector<ParameterSpec> contract_parameters() {
+  return {{.name = "norm", .shape = {37}},
+          {.name = "large", .shape = {70, 60}},
+          {.name = "empty", .shape = {0}},
+          {.name = "late", .shape = {411}, .group = "late"},
+          {.name = "scalar", .shape = {}}};
+}
+
+StepCase clean_step(MeshShape shape, std::uint64_t seed) {
+  return random_step(contract_parameters(), shape.size(), {Sync::kShard, Sync::kAll}, seed);
+}
+
+StepCase overflowing_step(MeshShape shape) {
+  StepCase step = clean_step(shape, 99);
+  (*step.gradients[1][1].back())[17] = std::numeric_limits<float>::infinity();
+  return step;
+}
+
+struct Made {
+  std::shared_ptr<ReplicaHop> hop;
+  std::unique_ptr<Reducer> reducer;
+};
+
+Made make(const Mesh& mesh, const MakeHop& make_hop, std::int64_t bucket_bytes) {
+  Made made;
+  made.hop = make_hop();
+  made.reducer = std::make_unique<Reducer>(
+      mesh, ReducerOptions{.bucket_bytes = bucket_bytes, .replica_hop = made.hop});
+  for (const ParameterSpec& spec : contract_parameters()) made.reducer->register_parameter(spec);
+  return made;
+}
+
+RankResult run(Reducer& reducer, const StepCase& step, int rank) {
+  for (int m = 0; m < 2; ++m) {
+    reducer.set_requires_all_reduce(m == 1, "late");
+    run_microbatch(reducer, step, m, rank, {});
+  }
+  return read_result(reducer, step);
+}
+
+void drop_a_step(Reducer& reducer, const StepCase& step, int rank) {
+  reducer.begin_microbatch({.sync = Sync::kAll});
+  const std::vector<StoredGradient> gradients = deliver(reducer, step, 0, rank);
+  if (rank == 0) {
+    reducer.abandon_step("on purpose");
+    return;
+  }
+  reducer.end_microbatch();
+  EXPECT_TRUE(caught<StepAbortedError>([&] { reducer.finish(); }));
+}
+
+// `between`: what every rank does between the two steps.
+Results two_steps(MeshShape shape, const MakeHop& make_hop, std::int64_t bucket_bytes,
+                  const std::function<void(const Mesh&, Made&)>& between) {
+  Results results(2, std::vector<RankResult>(static_cast<std::size_t>(shape.size())));
+  run_mesh(shape, [&](const Mesh& mesh) {
+    const auto rank = static_cast<std::size_t>(mesh.rank());
+    Made made = make(mesh, make_hop, bucket_bytes);
+    results[0][rank] = run(*made.reducer, clean_step(shape, 1), mesh.rank());
+    between(mesh, made);
+    results[1][rank] = run(*made.reducer, clean_step(shape, 2), mesh.rank());
+  });
+  return results;
+}
+
+std::vector<Values> whole(const Results& results, MeshShape shape, int replica) {
+  std::vector<Values> all;
+  for (const std::vector<RankResult>& step : results) {
+    for (std::size_t p = 0; p < contract_parameters().size(); ++p) {
+      all.push_back(
+          joined(step, shape.shard, replica, p, element_count(contract_parameters()[p].shape)));
+    }
+  }
+  return all;
+}
+
+void expect_same(const std::vector<Values>& got, const std::vector<Values>& want,
+                 const std::string& label) {
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    expect_same_bits(got[i], want[i], label + ", array " + std::to_string(i));
+  }
+}
+
+}  // namespace
+
+void check_hop_contract(const MakeHop& make_hop, MeshShape shape) {
+  constexpr std::int64_t kSmall = 1 << 10;
+  const auto nothing = [](const Mesh&, Made&) {};
+  const Results plain = two_steps(shape, make_hop, kSmall, nothing);
+  const std::vector<Values> want = whole(plain, shape, 0);
+  for (int replica = 1; replica < shape.replicate; ++replica) {
+    expect_same(whole(plain, shape, replica), want, "replica " + std::to_string(replica));
+  }
+  expect_same(whole(two_steps(shape, make_hop, 1 << 20, nothing), shape, 0), want, "large buckets");
+  const auto not_clean = [&](const Mesh& mesh, Made& made) {
+    run(*made.reducer, overflowing_step(shape), mesh.rank());
+    EXPECT_TRUE(made.reducer->found_inf());
+    drop_a_step(*made.reducer, clean_step(shape, 3), mesh.rank());
+  };
+  expect_same(whole(two_steps(shape, make_hop, kSmall, not_clean), shape, 0), want,
+              "after steps that were not clean");
+  const auto load = [&](const Mesh& mesh, Made& made) {
+    Made fresh = make(mesh, make_hop, kSmall);
+    const Made& before = made;
+    fresh.hop->load_state(before.hop->state());
+    std::swap(fresh, made);
+  };
+  expect_same(whole(two_steps(shape, make_hop, kSmall, load), shape, 0), want, "a saved state");
+  const auto second_owner = [&](const Mesh& mesh, Made& made) {
+    Reducer another(mesh, {.replica_hop = made.hop});
+    another.register_parameter({.name = "w", .shape = {4}});
+    EXPECT_TRUE(caught<UsageError>([&] { another.prepare(); }));
+    EXPECT_LE(made.hop->describe().size(), 127U);
+    EXPECT_LE(made.hop->word().size(), StepParty::kMaxWordBytes);
+  };
+  expect_same(whole(two_steps(shape, make_hop, kSmall, second_owner), shape, 0), want,
+              "after a second owner");
+}
+
+}  // namespace hsdp::test

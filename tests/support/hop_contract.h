@@ -1,0 +1,20 @@
+// What every replica hop keeps, whatever it does to the numbers. For tests of hops.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "hsdp/replica_hop.h"
+#include "tests/support/thread_ranks.h"
+
+namespace hsdp::test {
+
+// A new one, with the same options every time.
+using MakeHop = std::function<std::shared_ptr<ReplicaHop>()>;
+
+// Runs steps through Reducers with that hop and checks: all replicas have the same bits; these
+// depend on neither the bucket size nor the run; steps that overflow or are dropped leave no trace;
+// a saved state goes on with the same bits; a second owner is refused.
+void check_hop_contract(const MakeHop& make_hop, MeshShape shape);
+
+}  // namespace hsdp::test

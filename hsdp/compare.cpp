@@ -196,8 +196,8 @@ class SnapshotComparer {
 
   Comparison compare() {
     measure();
-    const bool judged =
-        result_.criterion != Criterion::kRelative || !(loco_ran(result_.a) || loco_ran(result_.b));
+    const bool judged = result_.criterion != Criterion::kRelative ||
+                        !(is_quantized(result_.a) || is_quantized(result_.b));
     for (std::size_t i = 0; i < pairs_.size(); ++i) {
       judge(differences_[i], result_.criterion, judged, result_.parameters[i]);
     }

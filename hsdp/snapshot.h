@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -37,10 +38,12 @@ struct SnapshotInfo {
   int shard_size = 1;
   int rank = 0;  // in the mesh's world: replica * shard_size + shard
   std::int64_t microbatch_count = 0;
-  double divide_factor = 1.0;         // f
-  double loss_scale = 1.0;            // s
-  Dtype replica_dtype = Dtype::kF32;  // wire of the replica hop; the finest of several
-  std::string replica_hop = "plain";  // "plain" or "loco"
+  double divide_factor = 1.0;  // f
+  double loss_scale = 1.0;     // s
+  std::optional<Dtype>
+      replica_dtype;  // wire of the replica hop; none: each parameter's reduce_dtype
+  std::string replica_hop = "plain";  // ReplicaHop::describe()
+  bool quantizes = false;             // ReplicaHop::quantizes()
   std::string reduction = "exact";    // "exact" or "native"
   std::string layout = "flat";        // "flat", "dim0" or "full" (plain named arrays)
   std::string engine = "host";
@@ -72,6 +75,10 @@ void write_snapshot_file(const std::filesystem::path& path, const SnapshotInfo& 
 // this rank's file when `path` is a directory. An empty info.id is replaced by a random one.
 void write_snapshot(const std::filesystem::path& path, SnapshotInfo info,
                     std::span<const SnapshotEntry> entries);
+
+// What files and reports call it: "f32", "bf16", "f16" or "own".
+constexpr std::string_view kOwnDtype = "own";
+[[nodiscard]] std::string replica_dtype_text(const SnapshotInfo& info);
 
 // Whether a snapshot can hold the text, a parameter's name: it is UTF-8.
 [[nodiscard]] bool is_snapshot_text(const std::string& text);

@@ -32,9 +32,11 @@ class SnapshotInfo:
     microbatch_count: int
     divide_factor: float
     loss_scale: float
-    #: what travelled between replicas
+    #: what travelled between replicas; "own": for each parameter the same as in its shard group
     replica_dtype: str
     replica_hop: str
+    #: the replica hop has quantized, so that comparisons report and do not judge
+    quantizes: bool
     reduction: str
     #: "flat", "dim0", or "full" for plain named arrays
     layout: str

@@ -62,8 +62,8 @@ void write(const std::filesystem::path& path, const py::dict& info, const py::li
   }
   SnapshotInfo parsed = parse_info(info);
   if (info.contains("reduce_dtype")) {
-    parsed.replica_dtype = parse_dtype(info["reduce_dtype"].cast<std::string>());
-    for (SnapshotEntry& entry : entries) entry.reduce_dtype = parsed.replica_dtype;
+    const Dtype wire = parse_dtype(info["reduce_dtype"].cast<std::string>());
+    for (SnapshotEntry& entry : entries) entry.reduce_dtype = wire;
   }
   const bool whole = parsed.layout == "full";
   call_interruptibly([path, parsed, whole, entries = std::move(entries), held = std::move(held)] {
@@ -163,8 +163,9 @@ py::dict info_dict(const SnapshotInfo& info) {
   d["microbatch_count"] = info.microbatch_count;
   d["divide_factor"] = info.divide_factor;
   d["loss_scale"] = info.loss_scale;
-  d["replica_dtype"] = std::string(name(info.replica_dtype));
+  d["replica_dtype"] = replica_dtype_text(info);
   d["replica_hop"] = info.replica_hop;
+  d["quantizes"] = info.quantizes;
   d["reduction"] = info.reduction;
   d["layout"] = info.layout;
   d["engine"] = info.engine;

@@ -55,16 +55,6 @@ std::vector<FullArray> full_arrays(const ParameterTable& parameters,
   return result;
 }
 
-// The wire of the replica hop where it is that of the shard hop. A parameter's own is the coarser
-// of this and its reduce dtype, so of several it is the finest.
-Dtype finest_wire(std::span<const Bucket> buckets) {
-  for (const Dtype wire : {Dtype::kF32, Dtype::kF16, Dtype::kBf16}) {
-    const auto has_it = [wire](const Bucket& bucket) { return bucket.wire_dtype == wire; };
-    if (std::any_of(buckets.begin(), buckets.end(), has_it)) return wire;
-  }
-  return Dtype::kF32;
-}
-
 // Tasks may outlive the Results, but not what these work on.
 
 // The sum of squares of the whole mean gradient: each parameter's slice has a word of its own, and
@@ -467,8 +457,8 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   info.microbatch_count = ledger.microbatch();
   info.divide_factor = ledger.divide_factor();
   info.loss_scale = ledger.loss_scale();
-  info.replica_dtype =
-      options_.replica_dtype.value_or(finest_wire(steps_.frozen()->layout().buckets()));
+  info.replica_dtype = options_.replica_dtype;
+  info.quantizes = options_.replica_hop->quantizes();
   info.replica_hop = options_.replica_hop->describe();
   info.reduction = options_.reduction;
   info.layout = name(options_.layout);

@@ -131,8 +131,9 @@ void write_info(hid_t root, const SnapshotHeader& header) {
   write_whole(root, "microbatch_count", info.microbatch_count);
   write_number(root, "divide_factor", info.divide_factor);
   write_number(root, "loss_scale", info.loss_scale);
-  write_text(root, "replica_dtype", name(info.replica_dtype));
+  write_text(root, "replica_dtype", replica_dtype_text(info));
   write_text(root, "replica_hop", info.replica_hop);
+  write_whole(root, "quantizes", info.quantizes ? 1 : 0);
   write_text(root, "reduction", info.reduction);
   write_text(root, "layout", info.layout);
   write_text(root, "engine", info.engine);

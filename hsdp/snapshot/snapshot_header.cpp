@@ -120,6 +120,10 @@ std::optional<std::string> find_slice_fault(const SnapshotSlice& slice, bool ful
 
 }  // namespace
 
+std::string replica_dtype_text(const SnapshotInfo& info) {
+  return std::string(info.replica_dtype ? name(*info.replica_dtype) : kOwnDtype);
+}
+
 std::string printable(std::string_view text, std::size_t max_bytes) {
   std::string result(text.substr(0, max_bytes));
   for (char& c : result) {

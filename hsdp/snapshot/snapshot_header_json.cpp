@@ -51,6 +51,12 @@ std::string get_text(const json& object, const char* key) {
   return value.get<std::string>();
 }
 
+bool get_flag(const json& object, const char* key) {
+  const json& value = field(object, key);
+  if (!value.is_boolean()) refuse(key);
+  return value.get<bool>();
+}
+
 Dtype get_dtype(const json& object, const char* key) {
   try {
     return parse_dtype(get_text(object, key));
@@ -69,14 +75,15 @@ SnapshotInfo decode_info(const json& root) {
   info.microbatch_count = get_whole(root, "microbatch_count");
   info.divide_factor = get_number(root, "divide_factor");
   info.loss_scale = get_number(root, "loss_scale");
-  info.replica_dtype = get_dtype(root, "replica_dtype");
+  if (get_text(root, "replica_dtype") != kOwnDtype) {
+    info.replica_dtype = get_dtype(root, "replica_dtype");
+  }
   info.replica_hop = get_text(root, "replica_hop");
   info.reduction = get_text(root, "reduction");
   info.layout = get_text(root, "layout");
   info.engine = get_text(root, "engine");
-  const json& partial = field(root, "partial");
-  if (!partial.is_boolean()) refuse("partial");
-  info.partial = partial.get<bool>();
+  info.partial = get_flag(root, "partial");
+  info.quantizes = root.contains("quantizes") && get_flag(root, "quantizes");
   return info;
 }
 
@@ -162,8 +169,9 @@ std::string encode_json(const SnapshotHeader& header) {
                           {"microbatch_count", info.microbatch_count},
                           {"divide_factor", info.divide_factor},
                           {"loss_scale", info.loss_scale},
-                          {"replica_dtype", name(info.replica_dtype)},
+                          {"replica_dtype", replica_dtype_text(info)},
                           {"replica_hop", info.replica_hop},
+                          {"quantizes", info.quantizes},
                           {"reduction", info.reduction},
                           {"layout", info.layout},
                           {"engine", info.engine},

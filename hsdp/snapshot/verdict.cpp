@@ -76,17 +76,19 @@ double default_limit(Dtype coarsest) {
   }
 }
 
+bool replica_hop_ran(const SnapshotInfo& info) { return info.replicate_size > 1 && !info.partial; }
+
 Dtype coarser(Dtype a, Dtype b) { return precision(b) < precision(a) ? b : a; }
 
 Dtype coarsest_wire(const SnapshotInfo& info, const SnapshotParameter& parameter) {
-  const bool replica_hop_ran = info.replicate_size > 1 && !info.partial;
-  return replica_hop_ran ? coarser(parameter.reduce_dtype, info.replica_dtype)
-                         : parameter.reduce_dtype;
+  // Whole arrays came from elsewhere, and say by it what they went through there.
+  const bool shard_hop_ran = info.shard_size > 1 || info.layout == "full";
+  const Dtype wire = shard_hop_ran ? parameter.reduce_dtype : Dtype::kF32;
+  if (!replica_hop_ran(info)) return wire;
+  return coarser(wire, info.replica_dtype.value_or(parameter.reduce_dtype));
 }
 
-bool loco_ran(const SnapshotInfo& info) {
-  return info.replica_hop == "loco" && info.replicate_size > 1 && !info.partial;
-}
+bool is_quantized(const SnapshotInfo& info) { return info.quantizes && replica_hop_ran(info); }
 
 void judge(const Difference& difference, Criterion criterion, bool judged,
            ParameterDifference& result) {

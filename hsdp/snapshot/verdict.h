@@ -11,7 +11,7 @@ namespace hsdp {
 
 // The coarsest wire that the gradients of a parameter crossed.
 [[nodiscard]] Dtype coarsest_wire(const SnapshotInfo& info, const SnapshotParameter& parameter);
-[[nodiscard]] bool loco_ran(const SnapshotInfo& info);
+[[nodiscard]] bool is_quantized(const SnapshotInfo& info);
 
 // Fills in measures and verdict; `judged` is false for LoCo without a tolerance.
 void judge(const Difference& difference, Criterion criterion, bool judged,

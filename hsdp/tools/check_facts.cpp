@@ -123,7 +123,8 @@ std::string run_text(const SnapshotInfo& info) {
   text += ", " + std::to_string(info.microbatch_count) +
           (info.microbatch_count == 1 ? " microbatch" : " microbatches");
   if (info.replicate_size > 1 && !info.partial && info.layout != "full") {
-    text += ", " + printable(info.replica_hop) + " hop " + std::string(name(info.replica_dtype));
+    text += ", " + printable(info.replica_hop) + " hop";
+    if (info.replica_dtype) text += " " + std::string(name(*info.replica_dtype));
   }
   if (info.reduction != "exact") text += ", " + printable(info.reduction) + " reduction";
   return text;

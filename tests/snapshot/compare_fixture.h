@@ -20,12 +20,12 @@ class Compare : public ::testing::Test {
     return Snapshot::open(folder_ / name);
   }
 
-  // Compares two single parameters on one rank.
+  // Compares two single parameters that two ranks hold.
   ParameterDifference difference(const std::vector<float>& a, const std::vector<float>& b,
                                  const CompareOptions& options = {}, Dtype wire = Dtype::kF32) {
     const Shape shape{static_cast<std::int64_t>(a.size())};
-    const Snapshot x = write("a", {{"w", shape, a}}, mesh_info(1, 1), wire);
-    const Snapshot y = write("b", {{"w", shape, b}}, mesh_info(1, 1), wire);
+    const Snapshot x = write("a", {{"w", shape, a}}, mesh_info(1, 2), wire);
+    const Snapshot y = write("b", {{"w", shape, b}}, mesh_info(1, 2), wire);
     return compare_snapshots(x, y, options).parameters.at(0);
   }
 

@@ -123,9 +123,10 @@ TEST_F(Compare, RefusesUnequalReplicas) {
               HasSubstr("'big' element 200098 differs between copies 0 and 1"));
 }
 
-TEST_F(Compare, ReportsLocoWithoutJudging) {
+TEST_F(Compare, ReportsAQuantizingHopWithoutJudging) {
   SnapshotInfo info = mesh_info(2, 1);
-  info.replica_hop = "loco";
+  info.replica_hop = "loco(bits=4)";
+  info.quantizes = true;
   const Snapshot a = write("a", {{"w", {2}, {1, 2}}}, info);
   const Snapshot b = write("b", {{"w", {2}, {1.5F, 2}}});
   EXPECT_EQ(compare_snapshots(a, b).verdict, Verdict::kNotJudged);

@@ -75,16 +75,29 @@ TEST_F(Compare, TakesTheLimitOfTheCoarsestWire) {
   EXPECT_EQ(verdict(1 + 0x1p-5F, Dtype::kBf16), Verdict::kDifferent);
 }
 
-TEST_F(Compare, CountsTheReplicaWireOnlyWhereItRan) {
-  const std::vector<NamedGradient> gradients{{"w", {4}, {1, 2, 3, 4}}};
-  SnapshotInfo info = mesh_info(2, 1);
-  info.replica_dtype = Dtype::kBf16;
-  const Snapshot hop = write("hop", gradients, info);
-  info = mesh_info(1, 2);
-  info.replica_dtype = Dtype::kBf16;
-  const Snapshot no_hop = write("no_hop", gradients, info);
-  EXPECT_EQ(compare_snapshots(hop, no_hop).parameters[0].coarsest, Dtype::kBf16);
-  EXPECT_EQ(compare_snapshots(no_hop, no_hop).parameters[0].coarsest, Dtype::kF32);
+TEST_F(Compare, CountsAWireOnlyWhereItsHopRan) {
+  struct Case {
+    int replicate;
+    int shard;
+    Dtype reduce;
+    std::optional<Dtype> replica;
+    Dtype coarsest;
+  };
+  constexpr Dtype kF32 = Dtype::kF32;
+  constexpr Dtype kF16 = Dtype::kF16;
+  constexpr Dtype kBf16 = Dtype::kBf16;
+  const std::vector<Case> cases{{2, 1, kF32, kBf16, kBf16}, {1, 2, kF32, kBf16, kF32},
+                                {2, 1, kBf16, kF32, kF32},  {2, 2, kBf16, kF32, kBf16},
+                                {2, 1, kBf16, {}, kBf16},   {1, 1, kBf16, kF16, kF32},
+                                {2, 2, kF16, kBf16, kBf16}};
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    const Case& c = cases[i];
+    SnapshotInfo info = mesh_info(c.replicate, c.shard);
+    info.replica_dtype = c.replica;
+    const Snapshot run =
+        write("run" + std::to_string(i), {{"w", {4}, {1, 2, 3, 4}}}, info, c.reduce);
+    EXPECT_EQ(compare_snapshots(run, run).parameters[0].coarsest, c.coarsest) << i;
+  }
 }
 
 // Each of the two measures alone can be the one that is exceeded.

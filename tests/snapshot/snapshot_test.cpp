@@ -67,6 +67,7 @@ TEST(Snapshot, KeepsWhatIsSaidAboutTheRun) {
   info.loss_scale = 65536;
   info.replica_dtype = Dtype::kBf16;
   info.replica_hop = "loco";
+  info.quantizes = true;
   info.reduction = "native";
   info.engine = "nccl";
   write_mesh(folder / "s", some_gradients(), info, Dtype::kF16);
@@ -80,6 +81,7 @@ TEST(Snapshot, KeepsWhatIsSaidAboutTheRun) {
   EXPECT_EQ(snapshot.info().loss_scale, 65536);
   EXPECT_EQ(snapshot.info().replica_dtype, Dtype::kBf16);
   EXPECT_EQ(snapshot.info().replica_hop, "loco");
+  EXPECT_TRUE(snapshot.info().quantizes);
   EXPECT_EQ(snapshot.info().reduction, "native");
   EXPECT_EQ(snapshot.info().layout, "dim0");
   EXPECT_EQ(snapshot.info().engine, "nccl");

@@ -16,6 +16,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/divide_factors.h
   hsdp/dtype.h
   hsdp/error.h
+  hsdp/memory_count.h
   hsdp/mesh.h
   hsdp/reducer.h
   hsdp/reducer_options.h
@@ -23,5 +24,6 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/replica_hop.h
   hsdp/row_cut.h
   hsdp/snapshot.h
+  hsdp/step_party.h
   hsdp/tensor_view.h
   hsdp/validate.h)

@@ -132,6 +132,7 @@ void Reducer::partial_shard(std::string_view name, TensorView out) {
 Slice Reducer::slice(std::string_view name) {
   return parts_->results.slice(parts_->parameters.find(name));
 }
+const BucketLayout& Reducer::layout() { return parts_->results.layout(); }
 const std::vector<ParameterSpec>& Reducer::parameters() const { return parts_->parameters.specs(); }
 
 void Reducer::gather_gradients(std::span<const NamedArray> arrays) {
@@ -154,6 +155,9 @@ void Reducer::save_snapshot(const std::filesystem::path& path, std::int64_t step
   parts_->results.save_snapshot(path, step);
 }
 void Reducer::flush_snapshots() { parts_->results.flush_snapshots(); }
+void Reducer::add_party(std::weak_ptr<StepParty> party) {
+  parts_->steps.add_party(std::move(party));
+}
 ReducerState Reducer::state() const { return parts_->steps.state(); }
 
 ReducerStats Reducer::stats() const {

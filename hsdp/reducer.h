@@ -44,6 +44,7 @@
 #include "hsdp/mesh.h"
 #include "hsdp/reducer_options.h"
 #include "hsdp/reducer_stats.h"
+#include "hsdp/step_party.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp {
@@ -135,6 +136,9 @@ class Reducer {
   [[nodiscard]] std::vector<float> partial_shard(std::string_view name);
   void partial_shard(std::string_view name, TensorView out);  // f32 of the slice's count
   [[nodiscard]] Slice slice(std::string_view name);
+  // Where everything lies; lives as long as the Reducer. Before prepare() it is that of what is
+  // registered so far, until more is.
+  [[nodiscard]] const BucketLayout& layout();
   [[nodiscard]] const std::vector<ParameterSpec>& parameters() const;
 
   void gather_gradients(std::span<const NamedArray> arrays);   // the full mean; f32, bf16, f16
@@ -154,6 +158,10 @@ class Reducer {
   // the next save_snapshot and close.
   void save_snapshot(const std::filesystem::path& path, std::int64_t step);
   void flush_snapshots();
+
+  // Tells `party` how steps end, and compares its words, from the next step on. Between steps, in
+  // the same order on every rank; it is forgotten when it dies.
+  void add_party(std::weak_ptr<StepParty> party);
 
   [[nodiscard]] ReducerStats stats() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase

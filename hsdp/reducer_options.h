@@ -1,10 +1,13 @@
 // What a Reducer is told: options at construction, parameters, and what a microbatch does.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <type_traits>
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/dtype.h"
@@ -17,6 +20,36 @@ enum class Sync : std::uint8_t { kNone, kShard, kAll };
 enum class Missing : std::uint8_t { kError, kZero };
 enum class Backwards : std::uint8_t { kOne, kMany };
 enum class AccumulateDtype : std::uint8_t { kF32, kParam };
+
+// A value of an option and its word, for Python, messages and snapshots.
+template <typename Value>
+struct Choice {
+  std::string_view word;
+  Value value;
+};
+// All values of an option's type.
+constexpr std::array<Choice<Sync>, 3> choices(Sync /*of*/) {
+  return {{{"none", Sync::kNone}, {"shard", Sync::kShard}, {"all", Sync::kAll}}};
+}
+constexpr std::array<Choice<Layout>, 2> choices(Layout /*of*/) {
+  return {{{"flat", Layout::kFlat}, {"dim0", Layout::kDim0}}};
+}
+constexpr std::array<Choice<Missing>, 2> choices(Missing /*of*/) {
+  return {{{"error", Missing::kError}, {"zero", Missing::kZero}}};
+}
+constexpr std::array<Choice<Backwards>, 2> choices(Backwards /*of*/) {
+  return {{{"one", Backwards::kOne}, {"many", Backwards::kMany}}};
+}
+constexpr std::array<Choice<AccumulateDtype>, 2> choices(AccumulateDtype /*of*/) {
+  return {{{"f32", AccumulateDtype::kF32}, {"param", AccumulateDtype::kParam}}};
+}
+template <typename Value>
+constexpr std::string_view word_of(Value value) {
+  for (const auto& choice : choices(value)) {
+    if (choice.value == value) return choice.word;
+  }
+  return "";
+}
 
 // [Note: buckets that a cache holds]
 constexpr std::int64_t kHostBucketBytes = std::int64_t{2} << 20;
@@ -33,6 +66,21 @@ struct ReducerOptions {
   std::string reduction = "exact";                           // or "native" (nccl only)
   std::shared_ptr<ReplicaHop> replica_hop;                   // default: a PlainHop
 };
+
+// Calls visit(name, value) for every option, in their order.
+template <typename Options, typename Visit>
+void visit_fields(Options& options, Visit visit) requires
+    std::is_same_v<std::remove_const_t<Options>, ReducerOptions> {
+  visit("reduce_dtype", options.reduce_dtype);
+  visit("replica_dtype", options.replica_dtype);
+  visit("layout", options.layout);
+  visit("bucket_bytes", options.bucket_bytes);
+  visit("missing", options.missing);
+  visit("backwards", options.backwards);
+  visit("accumulate_dtype", options.accumulate_dtype);
+  visit("reduction", options.reduction);
+  visit("replica_hop", options.replica_hop);
+}
 
 struct ParameterSpec {
   std::string name;

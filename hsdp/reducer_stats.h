@@ -37,6 +37,36 @@ struct ReducerStats {
   std::string replica_transport;
 };
 
+// Calls visit(name, value) for every field, in their order.
+template <typename Visit>
+void visit_fields(const ReducerStats& stats, Visit visit) {
+  visit("bucket_count", stats.bucket_count);
+  visit("microbatch_count", stats.microbatch_count);
+  visit("step_count", stats.step_count);
+  visit("begun_step_count", stats.begun_step_count);
+  visit("reduce_scatter_count", stats.reduce_scatter_count);
+  visit("all_reduce_count", stats.all_reduce_count);
+  visit("all_gather_count", stats.all_gather_count);
+  visit("control_message_count", stats.control_message_count);
+  visit("shard_hop_bytes", stats.shard_hop_bytes);
+  visit("replica_hop_bytes", stats.replica_hop_bytes);
+  visit("carry_bytes", stats.carry_bytes);
+  visit("total_bytes", stats.total_bytes);
+  visit("staging_bytes", stats.staging_bytes);
+  visit("accumulator_bytes", stats.accumulator_bytes);
+  visit("replica_hop_state_bytes", stats.replica_hop_state_bytes);
+  visit("retained_bytes", stats.retained_bytes);
+  visit("peak_retained_bytes", stats.peak_retained_bytes);
+  visit("snapshot_bytes", stats.snapshot_bytes);
+  visit("resident_bytes", stats.resident_bytes);
+  visit("peak_resident_bytes", stats.peak_resident_bytes);
+  visit("engine", stats.engine);
+  visit("reduction", stats.reduction);
+  visit("replica_hop", stats.replica_hop);
+  visit("shard_transport", stats.shard_transport);
+  visit("replica_transport", stats.replica_transport);
+}
+
 // Where a Reducer stands on this rank.
 struct ReducerState {
   enum class Phase : std::uint8_t { kIdle, kCollecting, kFailed, kClosed };

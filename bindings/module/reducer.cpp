@@ -25,48 +25,55 @@ using Handle = ReducerHandle;
 using OptionalText = std::optional<std::string>;
 
 // One of a few words; UsageError names them.
-template <typename Choice>
-Choice choose(const std::string& option, const std::string& got,
-              const std::vector<std::pair<const char*, Choice>>& choices) {
+template <typename Choices>
+auto choose(const std::string& option, const std::string& got, const Choices& choices) {
   std::string accepted;
-  for (const auto& [word, choice] : choices) {
-    if (got == word) return choice;
+  for (const auto& [word, value] : choices) {
+    if (got == word) return value;
     accepted += (accepted.empty() ? "'" : ", '") + std::string(word) + "'";
   }
   throw UsageError("reducer: " + option + ": expected one of " + accepted + ", got '" + got + "'");
 }
 
 std::optional<Dtype> wire_dtype(const std::string& option, const OptionalText& text) {
+  static constexpr std::array<Choice<Dtype>, 3> kWires{
+      {{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}}};
   if (!text) return std::nullopt;
-  return choose<Dtype>(option, *text,
-                       {{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}});
+  return choose(option, *text, kWires);
 }
 
-std::unique_ptr<Handle> make_reducer(const MeshHandle& mesh, const py::dict& given) {
-  const auto text = [&given](const char* key) {
+// Sets an option to what Python gave, by the option's type.
+struct SetOption {
+  const py::dict& given;
+
+  [[nodiscard]] std::string text(const char* key) const {
     return text_argument(given[key], std::string("reducer: ") + key);
-  };
-  ReducerOptions options;
-  options.reduce_dtype = wire_dtype("reduce_dtype", given["reduce_dtype"].cast<OptionalText>());
-  options.replica_dtype = wire_dtype("replica_dtype", given["replica_dtype"].cast<OptionalText>());
-  options.layout =
-      choose<Layout>("layout", text("layout"), {{"flat", Layout::kFlat}, {"dim0", Layout::kDim0}});
-  options.bucket_bytes = given["bucket_bytes"].cast<std::optional<std::int64_t>>();
-  options.missing = choose<Missing>("missing", text("missing"),
-                                    {{"error", Missing::kError}, {"zero", Missing::kZero}});
-  options.backwards = choose<Backwards>("backwards", text("backwards"),
-                                        {{"one", Backwards::kOne}, {"many", Backwards::kMany}});
-  options.accumulate_dtype =
-      choose<AccumulateDtype>("accumulate_dtype", text("accumulate_dtype"),
-                              {{"f32", AccumulateDtype::kF32}, {"param", AccumulateDtype::kParam}});
-  options.reduction = text("reduction");
-  if (const py::object hop = given["replica_hop"]; !hop.is_none()) {
+  }
+  void operator()(const char* key, std::optional<Dtype>& value) const {
+    value = wire_dtype(key, given[key].cast<OptionalText>());
+  }
+  void operator()(const char* key, std::optional<std::int64_t>& value) const {
+    value = given[key].cast<std::optional<std::int64_t>>();
+  }
+  void operator()(const char* key, std::string& value) const { value = text(key); }
+  template <typename Value>
+  void operator()(const char* key, Value& value) const {
+    value = choose(key, text(key), choices(value));
+  }
+  void operator()(const char* key, std::shared_ptr<ReplicaHop>& value) const {
+    const py::object hop = given[key];
+    if (hop.is_none()) return;
     if (!py::isinstance<ReplicaHop>(hop)) {
       throw UsageError("reducer: replica_hop: expected an hsdp.ReplicaHop, got an object of type " +
                        type_name(hop) + "; take hsdp.PlainHop(\"bf16\")");
     }
-    options.replica_hop = hop.cast<std::shared_ptr<ReplicaHop>>();
+    value = hop.cast<std::shared_ptr<ReplicaHop>>();
   }
+};
+
+std::unique_ptr<Handle> make_reducer(const MeshHandle& mesh, const py::dict& given) {
+  ReducerOptions options;
+  visit_fields(options, SetOption{given});
   return std::make_unique<Handle>(mesh, std::move(options));
 }
 
@@ -96,8 +103,7 @@ void begin_microbatch(Handle& self, std::optional<bool> last, const OptionalText
   MicrobatchOptions options;
   options.last = last;
   if (sync) {
-    options.sync = choose<Sync>(
-        "sync", *sync, {{"none", Sync::kNone}, {"shard", Sync::kShard}, {"all", Sync::kAll}});
+    options.sync = choose("sync", *sync, choices(Sync{}));
   }
   self.call([options](Reducer& reducer) { reducer.begin_microbatch(options); });
 }
@@ -206,31 +212,7 @@ Memory clip_together(const std::vector<Handle*>& handles, double max_norm) {
 py::dict stats(const Handle& self) {
   const ReducerStats s = self.reducer().stats();
   py::dict d;
-  d["bucket_count"] = s.bucket_count;
-  d["microbatch_count"] = s.microbatch_count;
-  d["step_count"] = s.step_count;
-  d["begun_step_count"] = s.begun_step_count;
-  d["reduce_scatter_count"] = s.reduce_scatter_count;
-  d["all_reduce_count"] = s.all_reduce_count;
-  d["all_gather_count"] = s.all_gather_count;
-  d["control_message_count"] = s.control_message_count;
-  d["shard_hop_bytes"] = s.shard_hop_bytes;
-  d["replica_hop_bytes"] = s.replica_hop_bytes;
-  d["carry_bytes"] = s.carry_bytes;
-  d["total_bytes"] = s.total_bytes;
-  d["staging_bytes"] = s.staging_bytes;
-  d["accumulator_bytes"] = s.accumulator_bytes;
-  d["replica_hop_state_bytes"] = s.replica_hop_state_bytes;
-  d["retained_bytes"] = s.retained_bytes;
-  d["peak_retained_bytes"] = s.peak_retained_bytes;
-  d["snapshot_bytes"] = s.snapshot_bytes;
-  d["resident_bytes"] = s.resident_bytes;
-  d["peak_resident_bytes"] = s.peak_resident_bytes;
-  d["engine"] = s.engine;
-  d["reduction"] = s.reduction;
-  d["replica_hop"] = s.replica_hop;
-  d["shard_transport"] = s.shard_transport;
-  d["replica_transport"] = s.replica_transport;
+  visit_fields(s, [&d](const char* name, const auto& value) { d[name] = value; });
   return d;
 }
 

@@ -12,17 +12,28 @@
 namespace hsdp::reducer {
 namespace {
 
+struct OptionText {
+  std::string operator()(const std::optional<Dtype>& dtype) const {
+    return dtype ? std::string(name(*dtype)) : "own";
+  }
+  std::string operator()(const std::optional<std::int64_t>& number) const {
+    return std::to_string(number.value_or(0));
+  }
+  std::string operator()(const std::string& text) const { return text; }
+  std::string operator()(const std::shared_ptr<ReplicaHop>& hop) const { return hop->describe(); }
+  template <typename Value>
+  std::string operator()(const Value& value) const {
+    return std::string(word_of(value));
+  }
+};
+
+// "reduce_dtype bf16, replica_dtype own, ...".
 std::string options_text(const ReducerOptions& options) {
-  const auto dtype = [](const std::optional<Dtype>& d) {
-    return d ? std::string(name(*d)) : std::string("own");
-  };
-  return "reduce_dtype " + dtype(options.reduce_dtype) + ", replica_dtype " +
-         dtype(options.replica_dtype) + ", layout " + std::string(name(options.layout)) +
-         ", bucket_bytes " + std::to_string(options.bucket_bytes.value_or(0)) + ", reduction " +
-         options.reduction + ", replica_hop " + options.replica_hop->describe() + ", missing " +
-         (options.missing == Missing::kError ? "error" : "zero") + ", backwards " +
-         (options.backwards == Backwards::kOne ? "one" : "many") + ", accumulate_dtype " +
-         (options.accumulate_dtype == AccumulateDtype::kF32 ? "f32" : "param");
+  std::string text;
+  visit_fields(options, [&text](const char* name, const auto& value) {
+    text += (text.empty() ? "" : ", ") + std::string(name) + " " + OptionText{}(value);
+  });
+  return text;
 }
 
 void check_options(const ReducerOptions& options, std::string_view engine) {

@@ -29,9 +29,9 @@ void BucketPipeline::drain() noexcept {
   };
   quietly([this] { watcher_.synchronize(); });  // may still launch something
   send_delayed();
-  replica_lane_->run_here([this] { finish_hops(); });
   quietly([this] { replica_lane_->synchronize(); });
   quietly([this] { shard_lane_->synchronize(); });
+  quietly([this] { finish_hops(); });
   quietly([this] { watcher_.synchronize(); });
   quietly([this] { wait(shard_lane_->stream().record()); });
   quietly([this] { wait(replica_lane_->stream().record()); });
@@ -180,8 +180,9 @@ void BucketPipeline::after_hops(const Launch& launch) {
   kernels::sum_rows(args, replica_lane_->stream());
 }
 
-// Also what a dropped step has left: it still writes to the carry.
+// After both lanes' buckets. Also what a dropped step has left: it still writes to the carry.
 void BucketPipeline::finish_hops() {
+  if (unfinished_.empty()) return;
   while (!unfinished_.empty()) {
     const Unfinished next = std::move(unfinished_.front());
     unfinished_.pop_front();
@@ -198,22 +199,23 @@ void BucketPipeline::finish_hops() {
     if (error) setting_.outcome.fail(std::move(error));
     setting_.outcome.guard(next.launch.plan->step, [&] { after_hops(next.launch); });
   }
+  shard_lane_->stream().wait(replica_lane_->stream().record());
 }
 
 void BucketPipeline::join_lanes() {
   send_delayed();
-  replica_lane_->run_here([this] { finish_hops(); });
   shard_lane_->follow(*replica_lane_);
 }
 
 void BucketPipeline::end(const Ending& ending) {
   join_lanes();
   const std::int64_t step = ending.plan->step;
+  const auto end_it = [this, ending, step] {
+    finish_hops();
+    setting_.outcome.guard(step, [&] { run_end(ending); });
+  };
   // After all buckets: of several Reducers the others' buckets come first.
-  shard_lane_->issue(
-      {.run = [this, ending, step] { setting_.outcome.guard(step, [&] { run_end(ending); }); },
-       .step = step,
-       .may_drop = true});
+  shard_lane_->issue({.run = end_it, .step = step, .may_drop = true});
 }
 
 // [Note: dropped step]
@@ -278,7 +280,7 @@ void BucketPipeline::settle(const Ending& ending) {
   if (!on_host()) result.progress = StepResult::Progress::kComputed;
   const bool overflow = setting_.agreement.any(ending.word, result.nonfinite->load() != 0);
   if (overflow) {
-    result.nonfinite->store(1);
+    if (on_host()) result.nonfinite->store(1);  // for found_inf(out); a GPU may be reading it
     result.found_inf = true;
   }
   setting_.agreement.end_step({step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});

@@ -138,7 +138,8 @@ class BucketPipeline {
   HopCounts counts_;
   std::shared_ptr<Lane> shard_lane_;
   std::shared_ptr<Lane> replica_lane_;  // the same where there is one hop only
-  // Whose replica hop goes on after its reduce() has returned; only the replica lane's.
+  // Whose replica hop goes on after its reduce() has returned: the replica lane's tasks add, the
+  // microbatch's end takes, after them.
   struct Unfinished {
     Launch launch;
     Event reduced;

@@ -35,8 +35,6 @@ class Lane {
     bool may_drop = false;  // it may drop the step, and with it tasks that come later
   };
   void issue(Task task);
-  // A task of this rank alone, whatever becomes of its step; it must not throw.
-  void run_here(std::function<void()> task) { thread_.run(std::move(task)); }
   // Later tasks, and the work they enqueue, come after all of the other lane so far.
   void follow(const Lane& other);
 

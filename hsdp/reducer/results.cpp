@@ -10,6 +10,7 @@
 #include "hsdp/device/scratch.h"
 #include "hsdp/divide_factors.h"
 #include "hsdp/error.h"
+#include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
@@ -233,11 +234,13 @@ void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t co
                                : "a null pointer"));
 }
 
+const BucketLayout& Results::layout() {
+  if (const Frozen* const frozen = steps_.frozen()) return frozen->layout();
+  return parameters_.early_layout(groups_.shard.size());
+}
+
 Slice Results::slice(int parameter) {
-  const BucketLayout& layout = steps_.frozen() != nullptr
-                                   ? steps_.frozen()->layout()
-                                   : parameters_.early_layout(groups_.shard.size());
-  const ShardSlice& own = layout.slice(parameter, groups_.shard.rank());
+  const ShardSlice& own = layout().slice(parameter, groups_.shard.rank());
   return {own.flat_offset, own.count};
 }
 
@@ -393,8 +396,11 @@ Event Results::found_inf(TensorView out) {
   }
   auto* const word = static_cast<float*>(out.data);
   if (steps_.ledger().holds() != Holds::kResult) {
-    const float none = 0.0F;
-    copy_bytes(word, &none, sizeof(none), steps_.caller());
+    kernels::CastAndPack zero;  // of no gradient
+    zero.count = 1;
+    zero.out = word;
+    zero.out_dtype = Dtype::kF32;
+    kernels::cast_and_pack(zero, steps_.caller());
     return steps_.caller().record();
   }
   const auto indicate = [frozen = steps_.frozen(), &groups = groups_, out, word,

@@ -33,6 +33,7 @@ class Results {
   [[nodiscard]] std::vector<float> partial_shard(int parameter);
   void partial_shard(int parameter, TensorView out);
   [[nodiscard]] Slice slice(int parameter);
+  [[nodiscard]] const BucketLayout& layout();
   void gather_gradients(std::span<const NamedArray> arrays);
   void gather_parameters(std::span<const NamedArray> arrays);
 

@@ -58,6 +58,17 @@ void Steps::prepare() {
   if (groups_.replicate.size() > 1) agreement_.add_party(options_.replica_hop);
 }
 
+void Steps::add_party(std::weak_ptr<StepParty> party) {
+  check_usable("add_party");
+  ledger_.require_idle("add_party");
+  if (ledger_.begun()) {
+    throw UsageError(
+        "reducer: add_party: expected a call between steps, got one while a step is begun; call it "
+        "before the step's first microbatch");
+  }
+  agreement_.add_party(std::move(party));
+}
+
 StepLedger& Steps::ledger_for(std::string_view call) {
   check_usable(call);
   ledger_.set_group_count(parameters_.group_count());

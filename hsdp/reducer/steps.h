@@ -55,6 +55,8 @@ class Steps {
   // And until everything is reduced, for which on a GPU the caller's stream waits.
   void wait_reduced();
 
+  void add_party(std::weak_ptr<StepParty> party);
+
   // For flags and factors, which may be set while the Reducer is usable.
   [[nodiscard]] StepLedger& ledger_for(std::string_view call);
   [[nodiscard]] const StepLedger& ledger() const { return ledger_; }

@@ -85,7 +85,7 @@ def check_hops(mesh: hsdp.Mesh) -> None:
     assert [hsdp.PlainHop(d).dtype for d in ("f32", "bf16", "f16", None)] == [
         "f32", "bf16", "f16", None
     ]
-    assert hsdp.PlainHop("float16").name == "plain" and hsdp.PlainHop().dtype is None
+    assert hsdp.PlainHop("float16").describe() == "plain" and hsdp.PlainHop().dtype is None
     with pytest.raises(hsdp.UsageError, match="'f32', 'bf16' or 'f16', got 'f64'"):
         hsdp.PlainHop("f64")
     with pytest.raises(hsdp.UsageError, match="replica_dtype: expected bf16.*got f16"):

@@ -203,7 +203,7 @@ TEST(GpuOutputs, MustFitAndLieOnTheMeshsDevice) {
                 }),
                 ThrowsMessage<UsageError>(HasSubstr("got a null pointer")));
     values[0] = 7.0F;
-    reducer.found_inf({values.data(), 1, Dtype::kF32, kGpu});
+    reducer.found_inf({values.data(), 1, Dtype::kF32, kGpu}).wait();
     EXPECT_EQ(values[0], 0.0F);  // no step, nothing met
     const NamedArray elsewhere{"w", {values.data(), 4, Dtype::kF32, {DeviceType::kCuda, 1}}};
     EXPECT_THAT(([&] { reducer.gather_gradients(std::span(&elsewhere, 1)); }),

@@ -128,6 +128,7 @@ Event FakeHop::reduce(const HopBucket& bucket, Stream& /*stream*/) {
   scatter_wire_.wait(codec_.record());
   scatter_.all_to_all(view_of(exchange->codes, Dtype::kU8), view_of(exchange->received, Dtype::kU8),
                       scatter_wire_, cut, bucket.bucket);
+  scatter_wire_.run([exchange] {});  // whose memory the wire uses, whatever the other one does
   gather_wire_.wait(scatter_wire_.record());
   gather_wire_.run([exchange, own, rank, replicas = scatter_.size()] {
     float* const means = exchange->means.data() + exchange->cut.begin(rank);

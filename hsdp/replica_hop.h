@@ -80,7 +80,9 @@ class ReplicaHop : public StepParty {
   // Local; takes memory. A throw is told to the other ranks, and the set-up may be tried again.
   virtual void prepare(const HopPlan& plan) { static_cast<void>(plan); }
   // Two groups over the replicas, for this hop alone: exchanges on one may run beside those on the
-  // other. `gather` is made only where needs_gather_group() says so.
+  // other. `gather` is made only where needs_gather_group() says so. Empty ones when the owner lets
+  // go: then nothing of the plan or of any bucket may be used any more once it returns, whatever
+  // went wrong before.
   virtual void bind(Communicator scatter, Communicator gather) = 0;
   [[nodiscard]] virtual bool needs_gather_group() const { return true; }
 

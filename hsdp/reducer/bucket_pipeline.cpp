@@ -99,8 +99,12 @@ void BucketPipeline::send_to_replica_hop(const Launch& launch) {
     setting_.outcome.guard(step, [&] {
       replica_lane_->stream().wait(launch.packed);
       const Event reduced = launch.arithmetic.runs_replica_hop ? replica_hop(launch) : Event();
-      if (reduced.complete()) return after_hops(launch);
-      unfinished_.push_back({launch, reduced});
+      if (!reduced.complete()) {
+        unfinished_.push_back({launch, reduced});
+        return;
+      }
+      reduced.wait();  // throws what went wrong
+      after_hops(launch);
     });
   };
   replica_lane_->follow(*shard_lane_);

@@ -24,7 +24,7 @@ std::exception_ptr cause_of(const std::exception_ptr& error, const comm::Control
   try {
     control.throw_if_failed();
   } catch (const RankError& end) {
-    const bool is_own = end.ranks() == std::vector<int>{control.rank()};
+    const bool is_own = std::string_view(end.what()).find(text_of(error)) != std::string_view::npos;
     return is_own ? error : std::current_exception();
   }
   return error;

@@ -75,6 +75,12 @@ void FakeHop::prepare(const HopPlan& plan) {
 }
 
 void FakeHop::bind(Communicator scatter, Communicator gather) {
+  for (Stream* const stream : {&codec_, &scatter_wire_, &gather_wire_}) {
+    try {
+      stream->synchronize();
+    } catch (const std::exception&) {  // was the Event's
+    }
+  }
   scatter_ = std::move(scatter);
   gather_ = std::move(gather);
 }

@@ -43,6 +43,14 @@ class Checker {
     if (got != expected) fail(what, std::to_string(expected) + " elements", std::to_string(got));
   }
 
+  // One row of `length` from each rank. A product of the two may overflow.
+  void rows(std::int64_t got, std::int64_t length, std::string_view what) const {
+    if (got % group_.size != 0 || got / group_.size != length)
+      fail(what,
+           std::to_string(group_.size) + " rows of " + std::to_string(length) + " elements each",
+           std::to_string(got) + " elements");
+  }
+
   void reducible(Dtype dtype) const {
     if (dtype == Dtype::kU8) fail("dtype", "f32, bf16, f16, f64 or i64", "u8, which only moves");
   }
@@ -143,21 +151,20 @@ void check_all_gather(ConstTensorView in, TensorView out, const RowCut& cut, Gro
   if (in.data != out.slice(cut.begin(group.rank), 0).data) checker.apart(in, out);
 }
 
-void check_equal_rows(ConstTensorView in, GroupShape group) {
-  if (in.count % group.size == 0) return;
-  Checker("all_to_all", group)
-      .fail("count", "a multiple of " + std::to_string(group.size) + ", or a cut",
-            std::to_string(in.count));
-}
-
-void check_all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, GroupShape group) {
+void check_all_to_all(ConstTensorView in, TensorView out, const std::optional<RowCut>& cut,
+                      GroupShape group) {
   const Checker checker("all_to_all", group);
   checker.view(in, "input");
   checker.view(out, "output");
   checker.same_device(in.device, out.device);
   checker.same_dtype(in, out);
-  checker.cut(cut, in.count);
-  checker.count(out.count, group.size * cut.length(group.rank), "output");
+  if (cut) {
+    checker.cut(*cut, in.count);
+  } else if (in.count % group.size != 0) {
+    checker.fail("count", "a multiple of " + std::to_string(group.size) + ", or a cut",
+                 std::to_string(in.count));
+  }
+  checker.rows(out.count, cut ? cut->length(group.rank) : in.count / group.size, "output");
   checker.apart(in, out);
 }
 

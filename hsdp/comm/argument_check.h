@@ -13,8 +13,8 @@ struct GroupShape {
 void check(const ReduceScatter& args, GroupShape group);  // with the cut filled in
 void check(const AllReduce& args, GroupShape group);
 void check_all_gather(ConstTensorView in, TensorView out, const RowCut& cut, GroupShape group);
-void check_equal_rows(ConstTensorView in, GroupShape group);  // of all_to_all without a cut
-void check_all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, GroupShape group);
+void check_all_to_all(ConstTensorView in, TensorView out, const std::optional<RowCut>& cut,
+                      GroupShape group);  // without a cut: equal rows
 void check_broadcast(TensorView data, int root, GroupShape group);
 void check_allocate(std::int64_t count, Dtype dtype, GroupShape group);
 

@@ -153,11 +153,8 @@ void Communicator::all_gather(ConstTensorView in, TensorView out, Stream stream,
 void Communicator::all_to_all(ConstTensorView in, TensorView out, Stream stream,
                               std::optional<RowCut> cut, int bucket) {
   Engine& engine = require(engine_);
-  if (!cut) {
-    comm::check_equal_rows(in, shape(*this));
-    cut.emplace(in.count, size());
-  }
-  comm::check_all_to_all(in, out, *cut, shape(*this));
+  comm::check_all_to_all(in, out, cut, shape(*this));
+  if (!cut) cut.emplace(in.count, size());
   if (size() == 1 && in.device.type == DeviceType::kHost) {
     comm::run_on_stream(stream, [in, out] { copy_alone(in, out); });
     return;

@@ -130,10 +130,10 @@ class Communicator {
   // and may be that place in `out` itself. Any dtype.
   void all_gather(ConstTensorView in, TensorView out, Stream stream = Stream::inline_host(),
                   std::optional<RowCut> cut = std::nullopt, int bucket = kNoBucket);
-  // Row r of `in` goes to rank r; row r of `out` came from rank r, and all of those are as long as
-  // this rank's row of the cut, which is the same on all ranks. `in` holds cut.count() elements,
-  // `out` size() * cut.length(rank()), elsewhere. Without a cut rows are equal, and the count is a
-  // multiple of size. Any dtype.
+  // Row r of `in`, which holds cut.count() elements, goes to rank r. `out` lies apart from it and
+  // holds size() rows of cut.length(rank()) elements each; row r came from rank r. The cut is the
+  // same on all ranks, rows may be empty. Without one rows are equal, and the count is a multiple
+  // of size. Any dtype.
   void all_to_all(ConstTensorView in, TensorView out, Stream stream = Stream::inline_host(),
                   std::optional<RowCut> cut = std::nullopt, int bucket = kNoBucket);
   void broadcast(TensorView data, int root = 0, Stream stream = Stream::inline_host());

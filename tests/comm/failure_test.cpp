@@ -95,6 +95,15 @@ TEST_P(Failure, DifferentCountsDtypesAndTermsAreNamed) {
               }),
               AllOf(HasSubstr("from rank 0"), HasSubstr("from rank 1")));
   EXPECT_THAT(mismatch([&](Communicator& world) {
+                const Memory in(world, GetParam(), 100, Dtype::kU8);
+                const Memory out(world, GetParam(), 120, Dtype::kU8);
+                const RowCut cut({0, odd(world) ? 30 : 40, 60, 100});  // rank 2's row is the same
+                world.all_to_all(in.view(), out.view().slice(0, 3 * cut.length(world.rank())),
+                                 Stream::inline_host(), cut, 5);
+              }),
+              AllOf(HasSubstr("expected all_to_all of 100 u8 of bucket 5 (ranks 0, 2), got"),
+                    HasSubstr("with another cut, exponent or divisor")));
+  EXPECT_THAT(mismatch([&](Communicator& world) {
                 if (odd(world)) {
                   static_cast<void>(world.split(0, 0));
                 } else {

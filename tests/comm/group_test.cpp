@@ -200,9 +200,6 @@ TEST(Misuse, BadArgumentsAreUsageErrorsAndHarmNothing) {
     EXPECT_THROW(world.all_gather(out, TensorView{data.data(), 100, Dtype::kBf16}), UsageError);
     EXPECT_THROW(world.all_to_all(f32, f32), UsageError);
     EXPECT_THROW(world.all_to_all(f32.slice(0, 3), out.slice(0, 3)), UsageError);
-    EXPECT_THROW(world.all_to_all(f32, out, Stream::inline_host(), RowCut(50, 2)), UsageError);
-    EXPECT_THROW(world.all_to_all(f32, out, Stream::inline_host(), RowCut(f32.count, 3)),
-                 UsageError);
     EXPECT_THROW(world.broadcast(f32, 2), UsageError);
     EXPECT_THROW(static_cast<void>(world.allocate(-1, Dtype::kF32)), UsageError);
     EXPECT_THROW(world.all_reduce(TensorView{data.data(), 4, Dtype::kF32, {DeviceType::kCuda, 0}}),
@@ -215,6 +212,37 @@ TEST(Misuse, BadArgumentsAreUsageErrorsAndHarmNothing) {
     EXPECT_THROW(RowCut({0, 5, 4}), UsageError);
     EXPECT_THROW(RowCut(-1, 2), UsageError);
     expect_sum(world, f32);
+  });
+}
+
+TEST(Misuse, OfTheCutOfAnAllToAllIsNamed) {
+  run_world({.size = 3}, [](Communicator& world) {
+    std::vector<float> data(200);
+    const TensorView in{data.data(), 100};
+    const TensorView out{data.data() + 100, 100};
+    const auto expect_error = [&](ConstTensorView from, TensorView to, const RowCut& cut,
+                                  const std::string& message) {
+      EXPECT_THAT([&] { world.all_to_all(from, to, Stream::inline_host(), cut, 1); },
+                  testing::ThrowsMessage<UsageError>(HasSubstr("all_to_all: " + message)));
+    };
+    const RowCut even({0, 10, 20, 30});
+    expect_error(in.slice(0, 30), out.slice(0, 30), RowCut(30, 4),
+                 "cut: expected 3 rows, got 4 (rank " + std::to_string(world.rank()) + " of 3)");
+    expect_error(in.slice(0, 31), out.slice(0, 30), even, "cut: expected 31 elements, got 30");
+    for (const std::int64_t wrong : {0, 10, 29, 31, 33}) {
+      expect_error(in.slice(0, 30), out.slice(0, wrong), even,
+                   "output: expected 3 rows of 10 elements each, got " + std::to_string(wrong));
+    }
+    expect_error(in.slice(0, 30), in.slice(0, 30), even, "memory: expected an output apart");
+    expect_error(in.slice(0, 30), in.slice(29, 30), even, "memory: expected an output apart");
+    // Bytes, and the elements of all rows together, that overflow.
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() / 2;
+    expect_error({data.data(), kMost, Dtype::kU8}, {data.data(), 1, Dtype::kU8},
+                 RowCut({0, world.rank() == 0 ? kMost : 0, world.rank() < 2 ? kMost : 0, kMost}),
+                 "output: expected 3 rows of " + std::to_string(kMost) + " elements each, got 1");
+    EXPECT_THAT([&] { world.all_to_all(in.slice(0, 31), out.slice(0, 31)); },
+                testing::ThrowsMessage<UsageError>(HasSubstr("a multiple of 3, or a cut, got 31")));
+    expect_sum(world, in);
   });
 }
 

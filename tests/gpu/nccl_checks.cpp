@@ -112,6 +112,19 @@ void check_moves(Communicator& world, Stream& stream, Device device) {
                               return noise(from, world.rank() * row + i % row);
                             }),
                      "all_to_all"));
+  std::vector<std::int64_t> offsets{0};
+  for (int r = 0; r < world.size(); ++r) offsets.push_back(offsets.back() + (r == 1 ? 0 : 77 + r));
+  const RowCut cut(offsets);
+  const std::int64_t own = cut.length(world.rank());
+  const TensorView rows = out.view().slice(0, own * world.size());
+  world.all_to_all(in.view().slice(0, cut.count()), rows, stream, cut);
+  require(difference(floats_of(rows, stream),
+                     values(rows.count,
+                            [&](std::int64_t i) {
+                              const auto from = static_cast<int>(i / own);
+                              return noise(from, cut.begin(world.rank()) + i % own);
+                            }),
+                     "all_to_all with a cut"));
   world.all_gather(in.view().slice(world.rank() * row, row), out.view(), stream);
   require(
       difference(floats_of(out.view(), stream),

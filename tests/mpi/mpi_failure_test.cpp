@@ -61,6 +61,22 @@ TEST(MpiFailure, AnotherOperationAndOtherTermsAreNamed) {
                 }),
                 AllOf(HasSubstr("broadcast of 8 f32 from rank 0"), HasSubstr("barrier")));
   }
+  {
+    Communicator world = fresh_world();
+    std::vector<std::int64_t> offsets(static_cast<std::size_t>(world.size()) + 1, 2);
+    offsets[0] = 0;
+    if (world.rank() == 0) offsets[1] = 1;
+    const RowCut cut(offsets);
+    std::vector<float> in(2);
+    std::vector<float> out(in.size() * static_cast<std::size_t>(world.size()));
+    EXPECT_THAT(message_of<MismatchError>([&] {
+                  world.all_to_all(TensorView{in.data(), 2},
+                                   {out.data(), world.size() * cut.length(world.rank())},
+                                   Stream::inline_host(), cut, 6);
+                }),
+                AllOf(HasSubstr("all_to_all of 2 f32 of bucket 6"),
+                      HasSubstr("with another cut, exponent or divisor")));
+  }
   Communicator world = fresh_world();
   std::vector<float> data(8, 1.0F);
   EXPECT_THAT(

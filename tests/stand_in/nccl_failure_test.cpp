@@ -116,6 +116,24 @@ TEST(NcclFailure, DifferentCallsAreNamedBeforeDataMoves) {
                                 HasSubstr("of 99 f32 of bucket 3 (rank 1)"))));
 }
 
+TEST(NcclFailure, DifferentCutsDoNotMeet) {
+  const auto texts = outcomes(3, [](Communicator& world) {
+    const Device gpu = gpu_of(world.rank());
+    const Buffer in(gpu, 100);
+    const Buffer out(gpu, 120);
+    const RowCut cut({0, world.rank() == 1 ? 30 : 40, 60, 100});
+    const TensorView rows = out.view(Dtype::kU8).slice(0, 3 * cut.length(world.rank()));
+    const auto call = [&] {
+      world.all_to_all(in.view(Dtype::kU8), rows, Stream::inline_host(), cut, 5);
+    };
+    EXPECT_THAT(outcome_of(call), HasSubstr("MismatchError"));
+    EXPECT_TRUE(nccl_stand_in().calls(world.rank()).empty());
+    world.barrier();
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("all_to_all of 100 u8 of bucket 5 (ranks 0, 2)"),
+                                HasSubstr("with another cut, exponent or divisor"))));
+}
+
 TEST(NcclFailure, NativeAndExactDoNotMeet) {
   const auto texts = outcomes(2, [](Communicator& world) {
     const Buffer data(gpu_of(world.rank()), 400);

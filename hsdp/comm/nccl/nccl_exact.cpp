@@ -59,9 +59,10 @@ void each_peer(const NcclGroup& group, Visit visit) {
   for (int step = 1; step < group.size(); ++step) visit((group.rank() + step) % group.size());
 }
 
-// Row r of `in` goes to rank r; this rank's rows come to their places.
-void exchange_rows(NcclGroup& group, ConstTensorView in, const RowCut& cut, const Rows& rows,
-                   Stream& stream) {
+// Row r of `in` goes to peer r; this rank's row of peer r comes to place(r).
+template <typename Place>
+void exchange_rows(NcclGroup& group, ConstTensorView in, const RowCut& cut, Stream& stream,
+                   Place place) {
   if (in.count == 0) return;
   const std::size_t own_bytes = in.slice(0, cut.length(group.rank())).size_in_bytes();
   group.send_group([&](NcclHandle on) {
@@ -73,7 +74,7 @@ void exchange_rows(NcclGroup& group, ConstTensorView in, const RowCut& cut, cons
     });
     each_peer(group, [&](int peer) {
       if (own_bytes == 0) return;
-      group.library().receive(rows.place(peer), own_bytes, peer, on, stream.native_handle());
+      group.library().receive(place(peer), own_bytes, peer, on, stream.native_handle());
     });
   });
 }
@@ -99,7 +100,7 @@ void all_reduce_as_it_is(NcclGroup& group, const AllReduce& args, Stream& stream
   const RowCut cut = sum_cut(args.data.count, group.size());
   const TensorView own = args.data.slice(cut.begin(group.rank()), cut.length(group.rank()));
   const Rows rows(group, own, stream);
-  exchange_rows(group, args.data, cut, rows, stream);
+  exchange_rows(group, args.data, cut, stream, [&](int r) { return rows.place(r); });
   sum_into(own, rows, sum_spec(args), stream);
   gather_rows(group, own, args.data, cut, stream);
   if (args.nonfinite != nullptr) kernels::find_nonfinite(args.data, args.nonfinite, stream);
@@ -119,7 +120,7 @@ void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream)
                           stream);
   const TensorView own = wire.slice(cut.begin(group.rank()), cut.length(group.rank()));
   const Rows rows(group, own, stream);
-  exchange_rows(group, wire, cut, rows, stream);
+  exchange_rows(group, wire, cut, stream, [&](int r) { return rows.place(r); });
   sum_into(own, rows, wire_sum_spec(args), stream);
   gather_rows(group, own, wire, cut, stream);
   kernels::scale_and_cast({.in = wire.data,
@@ -137,7 +138,7 @@ void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream)
 void exact_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& stream) {
   const RowCut& cut = *args.cut;
   const Rows rows(group, args.in.slice(cut.begin(group.rank()), cut.length(group.rank())), stream);
-  exchange_rows(group, args.in, cut, rows, stream);
+  exchange_rows(group, args.in, cut, stream, [&](int r) { return rows.place(r); });
   if (args.out.count == 0) return;
   const std::vector<const void*> all = rows.all();
   void* const out = args.out.data;
@@ -190,21 +191,10 @@ void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, const 
                     Stream& stream) {
   if (in.count == 0) return;
   const std::int64_t own = cut.length(group.rank());
-  const auto sent = [&](int r) { return in.slice(cut.begin(r), cut.length(r)); };
-  const auto received = [&](int r) { return out.slice(r * own, own); };
-  copy_bytes(received(group.rank()).data, sent(group.rank()).data,
-             sent(group.rank()).size_in_bytes(), stream);
-  group.send_group([&](NcclHandle on) {
-    each_peer(group, [&](int peer) {
-      if (sent(peer).count > 0) {
-        group.library().send(sent(peer).data, sent(peer).size_in_bytes(), peer, on,
-                             stream.native_handle());
-      }
-      if (own == 0) return;
-      group.library().receive(received(peer).data, received(peer).size_in_bytes(), peer, on,
-                              stream.native_handle());
-    });
-  });
+  const auto place = [&](int r) { return out.slice(r * own, own).data; };
+  const ConstTensorView kept = in.slice(cut.begin(group.rank()), own);
+  copy_bytes(place(group.rank()), kept.data, kept.size_in_bytes(), stream);
+  exchange_rows(group, in, cut, stream, place);
 }
 
 void broadcast_bytes(NcclGroup& group, TensorView data, int root, Stream& stream) {

@@ -102,7 +102,7 @@ Results::Results(const ReducerOptions& options, ParameterTable& parameters, Grou
       snapshots_(memory) {}
 
 Event Results::run(Scope scope, std::int64_t step, Task task) {
-  const Event done = steps_.frozen()->pipeline().run(
+  Event done = steps_.frozen()->pipeline().run(
       {.scope = scope, .step = step, .after = steps_.caller().record()}, std::move(task));
   if (!groups_.on_host()) steps_.caller().wait(done);
   return done;

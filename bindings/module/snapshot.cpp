@@ -63,6 +63,7 @@ void write(const std::filesystem::path& path, const py::dict& info, const py::li
   SnapshotInfo parsed = parse_info(info);
   if (info.contains("reduce_dtype")) {
     const Dtype wire = parse_dtype(info["reduce_dtype"].cast<std::string>());
+    parsed.replica_dtype = wire;
     for (SnapshotEntry& entry : entries) entry.reduce_dtype = wire;
   }
   const bool whole = parsed.layout == "full";

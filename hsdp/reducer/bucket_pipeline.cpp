@@ -196,6 +196,7 @@ void BucketPipeline::finish_hops() {
         next.reduced.wait();
       } else {
         replica_lane_->stream().wait(next.reduced);
+        late_.push_back(next.reduced);
       }
     } catch (...) {
       error = std::current_exception();
@@ -296,8 +297,10 @@ void BucketPipeline::run_when_done(std::function<void()> task) {
     task();
     return;
   }
-  watch([this, done = shard_lane_->stream().record(), task = std::move(task)] {
+  watch([this, done = shard_lane_->stream().record(), late = std::exchange(late_, {}),
+         task = std::move(task)] {
     wait(done);
+    for (const Event& reduced : late) wait(reduced);  // throws what went wrong
     task();
   });
 }

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
@@ -145,6 +146,8 @@ class BucketPipeline {
     Event reduced;
   };
   std::deque<Unfinished> unfinished_;
+  // On a GPU: the microbatch's, to be asked for their errors once the device is done.
+  std::vector<Event> late_;
   // On a GPU: the bucket whose replica hop comes after the next one's shard hop.
   std::mutex delayed_mutex_;
   std::optional<Launch> delayed_;

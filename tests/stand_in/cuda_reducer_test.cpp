@@ -16,7 +16,9 @@
 
 #include "cuda_stand_in.h"
 #include "device_rank.h"
+#include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
+#include "hsdp/replica_hop.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
@@ -271,6 +273,57 @@ INSTANTIATE_TEST_SUITE_P(Meshes, OnGpu,
                          ::testing::Values(test::MeshShape{1, 1}, test::MeshShape{1, 2},
                                            test::MeshShape{2, 1}, test::MeshShape{2, 2}),
                          ::testing::PrintToStringParamName());
+
+// Whose buckets go wrong after reduce() has returned.
+class LateHop final : public ReplicaHop {
+ public:
+  explicit LateHop(bool fails) : fails_(fails) {}
+  [[nodiscard]] std::string describe() const override { return "late"; }
+  void prepare(const HopPlan& plan) override { plain_.prepare(plan); }
+  void bind(Communicator scatter, Communicator gather) override {
+    if (later_.valid()) later_.wait();
+    plain_.bind(std::move(scatter), std::move(gather));
+  }
+  Event reduce(const HopBucket& bucket, Stream& stream) override {
+    static_cast<void>(plain_.reduce(bucket, stream));
+    if (!fails_) return {};
+    const auto done = std::make_shared<HostEvent>();
+    later_ = std::async(std::launch::async, [done] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      done->finish(std::make_exception_ptr(Error("hop: the codec failed")));
+    });
+    return Event(done);
+  }
+  void end_step(const StepEnd& end) override { ends.push_back(end); }
+
+  std::vector<StepEnd> ends;
+
+ private:
+  bool fails_;
+  PlainHop plain_;
+  std::future<void> later_;
+};
+
+TEST(CudaReducer, AHopThatFailsLateEndsTheWorld) {
+  const test::StepCase step =
+      test::random_step({{.name = "w", .shape = {64}}}, 2, {Sync::kAll}, 11);
+  run_gpu_mesh({2, 1}, [&](const Mesh& mesh) {
+    const auto hop = std::make_shared<LateHop>(mesh.rank() == 1);
+    {
+      Reducer reducer(mesh, {.replica_hop = hop});
+      test::register_all(reducer, step);
+      Rank rank(reducer, step, mesh.rank());
+      EXPECT_THAT(
+          [&] {
+            rank.run_steps();
+            static_cast<void>(reducer.found_inf());
+          },
+          ThrowsMessage<Error>(HasSubstr("hop: the codec failed")));
+    }
+    ASSERT_EQ(hop->ends.size(), 1U);
+    EXPECT_EQ(hop->ends.front().outcome, StepOutcome::kDropped);
+  });
+}
 
 TEST(CudaReducer, RefusesMemoryAndStreamsOfOtherDevices) {
   run_gpu_mesh({1, 1}, [](const Mesh& mesh) {

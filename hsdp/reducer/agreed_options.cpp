@@ -1,6 +1,8 @@
 #include "hsdp/reducer/agreed_options.h"
 
+#include <algorithm>
 #include <memory>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -36,6 +38,17 @@ std::string options_text(const ReducerOptions& options) {
   return text;
 }
 
+// Travels in a line of text, and stands in snapshots.
+void check_description(const std::string& text) {
+  constexpr std::size_t kMaxBytes = 127;
+  const bool is_line = std::ranges::none_of(
+      text, [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7F'; });
+  if (!text.empty() && text.size() <= kMaxBytes && is_line && is_snapshot_text(text)) return;
+  throw UsageError("reducer: replica_hop: expected its description in one line of UTF-8 of 1 to " +
+                   std::to_string(kMaxBytes) + " bytes, got " + std::to_string(text.size()) +
+                   (is_line ? " bytes" : " bytes with a line break or control character"));
+}
+
 void check_options(const ReducerOptions& options, std::string_view engine) {
   for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
     if (dtype && !is_gradient_dtype(*dtype)) {
@@ -44,6 +57,7 @@ void check_options(const ReducerOptions& options, std::string_view engine) {
           std::string(name(*dtype)));
     }
   }
+  check_description(options.replica_hop->describe());
   const std::optional<Dtype> sent = options.replica_hop->wire();
   if (sent && !is_gradient_dtype(*sent)) {
     throw UsageError("reducer: replica_hop: expected a wire of f32, bf16 or f16, got " +
@@ -81,14 +95,15 @@ ReducerOptions with_defaults(ReducerOptions options, Device device) {
 
 AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicator& world) {
   AgreedOptions agreed{with_defaults(std::move(options), device), {}};
+  std::string own;
   together(world, "make its Reducer", [&] {
     check_options(agreed.options, world.engine_name());
     if (!agreed.options.replica_dtype) {
       agreed.options.replica_dtype = agreed.options.replica_hop->wire();
     }
+    own = options_text(agreed.options);
   });
-  const std::vector<std::string> all =
-      world.exchange(options_text(agreed.options) + '\n' + new_snapshot_id(), "Reducer");
+  const std::vector<std::string> all = world.exchange(own + '\n' + new_snapshot_id(), "Reducer");
   const auto options_of = [&all](int r) {
     const std::string& text = all[static_cast<std::size_t>(r)];
     return text.substr(0, text.find('\n'));

@@ -137,12 +137,14 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
 void Frozen::prepare_hop(const FrozenSetting& setting) {
   const std::shared_ptr<ReplicaHop>& hop = setting.options.replica_hop;
   Groups& groups = setting.groups;
+  bool needs_gather_group = false;
   together(groups.world, "prepare its replica hop", [&] {
     hop_.emplace(hop, hop_plan(setting, *layout_));
     hop_->prepare();
+    needs_gather_group = hop->needs_gather_group();
   });
   Communicator gather;
-  if (hop->needs_gather_group()) {
+  if (needs_gather_group) {
     together(groups.world, "make a group of its replica hop",
              [&] { gather = groups.replicate.split(0, groups.replicate.rank()); });
   }

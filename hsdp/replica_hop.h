@@ -4,6 +4,10 @@
 // A hop has one owner at a time, a Reducer or a replica_hook, and is not used where there is one
 // replica. The owner calls prepare() and bind() when it is set up, then means() and reduce() for
 // every bucket of a step, in one order on all ranks, and end_step() [Note: a replica hop].
+//
+// Threads: reduce() and end_step() run on threads of the owner's, one call at a time; the rest on
+// the thread that drives the owner, and bind({}, {}) on the one that destroys it. means() and
+// word() may come while a reduce() runs.
 #pragma once
 
 #include <atomic>
@@ -61,7 +65,7 @@ struct HopState {
 
 class ReplicaHop : public StepParty {
  public:
-  // Its options, for stats and snapshots; equal on all ranks, at most 127 bytes.
+  // Its options, for stats and snapshots; equal on all ranks, one line of at most 127 bytes.
   [[nodiscard]] virtual std::string describe() const = 0;
   [[nodiscard]] std::string owner() const override { return "replica hop " + describe(); }
   // What it sends, where it brings that along: settles the Reducer's replica_dtype.
@@ -82,21 +86,23 @@ class ReplicaHop : public StepParty {
   // Two groups over the replicas, for this hop alone: exchanges on one may run beside those on the
   // other. `gather` is made only where needs_gather_group() says so. Empty ones when the owner lets
   // go: then nothing of the plan or of any bucket may be used any more once it returns, whatever
-  // went wrong before.
+  // went wrong before. Every step has ended by then.
   virtual void bind(Communicator scatter, Communicator gather) = 0;
-  [[nodiscard]] virtual bool needs_gather_group() const { return true; }
+  [[nodiscard]] virtual bool needs_gather_group() const { return true; }  // equal on all ranks
 
   // Whether that bucket's outputs in this step are means, each divided by f s as it comes: the
   // Reducer then adds them, where a group is all several times in a step, and divides nothing.
-  // Asked once a step, before its first reduce(); then f must stand.
+  // Asked once a step, before its first reduce(); then f must stand. Not where this rank drops the
+  // step before that.
   [[nodiscard]] virtual bool means(int bucket) const {
     static_cast<void>(bucket);
     return false;
   }
   // Sums over the replicas, in a task of `stream`. The Event completes when bucket.data is final
-  // and nothing uses it; the next bucket may be given before. Zeros come in place of data when
-  // this rank has dropped the step and the others do not know. A throw, or an error of the Event,
-  // ends the world.
+  // and nothing uses it; the next bucket may be given before. When this rank has dropped the step
+  // and the others do not know, data holds anything: the exchange takes place all the same, and
+  // nobody uses the result. A throw, or an error of the Event, ends the world; what still runs
+  // then, end_step() and bind() wait for.
   virtual Event reduce(const HopBucket& bucket, Stream& stream) = 0;
 
   // What it keeps from step to step, and to put that back; between steps. load_state() may come

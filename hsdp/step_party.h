@@ -3,7 +3,8 @@
 // [Note: step parties].
 //
 // word() is called on the thread that drives the Reducer, end_step() on one of the Reducer's own;
-// never both at once for one step. Neither may call the Reducer.
+// never both at once for one step. Neither may call the Reducer. A party may die at any time, on
+// one rank before the others; if the Reducer is just talking to it, on that thread.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +33,9 @@ class StepParty {
   // Equal on all ranks, at most kMaxWordBytes. A throw drops the step.
   [[nodiscard]] virtual std::string word() const { return {}; }
   // Every rank's status word is in. Commits what the step changed or goes back to what was before,
-  // before the next step begins. A throw ends the world.
+  // before the next step begins. Each step that was begun ends once, in order; one that the world's
+  // end or a close has cut ends as dropped when the Reducer is closed or goes. A throw ends the
+  // world.
   virtual void end_step(const StepEnd& end) { static_cast<void>(end); }
   // Whether that has to come before the next step's first hop. On a GPU the thread that issues the
   // hops then waits for the device once a step.

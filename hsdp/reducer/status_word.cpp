@@ -58,32 +58,35 @@ std::string hexadecimal(std::string_view bytes) {
   return text;
 }
 
-// They may hold any bytes: "2d " for "-", " " for none.
-std::string sections_text(const std::vector<std::string>& sections) {
+// They may hold any bytes: "41 " for "A", " " for an empty one, "- " for none.
+std::string sections_text(const Sections& sections) {
   std::string text;
-  for (const std::string& section : sections) text += hexadecimal(section) + ' ';
+  for (const auto& section : sections) text += (section ? hexadecimal(*section) : "-") + ' ';
   return text;
 }
 
-std::vector<std::string> parse_sections(std::string_view text) {
-  std::vector<std::string> sections;
+Sections parse_sections(std::string_view text) {
+  Sections sections;
   while (!text.empty()) {
     const std::size_t end = std::min(text.find(' '), text.size());
-    std::string section;
-    for (std::size_t i = 0; i + 1 < end; i += 2) {
-      unsigned byte = 0;
-      std::from_chars(text.data() + i, text.data() + i + 2, byte, 16);
-      section += static_cast<char>(byte);
+    if (text.starts_with('-')) {
+      sections.emplace_back();
+    } else {
+      std::string& section = sections.emplace_back(std::string()).value();
+      for (std::size_t i = 0; i + 1 < end; i += 2) {
+        unsigned byte = 0;
+        std::from_chars(text.data() + i, text.data() + i + 2, byte, 16);
+        section += static_cast<char>(byte);
+      }
     }
-    sections.push_back(std::move(section));
     text.remove_prefix(std::min(end + 1, text.size()));
   }
   return sections;
 }
 
-std::string printable(const std::string& section) {
-  const bool is_text = std::ranges::all_of(section, [](char c) { return c >= ' ' && c <= '~'; });
-  return is_text ? section : "0x" + hexadecimal(section);
+std::string printable(const std::string& value) {
+  const bool is_text = std::ranges::all_of(value, [](char c) { return c >= ' ' && c <= '~'; });
+  return is_text ? value : "0x" + hexadecimal(value);
 }
 
 // The shortest text that gives the same number back.
@@ -138,7 +141,7 @@ std::optional<comm::Failure> compare(const Field& field, std::span<const StatusW
   for (std::size_t i = 0; i < members.size(); ++i) {
     if (values[i] == expected) continue;
     if (failure.ranks.empty()) {
-      got = "'" + values[i] + "' on rank " + std::to_string(members[i]) + " of " +
+      got = "'" + printable(values[i]) + "' on rank " + std::to_string(members[i]) + " of " +
             std::to_string(words.size());
     }
     failure.ranks.push_back(ranks[members[i]]);
@@ -146,8 +149,8 @@ std::optional<comm::Failure> compare(const Field& field, std::span<const StatusW
   if (failure.ranks.empty()) return std::nullopt;
   const StatusWord& first = words[members.front()];
   failure.message = "reducer: end of microbatch " + std::to_string(first.microbatch) + " of step " +
-                    std::to_string(first.step) + ": expected " + field.name + " '" + expected +
-                    "' on every rank, got " + got +
+                    std::to_string(first.step) + ": expected " + field.name + " '" +
+                    printable(expected) + "' on every rank, got " + got +
                     "; make the same calls with the same arguments on all ranks";
   return failure;
 }
@@ -217,8 +220,11 @@ std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
   if (auto failure = compare(count, words, members, ranks)) return failure;
   for (std::size_t i = 0; i < words[members.front()].sections.size(); ++i) {
     const Field section{"word of " + (i < owners.size() ? owners[i] : "a step party"),
-                        [i](const StatusWord& w) { return printable(w.sections[i]); }};
-    if (auto failure = compare(section, words, members, ranks)) return failure;
+                        [i](const StatusWord& w) { return w.sections[i].value(); }};
+    std::vector<std::size_t> present;
+    std::ranges::copy_if(members, std::back_inserter(present),
+                         [&](std::size_t r) { return words[r].sections[i].has_value(); });
+    if (auto failure = compare(section, words, present, ranks)) return failure;
   }
   return std::nullopt;
 }

@@ -19,6 +19,9 @@ constexpr const char* kFinishCall = "finish";
 constexpr const char* kDiscardCall = "discard";
 constexpr const char* kDropCall = "drop";
 
+// Of the step's parties, in the order they were added; none of one that is gone on this rank.
+using Sections = std::vector<std::optional<std::string>>;
+
 struct StatusWord {
   // Equal on all ranks but those whose call is kDropCall.
   std::string call;
@@ -27,7 +30,7 @@ struct StatusWord {
   std::vector<GroupPlan> groups;  // what is sent; none where nothing is. Their sync is compared
   double divide_factor = 0;       // 0: the default rule
   double loss_scale = 1;
-  std::vector<std::string> sections;  // of the step's parties, in the order they were added
+  Sections sections;
   // This rank's own.
   bool dropped = false;
   std::string reason;  // names the parameter at fault; at most kMaxReasonBytes travel
@@ -43,7 +46,8 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 
 // The first disagreement between the ranks, as a failure of the world; nothing when they agree.
 // Who dropped the step while it sent nothing is not asked, nor are the parties of any who dropped
-// it. `ranks` are the world ranks behind the words, `owners` the parties' names.
+// it; a party is compared among the ranks that still have it. `ranks` are the world ranks behind
+// the words, `owners` the parties' names.
 [[nodiscard]] std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
                                                          std::span<const int> ranks,
                                                          std::span<const std::string> owners = {});

@@ -29,22 +29,26 @@ std::string StepAgreement::key(std::string_view kind, std::int64_t number) const
   return id_ + "/" + std::string(kind) + "/" + std::to_string(number);
 }
 
-void StepAgreement::add_party(std::weak_ptr<StepParty> party) {
+void StepAgreement::add_party(std::weak_ptr<StepParty> party, std::int64_t first_step) {
   const std::scoped_lock lock(mutex_);
-  parties_.push_back(std::move(party));
+  parties_.push_back({std::move(party), first_step});
 }
 
-std::vector<std::shared_ptr<StepParty>> StepAgreement::parties() const {
-  std::vector<std::shared_ptr<StepParty>> all;
+std::vector<StepAgreement::Present> StepAgreement::parties() const {
+  std::vector<Present> all;
   const std::scoped_lock lock(mutex_);
-  for (const auto& party : parties_) all.push_back(party.lock());
+  for (const auto& [party, first_step] : parties_) all.push_back({party.lock(), first_step});
   return all;
 }
 
-std::vector<std::string> StepAgreement::sections() const {
-  std::vector<std::string> sections;
-  for (const auto& party : parties()) {
-    const std::string& section = sections.emplace_back(party ? party->word() : std::string());
+Sections StepAgreement::sections() const {
+  Sections sections;
+  for (const auto& [party, first_step] : parties()) {
+    if (!party) {
+      sections.emplace_back();
+      continue;
+    }
+    const std::string& section = sections.emplace_back(party->word()).value();
     if (section.size() <= StepParty::kMaxWordBytes) continue;
     throw UsageError(party->owner() + ": expected a word of at most " +
                      std::to_string(StepParty::kMaxWordBytes) + " bytes, got " +
@@ -54,13 +58,33 @@ std::vector<std::string> StepAgreement::sections() const {
 }
 
 void StepAgreement::end_step(const StepEnd& end) {
-  for (const auto& party : parties()) {
-    if (party) party->end_step(end);
+  ended_steps_ = end.step + 1;
+  std::exception_ptr error;
+  for (const auto& [party, first_step] : parties()) {
+    if (!party || end.step < first_step) continue;
+    try {
+      party->end_step(end);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
   }
+  if (error) std::rethrow_exception(error);
 }
 
 bool StepAgreement::has_state() const {
-  return std::ranges::any_of(parties(), [](const auto& p) { return p && p->has_state(); });
+  return std::ranges::any_of(parties(),
+                             [](const auto& p) { return p.party && p.party->has_state(); });
+}
+
+// Those who are gone on every rank: from here on no word has a section for them.
+void StepAgreement::forget_gone(const Words& words) {
+  const std::scoped_lock lock(mutex_);
+  for (std::size_t i = parties_.size(); i-- > 0;) {
+    const bool is_gone = std::ranges::all_of(words, [i](const StatusWord& word) {
+      return i < word.sections.size() && !word.sections[i];
+    });
+    if (is_gone) parties_.erase(parties_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
 }
 
 std::int64_t StepAgreement::post(const StatusWord& word) {
@@ -91,12 +115,14 @@ void StepAgreement::stop_waiting() {
 
 StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   std::vector<std::string> owners;
-  for (const auto& party : parties())
-    owners.push_back(party ? party->owner() : "a party that went");
+  for (const Present& present : parties()) {
+    owners.push_back(present.party ? present.party->owner() : "a step party");
+  }
   if (const auto mismatch = find_mismatch(words, world_.world_ranks(), owners)) {
     world_.engine()->control().fail(*mismatch);
     comm::throw_failure(*mismatch);
   }
+  forget_gone(words);
   const std::optional<int> dropper = find_drop(words);
   if (!dropper) return {};
   const StatusWord& own = words[static_cast<std::size_t>(world_.rank())];

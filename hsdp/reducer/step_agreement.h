@@ -27,13 +27,15 @@ class StepAgreement {
   // `id` is the same on every rank and unique in the world.
   StepAgreement(Communicator world, std::string id);
 
-  // Whoever keeps state by steps: says a word in each status word, and is told how each step ended.
-  // Between steps, in the same order on all ranks.
-  void add_party(std::weak_ptr<StepParty> party);
+  // Whoever keeps state by steps: says a word in each status word, and is told how each step ended,
+  // from `first_step` on. Between steps, in the same order on all ranks; it may die whenever it
+  // likes.
+  void add_party(std::weak_ptr<StepParty> party, std::int64_t first_step);
   // Their words now, for a status word. Throws what they throw, and for one that is too long.
-  [[nodiscard]] std::vector<std::string> sections() const;
-  // Tells them; throws what they throw.
+  [[nodiscard]] Sections sections() const;
+  // Tells all of them, in the order of steps; then throws what the first of them threw.
   void end_step(const StepEnd& end);
+  [[nodiscard]] std::int64_t ended_steps() const { return ended_steps_; }
   [[nodiscard]] bool has_state() const;
 
   // Tells the others; never blocks. Which word it is, for collect() and the like.
@@ -66,12 +68,22 @@ class StepAgreement {
  private:
   [[nodiscard]] std::string key(std::string_view kind, std::int64_t number) const;
 
-  [[nodiscard]] std::vector<std::shared_ptr<StepParty>> parties() const;  // null: gone
+  struct Party {
+    std::weak_ptr<StepParty> party;
+    std::int64_t first_step = 0;
+  };
+  struct Present {
+    std::shared_ptr<StepParty> party;  // null: gone
+    std::int64_t first_step = 0;
+  };
+  [[nodiscard]] std::vector<Present> parties() const;
+  void forget_gone(const Words& words);
 
   Communicator world_;
   std::string id_;
   mutable std::mutex mutex_;
-  std::vector<std::weak_ptr<StepParty>> parties_;
+  std::vector<Party> parties_;
+  std::atomic<std::int64_t> ended_steps_{0};
   std::atomic<std::int64_t> posted_{0};
   std::atomic<std::int64_t> judged_{0};
   std::atomic<std::int64_t> asked_{0};

@@ -25,6 +25,7 @@ Steps::~Steps() {
   abandon("the Reducer was destroyed");
   if (!frozen_) return;
   frozen_->pipeline().drain();  // its tasks use the rest of this
+  end_cut_steps();
   if (groups_.on_host()) return;
   try {
     groups_.world.wait(caller_.record());  // which may still read a result
@@ -42,6 +43,22 @@ void Steps::close() {
     groups_.world.wait(frozen_->collector().packed());
     frozen_->pipeline().wait_idle();
   } catch (const RankError&) {  // the world's end, which every other call says
+    frozen_->pipeline().drain();
+  }
+  end_cut_steps();
+}
+
+// Of which the world's end, or a close that waited no longer, kept the ranks from agreeing.
+void Steps::end_cut_steps() noexcept {
+  const std::exception_ptr failure = outcome_.refusal(kNoStep);
+  try {
+    const std::string cause =
+        failure ? text_of(failure) : "the Reducer was closed before all ranks had ended it";
+    while (agreement_.ended_steps() < ledger_.counts().begun_steps) {
+      agreement_.end_step({agreement_.ended_steps(), StepOutcome::kDropped, cause});
+    }
+  } catch (...) {
+    outcome_.fail(std::current_exception());
   }
 }
 
@@ -55,7 +72,9 @@ void Steps::prepare() {
     throw;
   }
   ledger_.set_group_count(parameters_.group_count());
-  if (groups_.replicate.size() > 1) agreement_.add_party(options_.replica_hop);
+  if (groups_.replicate.size() > 1) {
+    agreement_.add_party(options_.replica_hop, ledger_.counts().begun_steps);
+  }
 }
 
 void Steps::add_party(std::weak_ptr<StepParty> party) {
@@ -66,7 +85,8 @@ void Steps::add_party(std::weak_ptr<StepParty> party) {
         "reducer: add_party: expected a call between steps, got one while a step is begun; call it "
         "before the step's first microbatch");
   }
-  agreement_.add_party(std::move(party));
+  // The end of the last step may still be on its way, to those who took part in it.
+  agreement_.add_party(std::move(party), ledger_.counts().begun_steps);
 }
 
 StepLedger& Steps::ledger_for(std::string_view call) {

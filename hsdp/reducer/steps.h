@@ -85,6 +85,7 @@ class Steps {
   // Tells all ranks that this one drops the step, and sends what they still wait for.
   void drop(const std::string& reason);
   void forget_step();
+  void end_cut_steps() noexcept;
   void wait_until_judged();
   // What a word says of a microbatch, or of the step where nothing is sent.
   [[nodiscard]] StatusWord word_of(const char* call, const MicrobatchPlan& plan) const;

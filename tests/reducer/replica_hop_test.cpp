@@ -2,9 +2,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <thread>
 
 #include "hsdp/error.h"
 #include "tests/support/fake_hop.h"
@@ -275,6 +278,37 @@ FakeHop::Options failing_at(std::string place, bool fails) {
   return options;
 }
 
+TEST(HopFailure, OfADescriptionIsToldAndMayBeTriedAgain) {
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        const bool fails = mesh.rank() == 3;
+        const FakeHop::Options options = failing_at("describe", fails);
+        const auto error = caught<Error>([&] { static_cast<void>(make(mesh, options)); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("hop: no memory for codes"));
+        if (!fails) {
+          EXPECT_THAT(error->what(), HasSubstr("rank 3 of 4 could not make its Reducer"));
+        }
+        run_with_flags(*make(mesh, options).reducer, some_step(1, 1), mesh.rank());
+      },
+      kPatient);
+}
+
+TEST(HopFailure, OfADescriptionThatNoSnapshotHolds) {
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    for (const std::string& name :
+         {std::string(), std::string(128, 'x'), std::string("bits\n4"), std::string("\xff")}) {
+      FakeHop::Options options;
+      options.name = name;
+      const auto error = caught<UsageError>([&] { static_cast<void>(make(mesh, options)); });
+      ASSERT_TRUE(error);
+      EXPECT_THAT(error->what(), HasSubstr("one line of UTF-8 of 1 to 127 bytes, got " +
+                                           std::to_string(name.size()) + " bytes"));
+    }
+  });
+}
+
 TEST(HopFailure, OfPrepareIsToldAndMayBeTriedAgain) {
   const StepCase step = some_step(1, 1);
   const std::vector<Values> expected = Model().run(step);
@@ -351,7 +385,7 @@ class Party final : public StepParty {
  public:
   explicit Party(std::string word) : word_(std::move(word)) {}
   [[nodiscard]] std::string owner() const override { return "optimizer"; }
-  [[nodiscard]] std::string word() const override { return word_; }
+  [[nodiscard]] std::string word() const override { return word_ + std::to_string(ends.size()); }
   void end_step(const StepEnd& end) override { ends.push_back(end); }
 
   std::vector<StepEnd> ends;
@@ -397,9 +431,115 @@ TEST(StepParties, ThatDifferAreNamed) {
         reducer.add_party(party);
         const auto error = caught<MismatchError>([&] { run_step(reducer, step, mesh.rank()); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("expected word of optimizer 'v1'"));
+        EXPECT_THAT(error->what(), HasSubstr("expected word of optimizer 'v10'"));
       },
       kPatient);
+}
+
+// The end of the step before may come late, to some ranks only.
+TEST(StepParties, HearOfNoStepBeforeTheyCame) {
+  const StepCase step = integer_step(some_parameters(), 2, 1, 1);
+  run_mesh(
+      {1, 2},
+      [&](const Mesh& mesh) {
+        constexpr std::chrono::milliseconds kLate{100};
+        Reducer reducer(mesh);
+        register_all(reducer, step);
+        reducer.begin_microbatch({.last = true});
+        const std::vector<StoredGradient> gradients = deliver(reducer, step, 0, mesh.rank());
+        if (mesh.rank() == 1) std::this_thread::sleep_for(kLate);
+        reducer.end_microbatch();
+        if (mesh.rank() == 1) std::this_thread::sleep_for(kLate);
+        const auto party = std::make_shared<Party>("v");
+        reducer.add_party(party);
+        run_step(reducer, step, mesh.rank());
+        ASSERT_EQ(party->ends.size(), 1U);
+        EXPECT_EQ(party->ends.front().step, 1);
+      },
+      kPatient);
+}
+
+// One that is gone on one rank is not compared, and gone on all it is forgotten.
+TEST(StepParties, MayGoOnOneRankBeforeTheOthers) {
+  const StepCase step = integer_step(some_parameters(), 2, 1, 1);
+  run_mesh(
+      {1, 2},
+      [&](const Mesh& mesh) {
+        Reducer reducer(mesh);
+        register_all(reducer, step);
+        std::array<std::shared_ptr<Party>, 3> parties;
+        for (auto& party : parties) {
+          party = std::make_shared<Party>("v");
+          reducer.add_party(party);
+        }
+        run_step(reducer, step, mesh.rank());
+        parties[static_cast<std::size_t>(mesh.rank())].reset();
+        run_step(reducer, step, mesh.rank());
+        EXPECT_EQ(parties[2]->ends.size(), 2U);
+        parties[0].reset();
+        parties[1].reset();
+        for (int s = 0; s < 3; ++s) run_step(reducer, step, mesh.rank());
+        EXPECT_EQ(parties[2]->ends.size(), 5U);
+        const auto odd = std::make_shared<Party>("odd " + std::to_string(mesh.rank()));
+        reducer.add_party(odd);
+        EXPECT_TRUE(caught<MismatchError>([&] { run_step(reducer, step, mesh.rank()); }));
+      },
+      kPatient);
+}
+
+// A begun step ends for its parties, whatever became of the world.
+TEST(StepParties, HearOfAStepThatWasCut) {
+  const StepCase step = integer_step(some_parameters(), kSquare.size(), 1, 1);
+  for (const bool closes : {false, true}) {
+    const auto run = [&](Communicator& world) {
+      const Mesh mesh(world, MeshOptions{.replicate = 2, .shard = 2});
+      const auto hop = std::make_shared<FakeHop>();
+      const auto party = std::make_shared<Party>("v");
+      {
+        Reducer reducer(mesh, {.replica_hop = hop});
+        register_all(reducer, step);
+        reducer.add_party(party);
+        run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kShard});
+        if (mesh.rank() == 0) world.abort("on purpose");
+        EXPECT_TRUE(caught<Error>([&] { reducer.finish(); }));
+        EXPECT_TRUE(party->ends.empty());
+        if (closes) reducer.close();
+        EXPECT_EQ(party->ends.size(), closes ? 1U : 0U);
+      }
+      for (const std::vector<StepEnd>& ends : {hop->ends(), party->ends}) {
+        ASSERT_EQ(ends.size(), 1U);
+        EXPECT_EQ(ends.front().outcome, StepOutcome::kDropped);
+        EXPECT_THAT(ends.front().cause, HasSubstr("on purpose"));
+      }
+    };
+    static_cast<void>(try_ranks(kSquare.size(), run, kPatient));
+  }
+}
+
+// Its peers stay away, so that close() gives up after the timeout.
+TEST(StepParties, HearOfAStepThatACloseLeft) {
+  constexpr ThreadRanksOptions kShort{.timeout = std::chrono::seconds(1),
+                                      .deadline = std::chrono::seconds(30)};
+  const StepCase step = integer_step(some_parameters(), 2, 1, 1);
+  std::atomic<bool> closed{false};
+  run_mesh(
+      {1, 2},
+      [&](const Mesh& mesh) {
+        const auto party = std::make_shared<Party>("v");
+        Reducer reducer(mesh);
+        register_all(reducer, step);
+        reducer.add_party(party);
+        run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kShard});
+        if (mesh.rank() == 0) {
+          reducer.close();
+          ASSERT_EQ(party->ends.size(), 1U);
+          EXPECT_EQ(party->ends.front().outcome, StepOutcome::kDropped);
+          EXPECT_THAT(party->ends.front().cause, HasSubstr("closed"));
+          closed = true;
+        }
+        while (!closed) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      },
+      kShort);
 }
 
 // With one replica nobody asks the hop.

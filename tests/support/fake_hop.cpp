@@ -45,6 +45,11 @@ struct FakeHop::Exchange {
   std::vector<float> means;           // all rows
 };
 
+std::string FakeHop::describe() const {
+  options_.on("describe");
+  return options_.name;
+}
+
 std::string FakeHop::word() const {
   options_.on("word");
   return options_.word;
@@ -74,12 +79,20 @@ void FakeHop::prepare(const HopPlan& plan) {
   held_ = MemoryCount(plan.memory).hold(MemoryKind::kReplicaHop, bytes);
 }
 
-void FakeHop::bind(Communicator scatter, Communicator gather) {
+// One that failed lets its Event go before the others are done.
+void FakeHop::finish_streams() {
   for (Stream* const stream : {&codec_, &scatter_wire_, &gather_wire_}) {
     try {
       stream->synchronize();
     } catch (const std::exception&) {  // was the Event's
     }
+  }
+}
+
+void FakeHop::bind(Communicator scatter, Communicator gather) {
+  finish_streams();
+  for (Stream* const stream : {&codec_, &scatter_wire_, &gather_wire_}) {
+    *stream = Stream::host_worker("fake");  // one that failed would throw for good
   }
   scatter_ = std::move(scatter);
   gather_ = std::move(gather);
@@ -155,6 +168,7 @@ Event FakeHop::reduce(const HopBucket& bucket, Stream& /*stream*/) {
 
 void FakeHop::end_step(const StepEnd& end) {
   options_.on("end_step");
+  if (end.outcome == StepOutcome::kDropped) finish_streams();
   ends_.push_back(end);
   if (end.outcome == StepOutcome::kClean) {
     for (auto& [name, error] : next_) errors_[name] = std::move(error);

@@ -25,13 +25,14 @@ class FakeHop final : public ReplicaHop {
     std::int64_t slice_multiple = 8;
     std::string name = "fake";
     std::string word = "same";
-    // Called where something may go wrong: "prepare", "word", "reduce", "codec", "end_step".
+    // Called where something may go wrong: "describe", "prepare", "word", "reduce", "codec",
+    // "end_step".
     std::function<void(std::string_view place)> on = [](std::string_view) {};
   };
   explicit FakeHop(Options options) : options_(std::move(options)) {}
   FakeHop() : FakeHop(Options{}) {}
 
-  [[nodiscard]] std::string describe() const override { return options_.name; }
+  [[nodiscard]] std::string describe() const override;
   [[nodiscard]] std::string word() const override;
   [[nodiscard]] bool quantizes() const override { return true; }
   [[nodiscard]] std::int64_t slice_multiple() const override { return options_.slice_multiple; }
@@ -60,6 +61,7 @@ class FakeHop final : public ReplicaHop {
   [[nodiscard]] const HopParameter& parameter(const ParameterRange& range) const {
     return plan_->parameters[static_cast<std::size_t>(range.parameter)];
   }
+  void finish_streams();
   void put_back(const HopState& piece);
   void encode(Exchange& exchange);
   void count(int change);
@@ -68,9 +70,9 @@ class FakeHop final : public ReplicaHop {
   const HopPlan* plan_ = nullptr;
   Communicator scatter_;
   Communicator gather_;
-  Stream codec_ = Stream::host_worker("fake-codec");
-  Stream scatter_wire_ = Stream::host_worker("fake-scatter");
-  Stream gather_wire_ = Stream::host_worker("fake-gather");
+  Stream codec_ = Stream::inline_host();  // threads from bind() on
+  Stream scatter_wire_ = Stream::inline_host();
+  Stream gather_wire_ = Stream::inline_host();
   Errors errors_;  // after the last clean step
   Errors next_;    // in this step
   // What was loaded before prepare().

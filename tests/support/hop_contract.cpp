@@ -98,6 +98,24 @@ void expect_same(const std::vector<Values>& got, const std::vector<Values>& want
   }
 }
 
+// Hops, by rank, whose first step was under way when their world ended.
+std::vector<std::shared_ptr<ReplicaHop>> cut_hops(MeshShape shape, const MakeHop& make_hop,
+                                                  std::int64_t bucket_bytes) {
+  std::vector<std::shared_ptr<ReplicaHop>> hops(static_cast<std::size_t>(shape.size()));
+  const StepCase step = clean_step(shape, 4);
+  const auto run_half = [&](Communicator& world) {
+    const Mesh mesh(world, MeshOptions{.replicate = shape.replicate, .shard = shape.shard});
+    const Made made = make(mesh, make_hop, bucket_bytes);
+    hops[static_cast<std::size_t>(mesh.rank())] = made.hop;
+    made.reducer->set_requires_all_reduce(false, "late");
+    run_microbatch(*made.reducer, step, 0, mesh.rank(), {});
+    if (mesh.rank() == 0) world.abort("on purpose");
+    EXPECT_TRUE(caught<Error>([&] { made.reducer->finish(); }));
+  };
+  static_cast<void>(try_ranks(shape.size(), run_half));
+  return hops;
+}
+
 }  // namespace
 
 void check_hop_contract(const MakeHop& make_hop, MeshShape shape) {
@@ -132,6 +150,17 @@ void check_hop_contract(const MakeHop& make_hop, MeshShape shape) {
   };
   expect_same(whole(two_steps(shape, make_hop, kSmall, second_owner), shape, 0), want,
               "after a second owner");
+  const auto hops = cut_hops(shape, make_hop, kSmall);
+  Results after(2, std::vector<RankResult>(static_cast<std::size_t>(shape.size())));
+  run_mesh(shape, [&](const Mesh& mesh) {
+    const auto rank = static_cast<std::size_t>(mesh.rank());
+    const Made made = make(
+        mesh, [&] { return hops[rank]; }, kSmall);
+    for (std::size_t s = 0; s < 2; ++s) {
+      after[s][rank] = run(*made.reducer, clean_step(shape, s + 1), mesh.rank());
+    }
+  });
+  expect_same(whole(after, shape, 0), want, "after a step that was cut");
 }
 
 }  // namespace hsdp::test

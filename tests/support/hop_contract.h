@@ -13,8 +13,9 @@ namespace hsdp::test {
 using MakeHop = std::function<std::shared_ptr<ReplicaHop>()>;
 
 // Runs steps through Reducers with that hop and checks: all replicas have the same bits; these
-// depend on neither the bucket size nor the run; steps that overflow or are dropped leave no trace;
-// a saved state goes on with the same bits; a second owner is refused.
+// depend on neither the bucket size nor the run; steps that overflow, are dropped, or are cut by
+// the end of their world leave no trace; a saved state goes on with the same bits; a second owner
+// is refused.
 void check_hop_contract(const MakeHop& make_hop, MeshShape shape);
 
 }  // namespace hsdp::test

@@ -23,6 +23,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/reducer_stats.h
   hsdp/replica_hop.h
   hsdp/row_cut.h
+  hsdp/row_reducer.h
   hsdp/snapshot.h
   hsdp/step_party.h
   hsdp/tensor_view.h

@@ -2,21 +2,7 @@
 
 #include <utility>
 
-#include "hsdp/error.h"
-
 namespace hsdp {
-
-HopOwner::HopOwner(std::shared_ptr<ReplicaHop> hop, HopPlan plan)
-    : hop_(std::move(hop)), plan_(std::move(plan)) {
-  if (!hop_->owned_.test_and_set()) return;
-  throw UsageError(hop_->owner() +
-                   ": expected one Reducer or replica_hook to use it, got a second; make another");
-}
-
-HopOwner::~HopOwner() {
-  hop_->bind({}, {});
-  hop_->owned_.clear();
-}
 
 void PlainHop::bind(Communicator scatter, Communicator /*gather*/) {
   replicas_ = std::move(scatter);

@@ -28,6 +28,10 @@
 
 namespace hsdp {
 
+namespace reducer {
+class HopOwner;
+}  // namespace reducer
+
 struct HopParameter {
   std::string name;
   Shape shape;
@@ -82,6 +86,8 @@ class ReplicaHop : public StepParty {
   }
 
   // Local; takes memory. A throw is told to the other ranks, and the set-up may be tried again.
+  // Comes again between steps when the owner's buckets change, as replica_hook's do where
+  // parameters are frozen.
   virtual void prepare(const HopPlan& plan) { static_cast<void>(plan); }
   // Two groups over the replicas, for this hop alone: exchanges on one may run beside those on the
   // other. `gather` is made only where needs_gather_group() says so. Empty ones when the owner lets
@@ -111,25 +117,8 @@ class ReplicaHop : public StepParty {
   virtual void load_state(std::span<const HopState> state) { static_cast<void>(state); }
 
  private:
-  friend class HopOwner;
+  friend class reducer::HopOwner;
   std::atomic_flag owned_;
-};
-
-// Has a hop for as long as it lives; then the hop is bound to no groups, and free for another one.
-class HopOwner {
- public:
-  // UsageError while somebody else has it.
-  HopOwner(std::shared_ptr<ReplicaHop> hop, HopPlan plan);
-  ~HopOwner();
-  HopOwner(const HopOwner&) = delete;
-  HopOwner& operator=(const HopOwner&) = delete;
-
-  void prepare() { hop_->prepare(plan_); }
-  [[nodiscard]] ReplicaHop& hop() { return *hop_; }
-
- private:
-  std::shared_ptr<ReplicaHop> hop_;
-  HopPlan plan_;
 };
 
 // The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of [Note: f16 headroom].

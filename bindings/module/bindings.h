@@ -9,7 +9,7 @@ void bind_errors(pybind11::module_& module);
 void bind_mesh(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
-void bind_replica_reduction(pybind11::module_& module);  // after bind_reducer
+void bind_row_reducer(pybind11::module_& module);  // after bind_reducer
 void bind_snapshot(pybind11::module_& module);
 void bind_compare(pybind11::module_& module);
 

@@ -13,7 +13,7 @@ PYBIND11_MODULE(_hsdp, module) {
   hsdp::python::bind_mesh(module);
   hsdp::python::bind_communicator(module);
   hsdp::python::bind_reducer(module);
-  hsdp::python::bind_replica_reduction(module);
+  hsdp::python::bind_row_reducer(module);
   hsdp::python::bind_snapshot(module);
   hsdp::python::bind_compare(module);
 }

@@ -255,6 +255,7 @@ void BucketPipeline::run_end(const Ending& ending) {
   if (plan.result) hold(plan.result->nonfinite);
   StepAgreement::Judgement judgement = setting_.agreement.judge(
       ending.words ? *ending.words : setting_.agreement.collect(ending.word));
+  if (judgement.mismatch) setting_.agreement.end_world(*judgement.mismatch);
   if (judgement.dropped) {
     run_when_done([this, step = plan.step, cause = std::move(judgement.cause)] {
       setting_.agreement.end_step({step, StepOutcome::kDropped, cause});
@@ -283,7 +284,8 @@ void BucketPipeline::settle(const Ending& ending) {
   if (!ending.plan->ends_step()) return;
   StepResult& result = *ending.plan->result;
   if (!on_host()) result.progress = StepResult::Progress::kComputed;
-  const bool overflow = setting_.agreement.any(ending.word, result.nonfinite->load() != 0);
+  setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0);
+  const bool overflow = setting_.agreement.collect_nonfinite(step);
   if (overflow) {
     if (on_host()) result.nonfinite->store(1);  // for found_inf(out); a GPU may be reading it
     result.found_inf = true;

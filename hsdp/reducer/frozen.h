@@ -10,6 +10,7 @@
 #include "hsdp/reducer/collector.h"
 #include "hsdp/reducer/gradient_memory.h"
 #include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/parameter_table.h"
 
@@ -41,8 +42,6 @@ class Frozen {
   [[nodiscard]] Collector& collector() { return *collector_; }
 
  private:
-  void prepare_hop(const FrozenSetting& setting);
-
   std::optional<BucketLayout> layout_;
   std::optional<GradientMemory> memory_;
   std::optional<HopOwner> hop_;  // where there are several replicas

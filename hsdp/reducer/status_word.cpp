@@ -17,12 +17,15 @@ struct Field {
   std::function<std::string(const StatusWord&)> text;
 };
 
+std::string sync_text(Sync sync) {
+  return sync == Sync::kNone ? "none" : sync == Sync::kShard ? "shard" : "all";
+}
+
 // "shard all none": one word a group.
 std::string sync_text(const StatusWord& word) {
   std::string text;
   for (const GroupPlan& group : word.groups) {
-    if (!text.empty()) text += " ";
-    text += group.sync == Sync::kNone ? "none" : group.sync == Sync::kShard ? "shard" : "all";
+    text += (text.empty() ? "" : " ") + sync_text(group.sync);
   }
   return text;
 }
@@ -104,15 +107,21 @@ double number(const std::string& text) {
 
 std::string factor_text(double factor) { return factor == 0 ? "the default" : number_text(factor); }
 
-const std::array<Field, 6>& fields() {
-  static const std::array<Field, 6> all{{
+// What all must say alike, but for the parties.
+std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
+  std::vector<Field> all{
       {"call", [](const StatusWord& w) { return w.call; }},
       {"step", [](const StatusWord& w) { return std::to_string(w.step); }},
-      {"microbatch", [](const StatusWord& w) { return std::to_string(w.microbatch); }},
-      {"sync", [](const StatusWord& w) { return sync_text(w); }},
+      {names.microbatch, [](const StatusWord& w) { return std::to_string(w.microbatch); }},
       {"gradient divide factor", [](const StatusWord& w) { return factor_text(w.divide_factor); }},
       {"loss scale", [](const StatusWord& w) { return number_text(w.loss_scale); }},
-  }};
+  };
+  for (std::size_t g = 0; g < std::min(group_count, names.groups.size()); ++g) {
+    all.push_back({"sync of " + names.groups[g], [g](const StatusWord& w) {
+                     return g < w.groups.size() ? sync_text(w.groups[g].sync) : "nothing";
+                   }});
+  }
+  all.push_back({"sync", [](const StatusWord& w) { return sync_text(w); }});
   return all;
 }
 
@@ -127,10 +136,18 @@ std::string majority(const std::vector<std::string>& values) {
   return best;
 }
 
-// The failure of those `members` among the ranks whose field is not that of most.
-std::optional<comm::Failure> compare(const Field& field, std::span<const StatusWord> words,
-                                     std::span<const std::size_t> members,
-                                     std::span<const int> ranks) {
+struct Comparison {
+  std::span<const StatusWord> words;
+  std::span<const int> ranks;
+  const WordNames& names;
+
+  // The failure of those `members` among the ranks whose field is not that of most.
+  [[nodiscard]] std::optional<comm::Failure> of(const Field& field,
+                                                std::span<const std::size_t> members) const;
+};
+
+std::optional<comm::Failure> Comparison::of(const Field& field,
+                                            std::span<const std::size_t> members) const {
   if (members.empty()) return std::nullopt;
   std::vector<std::string> values;
   values.reserve(members.size());
@@ -148,10 +165,10 @@ std::optional<comm::Failure> compare(const Field& field, std::span<const StatusW
   }
   if (failure.ranks.empty()) return std::nullopt;
   const StatusWord& first = words[members.front()];
-  failure.message = "reducer: end of microbatch " + std::to_string(first.microbatch) + " of step " +
-                    std::to_string(first.step) + ": expected " + field.name + " '" +
-                    printable(expected) + "' on every rank, got " + got +
-                    "; make the same calls with the same arguments on all ranks";
+  failure.message = names.component + ": end of " + names.microbatch + " " +
+                    std::to_string(first.microbatch) + " of step " + std::to_string(first.step) +
+                    ": expected " + field.name + " '" + printable(expected) +
+                    "' on every rank, got " + got + "; " + names.remedy;
   return failure;
 }
 
@@ -204,27 +221,29 @@ std::optional<int> find_drop(std::span<const StatusWord> words) {
 }
 
 std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
-                                           std::span<const int> ranks,
-                                           std::span<const std::string> owners) {
+                                           std::span<const int> ranks, const WordNames& names) {
+  const Comparison comparison{words, ranks, names};
   std::vector<std::size_t> members;  // those that are compared
   for (std::size_t r = 0; r < words.size(); ++r) {
     if (words[r].call != kDropCall) members.push_back(r);
   }
-  for (const Field& field : fields()) {
-    if (auto failure = compare(field, words, members, ranks)) return failure;
+  if (members.empty()) return std::nullopt;
+  for (const Field& field : fields(names, words[members.front()].groups.size())) {
+    if (auto failure = comparison.of(field, members)) return failure;
   }
   std::erase_if(members, [&](std::size_t r) { return words[r].dropped; });
   if (members.empty()) return std::nullopt;
   const Field count{"number of step parties",
                     [](const StatusWord& w) { return std::to_string(w.sections.size()); }};
-  if (auto failure = compare(count, words, members, ranks)) return failure;
+  if (auto failure = comparison.of(count, members)) return failure;
   for (std::size_t i = 0; i < words[members.front()].sections.size(); ++i) {
-    const Field section{"word of " + (i < owners.size() ? owners[i] : "a step party"),
+    const bool is_named = i < names.parties.size();
+    const Field section{"word of " + (is_named ? names.parties[i] : "a step party"),
                         [i](const StatusWord& w) { return w.sections[i].value(); }};
     std::vector<std::size_t> present;
     std::ranges::copy_if(members, std::back_inserter(present),
                          [&](std::size_t r) { return words[r].sections[i].has_value(); });
-    if (auto failure = compare(section, words, present, ranks)) return failure;
+    if (auto failure = comparison.of(section, present)) return failure;
   }
   return std::nullopt;
 }

@@ -15,6 +15,7 @@ namespace hsdp::reducer {
 
 // What says the word. kDropCall: the step was dropped at a moment when nothing was sent.
 constexpr const char* kMicrobatchCall = "microbatch";
+constexpr const char* kBackwardCall = "backward";
 constexpr const char* kFinishCall = "finish";
 constexpr const char* kDiscardCall = "discard";
 constexpr const char* kDropCall = "drop";
@@ -44,13 +45,22 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 // The first rank that dropped the step, as an index into `words`.
 [[nodiscard]] std::optional<int> find_drop(std::span<const StatusWord> words);
 
+// How errors speak of a word.
+struct WordNames {
+  std::string component = "reducer";
+  std::string microbatch = "microbatch";
+  std::string remedy = "make the same calls with the same arguments on all ranks";
+  std::vector<std::string> groups{};  // where they have names
+  std::vector<std::string> parties{};
+};
+
 // The first disagreement between the ranks, as a failure of the world; nothing when they agree.
 // Who dropped the step while it sent nothing is not asked, nor are the parties of any who dropped
 // it; a party is compared among the ranks that still have it. `ranks` are the world ranks behind
-// the words, `owners` the parties' names.
+// the words.
 [[nodiscard]] std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
                                                          std::span<const int> ranks,
-                                                         std::span<const std::string> owners = {});
+                                                         const WordNames& names = {});
 
 // A word that says what is sent, of whichever rank sends; none when nobody does.
 [[nodiscard]] const StatusWord* find_sender(std::span<const StatusWord> words);

@@ -22,8 +22,8 @@ StepAgreement::Words decode(const std::vector<std::string>& messages) {
 
 }  // namespace
 
-StepAgreement::StepAgreement(Communicator world, std::string id)
-    : world_(std::move(world)), id_(std::move(id)) {}
+StepAgreement::StepAgreement(Communicator world, std::string id, WordNames names)
+    : world_(std::move(world)), id_(std::move(id)), names_(std::move(names)) {}
 
 std::string StepAgreement::key(std::string_view kind, std::int64_t number) const {
   return id_ + "/" + std::string(kind) + "/" + std::to_string(number);
@@ -71,6 +71,10 @@ void StepAgreement::end_step(const StepEnd& end) {
   if (error) std::rethrow_exception(error);
 }
 
+void StepAgreement::end_cut_steps(std::int64_t begun_steps, const std::string& cause) {
+  while (ended_steps_ < begun_steps) end_step({ended_steps_, StepOutcome::kDropped, cause});
+}
+
 bool StepAgreement::has_state() const {
   return std::ranges::any_of(parties(),
                              [](const auto& p) { return p.party && p.party->has_state(); });
@@ -114,36 +118,41 @@ void StepAgreement::stop_waiting() {
 }
 
 StepAgreement::Judgement StepAgreement::judge(const Words& words) {
-  std::vector<std::string> owners;
+  WordNames names = names_;
   for (const Present& present : parties()) {
-    owners.push_back(present.party ? present.party->owner() : "a step party");
+    names.parties.push_back(present.party ? present.party->owner() : "a step party");
   }
-  if (const auto mismatch = find_mismatch(words, world_.world_ranks(), owners)) {
-    world_.engine()->control().fail(*mismatch);
-    comm::throw_failure(*mismatch);
-  }
+  Judgement judgement;
+  judgement.mismatch = find_mismatch(words, world_.world_ranks(), names);
+  if (judgement.mismatch) return judgement;
   forget_gone(words);
   const std::optional<int> dropper = find_drop(words);
-  if (!dropper) return {};
+  if (!dropper) return judgement;
   const StatusWord& own = words[static_cast<std::size_t>(world_.rank())];
   const StatusWord& theirs = words[static_cast<std::size_t>(*dropper)];
-  if (own.dropped || own.call == kDiscardCall) {
-    return {.dropped = true, .cause = theirs.reason, .drop = std::nullopt};
-  }
-  return {.dropped = true,
-          .cause = theirs.reason,
-          .drop = Drop{"reducer: step " + std::to_string(own.step) +
-                           " was dropped: " + comm::ranks_text({*dropper}, world_.size()) +
-                           " abandoned it in microbatch " + std::to_string(theirs.microbatch) +
-                           ": " + theirs.reason + "; every rank is idle and may begin a new step",
-                       {world_.world_ranks()[static_cast<std::size_t>(*dropper)]}}};
+  judgement.dropped = true;
+  judgement.cause = theirs.reason;
+  if (own.dropped || own.call == kDiscardCall) return judgement;
+  judgement.drop = Drop{names_.component + ": step " + std::to_string(own.step) + " was dropped: " +
+                            comm::ranks_text({*dropper}, world_.size()) + " abandoned it in " +
+                            names_.microbatch + " " + std::to_string(theirs.microbatch) + ": " +
+                            theirs.reason + "; every rank is idle and may begin a new step",
+                        {world_.world_ranks()[static_cast<std::size_t>(*dropper)]}};
+  return judgement;
 }
 
-bool StepAgreement::any(std::int64_t number, bool here) {
-  const std::string of_number = key("nonfinite", number);
+void StepAgreement::end_world(const comm::Failure& mismatch) {
+  world_.engine()->control().fail(mismatch);
+  comm::throw_failure(mismatch);
+}
+
+void StepAgreement::post_nonfinite(std::int64_t step, bool here) {
   ++asked_;
-  world_.post(of_number, here ? "1" : "0");
-  return std::ranges::count(world_.collect(of_number, "found_inf"), "1") > 0;
+  world_.post(key("nonfinite", step), here ? "1" : "0");
+}
+
+bool StepAgreement::collect_nonfinite(std::int64_t step) {
+  return std::ranges::count(world_.collect(key("nonfinite", step), "found_inf"), "1") > 0;
 }
 
 }  // namespace hsdp::reducer

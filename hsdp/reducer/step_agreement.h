@@ -25,7 +25,7 @@ namespace hsdp::reducer {
 class StepAgreement {
  public:
   // `id` is the same on every rank and unique in the world.
-  StepAgreement(Communicator world, std::string id);
+  StepAgreement(Communicator world, std::string id, WordNames names = {});
 
   // Whoever keeps state by steps: says a word in each status word, and is told how each step ended,
   // from `first_step` on. Between steps, in the same order on all ranks; it may die whenever it
@@ -36,6 +36,9 @@ class StepAgreement {
   // Tells all of them, in the order of steps; then throws what the first of them threw.
   void end_step(const StepEnd& end);
   [[nodiscard]] std::int64_t ended_steps() const { return ended_steps_; }
+  // Those of so many begun ones that the world's end, or a close that waited no longer, kept the
+  // ranks from agreeing on: they end as dropped.
+  void end_cut_steps(std::int64_t begun_steps, const std::string& cause);
   [[nodiscard]] bool has_state() const;
 
   // Tells the others; never blocks. Which word it is, for collect() and the like.
@@ -52,18 +55,21 @@ class StepAgreement {
   void stop_waiting();
 
   struct Judgement {
+    std::optional<comm::Failure> mismatch;  // nothing else then
     bool dropped = false;
     std::string cause;
     std::optional<Drop> drop;  // to raise on this rank; none where it dropped the step itself
   };
-  // Ends the world and throws when the ranks do not agree.
   [[nodiscard]] Judgement judge(const Words& words);
+  // Throws it on all ranks, and for good.
+  [[noreturn]] void end_world(const comm::Failure& mismatch);
   void set_judged(std::int64_t number) { judged_ = number; }
 
   [[nodiscard]] std::int64_t message_count() const { return posted_ + asked_; }
 
-  // Whether any rank says so. Every rank asks once for a number.
-  [[nodiscard]] bool any(std::int64_t number, bool here);
+  // Whether any rank met a non-finite value in that step: what each rank says once, and then asks.
+  void post_nonfinite(std::int64_t step, bool here);
+  [[nodiscard]] bool collect_nonfinite(std::int64_t step);
 
  private:
   [[nodiscard]] std::string key(std::string_view kind, std::int64_t number) const;
@@ -81,6 +87,7 @@ class StepAgreement {
 
   Communicator world_;
   std::string id_;
+  WordNames names_;
   mutable std::mutex mutex_;
   std::vector<Party> parties_;
   std::atomic<std::int64_t> ended_steps_{0};

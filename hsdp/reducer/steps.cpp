@@ -48,15 +48,12 @@ void Steps::close() {
   end_cut_steps();
 }
 
-// Of which the world's end, or a close that waited no longer, kept the ranks from agreeing.
 void Steps::end_cut_steps() noexcept {
   const std::exception_ptr failure = outcome_.refusal(kNoStep);
   try {
     const std::string cause =
         failure ? text_of(failure) : "the Reducer was closed before all ranks had ended it";
-    while (agreement_.ended_steps() < ledger_.counts().begun_steps) {
-      agreement_.end_step({agreement_.ended_steps(), StepOutcome::kDropped, cause});
-    }
+    agreement_.end_cut_steps(ledger_.counts().begun_steps, cause);
   } catch (...) {
     outcome_.fail(std::current_exception());
   }

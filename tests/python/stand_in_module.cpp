@@ -97,7 +97,7 @@ PYBIND11_MODULE(_hsdp, module) {
   hsdp::python::bind_mesh(module);
   hsdp::python::bind_communicator(module);
   hsdp::python::bind_reducer(module);
-  hsdp::python::bind_replica_reduction(module);
+  hsdp::python::bind_row_reducer(module);
   hsdp::python::bind_snapshot(module);
   hsdp::python::bind_compare(module);
   bind_stand_in(module.def_submodule("stand_in"));

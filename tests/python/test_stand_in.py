@@ -263,21 +263,25 @@ def collectives_of_rank() -> None:
         np.testing.assert_array_equal(array.read(), [3, 3, 3])
 
 
-def test_the_replica_hop_alone_works_on_the_stream(ranks: Launcher) -> None:
-    ranks(2, replica_hop_of_rank)
+def test_rows_are_reduced_on_the_stream(ranks: Launcher) -> None:
+    ranks(2, rows_of_rank)
 
 
-def replica_hop_of_rank() -> None:
+def rows_of_rank() -> None:
     with gpu_mesh(2, 1) as mesh:
         mesh.set_stream(stand_in.make_stream())
-        reduction = _hsdp.ReplicaReduction(mesh._handle, None)
-        how = {"wire": "f32", "bucket": 0, "shard_size": 1, "microbatch_count": 1}
-        how["parameters"] = [(0, 0, 3, 0)]
-        for value, bad in [(1.0, False), (np.inf, True), (3.0, False)]:
+        place = ("w", (3,), "float32", 0, 3, 0)
+        group = {"name": "w", "wire": "f32", "count": 3, "parameters": [place]}
+        rows = _hsdp.RowReducer(mesh._handle, [group], None)
+        for value in (1.0, np.inf, 3.0):
             array = GpuArray(np.full(3, value * (1 + 2 * mesh.rank), np.float32), stand_in.make_stream())
-            reduction.reduce(array, how)
+            rows.set_requires_all_reduce(False, [0])
+            rows.keep(0, array)
+            rows.set_requires_all_reduce(True, [0])
+            rows.reduce(0, array, array, 1)
+            rows.end_backward()
             stand_in.order(array.stream, mesh._stream())
-            np.testing.assert_array_equal(array.read(), np.full(3, value * 2))
-            assert reduction.nonfinite == bad
-            reduction.end_step(not bad)
-            assert not reduction.nonfinite
+            np.testing.assert_array_equal(array.read(), np.full(3, value * 4))
+            assert rows.begin_finish() == []
+            rows.end_finish()
+        assert rows.all_reduce_count == 3 and rows.kept_bytes == 0

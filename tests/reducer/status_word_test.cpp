@@ -100,11 +100,11 @@ TEST(StatusWord, OfADroppedStepIsNotCompared) {
 TEST(StatusWord, ThePartiesOfThoseWhoGoOnMustSayTheSame) {
   std::vector<StatusWord> words(3, {.call = "finish", .sections = {"", std::string("\0 \n", 3)}});
   const std::vector<int> ranks{0, 1, 2};
-  const std::vector<std::string> owners{"replica hop loco", "optimizer adam"};
+  const WordNames names{.parties = {"replica hop loco", "optimizer adam"}};
   EXPECT_EQ(StatusWord::decode(words[0].encode()).sections, words[0].sections);
-  EXPECT_FALSE(find_mismatch(words, ranks, owners));
+  EXPECT_FALSE(find_mismatch(words, ranks, names));
   words[1].sections[0] = "step 3";
-  auto failure = find_mismatch(words, ranks, owners);
+  auto failure = find_mismatch(words, ranks, names);
   ASSERT_TRUE(failure);
   EXPECT_EQ(failure->ranks, std::vector<int>{1});
   EXPECT_NE(failure->message.find("expected word of replica hop loco '' on every rank, got "
@@ -112,11 +112,11 @@ TEST(StatusWord, ThePartiesOfThoseWhoGoOnMustSayTheSame) {
             std::string::npos)
       << failure->message;
   words[1].sections.clear();
-  failure = find_mismatch(words, ranks, owners);
+  failure = find_mismatch(words, ranks, names);
   ASSERT_TRUE(failure);
   EXPECT_NE(failure->message.find("number of step parties '2'"), std::string::npos);
   words[1].dropped = true;
-  EXPECT_FALSE(find_mismatch(words, ranks, owners));
+  EXPECT_FALSE(find_mismatch(words, ranks, names));
 }
 
 // Bytes differ, also where they are written alike in a message; a party that is gone here may be

@@ -95,6 +95,24 @@ class FsdpParameterGroup:
         """Elements of the flat tensor when every trainable parameter has a gradient."""
         return sum(p.padded_sharded_param_size.numel() for p in self._trainable())
 
+    def places(
+        self, names: dict[int, str]
+    ) -> list[tuple[str, tuple[int, ...], str, int, int, int]]:
+        """Of each trainable parameter: name, whole shape and dtype; where this rank's slice begins in
+        the flat tensor, its elements, and where those begin in the parameter, shard after shard.
+        """
+        places = []
+        offset = 0
+        for i, p in enumerate(self._trainable()):
+            padded = p.padded_sharded_param_size.numel()
+            begin = min(self._group.mesh_info.shard_mesh_rank * padded, p._orig_size.numel())
+            name = names.get(id(p.sharded_param), f"{self.name}, parameter {i}")
+            dtype = str(self.dtype).removeprefix("torch.")
+            count = p.sharded_size.numel()
+            places.append((name, tuple(p._orig_size), dtype, offset, count, begin))
+            offset += padded
+        return places
+
     def add_to_gradients(self, flat: torch.Tensor) -> None:
         """What FSDP2 does with the flat tensor after its hook: divides, casts, and sets or adds to
         the gradients.

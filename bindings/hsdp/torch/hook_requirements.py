@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import torch
 
-from hsdp import _hsdp
-from hsdp.errors import MismatchError, UsageError
+from hsdp.errors import UsageError
 from hsdp.mesh import Mesh
 from hsdp.torch.fsdp_parameter_group import FsdpParameterGroup
 
@@ -47,28 +43,4 @@ def require_usable(group: FsdpParameterGroup, mesh: Mesh) -> None:
             f"replica_hook: expected {group.name} without an all-reduce hook, got one that was set "
             "before; close() the earlier handle, or take out your own with "
             "set_all_reduce_hook(None)"
-        )
-
-
-def require_same_model(
-    groups: list[FsdpParameterGroup],
-    mesh: Mesh,
-    reduction: _hsdp.ReplicaReduction,
-    hop: _hsdp.ReplicaHop | None,
-) -> None:
-    """MismatchError, on every rank, when their models or hops differ. Collective."""
-    own: list[list[Any]] = [[g.name, g.count(), str(g.reduce_dtype)] for g in groups]
-    wire = getattr(hop, "dtype", None) or "the dtype of the reduce-scatter"
-    own.append(["the hop", reduction.hop_name, wire])
-    for rank, word in enumerate(reduction.exchange(json.dumps(own))):
-        other = json.loads(word)
-        if other == own:
-            continue
-        pairs = zip([*own, None], [*other, None], strict=False)
-        mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
-        raise MismatchError(
-            f"replica_hook: model: expected the same on all ranks, got {mine} on rank "
-            f"{mesh.rank} and {theirs} on rank {rank} (of {mesh.size}); shard the "
-            "same model in the same way everywhere, and give it the same hop",
-            [mesh.world.ranks[rank]],
         )

@@ -1,10 +1,8 @@
-"""The hop between replicas for models that FSDP2 shards within each replica."""
+"""The hop between replicas for models that FSDP2 shards within each replica [Note: the hop under FSDP2]."""
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +10,11 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from hsdp import _hsdp
-from hsdp.errors import MismatchError, UsageError
+from hsdp.errors import UsageError
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.fsdp_parameter_group import fsdp_parameter_groups, places_within
-from hsdp.torch.hook_requirements import WIRES, require_same_model, require_usable
-from hsdp.torch.shard_carry import ShardCarry
+from hsdp.torch.hook_requirements import WIRES, require_usable
 
 
 class ReplicaHookHandle:
@@ -33,24 +30,17 @@ class ReplicaHookHandle:
     """
 
     def __init__(self, model: torch.nn.Module, mesh: Mesh, hop: _hsdp.ReplicaHop | None) -> None:
-        groups = fsdp_parameter_groups(model)
-        for group in groups:
+        self._groups = fsdp_parameter_groups(model)
+        for group in self._groups:
             require_usable(group, mesh)
         self._mesh = mesh
-        self._reduction = _hsdp.ReplicaReduction(mesh._handle, hop)
-        self._alone = mesh.replicate_size == 1
-        self._carries = [ShardCarry(i, group) for i, group in enumerate(groups)]
-        require_same_model(groups, mesh, self._reduction, hop)
-        self._flags = [True] * len(groups)
-        self._call_count = 0  # of set_requires_all_reduce, in this step
-        self._agreed = False  # that all ranks are in a backward that goes over the replicas
-        self._backward_over = False  # that one
-        self._posted: str | None = None
-        self._microbatch_count = 1
-        self._unsettled = False  # the hop has not been told how the last step ended
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._counts = [group.count() for group in self._groups]
+        self._rows = _hsdp.RowReducer(mesh._handle, self._described(), hop)
+        self._factors: dict[int, float | None] = {}  # by group, of the rows that are kept
         self._closed = False
-        for carry in self._carries:
-            carry.group.set_hook(functools.partial(self._reduce_in_backward, carry))
+        for index, group in enumerate(self._groups):
+            group.set_hook(functools.partial(self._in_backward, index))
         unreduced_gradient_guard.watch_hook(self)
 
     @property
@@ -61,24 +51,23 @@ class ReplicaHookHandle:
     @property
     def modules(self) -> tuple[str, ...]:
         """The FSDPModules that have a hook, as they are called in errors."""
-        return tuple(carry.group.name for carry in self._carries)
+        return tuple(group.name for group in self._groups)
 
     @property
     def carry_bytes(self) -> int:
         """The memory of what waits for the step's last backward."""
-        totals = [carry.total for carry in self._carries]
-        return sum(4 * total.numel() for total in totals if total is not None)
+        return 0 if self._closed else self._rows.kept_bytes
 
     @property
     def all_reduce_count(self) -> int:
         """How often gradients of a module went over the replicas."""
-        return self._reduction.all_reduce_count
+        return self._rows.all_reduce_count
 
     def pending_module_of(self, parameter: torch.Tensor) -> str | None:
         """The module of the parameter when it waits for the step's last backward; else None."""
-        for carry in self._carries:
-            if carry.total is not None and carry.group.holds(parameter):
-                return carry.group.name
+        for index, group in enumerate(self._groups):
+            if not self._closed and self._rows.keeps(index) and group.holds(parameter):
+                return group.name
         return None
 
     def set_requires_all_reduce(
@@ -93,18 +82,12 @@ class ReplicaHookHandle:
         before is in `.grad` already, and more is added.
 
         Raises UsageError when the last step left something unreduced (see `finish`), and for a
-        module without FSDPModules of the model; MismatchError when flags differ between ranks.
+        module without FSDPModules of the model. Flags that differ between ranks are a MismatchError
+        in the next backward that reduces something, and drop the step.
         """
         self._require_open()
-        if self._agreed:
-            self._end_backward()
-        for place in places_within([c.group for c in self._carries], module, recurse):
-            self._flags[place] = bool(flag)
-        self._call_count += 1
-        if module is not None:
-            self._collect()  # what was posted has other flags
-        elif flag and not self._alone and self._posted is None:
-            self._post()
+        places = places_within(self._groups, module, recurse)
+        self._rows.set_requires_all_reduce(bool(flag), places)
 
     def finish(self) -> None:
         """Ends the step: reduces modules that have gradients pending because they did not run in
@@ -113,178 +96,103 @@ class ReplicaHookHandle:
         Modules need not run on the same replicas: where one did not, its gradient counts as zeros.
         """
         self._require_open()
-        self._collect()
-        counts = self._pending_counts()
-        for carry in self._carries:
-            if counts[carry.index] == 0:
-                continue
-            carry.require_usable(carry.group.count())
-            self._microbatch_count = max(counts[carry.index], self._call_count)
-            total = carry.take()
-            self._reduce(carry, total)
+        for index, group in enumerate(self._groups):
+            if self._rows.keeps(index):
+                self._require_usable(index, group.count())
+        for index in self._rows.begin_finish():
+            group = self._groups[index]
+            total = torch.empty(self._counts[index], device=group.device)
+            self._reduce(index, None, total)
             with torch.no_grad():
-                carry.group.add_to_gradients(total)
-        if self._unsettled:
-            bad = "1" in self._reduction.exchange(str(int(self._reduction.nonfinite)))
-            self._settle(not bad)
-        self._end_step()
+                group.add_to_gradients(total)
+        self._rows.end_finish()
 
     def discard(self) -> None:
-        """Drops what is pending of a step, as after an exception in it. On every rank, beside
-        FSDP2's own `model.reset_iter_state()`.
+        """Drops what is pending of a step, as after an exception in it, beside FSDP2's own
+        `model.reset_iter_state()`. A rank that goes on instead gets a StepAbortedError.
+        """
+        self.abandon_step("it was discarded")
+
+    def abandon_step(self, reason: str) -> None:
+        """Drops the step on all ranks, as `Reducer.abandon_step`: this one is idle at once, the
+        others get a StepAbortedError with the reason in their next backward that reduces something,
+        or in finish(). FSDP2 itself needs all ranks of a shard group in each backward.
+
+        In a backward that has reduced something it ends the world of the mesh: the others wait for
+        the rest of it.
         """
         self._require_open()
-        for carry in self._carries:
-            carry.drop()
-        self._end_step()
+        self._rows.abandon_step(reason)
 
     def close(self) -> None:
         """Takes the hooks out and drops what is pending; safe to call twice. Other calls are a
         UsageError from here on.
         """
+        if self._closed:
+            return
+        self._rows.abandon_step("the hooks were taken out")
         self._closed = True
-        for carry in self._carries:
-            carry.drop()
-            carry.group.set_hook(None)
-        self._carries = []
+        for group in self._groups:
+            group.set_hook(None)
 
     # FSDP2 calls this after each reduce-scatter, with what it will add to the gradients next: the
     # total where the flag is set, else nothing.
-    def _reduce_in_backward(self, carry: ShardCarry, flat: torch.Tensor) -> None:
-        carry.require_usable(flat.numel())
+    def _in_backward(self, index: int, flat: torch.Tensor) -> None:
+        reduces = self._rows.requires_all_reduce(index)
+        try:
+            self._require_usable(index, flat.numel())
+        except UsageError as error:
+            if reduces:
+                self._rows.reject(str(error))
+            raise
         if flat.is_cuda:  # made on another stream, which must not reuse the memory before this one
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        if not self._flags[carry.index]:
-            total = carry.add(flat)
-            carry.keep(total.clone() if total is flat else total)
+        if not reduces:
+            self._factors[index] = self._groups[index].divide_factor
+            self._rows.keep(index, flat)
             flat.zero_()
             return
-        self._agree()
-        total = carry.add(flat)
-        self._reduce(carry, total)
-        carry.drop()
+        total = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
+        self._reduce(index, flat, total)
         if total is not flat:
             flat.data = total  # fp32: FSDP2 casts to the parameters' dtype, which rounds once
+        Variable._execution_engine.queue_callback(self._rows.end_backward)
 
-    def _reduce(self, carry: ShardCarry, total: torch.Tensor) -> None:
-        if self._alone:
-            return
-        group = carry.group
-        self._unsettled = True
-        self._reduction.reduce(total, {
-            "bucket": carry.index,
-            "wire": WIRES[group.reduce_dtype],
-            "shard_size": self._mesh.shard_size if group.sums else 1,
-            "microbatch_count": self._microbatch_count,
-        })
+    def _reduce(self, index: int, flat: torch.Tensor | None, total: torch.Tensor) -> None:
+        shard_size = self._mesh.shard_size if self._groups[index].sums else 1
+        self._rows.reduce(index, flat, total, shard_size)
 
-    # Before anything is summed, all ranks must be in the same backward of the same step: ranks that
-    # count differently would add sums of different microbatches.
-    def _agree(self) -> None:
-        if self._agreed and self._backward_over:
-            self._end_backward()
-        if self._agreed:
-            return
-        if not self._alone:
-            if self._posted is None:
-                self._post()
-            self._collect()
-        self._agreed = True
-        self._backward_over = False
-        Variable._execution_engine.queue_callback(self._note_end_of_backward)
-
-    def _note_end_of_backward(self) -> None:
-        self._backward_over = True
-
-    def _post(self) -> None:
-        # One reduce-scatter may carry several microbatches (set_requires_gradient_sync).
-        pending = max(carry.microbatch_count for carry in self._carries)
-        self._posted = self._reduction.post(json.dumps({
-            "call": "a step's last backward",
-            "calls": self._call_count,
-            "flags": self._flags,
-            "microbatches": max(1 + pending, self._call_count),
-            "nonfinite": self._reduction.nonfinite,
-        }))
-
-    def _collect(self) -> None:
-        if self._posted is None:
-            return
-        key, self._posted = self._posted, None
-        words = self._agreed_words(self._reduction.collect(key))
-        self._require_same_flags([word["flags"] for word in words])
-        self._microbatch_count = max(word["microbatches"] for word in words)
-        if self._unsettled:
-            self._settle(not any(word["nonfinite"] for word in words))
-
-    # Per group, on the rank that has most: how many microbatches are pending.
-    def _pending_counts(self) -> list[int]:
-        own = [0 if c.total is None else c.microbatch_count for c in self._carries]
-        if self._alone:
-            return own
-        word = json.dumps({"call": "finish()", "calls": self._call_count, "pending": own})
-        words = self._agreed_words(self._reduction.exchange(word))
-        return [max(counts) for counts in zip(*(word["pending"] for word in words), strict=True)]
-
-    # The hop may keep state that depends on whether the step's sums were finite on all ranks.
-    def _settle(self, clean: bool) -> None:
-        self._reduction.end_step(clean)
-        self._unsettled = False
-
-    def _end_backward(self) -> None:
-        if all(self._flags):
-            self._end_step()
-        self._agreed = False
-
-    def _end_step(self) -> None:
-        pending = [carry.group.name for carry in self._carries if carry.total is not None]
-        if pending:
+    # UsageError unless `count` gradients can be added. Parameters may be frozen between two steps.
+    def _require_usable(self, index: int, count: int) -> None:
+        group = self._groups[index]
+        keeps, expected = self._rows.keeps(index), group.count()
+        if count == expected != self._counts[index] and not keeps:
+            self._counts = [group.count() for group in self._groups]
+            self._rows.set_groups(self._described())
+        if count != expected or count != self._counts[index]:
             raise UsageError(
-                f"replica_hook: expected no gradients left over from the last step, got those of "
-                f"{', '.join(pending)}, which did not run in its last backward; call "
-                "handle.finish() before optimizer.step()"
+                f"replica_hook: gradients of {group.name}: expected {expected} elements, those of "
+                f"all its trainable parameters, got {count} beside {self._counts[index]} from "
+                "earlier backwards; where a backward leaves parameters of a module unused, call "
+                "model.set_reduce_scatter_unused_params(True); freeze parameters between steps only"
             )
-        self._agreed = False
-        self._call_count = 0
-
-    # What all ranks said, when they are at the same point of the same step.
-    def _agreed_words(self, texts: list[str]) -> list[dict[str, Any]]:
-        words: list[dict[str, Any]] = [json.loads(text) for text in texts]
-        own = f"on rank {self._mesh.rank}"
-        self._require_same([word["call"] for word in words], lambda here, there, rank: (
-            f"all ranks in the same call, got {here} {own} and {there} on {rank}; call "
-            "set_requires_all_reduce with the same flags, and finish(), on all of them"
-        ))
-        self._require_same([word["calls"] for word in words], lambda here, there, rank: (
-            "the same number of backwards on all ranks, got "
-            f"{here} calls of set_requires_all_reduce {own} and {there} on {rank}; call it once "
-            "before each backward"
-        ))
-        return words
-
-    def _require_same_flags(self, flags: list[list[bool]]) -> None:
-        def describe(here: list[bool], there: list[bool], rank: str) -> str:
-            pairs = enumerate(zip(here, there, strict=True))
-            place = next(place for place, (one, other) in pairs if one != other)
-            return (
-                "the same all-reduce flags on all ranks, got "
-                f"{here[place]} for {self.modules[place]} on rank {self._mesh.rank} and "
-                f"{there[place]} on {rank}; call set_requires_all_reduce alike on all of them"
+        if keeps and self._factors[index] != group.divide_factor:
+            raise UsageError(
+                f"replica_hook: gradients of {group.name}: expected the divide factor "
+                f"{self._factors[index]} of the step's earlier backwards, got "
+                f"{group.divide_factor}; call set_gradient_divide_factor between steps only"
             )
 
-        self._require_same(flags, describe)
-
-    # `describe(here, there, "rank r (of n)")` is what was expected and what came.
-    def _require_same(
-        self, values: list[Any], describe: Callable[[Any, Any, str], str]
-    ) -> None:
-        own = values[self._mesh.rank]
-        for rank, other in enumerate(values):
-            if other != own:
-                text = describe(own, other, f"rank {rank} (of {self._mesh.size})")
-                raise MismatchError(
-                    f"replica_hook: step: expected {text}", [self._mesh.world.ranks[rank]]
-                )
+    def _described(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": group.name,
+                "wire": WIRES[group.reduce_dtype],
+                "count": group.count(),
+                "parameters": group.places(self._names),
+            }
+            for group in self._groups
+        ]
 
     def _require_open(self) -> None:
         if self._closed:

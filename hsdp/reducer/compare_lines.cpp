@@ -1,0 +1,57 @@
+#include "hsdp/reducer/compare_lines.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string_view>
+
+namespace hsdp::reducer {
+namespace {
+
+// FNV-1a: tells different texts apart, and is the same in every build.
+std::uint64_t digest_of(std::string_view text) {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  return hash;
+}
+
+// On every rank the same first rank that differs from rank 0, none when all agree.
+std::optional<int> first_difference(const std::vector<std::string>& all) {
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] != all.front()) return static_cast<int>(r);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<LineDifference> compare_lines(Communicator& group,
+                                            const std::vector<std::string>& lines) {
+  constexpr std::string_view kOperation = "registration";
+  std::string whole;
+  std::string digests;
+  for (const std::string& line : lines) {
+    whole += line + "\n";
+    digests += std::to_string(digest_of(line)) + "\n";
+  }
+  const std::vector<std::string> all =
+      group.exchange(lines.empty() ? std::string() : std::to_string(digest_of(whole)), kOperation);
+  if (!first_difference(all)) return std::nullopt;
+  const auto empty = std::ranges::find(all, std::string());
+  if (empty != all.end()) {
+    return LineDifference{.rank = static_cast<int>(empty - all.begin()), .is_empty = true};
+  }
+  const std::vector<std::string> of_lines = group.exchange(digests, kOperation);
+  const std::optional<int> rank = first_difference(of_lines);
+  if (!rank) return std::nullopt;  // the same lines after all
+  const std::string& theirs = of_lines[static_cast<std::size_t>(*rank)];
+  const auto differs = std::ranges::mismatch(of_lines.front(), theirs).in1;
+  const auto line = static_cast<std::size_t>(std::count(of_lines.front().begin(), differs, '\n'));
+  const std::vector<std::string> texts =
+      group.exchange(line < lines.size() ? lines[line] : "nothing more", kOperation);
+  return LineDifference{.line = line,
+                        .expected = texts.front(),
+                        .got = texts[static_cast<std::size_t>(*rank)],
+                        .rank = *rank};
+}
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,27 @@
+// Whether all ranks describe the same thing, a line for each of its parts: registered parameters,
+// the modules of a model.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/communicator.h"
+
+namespace hsdp::reducer {
+
+struct LineDifference {
+  std::size_t line = 0;
+  std::string expected;   // on rank 0; "nothing more" where there it has ended
+  std::string got;        // on `rank`, the first that differs from rank 0
+  int rank = 0;           // in the group
+  bool is_empty = false;  // that rank has no lines at all; the others have
+};
+
+// Collective; the same answer on every rank, nothing when all agree. Digests travel first; of the
+// lines only the first that differs does.
+[[nodiscard]] std::optional<LineDifference> compare_lines(Communicator& group,
+                                                          const std::vector<std::string>& lines);
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,36 @@
+// Who uses a replica hop: it has the hop, prepared and bound to groups of its own, for as long as
+// it lives. Then the hop is bound to no groups, and free for another one.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "hsdp/reducer/groups.h"
+#include "hsdp/replica_hop.h"
+
+namespace hsdp::reducer {
+
+class HopOwner {
+ public:
+  using MakePlan = std::function<HopPlan()>;
+
+  // Collective over the world: all ranks have their hop or none. A hop that somebody else has is a
+  // UsageError.
+  HopOwner(Groups& groups, std::shared_ptr<ReplicaHop> hop, const MakePlan& make_plan);
+  HopOwner(const HopOwner&) = delete;
+  HopOwner& operator=(const HopOwner&) = delete;
+
+  // Collective, between steps: other buckets.
+  void prepare(Groups& groups, const MakePlan& make_plan);
+
+ private:
+  struct Release {
+    void operator()(ReplicaHop* hop) const;
+  };
+
+  std::shared_ptr<ReplicaHop> hop_;
+  HopPlan plan_;
+  std::unique_ptr<ReplicaHop, Release> taken_;
+};
+
+}  // namespace hsdp::reducer

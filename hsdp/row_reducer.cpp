@@ -1,0 +1,508 @@
+#include "hsdp/row_reducer.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "hsdp/comm/control.h"
+#include "hsdp/comm/control/world_end.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/device/flag.h"
+#include "hsdp/divide_factors.h"
+#include "hsdp/error.h"
+#include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/hop_owner.h"
+#include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/step_agreement.h"
+
+namespace hsdp {
+namespace {
+
+using reducer::StatusWord;
+using reducer::StepAgreement;
+
+constexpr std::string_view kGradients = "gradients";
+constexpr std::string_view kTotal = "total";
+
+void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
+                    Communicator& world) {
+  std::vector<std::string> lines;
+  for (const RowGroup& group : groups) {
+    lines.push_back(group.name + " sends " + std::string(name(group.wire)));
+    for (const HopParameter& parameter : group.parameters) {
+      lines.push_back(parameter.name + " " + to_string(parameter.shape) + " " +
+                      std::string(name(parameter.dtype)));
+    }
+  }
+  lines.push_back("the hop " + hop.describe() + " sends " +
+                  (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
+  const auto difference = reducer::compare_lines(world, lines);
+  if (!difference) return;
+  throw MismatchError(
+      "replica_hook: model: expected the same on all ranks, got " + difference->got + " (" +
+          comm::ranks_text({difference->rank}, world.size()) + ") and " + difference->expected +
+          " on rank 0; shard the same model in the same way everywhere, and give "
+          "it the same hop",
+      {world.world_ranks()[static_cast<std::size_t>(difference->rank)]});
+}
+
+reducer::WordNames word_names(const std::vector<RowGroup>& groups) {
+  reducer::WordNames names;
+  names.component = "replica_hook";
+  names.microbatch = "backward";
+  names.remedy =
+      "call set_requires_all_reduce with the same flags once before each backward, and finish() "
+      "after the last, on all ranks";
+  for (const RowGroup& group : groups) names.groups.push_back(group.name);
+  return names;
+}
+
+StridedView flat(const TensorView& view) {
+  return {view.data, view.dtype, view.device, {view.count}, {}};
+}
+
+// out = (kept +) row in fp32; each may be missing.
+void sum(const TensorView& kept, const TensorView& row, const TensorView& out,
+         const Stream& stream) {
+  if (kept.data == nullptr && row.data == out.data && row.data != nullptr) return;
+  const StridedView first = flat(kept.data != nullptr ? kept : row);
+  kernels::CastAndPack args;
+  if (first.data != nullptr) args.gradient = &first;
+  if (kept.data != nullptr && row.data != nullptr) {
+    args.add = row.data;
+    args.add_dtype = row.dtype;
+  }
+  args.count = out.count;
+  args.out = out.data;
+  kernels::cast_and_pack(args, stream);
+}
+
+}  // namespace
+
+struct RowReducer::Parts {
+  struct Group {
+    RowGroup of;
+    bool all_reduce = true;
+    Buffer sum;                  // fp32, of `row_count` rows of this step
+    Event written;               // the sum, on whatever stream
+    std::int64_t row_count = 0;  // kept
+    std::int64_t most_rows = 0;  // of any rank, with this backward's, once agreed
+    std::optional<bool> means;   // of the hop in this step
+  };
+  // In a backward: kAgreed once all ranks know that it goes over the replicas.
+  enum class Backward : std::uint8_t { kNothingReduced, kAgreed, kOver };
+  struct Posted {
+    std::int64_t number = 0;
+    std::int64_t step = 0;
+  };
+
+  Parts(reducer::Groups its_ranks, std::vector<RowGroup> its_groups,
+        std::shared_ptr<ReplicaHop> its_hop)
+      : ranks(std::move(its_ranks)),
+        hop(std::move(its_hop)),
+        outcome(ranks.world),
+        agreement(ranks.world, ranks.world.next_exchange_key(), word_names(its_groups)),
+        nonfinite(make_flag(ranks.device)) {
+    for (RowGroup& group : its_groups) groups.push_back({.of = std::move(group)});
+  }
+  ~Parts();
+  Parts(const Parts&) = delete;
+  Parts& operator=(const Parts&) = delete;
+
+  [[nodiscard]] bool is_alone() const { return ranks.replicate.size() == 1; }
+  [[nodiscard]] bool begun() const { return call_count > 0 || row_count > 0; }
+  [[nodiscard]] Group& group(int number) { return groups[static_cast<std::size_t>(number)]; }
+  [[nodiscard]] HopPlan hop_plan() const;
+  void check(const Group& group, std::string_view what, const TensorView& values) const;
+
+  void close_backward(std::string_view call);
+  void agree();
+  void over_replicas(int number, const Row& row, const TensorView& total, Stream& stream);
+  [[nodiscard]] StatusWord word_of(const char* call) const;
+  [[nodiscard]] Posted post(StatusWord word);
+  void judge(const Posted& posted);
+  void judge_own_drop();
+  void settle(std::int64_t step);
+  [[nodiscard]] bool take_nonfinite();
+  void abandon(std::string_view reason) noexcept;
+  void drop(std::string_view reason);
+  void next_step();
+
+  reducer::Groups ranks;
+  std::vector<Group> groups;
+  std::shared_ptr<ReplicaHop> hop;
+  reducer::Outcome outcome;
+  StepAgreement agreement;
+  std::optional<reducer::HopOwner> owner;  // where there are several replicas
+  Flag nonfinite;
+  Event reduced;            // what was enqueued so far
+  std::vector<Event> late;  // of the hop, to be asked for their errors on a GPU
+  std::int64_t reduce_count = 0;
+
+  std::int64_t step = 0;
+  std::int64_t call_count = 0;  // of set_requires_all_reduce in this step
+  std::int64_t row_count = 0;   // in this step
+  Backward backward = Backward::kNothingReduced;
+  std::optional<Posted> own_drop;  // not judged yet
+};
+
+RowReducer::Parts::~Parts() {
+  constexpr auto kWhy = "the hooks were taken out";
+  agreement.stop_waiting();
+  if (!own_drop) abandon(kWhy);
+  try {
+    static_cast<void>(take_nonfinite());  // the memory of sums is in use until then
+  } catch (...) {
+    outcome.fail(std::current_exception());
+  }
+  try {
+    agreement.end_cut_steps(step, kWhy);
+  } catch (...) {
+    outcome.fail(std::current_exception());
+  }
+}
+
+HopPlan RowReducer::Parts::hop_plan() const {
+  HopPlan plan;
+  for (const Group& group : groups) {
+    const int base = static_cast<int>(plan.parameters.size());
+    plan.parameters.insert(plan.parameters.end(), group.of.parameters.begin(),
+                           group.of.parameters.end());
+    std::vector<ParameterRange>& ranges = plan.ranges.emplace_back(group.of.ranges);
+    for (ParameterRange& range : ranges) range.parameter += base;
+    plan.wires.push_back(group.of.wire);
+  }
+  plan.replicate_size = ranks.replicate.size();
+  plan.device = ranks.device;
+  return plan;
+}
+
+void RowReducer::Parts::check(const Group& group, std::string_view what,
+                              const TensorView& values) const {
+  const auto refuse = [&](const std::string& expected, const std::string& got) {
+    throw UsageError("replica_hook: " + std::string(what) + " of " + group.of.name + ": expected " +
+                     expected + ", got " + got);
+  };
+  if (values.count != group.of.count) {
+    refuse(std::to_string(group.of.count) + " elements", std::to_string(values.count));
+  }
+  const bool is_total = what == kTotal;
+  if (is_total ? values.dtype != Dtype::kF32 : !is_gradient_dtype(values.dtype)) {
+    refuse(is_total ? "f32" : "f32, bf16 or f16", std::string(name(values.dtype)));
+  }
+  if (!(values.device == ranks.device)) {
+    refuse("memory on " + to_string(ranks.device),
+           to_string(values.device) + "; make the mesh for the model's device");
+  }
+}
+
+// What comes next is another backward, or another step.
+void RowReducer::Parts::close_backward(std::string_view call) {
+  if (backward == Backward::kAgreed && !is_alone()) {
+    outcome.fail(std::make_exception_ptr(
+        Error("replica_hook: " + std::string(call) +
+              ": expected the end of a backward that reduces over the replicas, got one that an "
+              "error has left")));
+    outcome.rethrow_failure(call);
+  }
+  if (backward == Backward::kNothingReduced) return;
+  if (std::ranges::all_of(groups, &Group::all_reduce)) {
+    std::string kept;
+    for (const Group& group : groups) {
+      if (group.row_count > 0) kept += (kept.empty() ? "" : ", ") + group.of.name;
+    }
+    if (!kept.empty()) {
+      throw UsageError(
+          "replica_hook: expected no gradients left over from the last step, got those of " + kept +
+          ", which did not run in its last backward; call handle.finish() before "
+          "optimizer.step()");
+    }
+    next_step();
+  }
+  backward = Backward::kNothingReduced;
+}
+
+// Before anything is summed, all ranks must be in the same backward of the same step: ranks that
+// count differently would add sums of different microbatches.
+void RowReducer::Parts::agree() {
+  if (backward == Backward::kAgreed) return;
+  if (!is_alone()) judge(post(word_of(reducer::kBackwardCall)));
+  backward = Backward::kAgreed;
+}
+
+StatusWord RowReducer::Parts::word_of(const char* call) const {
+  const bool finishes = call == reducer::kFinishCall;
+  StatusWord word;
+  word.call = call;
+  word.step = step;
+  word.microbatch = call_count;
+  for (const Group& group : groups) {
+    word.groups.push_back({.sync = finishes || group.all_reduce ? Sync::kAll : Sync::kShard,
+                           .carry_count = finishes ? group.row_count : group.row_count + 1});
+  }
+  return word;
+}
+
+// Who cannot say its word drops the step.
+RowReducer::Parts::Posted RowReducer::Parts::post(StatusWord word) {
+  judge_own_drop();
+  if (!word.dropped) {
+    try {
+      word.sections = agreement.sections();
+    } catch (const std::exception& error) {
+      drop(error.what());
+      throw;
+    }
+  }
+  if (agreement.ended_steps() < step) agreement.post_nonfinite(step - 1, take_nonfinite());
+  return {agreement.post(word), step};
+}
+
+// Throws where the ranks do not agree, or one has dropped the step: nobody has it any more then.
+void RowReducer::Parts::judge(const Posted& posted) {
+  const StepAgreement::Words words = agreement.collect(posted.number);
+  settle(posted.step - 1);
+  StepAgreement::Judgement judgement = agreement.judge(words);
+  if (!judgement.mismatch && !judgement.dropped) {
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      groups[g].most_rows = 0;
+      for (const StatusWord& word : words) {
+        groups[g].most_rows = std::max(groups[g].most_rows, word.groups[g].carry_count);
+      }
+    }
+    return;
+  }
+  const std::string cause =
+      judgement.mismatch ? judgement.mismatch->message : std::move(judgement.cause);
+  agreement.end_step({step, StepOutcome::kDropped, cause});
+  next_step();
+  if (judgement.mismatch) comm::throw_failure(*judgement.mismatch);
+  reducer::throw_drop(std::move(*judgement.drop));
+}
+
+// The others may be long in backwards that send nothing.
+void RowReducer::Parts::judge_own_drop() {
+  if (!own_drop) return;
+  const auto words = agreement.collect_patiently(own_drop->number);
+  if (!words) return;
+  settle(own_drop->step - 1);
+  agreement.end_step({own_drop->step, StepOutcome::kDropped, agreement.judge(*words).cause});
+  own_drop.reset();
+}
+
+// The last word of a step is how it came out, which comes with the first of the next.
+void RowReducer::Parts::settle(std::int64_t of_step) {
+  if (agreement.ended_steps() > of_step) return;
+  const bool overflow = agreement.collect_nonfinite(of_step);
+  agreement.end_step({of_step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
+}
+
+// Whether a sum of the last step was not finite; waits for a GPU's sums.
+bool RowReducer::Parts::take_nonfinite() {
+  ranks.world.wait(reduced);
+  for (const Event& event : std::exchange(late, {})) ranks.world.wait(event);
+  return nonfinite->exchange(0) != 0;
+}
+
+void RowReducer::Parts::abandon(std::string_view reason) noexcept {
+  if (!begun()) return;
+  try {
+    outcome.rethrow_failure("abandon_step");
+    if (backward == Backward::kAgreed && !is_alone()) {
+      throw Error("replica_hook: a backward that reduces over the replicas was left: " +
+                  std::string(reason));
+    }
+    drop(reason);
+  } catch (...) {
+    outcome.fail(std::current_exception());
+    next_step();
+  }
+}
+
+void RowReducer::Parts::drop(std::string_view reason) {
+  if (is_alone()) return next_step();
+  StatusWord word = word_of(reducer::kDropCall);
+  word.groups.clear();
+  word.dropped = true;
+  word.reason = reason.empty() ? "no reason was given" : reason;
+  own_drop = post(std::move(word));
+  next_step();
+}
+
+// Nothing is kept of the one before.
+void RowReducer::Parts::next_step() {
+  for (Group& group : groups) {
+    group.row_count = 0;
+    group.means.reset();
+  }
+  ++step;
+  call_count = row_count = 0;
+  backward = Backward::kNothingReduced;
+}
+
+void RowReducer::Parts::over_replicas(int number, const Row& row, const TensorView& total,
+                                      Stream& stream) {
+  Group& rows = group(number);
+  if (!rows.means) rows.means = hop->means(number);
+  const auto replicas = ranks.replicate.size();
+  HopBucket bucket;
+  bucket.bucket = number;
+  bucket.data = total;
+  bucket.arithmetic = hop_arithmetic({.shard_size = row.shard_size,
+                                      .replicate_size = replicas,
+                                      .replica_wire = hop->wire().value_or(rows.of.wire),
+                                      .carry_count = std::max(rows.most_rows, call_count),
+                                      .replicates = true,
+                                      .ends_step = true,
+                                      .divisor = static_cast<float>(replicas),
+                                      .means = *rows.means})
+                          .replica;
+  bucket.nonfinite = nonfinite.get();
+  const Event done = hop->reduce(bucket, stream);
+  if (ranks.on_host()) {
+    done.wait();
+  } else if (!done.complete()) {
+    late.push_back(done);
+  }
+  stream.wait(done);
+  ++reduce_count;
+}
+
+RowReducer::RowReducer(const Mesh& mesh, std::vector<RowGroup> groups,
+                       std::shared_ptr<ReplicaHop> hop) {
+  if (!hop) hop = std::make_shared<PlainHop>();
+  Communicator world = mesh.world();
+  compare_models(groups, *hop, world);
+  parts_ = std::make_unique<Parts>(reducer::make_groups(mesh), std::move(groups), std::move(hop));
+  if (parts_->is_alone()) return;
+  parts_->owner.emplace(parts_->ranks, parts_->hop, [this] { return parts_->hop_plan(); });
+  parts_->agreement.add_party(parts_->hop, 0);
+}
+
+RowReducer::~RowReducer() = default;
+RowReducer::RowReducer(RowReducer&&) noexcept = default;
+RowReducer& RowReducer::operator=(RowReducer&&) noexcept = default;
+
+void RowReducer::set_groups(std::vector<RowGroup> groups) {
+  parts_->outcome.rethrow_failure("set_groups");
+  if (parts_->row_count > 0 || groups.size() != parts_->groups.size()) {
+    throw UsageError(
+        "replica_hook: expected other parameters before the first backward of a step and in the "
+        "same modules, got them later; freeze parameters between steps only");
+  }
+  compare_models(groups, *parts_->hop, parts_->ranks.world);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (groups[g].count != parts_->groups[g].of.count) parts_->groups[g].sum = {};
+    parts_->groups[g].of = std::move(groups[g]);
+  }
+  if (!parts_->owner) return;
+  parts_->owner->prepare(parts_->ranks, [this] { return parts_->hop_plan(); });
+}
+
+void RowReducer::set_requires_all_reduce(bool flag, std::span<const int> groups) {
+  parts_->outcome.rethrow_failure("set_requires_all_reduce");
+  parts_->close_backward("set_requires_all_reduce");
+  for (const int number : groups) parts_->group(number).all_reduce = flag;
+  ++parts_->call_count;
+}
+
+bool RowReducer::requires_all_reduce(int group) const { return parts_->group(group).all_reduce; }
+
+void RowReducer::keep(int group, const Row& row, const Stream& stream) {
+  parts_->outcome.rethrow_failure("keep");
+  Parts::Group& rows = parts_->group(group);
+  parts_->check(rows, kGradients, row.values);
+  const auto bytes = static_cast<std::size_t>(rows.of.count) * sizeof(float);
+  if (rows.sum.size() != bytes) rows.sum = Buffer(parts_->ranks.device, bytes);
+  const TensorView kept = rows.sum.view(Dtype::kF32);
+  Stream on = stream;
+  on.wait(rows.written);
+  sum(rows.row_count > 0 ? kept : TensorView{}, row.values, kept, on);
+  rows.written = on.record();
+  ++rows.row_count;
+  ++parts_->row_count;
+}
+
+void RowReducer::reduce(int group, const Row& row, TensorView total, Stream& stream) {
+  parts_->outcome.rethrow_failure("reduce");
+  if (parts_->backward == Parts::Backward::kOver) parts_->close_backward("reduce");
+  Parts::Group& rows = parts_->group(group);
+  ++parts_->row_count;
+  try {
+    if (row.values.data != nullptr) parts_->check(rows, kGradients, row.values);
+    parts_->check(rows, kTotal, total);
+  } catch (const UsageError& error) {
+    reject(error.what());
+    throw;
+  }
+  parts_->agree();
+  std::exception_ptr error;
+  try {
+    stream.wait(parts_->reduced);  // one after the other, whatever streams they come on
+    stream.wait(rows.written);
+    sum(rows.row_count > 0 ? rows.sum.view(Dtype::kF32) : TensorView{}, row.values, total, stream);
+    rows.row_count = 0;
+    if (!parts_->is_alone()) parts_->over_replicas(group, row, total, stream);
+    parts_->reduced = rows.written = stream.record();
+    return;
+  } catch (...) {
+    error = std::current_exception();
+  }
+  parts_->outcome.fail(error);
+  parts_->outcome.rethrow_failure("reduce");
+}
+
+void RowReducer::reject(std::string_view message) {
+  if (parts_->is_alone()) return;
+  if (parts_->backward == Parts::Backward::kAgreed) {
+    parts_->outcome.fail(std::make_exception_ptr(UsageError(std::string(message))));
+  } else {
+    abandon_step(message);
+  }
+}
+
+void RowReducer::end_backward() {
+  if (parts_->backward == Parts::Backward::kAgreed) parts_->backward = Parts::Backward::kOver;
+}
+
+std::vector<int> RowReducer::begin_finish() {
+  parts_->outcome.rethrow_failure("finish");
+  if (parts_->backward == Parts::Backward::kAgreed) parts_->close_backward("finish");
+  for (Parts::Group& group : parts_->groups) group.most_rows = group.row_count;
+  if (!parts_->is_alone()) parts_->judge(parts_->post(parts_->word_of(reducer::kFinishCall)));
+  parts_->backward = Parts::Backward::kAgreed;
+  std::vector<int> left;
+  for (std::size_t g = 0; g < parts_->groups.size(); ++g) {
+    if (parts_->groups[g].most_rows > 0) left.push_back(static_cast<int>(g));
+  }
+  return left;
+}
+
+void RowReducer::end_finish() {
+  parts_->outcome.rethrow_failure("finish");
+  parts_->backward = Parts::Backward::kNothingReduced;
+  if (!parts_->begun()) return;
+  const std::int64_t step = parts_->step;
+  parts_->next_step();
+  if (parts_->is_alone()) return;
+  parts_->agreement.post_nonfinite(step, parts_->take_nonfinite());
+  parts_->settle(step);
+}
+
+void RowReducer::abandon_step(std::string_view reason) noexcept { parts_->abandon(reason); }
+
+bool RowReducer::keeps(int group) const { return parts_->group(group).row_count > 0; }
+
+std::int64_t RowReducer::kept_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Parts::Group& group : parts_->groups) {
+    if (group.row_count > 0) bytes += static_cast<std::int64_t>(group.sum.size());
+  }
+  return bytes;
+}
+
+std::int64_t RowReducer::all_reduce_count() const { return parts_->reduce_count; }
+
+}  // namespace hsdp

@@ -1,0 +1,410 @@
+// Rows that something else has scattered: their sums, by any hop, and what ranks must agree on.
+#include "hsdp/row_reducer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "tests/support/fake_hop.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr ThreadRanksOptions kPatientRows{.timeout = std::chrono::minutes(1),
+                                          .deadline = std::chrono::seconds(30)};
+constexpr MeshShape kTwoByOne{2, 1};
+constexpr int kEarly = 0;
+constexpr int kLate = 1;
+
+// Two modules; the second one's row has a gap, as FSDP2's padding is.
+std::vector<RowGroup> two_modules() {
+  return {{.name = "early",
+           .parameters = {{"early.w", {3, 4}}},
+           .ranges = {{0, 0, 12, 0}},
+           .count = 12},
+          {.name = "late",
+           .parameters = {{"late.w", {5}}, {"late.b", {2}}},
+           .ranges = {{0, 0, 5, 0}, {1, 6, 2, 0}},
+           .count = 8}};
+}
+
+// Small integers, other ones for each backward, module, rank and element.
+Values row_of(int backward, int module, int rank) {
+  Values values(module == kEarly ? 12 : 8);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] =
+        static_cast<float>((backward * 5 + module * 3 + rank * 7 + static_cast<int>(i)) % 9);
+  }
+  if (module == kLate) values[5] = 0;
+  return values;
+}
+
+// The mean over two replicas of what those backwards had.
+Values mean_of(const std::vector<int>& backwards, int module) {
+  Values mean = row_of(0, module, 0);
+  for (std::size_t i = 0; i < mean.size(); ++i) {
+    mean[i] = 0;
+    for (const int b : backwards) {
+      for (int rank = 0; rank < 2; ++rank) {
+        mean[i] += row_of(b, module, rank)[i] / 2;
+      }
+    }
+  }
+  return mean;
+}
+
+// One rank's model: what a backward leaves in its gradients.
+class Modules {
+ public:
+  Modules(const Mesh& mesh, std::shared_ptr<ReplicaHop> hop = {})
+      : rank_(mesh.rank()), rows(mesh, two_modules(), std::move(hop)) {}
+
+  void set_last(bool last) { rows.set_requires_all_reduce(last, std::vector<int>{kEarly, kLate}); }
+  // In the order of a backward: the last module first.
+  void backward(int number, const std::set<int>& run = {kEarly, kLate}) {
+    for (const int module : {kLate, kEarly}) {
+      if (run.contains(module)) give(module, row_of(number, module, rank_));
+    }
+    rows.end_backward();
+  }
+  void give(int module, Values row) {
+    if (!rows.requires_all_reduce(module)) {
+      rows.keep(module, {.values = view(row)}, stream_);
+      return;
+    }
+    rows.reduce(module, {.values = view(row)}, view(row), stream_);
+    gradients[static_cast<std::size_t>(module)] = std::move(row);
+  }
+  std::vector<int> finish() {
+    const std::vector<int> left = rows.begin_finish();
+    for (const int module : left) {
+      Values total(two_modules()[static_cast<std::size_t>(module)].count, 99);
+      rows.reduce(module, {}, view(total), stream_);
+      gradients[static_cast<std::size_t>(module)] = std::move(total);
+    }
+    rows.end_finish();
+    return left;
+  }
+  void step(const std::vector<int>& backwards) {
+    for (const int b : backwards) {
+      set_last(b == backwards.back());
+      backward(b);
+    }
+  }
+  void expect(const std::vector<int>& backwards, const std::string& label) {
+    for (const int module : {kEarly, kLate}) {
+      EXPECT_EQ(gradients[static_cast<std::size_t>(module)], mean_of(backwards, module)) << label;
+    }
+  }
+
+ private:
+  static TensorView view(Values& values) {
+    return {values.data(), std::ssize(values), Dtype::kF32, {}};
+  }
+
+  int rank_;
+  Stream stream_ = Stream::inline_host();
+
+ public:
+  RowReducer rows;
+  std::array<Values, 2> gradients;
+};
+
+TEST(RowReducer, SumsBackwardsAndReplicas) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    Modules modules(mesh);
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      modules.step({0, 1, 2});
+      modules.expect({0, 1, 2}, "three backwards");
+      EXPECT_EQ(modules.rows.kept_bytes(), 0);
+      modules.step({3});
+      modules.expect({3}, "one");
+      EXPECT_TRUE(modules.finish().empty());
+      EXPECT_TRUE(modules.finish().empty());
+    }
+    EXPECT_EQ(modules.rows.all_reduce_count(), 8);
+  });
+}
+
+TEST(RowReducer, FinishesWhatDidNotRunInTheLastBackward) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    Modules modules(mesh);
+    modules.set_last(false);
+    modules.backward(0);
+    EXPECT_TRUE(modules.rows.keeps(kEarly));
+    EXPECT_EQ(modules.rows.kept_bytes(), (12 + 8) * 4);
+    modules.set_last(true);
+    modules.backward(1, {kLate});
+    const auto too_early = caught<UsageError>([&] { modules.set_last(false); });
+    ASSERT_TRUE(too_early);
+    EXPECT_THAT(too_early->what(), HasSubstr("those of early, which did not run"));
+    EXPECT_THAT(modules.finish(), ElementsAre(kEarly));
+    EXPECT_EQ(modules.gradients[kEarly], mean_of({0}, kEarly));
+    EXPECT_EQ(modules.gradients[kLate], mean_of({0, 1}, kLate));
+  });
+}
+
+// A module that ran on one replica only: the other one's gradients are zeros.
+TEST(RowReducer, FinishesWhatOneReplicaHas) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    Modules modules(mesh);
+    modules.set_last(false);
+    modules.backward(0, mesh.rank() == 0 ? std::set<int>{kEarly} : std::set<int>{});
+    EXPECT_THAT(modules.finish(), ElementsAre(kEarly));
+    Values half = row_of(0, kEarly, 0);
+    for (float& value : half) value /= 2;
+    EXPECT_EQ(modules.gradients[kEarly], half);
+  });
+}
+
+TEST(RowReducer, KeepsWhatAModuleFlagSays) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    Modules modules(mesh);
+    modules.rows.set_requires_all_reduce(false, std::vector<int>{kEarly});
+    modules.backward(0);
+    EXPECT_EQ(modules.gradients[kLate], mean_of({0}, kLate));
+    modules.rows.set_requires_all_reduce(true, std::vector<int>{kEarly});
+    modules.backward(1);
+    EXPECT_EQ(modules.gradients[kLate], mean_of({1}, kLate)) << "FSDP2 adds it to the first";
+    EXPECT_EQ(modules.gradients[kEarly], mean_of({0, 1}, kEarly));
+  });
+}
+
+TEST(RowReducer, RanksThatAreNotInTheSameBackwardAreToldAndGoOn) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        Modules modules(mesh);
+        const bool is_first = mesh.rank() == 0;
+        const auto mismatch = [&](const std::function<void()>& call, const std::string& text) {
+          const auto error = caught<MismatchError>(call);
+          ASSERT_TRUE(error) << text;
+          EXPECT_THAT(error->what(), HasSubstr(text));
+        };
+        mismatch(
+            [&] {
+              modules.set_last(is_first);
+              modules.backward(0);
+              static_cast<void>(modules.finish());
+            },
+            "expected call");
+        mismatch(
+            [&] {
+              if (is_first) modules.set_last(true);
+              modules.set_last(true);
+              modules.backward(0);
+            },
+            "once before each backward");
+        mismatch(
+            [&] {
+              modules.rows.set_requires_all_reduce(is_first, std::vector<int>{kEarly});
+              modules.backward(0);
+            },
+            "sync of early '");
+        modules.step({4, 5});
+        modules.expect({4, 5}, "after mismatches");
+      },
+      kPatientRows);
+}
+
+TEST(RowReducer, AStepIsDroppedBetweenBackwards) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        const auto hop = std::make_shared<FakeHop>();
+        Modules modules(mesh, hop);
+        for (int repeat = 0; repeat < 3; ++repeat) {
+          modules.set_last(false);
+          modules.backward(0);
+          if (mesh.rank() == 0) {
+            modules.rows.abandon_step("a bad batch");
+            EXPECT_EQ(modules.rows.kept_bytes(), 0);
+          } else {
+            modules.set_last(true);
+            const auto error = caught<StepAbortedError>([&] {
+              if (repeat == 2) {
+                static_cast<void>(modules.finish());
+              } else {
+                modules.backward(1);
+              }
+            });
+            ASSERT_TRUE(error);
+            EXPECT_THAT(error->what(), HasSubstr("rank 0 of 2 abandoned it"));
+            EXPECT_THAT(error->what(), HasSubstr("a bad batch"));
+          }
+        }
+        modules.set_last(false);
+        modules.backward(0);
+        modules.rows.abandon_step("all at once");
+        modules.step({2, 4});
+        EXPECT_TRUE(modules.finish().empty());
+        ASSERT_EQ(hop->ends().size(), 5U);
+        for (std::size_t s = 0; s < 5; ++s) {
+          EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
+          EXPECT_EQ(hop->ends()[s].outcome, s < 4 ? StepOutcome::kDropped : StepOutcome::kClean);
+        }
+      },
+      kPatientRows);
+}
+
+// What a hop with a state gets: names, shapes, ranges with gaps, one end a step.
+TEST(RowReducer, RunsAHopWithAState) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    const auto hop = std::make_shared<FakeHop>();
+    std::vector<Values> errors(2, Values(12));
+    {
+      Modules modules(mesh, hop);
+      EXPECT_EQ(hop->plan().parameters[2].name, "late.b");
+      EXPECT_EQ(hop->plan().ranges[1][1].parameter, 2);
+      for (int s = 0; s < 3; ++s) {
+        modules.step({s, s + 1});
+        for (std::size_t i = 0; i < 12; ++i) {
+          Values sums(2);
+          Values error{errors[0][i], errors[1][i]};
+          for (int r = 0; r < 2; ++r) {
+            sums[static_cast<std::size_t>(r)] =
+                row_of(s, kEarly, r)[i] + row_of(s + 1, kEarly, r)[i];
+          }
+          EXPECT_EQ(modules.gradients[kEarly][i], fake_mean(sums, 2, error)) << s << " " << i;
+          errors[0][i] = error[0];
+          errors[1][i] = error[1];
+        }
+        EXPECT_EQ(hop->ends().size(), static_cast<std::size_t>(s)) << "with the next word";
+      }
+      EXPECT_TRUE(modules.finish().empty());
+      EXPECT_EQ(hop->ends().size(), 3U);
+      Values infinite = row_of(0, kLate, 0);
+      infinite[2] = std::numeric_limits<float>::infinity();
+      modules.set_last(true);
+      modules.give(kLate, infinite);
+      modules.rows.end_backward();
+      EXPECT_TRUE(modules.finish().empty());
+      EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kOverflow);
+      modules.step({1});
+      EXPECT_TRUE(caught<UsageError>([&] { Modules second(mesh, hop); }));
+    }
+    EXPECT_EQ(hop->ends().size(), 5U) << "the last one when its owner went";
+    EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kDropped);
+    Modules again(mesh, hop);
+  });
+}
+
+// Once something was summed the others count on the rest of the backward.
+TEST(RowReducer, AFailureInsideABackwardEndsTheWorld) {
+  for (const bool leaves : {false, true}) {
+    const auto start = std::chrono::steady_clock::now();
+    run_mesh(
+        kTwoByOne,
+        [&](const Mesh& mesh) {
+          FakeHop::Options options;
+          const bool fails = mesh.rank() == 1;
+          int calls = 0;
+          options.on = [&](std::string_view place) {
+            if (!leaves && fails && place == "reduce" && ++calls == 2) throw Error("hop: no room");
+          };
+          Modules modules(mesh, std::make_shared<FakeHop>(options));
+          modules.set_last(true);
+          const auto error = caught<Error>([&] {
+            modules.give(kLate, row_of(0, kLate, mesh.rank()));
+            if (leaves && fails) {
+              modules.rows.abandon_step("hop: no room");
+              modules.set_last(true);
+            }
+            modules.give(kEarly, row_of(0, kEarly, mesh.rank()));
+          });
+          ASSERT_TRUE(error);
+          EXPECT_THAT(error->what(), HasSubstr("hop: no room"));
+          if (!fails) {
+            EXPECT_THAT(error->what(), HasSubstr("rank 1 of 2"));
+          }
+          EXPECT_TRUE(caught<Error>([&] { static_cast<void>(modules.finish()); }));
+        },
+        kPatientRows);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  }
+}
+
+// A row that cannot be added, on one rank, in a backward that reduces.
+TEST(RowReducer, AWrongRowDropsTheStep) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        Modules modules(mesh);
+        if (mesh.rank() == 1) {
+          const auto error = caught<UsageError>([&] { modules.give(kLate, Values(7)); });
+          ASSERT_TRUE(error);
+          EXPECT_THAT(error->what(), HasSubstr("of late: expected 8 elements, got 7"));
+        } else {
+          EXPECT_TRUE(caught<StepAbortedError>([&] { modules.backward(0); }));
+        }
+        modules.step({1});
+        modules.expect({1}, "after it");
+      },
+      kPatientRows);
+}
+
+TEST(RowReducer, TakesOtherParametersBetweenSteps) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    const auto hop = std::make_shared<FakeHop>();
+    Modules modules(mesh, hop);
+    modules.step({0});
+    EXPECT_TRUE(modules.finish().empty());
+    std::vector<RowGroup> frozen = two_modules();
+    frozen[kLate] = {
+        .name = "late", .parameters = {{"late.b", {2}}}, .ranges = {{0, 0, 2, 0}}, .count = 2};
+    modules.rows.set_groups(frozen);
+    EXPECT_EQ(hop->plan().parameters.size(), 2U);
+    modules.set_last(true);
+    modules.give(kLate, {2.0F + static_cast<float>(mesh.rank()), 4});
+    EXPECT_EQ(modules.gradients[kLate][1], 4);
+    EXPECT_TRUE(caught<UsageError>([&] { modules.rows.set_groups(two_modules()); }));
+    modules.rows.end_backward();
+  });
+}
+
+TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        std::vector<RowGroup> groups = two_modules();
+        if (mesh.rank() == 1) groups[kLate].parameters[1].shape = {3};
+        auto error = caught<MismatchError>([&] { RowReducer rows(mesh, groups); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("got late.b (3,) f32 (rank 1 of 2) and late.b (2,)"));
+        const Dtype wire = mesh.rank() == 0 ? Dtype::kF32 : Dtype::kBf16;
+        error = caught<MismatchError>(
+            [&] { RowReducer rows(mesh, two_modules(), std::make_shared<PlainHop>(wire)); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 (rank 1 of 2)"));
+      },
+      kPatientRows);
+}
+
+// One replica: nothing travels, and nobody is asked.
+TEST(RowReducer, OfOneReplicaSumsBackwards) {
+  run_mesh({1, 2}, [](const Mesh& mesh) {
+    Modules modules(mesh);
+    modules.set_last(false);
+    modules.backward(0);
+    modules.set_last(true);
+    modules.backward(1);
+    Values sum = row_of(0, kEarly, mesh.rank());
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += row_of(1, kEarly, mesh.rank())[i];
+    EXPECT_EQ(modules.gradients[kEarly], sum);
+    EXPECT_TRUE(modules.finish().empty());
+    EXPECT_EQ(modules.rows.all_reduce_count(), 0);
+  });
+}
+
+}  // namespace
+}  // namespace hsdp

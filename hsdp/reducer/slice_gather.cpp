@@ -1,6 +1,7 @@
 #include "hsdp/reducer/slice_gather.h"
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "hsdp/device/copy.h"
@@ -9,8 +10,12 @@
 namespace hsdp::reducer {
 namespace {
 
-constexpr std::size_t kDirectBytes = std::size_t{1} << 20;  // from here on: no copy
-constexpr std::size_t kBatchBytes = std::size_t{4} << 20;   // small arrays in one message
+constexpr std::int64_t kDirectBytes = std::int64_t{1} << 20;  // from here on: no copy
+constexpr std::int64_t kUnitBytes = std::int64_t{4} << 20;    // small arrays in one message
+
+std::int64_t bytes_of(const TensorView& view) {
+  return static_cast<std::int64_t>(view.size_in_bytes());
+}
 
 void gather_direct(Communicator& shard_group, const BucketLayout& layout, const FullArray& full,
                    Stream& stream) {
@@ -19,32 +24,31 @@ void gather_direct(Communicator& shard_group, const BucketLayout& layout, const 
                          layout.slices(full.parameter));
 }
 
-// Calls visit(bytes of rank r's slice in the array, their offset in the message) for all arrays.
+// Calls visit(bytes of rank r's slice in the array, their offset in the message) for each array.
 template <typename Visit>
-void each_slice(const BucketLayout& layout, std::span<const FullArray> batch, int rank,
+void each_slice(const BucketLayout& layout, std::span<const FullArray> unit, int rank,
                 std::int64_t message_offset, Visit visit) {
-  for (const FullArray& full : batch) {
+  for (const FullArray& full : unit) {
     const ShardSlice& slice = layout.slice(full.parameter, rank);
     const TensorView part = full.array.slice(slice.flat_offset, slice.count);
     visit(part, message_offset);
-    message_offset += static_cast<std::int64_t>(part.size_in_bytes());
+    message_offset += bytes_of(part);
   }
 }
 
-void gather_batch(Communicator& shard_group, const BucketLayout& layout,
-                  std::span<const FullArray> batch, Stream& stream) {
+void gather_message(Communicator& shard_group, const BucketLayout& layout,
+                    std::span<const FullArray> unit, Stream& stream) {
   std::vector<std::int64_t> offsets{0};
   for (int r = 0; r < shard_group.size(); ++r) {
     std::int64_t end = offsets.back();
-    each_slice(layout, batch, r, 0, [&end](const TensorView& part, std::int64_t) {
-      end += static_cast<std::int64_t>(part.size_in_bytes());
-    });
+    each_slice(layout, unit, r, 0,
+               [&end](const TensorView& part, std::int64_t) { end += bytes_of(part); });
     offsets.push_back(end);
   }
   const Scratch message(static_cast<std::size_t>(offsets.back()), stream);
   const int own = shard_group.rank();
   const std::int64_t own_begin = offsets[static_cast<std::size_t>(own)];
-  each_slice(layout, batch, own, own_begin, [&](const TensorView& part, std::int64_t at) {
+  each_slice(layout, unit, own, own_begin, [&](const TensorView& part, std::int64_t at) {
     copy_bytes(message.data() + at, part.data, part.size_in_bytes(), stream);
   });
   const RowCut cut(offsets);
@@ -52,7 +56,7 @@ void gather_batch(Communicator& shard_group, const BucketLayout& layout,
   shard_group.all_gather(out.slice(own_begin, cut.length(own)), out, stream, cut);
   for (int r = 0; r < shard_group.size(); ++r) {
     if (r == own) continue;
-    each_slice(layout, batch, r, cut.begin(r), [&](const TensorView& part, std::int64_t at) {
+    each_slice(layout, unit, r, cut.begin(r), [&](const TensorView& part, std::int64_t at) {
       copy_bytes(part.data, message.data() + at, part.size_in_bytes(), stream);
     });
   }
@@ -60,33 +64,42 @@ void gather_batch(Communicator& shard_group, const BucketLayout& layout,
 
 }  // namespace
 
+std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays, std::int64_t unit_bytes) {
+  std::vector<GatherUnit> units;
+  GatherUnit small;
+  std::int64_t small_bytes = 0;
+  const auto end_unit = [&] {
+    if (!small.empty()) units.push_back(std::exchange(small, {}));
+    small_bytes = 0;
+  };
+  for (const FullArray& full : arrays) {
+    const std::int64_t bytes = bytes_of(full.array);
+    if (bytes == 0) continue;
+    if (bytes >= kDirectBytes) {
+      units.push_back({full});
+      continue;
+    }
+    if (small_bytes + bytes > unit_bytes) end_unit();
+    small.push_back(full);
+    small_bytes += bytes;
+  }
+  end_unit();
+  return units;
+}
+
+void gather_unit(Communicator& shard_group, const BucketLayout& layout,
+                 std::span<const FullArray> unit, Stream& stream) {
+  if (shard_group.size() == 1) return;
+  if (unit.size() == 1) return gather_direct(shard_group, layout, unit.front(), stream);
+  gather_message(shard_group, layout, unit, stream);
+}
+
 std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
                            std::span<const FullArray> arrays, Stream& stream) {
   if (shard_group.size() == 1) return 0;
-  std::int64_t gathers = 0;
-  std::vector<FullArray> batch;
-  std::size_t batch_bytes = 0;
-  const auto flush = [&] {
-    if (batch_bytes > 0) {
-      gather_batch(shard_group, layout, batch, stream);
-      ++gathers;
-    }
-    batch.clear();
-    batch_bytes = 0;
-  };
-  for (const FullArray& full : arrays) {
-    const std::size_t bytes = full.array.size_in_bytes();
-    if (bytes >= kDirectBytes) {
-      gather_direct(shard_group, layout, full, stream);
-      ++gathers;
-      continue;
-    }
-    if (batch_bytes + bytes > kBatchBytes) flush();
-    batch.push_back(full);
-    batch_bytes += bytes;
-  }
-  flush();
-  return gathers;
+  const std::vector<GatherUnit> units = gather_units(arrays, kUnitBytes);
+  for (const GatherUnit& unit : units) gather_unit(shard_group, layout, unit, stream);
+  return std::ssize(units);
 }
 
 }  // namespace hsdp::reducer

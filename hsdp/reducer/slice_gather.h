@@ -1,11 +1,12 @@
 // Fills full arrays from the slices that the ranks of a shard group own, in place.
 //
-// Large arrays are gathered straight into their memory; small ones travel together. Everything runs
-// inside a task of `stream`.
+// Arrays are gathered in units: a large array by itself, straight into its memory; small ones
+// together, in one message.
 #pragma once
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
@@ -17,8 +18,21 @@ struct FullArray {
   TensorView array;  // contiguous, all elements of the parameter; this rank's slice is in place
 };
 
-// Collective; the same parameters and dtypes in the same order on every rank. Returns the number of
-// all-gathers it took.
+// What one all-gather fills.
+using GatherUnit = std::vector<FullArray>;
+
+// Divides the arrays into units: an array of 1 MiB or more is one by itself, smaller ones share
+// one up to `unit_bytes`, in their order. Arrays without elements are in none. Depends on the sizes
+// alone, so all ranks have the same units.
+[[nodiscard]] std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays,
+                                                   std::int64_t unit_bytes);
+
+// Collective; the same unit on every rank. One all-gather; none in a group of one. Call it inside a
+// task of `stream`.
+void gather_unit(Communicator& shard_group, const BucketLayout& layout,
+                 std::span<const FullArray> unit, Stream& stream);
+
+// All units of these arrays. Returns the number of all-gathers it took.
 [[nodiscard]] std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
                                          std::span<const FullArray> arrays, Stream& stream);
 

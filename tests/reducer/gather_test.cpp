@@ -1,15 +1,18 @@
 // gather_gradients and gather_parameters: every rank ends with the whole arrays.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <ostream>
 
 #include "hsdp/error.h"
+#include "hsdp/reducer/slice_gather.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
 namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::ElementsAre;
 
 struct GatherCase {
   MeshShape shape;
@@ -144,6 +147,21 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& row) {
       return to_string(row.param.shape) + "_" + std::string(name(row.param.layout));
     });
+
+TEST(GatherUnits, JoinSmallArraysAndLeaveLargeOnesAlone) {
+  std::vector<reducer::FullArray> arrays;
+  for (const std::int64_t count : {10, 0, 20, 1 << 18, 30, 256, 1}) {
+    arrays.push_back({static_cast<int>(arrays.size()), {nullptr, count, Dtype::kF32, {}}});
+  }
+  std::vector<std::vector<int>> parameters;
+  for (const reducer::GatherUnit& unit : reducer::gather_units(arrays, 1 << 10)) {
+    parameters.emplace_back();
+    for (const reducer::FullArray& full : unit) parameters.back().push_back(full.parameter);
+  }
+  EXPECT_THAT(parameters,
+              ElementsAre(ElementsAre(3), ElementsAre(0, 2, 4), ElementsAre(5), ElementsAre(6)));
+  EXPECT_TRUE(reducer::gather_units({}, 1 << 10).empty());
+}
 
 // Asked thousands of times before there are buckets, as an optimizer does that sets itself up.
 TEST(SliceBeforeTheFirstStep, IsTheOneOfTheStep) {

@@ -114,7 +114,8 @@ class CudaQueue : public Stream::Queue {
     return Event(std::move(failed));
   }
 
-  void wait(const Event& event) override {
+  void wait(const Event& of_anything) override {
+    const Event event = of_anything.enqueued();
     if (event.state() == nullptr) return;
     run([&] {
       if (const auto* const other = dynamic_cast<const CudaEvent*>(event.state())) {

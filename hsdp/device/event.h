@@ -19,6 +19,9 @@ class Event {
     [[nodiscard]] virtual bool complete() const = 0;
     // Blocks the calling thread; rethrows the error of the task that broke the stream, if any.
     virtual void wait() const = 0;
+    // Where work for a device is enqueued by another thread: blocks until it is, and returns the
+    // device's event. Null where the event is no such one, or the work could not be enqueued.
+    [[nodiscard]] virtual const Event* enqueued() const { return nullptr; }
   };
 
   Event() = default;
@@ -27,6 +30,12 @@ class Event {
   [[nodiscard]] bool complete() const { return !state_ || state_->complete(); }
   void wait() const {
     if (state_) state_->wait();
+  }
+  // For a GPU's stream to wait for: the device's event of work that another thread has yet to
+  // enqueue, for which it blocks. Else, and where that failed, the event itself.
+  [[nodiscard]] Event enqueued() const {
+    const Event* const of_device = state_ ? state_->enqueued() : nullptr;
+    return of_device != nullptr ? *of_device : *this;
   }
   [[nodiscard]] const State* state() const { return state_.get(); }
 

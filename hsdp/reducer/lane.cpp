@@ -7,6 +7,35 @@
 #include "hsdp/error.h"
 
 namespace hsdp::reducer {
+namespace {
+
+// Of a task, and then of what it has enqueued on a device.
+class TaskEvent final : public Event::State {
+ public:
+  [[nodiscard]] bool complete() const override { return ran_.complete() && device_.complete(); }
+  void wait() const override {
+    ran_.wait();
+    device_.wait();
+  }
+  [[nodiscard]] const Event* enqueued() const override {
+    try {
+      ran_.wait();
+      return &device_;
+    } catch (...) {  // wait() says it
+      return nullptr;
+    }
+  }
+  void finish(std::exception_ptr error, Event device) {
+    device_ = std::move(device);
+    ran_.finish(std::move(error));
+  }
+
+ private:
+  HostEvent ran_;
+  Event device_;  // once it has run
+};
+
+}  // namespace
 
 Lane::Lane(const char* name, Device device, Outcome& outcome,
            std::shared_ptr<IssueOrder::Issuer> issuer)
@@ -34,7 +63,7 @@ void Lane::follow(const Lane& other) {
 std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Stream&)>& task) {
   if (std::exception_ptr refusal = outcome_.refusal(work.step)) return refusal;
   try {
-    if (on_host()) work.after.wait();
+    if (on_host() || work.after.complete()) work.after.wait();  // throws what went wrong there
     Stream enqueued = stream();
     enqueued.wait(work.after);
     task(enqueued);
@@ -48,20 +77,21 @@ std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Str
 }
 
 Event Lane::run(const Work& work, std::function<void(Stream&)> task) {
-  const auto done = std::make_shared<HostEvent>();
-  auto run_it = [this, work, done, task = std::move(task)]() mutable {
-    std::exception_ptr error = try_task(work, task);
+  const auto done = std::make_shared<TaskEvent>();
+  Work known = work;
+  // Not by the thread that issues, which may be the one to enqueue it.
+  if (!on_host()) known.after = work.after.enqueued();
+  auto run_it = [this, known = std::move(known), done, task = std::move(task)]() mutable {
+    std::exception_ptr error = try_task(known, task);
     task = {};  // what it holds is let go of before anybody goes on
-    done->finish(std::move(error));
+    done->finish(std::move(error), on_host() ? Event() : stream().record());
   };
   if (work.scope == Scope::kAllRanks) {
     issue({.run = std::move(run_it), .step = work.step});
   } else {
     thread_.run(std::move(run_it));
   }
-  if (on_host()) return Event(done);
-  done->wait();
-  return stream().record();
+  return Event(done);
 }
 
 }  // namespace hsdp::reducer

@@ -49,10 +49,10 @@ class Lane {
     std::int64_t step = kNoStep;
     Event after;
   };
-  // Runs `task` after all tasks so far and after that Event. The Event it returns throws what went
-  // wrong; where the step was dropped, here or where `after` comes from, the task does not run and
-  // the Event says that. GPU: waits until the task has run, throws in its place, and returns the
-  // device's Event.
+  // Runs `task` after all tasks so far and after that Event, which must complete whatever happens,
+  // as the Events of streams do. Returns at once. The Event it returns is done when the task and,
+  // on a GPU, what it has enqueued are done, and throws what went wrong; where the step was
+  // dropped, here or where `after` comes from, the task does not run and the Event says that.
   Event run(const Work& work, std::function<void(Stream&)> task);
 
   // Blocks until the tasks so far have run.

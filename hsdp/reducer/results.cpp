@@ -104,7 +104,10 @@ Results::Results(const ReducerOptions& options, ParameterTable& parameters, Grou
 Event Results::run(Scope scope, std::int64_t step, Task task) {
   Event done = steps_.frozen()->pipeline().run(
       {.scope = scope, .step = step, .after = steps_.caller().record()}, std::move(task));
-  if (!groups_.on_host()) steps_.caller().wait(done);
+  if (groups_.on_host()) return done;
+  done = done.enqueued();
+  if (done.complete()) done.wait();  // throws what went wrong
+  steps_.caller().wait(done);
   return done;
 }
 

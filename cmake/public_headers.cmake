@@ -16,6 +16,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/divide_factors.h
   hsdp/dtype.h
   hsdp/error.h
+  hsdp/gather_lane.h
   hsdp/memory_count.h
   hsdp/mesh.h
   hsdp/reducer.h

@@ -12,6 +12,7 @@
 #include "hsdp/reducer/parameter_table.h"
 #include "hsdp/reducer/results.h"
 #include "hsdp/reducer/steps.h"
+#include "hsdp/reducer/together.h"
 
 namespace hsdp {
 
@@ -157,6 +158,16 @@ void Reducer::save_snapshot(const std::filesystem::path& path, std::int64_t step
 void Reducer::flush_snapshots() { parts_->results.flush_snapshots(); }
 void Reducer::add_party(std::weak_ptr<StepParty> party) {
   parts_->steps.add_party(std::move(party));
+}
+std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name) {
+  reducer::Steps& steps = parts_->steps;
+  reducer::together(parts_->groups.world, "make lane '" + name + "'", [&] {
+    steps.check_usable("make_lane");
+    steps.require_idle("make_lane");
+    // A GPU issues nothing while the lane joins: no rank may wait for what is not issued by then.
+    if (reducer::Frozen* const frozen = steps.frozen()) frozen->pipeline().wait_launched();
+  });
+  return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name));
 }
 ReducerState Reducer::state() const { return parts_->steps.state(); }
 

@@ -22,8 +22,8 @@
 // Threads: gradient_ready may be called from any thread during a microbatch; everything else from
 // one thread at a time. Reductions run on streams of the Reducer's own.
 // Collective: construction, the first begin_microbatch, microbatches, finish, discard, grad_norm,
-// clip_grad_norm, found_inf to memory, gather_* and close are called by every rank of the mesh in
-// the same order.
+// clip_grad_norm, found_inf to memory, gather_*, make_lane and close are called by every rank of
+// the mesh in the same order.
 // Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
 // or failed to set the Reducer up (all stay usable). PeerLostError, TimeoutError, a MismatchError
 // but that of a set-up, and a RankError with the text of what failed on another rank end the
@@ -41,6 +41,7 @@
 #include <vector>
 
 #include "hsdp/device/stream.h"
+#include "hsdp/gather_lane.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer_options.h"
 #include "hsdp/reducer_stats.h"
@@ -162,6 +163,11 @@ class Reducer {
   // Tells `party` how steps end, and compares its words, from the next step on. Between steps, in
   // the same order on every rank; it is forgotten when it dies.
   void add_party(std::weak_ptr<StepParty> party);
+
+  // Collective, between microbatches: a lane for collectives of the shard group that run under
+  // later microbatches. `name` is that of its thread, the same on every rank. All ranks have it in
+  // the end or none, and it may be tried again.
+  [[nodiscard]] std::unique_ptr<GatherLane> make_lane(const std::string& name);
 
   [[nodiscard]] ReducerStats stats() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase

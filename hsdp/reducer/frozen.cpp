@@ -82,12 +82,7 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
   }
   together(world, "allocate its carry", [&] { memory_->allocate_carry(groups.replicate); });
   together(world, "allocate its staging buckets", [&] { memory_->allocate_staging(groups.shard); });
-  std::shared_ptr<IssueOrder> order;
-  std::shared_ptr<IssueOrder::Issuer> issuer;
-  if (!groups.on_host()) {
-    together(world, "start its issuing thread", [&] { order = IssueOrder::of(world); });
-    issuer = order->add_issuer();
-  }
+  const std::shared_ptr<IssueOrder::Issuer> issuer = add_issuer(groups);
   together(world, "start its lanes", [&] {
     pipeline_.emplace(BucketPipeline::Setting{*layout_, *memory_, setting.outcome,
                                               setting.agreement, groups, options.replica_hop,

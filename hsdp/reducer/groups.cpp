@@ -15,4 +15,11 @@ Groups make_groups(const Mesh& mesh) {
   return groups;
 }
 
+std::shared_ptr<IssueOrder::Issuer> add_issuer(Groups& groups) {
+  if (groups.on_host()) return nullptr;
+  std::shared_ptr<IssueOrder> order;
+  together(groups.world, "start its issuing thread", [&] { order = IssueOrder::of(groups.world); });
+  return order->add_issuer();
+}
+
 }  // namespace hsdp::reducer

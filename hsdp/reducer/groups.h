@@ -2,7 +2,10 @@
 // Reducer's own. Cheap to copy.
 #pragma once
 
+#include <memory>
+
 #include "hsdp/comm/communicator.h"
+#include "hsdp/comm/issue_order.h"
 #include "hsdp/mesh.h"
 #include "hsdp/tensor_view.h"
 
@@ -19,5 +22,9 @@ struct Groups {
 
 // Collective over the mesh: all ranks have their groups in the end or none.
 [[nodiscard]] Groups make_groups(const Mesh& mesh);
+
+// What lanes on a GPU are issued by; null on the host. Collective over the world, as
+// IssueOrder::add_issuer() is.
+[[nodiscard]] std::shared_ptr<IssueOrder::Issuer> add_issuer(Groups& groups);
 
 }  // namespace hsdp::reducer

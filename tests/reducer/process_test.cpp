@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "hsdp/error.h"
+#include "tests/support/fake_gather.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 
@@ -254,6 +255,32 @@ TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
     return told ? 0 : 1;
   });
   for (const RankOutcome& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+// Compared with gather_parameters() in every process, and with each other.
+TEST(GathersBetweenProcesses, UnderRunningMicrobatchesHaveTheSameBits) {
+  const MeshShape shape{.replicate = 2, .shard = 2};
+  const StepCase step = random_step(odd_parameters(Dtype::kF32), shape.size(),
+                                    {Sync::kShard, Sync::kNone, Sync::kAll}, 12);
+  std::set<std::string> hashes;
+  for (const std::string transport : {"auto", "tcp"}) {
+    const auto outcomes = run_processes(shape.size(), options_for(transport), [&](int) {
+      const Mesh mesh =
+          init_mesh({.replicate = shape.replicate, .shard = shape.shard, .timeout_s = 20.0});
+      Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+      register_all(reducer, step);
+      GatherSteps steps = gather_steps_on_host(reducer, step, mesh.rank());
+      steps.count = 10;
+      note(std::to_string(hash_of(run_gather_steps(reducer, step, mesh, steps))));
+      mesh.world().barrier();
+      return testing::Test::HasFailure() ? 1 : 0;
+    });
+    for (const RankOutcome& outcome : outcomes) {
+      ASSERT_TRUE(outcome.ok()) << outcome.error;
+      hashes.insert(outcome.notes.begin(), outcome.notes.end());
+    }
+  }
+  EXPECT_EQ(hashes.size(), 1U);
 }
 
 // One rank raises in its block: between processes, too, all others go on with it.

@@ -163,6 +163,46 @@ TEST(SetUpOfGroups, IsAgreedAndLeavesTheMeshToAnotherReducer) {
       kPatient);
 }
 
+TEST(SetUpOfALane, IsAgreedAndMayBeTriedAgain) {
+  const std::vector<Fault> faults{
+      {"make the group of lane 'gather'", FailingCall::kMemfdCreate, 0},
+      {"start lane 'gather'", FailingCall::kPthreadCreate, 0},
+  };
+  const StepCase step =
+      random_step({{.name = "w", .shape = {100}}}, kSquare.size(), {Sync::kAll}, 7);
+  run_mesh(
+      kSquare,
+      [&](const Mesh& mesh) {
+        Reducer reducer(mesh, {.bucket_bytes = 256});
+        register_all(reducer, step);
+        for (int bad = 0; bad < 4; ++bad) {
+          const Fault& fault = faults[static_cast<std::size_t>(bad) % faults.size()];
+          const auto make = [&] { static_cast<void>(reducer.make_lane("gather")); };
+          if (mesh.rank() == bad) {
+            fail_call(fault.call, fault.skipped);
+            EXPECT_TRUE(caught<Error>(make));
+            EXPECT_TRUE(call_has_failed());
+          } else {
+            const auto error = caught<StepAbortedError>(make);
+            ASSERT_TRUE(error);
+            EXPECT_EQ(error->ranks(), std::vector<int>{bad});
+            EXPECT_THAT(error->what(), AllOf(HasSubstr(fault.part), HasSubstr("try again")));
+          }
+          run_step(reducer, step, mesh.rank());
+        }
+        const std::unique_ptr<GatherLane> lane = reducer.make_lane("gather");
+        Values ranks(2, static_cast<float>(mesh.rank()));
+        const TensorView whole{ranks.data(), 2, Dtype::kF32, {}};
+        const Event gathered = lane->run({}, [&](Communicator& shard_group, Stream& stream) {
+          shard_group.all_gather(whole.slice(shard_group.rank(), 1), whole, stream);
+        });
+        gathered.wait();
+        const auto first = static_cast<float>(2 * mesh.replica());
+        EXPECT_EQ(ranks, (Values{first, first + 1}));
+      },
+      kPatient);
+}
+
 // The world's end is repeated, as any other failure is.
 TEST(SetUpInAnEndedWorld, SaysSoEveryTime) {
   std::latch made(2);

@@ -19,6 +19,7 @@
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 #include "hsdp/replica_hop.h"
+#include "tests/support/fake_gather.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
@@ -267,6 +268,75 @@ TEST_P(OnGpu, TheNextStepLeavesAResultToItsReader) {
     EXPECT_FALSE(reducer.found_inf());
   });
   test::expect_reference(results, first, options, shape, "read late");
+}
+
+TEST_P(OnGpu, GathersUnderMicrobatchesHaveTheBitsOfGatherParameters) {
+  const test::MeshShape shape = GetParam();
+  const test::StepCase step = test::random_step(parameters(Dtype::kF32), shape.size(),
+                                                {Sync::kShard, Sync::kNone, Sync::kAll}, 14);
+  std::vector<std::vector<test::Values>> gathered(static_cast<std::size_t>(shape.size()));
+  run_gpu_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 4096});
+    test::register_all(reducer, step);
+    Rank rank(reducer, step, mesh.rank());
+    test::GatherSteps steps{.count = 6};
+    steps.microbatch = [&](int m, const std::function<void()>& inside) {
+      const auto microbatch = static_cast<std::size_t>(m);
+      Microbatch open(reducer, {.sync = step.schedule[microbatch]});
+      for (std::size_t p = 0; p < step.parameters.size(); ++p) rank.hand_over(p, microbatch);
+      inside();
+      open.end();
+    };
+    steps.shards = [&] {
+      test::RankResult result;
+      rank.read(result);
+      rank.stream().synchronize();
+      return result.shards;
+    };
+    gathered[static_cast<std::size_t>(mesh.rank())] =
+        test::run_gather_steps(reducer, step, mesh, steps);
+  });
+  for (const auto& of_rank : gathered) EXPECT_EQ(of_rank, gathered.front());
+}
+
+// Nor do streams that are told to wait for the gather; a late update holds up no step.
+TEST_P(OnGpu, StartingAGatherWaitsForNothing) {
+  const test::MeshShape shape = GetParam();
+  const test::StepCase step =
+      test::random_step(parameters(Dtype::kF32), shape.size(), {Sync::kShard, Sync::kAll}, 15);
+  std::vector<test::RankResult> results(static_cast<std::size_t>(shape.size()));
+  run_gpu_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 4096});
+    test::register_all(reducer, step);
+    Rank rank(reducer, step, mesh.rank());
+    reducer.prepare();
+    std::vector<float> whole(64, static_cast<float>(mesh.shard_rank()));
+    const reducer::FullArray array{1, {whole.data(), 7, Dtype::kF32, kGpu}};
+    test::FakeGather gather(reducer, {&array, 1}, 1 << 10);
+    std::promise<void> updated;
+    Stream host = Stream::host_worker("updater");
+    host.run([&updated] { updated.get_future().wait(); });
+    Stream writer = Stream::create(kGpu, "writer");
+    writer.wait(host.record());
+    const Event gathered = gather.start(0, writer.record());
+    Stream reader = Stream::create(kGpu, "reader");
+    reader.wait(gathered);
+    rank.run_steps();
+    rank.read(results[static_cast<std::size_t>(mesh.rank())]);
+    rank.stream().synchronize();
+    EXPECT_FALSE(gathered.complete());
+    EXPECT_FALSE(reader.record().complete());
+    updated.set_value();
+    reader.synchronize();
+    EXPECT_TRUE(gathered.complete());
+    for (int r = 0; r < shape.shard; ++r) {
+      const ShardSlice& slice = reducer.layout().slice(1, r);
+      if (slice.count > 0) {
+        EXPECT_EQ(whole[static_cast<std::size_t>(slice.flat_offset)], static_cast<float>(r));
+      }
+    }
+  });
+  test::expect_reference(results, step, {.bucket_bytes = 4096}, shape, "beside a gather");
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, OnGpu,

@@ -14,6 +14,7 @@
 #include "hsdp/error.h"
 #include "nccl_gpu_rank.h"
 #include "tests/support/failing_calls.h"
+#include "tests/support/fake_gather.h"
 #include "tests/support/step_drops.h"
 
 namespace hsdp::test {
@@ -47,6 +48,29 @@ TEST_P(OnNccl, ExactStepsHaveTheBitsOfTheReference) {
       expect_reference(results, step, options, shape, std::string(name(dtype)));
     }
   }
+}
+
+TEST_P(OnNccl, GathersUnderMicrobatchesHaveTheBitsOfGatherParameters) {
+  const MeshShape shape = GetParam();
+  const StepCase step = random_step(parameters(Dtype::kF32), shape.size(),
+                                    {Sync::kShard, Sync::kNone, Sync::kAll}, 61);
+  std::vector<std::vector<Values>> gathered(static_cast<std::size_t>(shape.size()));
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
+    GpuRank rank(reducer, step, mesh);
+    GatherSteps steps{.count = 6};
+    steps.microbatch = [&](int m, const std::function<void()>& inside) {
+      rank.begin(static_cast<std::size_t>(m));
+      for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+        rank.hand_over(p, static_cast<std::size_t>(m));
+      }
+      inside();
+      reducer.end_microbatch();
+    };
+    steps.shards = [&] { return rank.read().shards; };
+    gathered[static_cast<std::size_t>(mesh.rank())] = run_gather_steps(reducer, step, mesh, steps);
+  });
+  for (const auto& of_rank : gathered) EXPECT_EQ(of_rank, gathered.front());
 }
 
 TEST_P(OnNccl, NativeSumsOfIntegersAreExactToo) {
@@ -140,6 +164,63 @@ INSTANTIATE_TEST_SUITE_P(Meshes, OnNccl,
                          ::testing::Values(MeshShape{1, 2}, MeshShape{2, 1}, MeshShape{2, 2},
                                            MeshShape{1, 3}, MeshShape{1, 1}),
                          [](const auto& chosen) { return "mesh_" + to_string(chosen.param); });
+
+// The issuing thread must not wait for what it is to issue itself.
+TEST(NcclGatherLane, ATaskMayComeAfterThatOfAnotherLane) {
+  run_nccl_mesh({1, 2}, [](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    reducer.register_parameter({.name = "w", .shape = {4096}});
+    const std::unique_ptr<GatherLane> first = reducer.make_lane("first");
+    const std::unique_ptr<GatherLane> second = reducer.make_lane("second");
+    std::vector<float> ranks(4, static_cast<float>(mesh.rank()));
+    const auto gather = [&](std::size_t begin) {
+      const TensorView whole{ranks.data() + begin, 2, Dtype::kF32, mesh.device()};
+      return [whole](Communicator& shard_group, Stream& stream) {
+        shard_group.all_gather(whole.slice(shard_group.rank(), 1), whole, stream);
+      };
+    };
+    for (int repeat = 0; repeat < 10; ++repeat) {
+      const Event one = first->run({}, gather(0));
+      const Event two = second->run(one, gather(2));
+      first->run(two, gather(0)).wait();
+      EXPECT_TRUE(one.complete() && two.complete());
+    }
+    EXPECT_EQ(ranks, (std::vector<float>{0, 1, 0, 1}));
+  });
+}
+
+TEST(NcclGatherLane, AnErrorInATaskReachesAllRanksWithItsText) {
+  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
+  step.schedule = {Sync::kAll};
+  run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    GpuRank rank(reducer, step, mesh);
+    static_cast<void>(rank.run_step());
+    const std::unique_ptr<GatherLane> lane = reducer.make_lane("gather");
+    std::vector<float> ranks(2, static_cast<float>(mesh.rank()));
+    const TensorView whole{ranks.data(), 2, Dtype::kF32, mesh.device()};
+    const auto gather = [whole](Communicator& shard_group, Stream& stream) {
+      shard_group.all_gather(whole.slice(shard_group.rank(), 1), whole, stream);
+    };
+    lane->run({}, gather).wait();
+    static_cast<void>(mesh.world().exchange("", "ready"));
+    const auto from = std::chrono::steady_clock::now();
+    const Event broken =
+        mesh.rank() != 3 ? lane->run({}, gather) : lane->run({}, [](Communicator&, Stream&) {
+          throw std::runtime_error("no memory for it");
+        });
+    if (mesh.rank() == 3) {
+      EXPECT_THAT([&] { broken.wait(); }, ThrowsMessage<std::runtime_error>("no memory for it"));
+    }
+    const auto fails = [&] {
+      for (;;) static_cast<void>(rank.run_step());
+    };
+    EXPECT_THAT(fails, ThrowsMessage<Error>(HasSubstr("no memory for it")));
+    EXPECT_THAT([&] { lane->run({}, gather).wait(); },
+                ThrowsMessage<std::exception>(HasSubstr("no memory for it")));
+    EXPECT_LT(std::chrono::steady_clock::now() - from, std::chrono::seconds(10));
+  });
+}
 
 constexpr ThreadRanksOptions kImpatient{.timeout = std::chrono::milliseconds(500)};
 

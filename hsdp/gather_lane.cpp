@@ -1,0 +1,75 @@
+#include "hsdp/gather_lane.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "hsdp/comm/control/world_end.h"
+#include "hsdp/error.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/lane.h"
+#include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/together.h"
+
+namespace hsdp {
+namespace {
+
+// Lanes that ranks make in another order would mix their gathers.
+void compare_names(Communicator& world, const std::string& name) {
+  const std::vector<std::string> names = world.exchange(name, "make_lane");
+  const auto other = std::ranges::find_if(names, [&](const auto& n) { return n != names.front(); });
+  if (other == names.end()) return;
+  const auto rank = static_cast<int>(other - names.begin());
+  throw MismatchError("reducer: make_lane: expected lane '" + names.front() +
+                          "' as on rank 0, got '" + *other + "' (" +
+                          comm::ranks_text({rank}, world.size()) +
+                          "); make the same lanes in the same order on every rank",
+                      {world.world_ranks()[static_cast<std::size_t>(rank)]});
+}
+
+}  // namespace
+
+struct GatherLane::Parts {
+  Parts(const std::string& name, const reducer::Groups& groups, Communicator its_group,
+        std::shared_ptr<IssueOrder::Issuer> issuer)
+      : outcome(groups.world),
+        group(std::move(its_group)),
+        lane(name.c_str(), groups.device, outcome, std::move(issuer)) {}
+
+  reducer::Outcome outcome;
+  Communicator group;
+  reducer::Lane lane;
+};
+
+GatherLane::GatherLane(reducer::Groups& groups, const std::string& name) {
+  Communicator& world = groups.world;
+  compare_names(world, name);
+  const std::string quoted = "'" + name + "'";
+  Communicator group;
+  // Not split from the Reducer's shard group, which its lanes may be using.
+  reducer::together(world, "make the group of lane " + quoted, [&] {
+    group = world.split(groups.shard.world_ranks().front(), groups.shard.rank());
+  });
+  std::shared_ptr<IssueOrder::Issuer> issuer = reducer::add_issuer(groups);
+  reducer::together(world, "start lane " + quoted, [&] {
+    parts_ = std::make_unique<Parts>(name, groups, std::move(group), std::move(issuer));
+  });
+}
+
+GatherLane::~GatherLane() {
+  try {
+    parts_->lane.synchronize();
+    parts_->group.wait(parts_->lane.stream().record());
+  } catch (...) {  // was the Events'
+  }
+}
+
+Event GatherLane::run(const Event& after, Task task) {
+  return parts_->lane.run({.scope = reducer::Lane::Scope::kAllRanks, .after = after},
+                          [parts = parts_.get(), task = std::move(task)](Stream& stream) {
+                            parts->outcome.rethrow_failure("gather lane");
+                            task(parts->group, stream);
+                          });
+}
+
+}  // namespace hsdp

@@ -1,0 +1,58 @@
+// Runs collectives of a shard group beside a Reducer's own, such as gathers of parameters under the
+// backward passes of the next step [Note: gathers beside backwards].
+//
+//   std::unique_ptr<GatherLane> lane = reducer.make_lane("gather");  // on every rank
+//   Event done = lane->run(updated, [=](Communicator& shard_group, Stream& stream) {
+//     shard_group.all_gather(own_slice, whole, stream, cut);
+//   });
+//
+// Every rank gives a lane the same tasks in the same order, and they run in that order. Host: on
+// the lane's thread. GPU: when every rank has a task, the mesh's issuing thread runs it; it only
+// enqueues, on the lane's device stream.
+// Ownership: the lane has its own group and keeps the world open; it may outlive the Reducer. What
+// a task uses must outlive the task, the Reducer's layout() for example.
+// Threads: run() may be called from any thread, but not from a task of the lane.
+// Errors: an error in a task, or of `after`, ends the world with its text, because the peers are in
+// that task; the task's Event throws it. A StepAbortedError of `after` only skips the task: the
+// step is dropped on all ranks. Once the world has failed no task runs, and every Event throws.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "hsdp/comm/communicator.h"
+#include "hsdp/device/event.h"
+#include "hsdp/device/stream.h"
+
+namespace hsdp {
+
+namespace reducer {
+struct Groups;
+}  // namespace reducer
+
+class GatherLane {
+ public:
+  // Waits for its tasks: for as long as their `after` takes, and for peers at most as long as the
+  // mesh's timeout.
+  ~GatherLane();
+  GatherLane(const GatherLane&) = delete;
+  GatherLane& operator=(const GatherLane&) = delete;
+
+  using Task = std::function<void(Communicator& shard_group, Stream& stream)>;
+  // Runs `task` after all tasks so far and after `after`, which must complete even when the world
+  // fails, as the Events of streams do. Returns at once; on a GPU it waits until the work of
+  // `after` is enqueued. The Event is done when the task's collectives are complete on this rank;
+  // it may outlive the lane.
+  Event run(const Event& after, Task task);
+
+ private:
+  friend class Reducer;
+  struct Parts;
+  // Collective over the world: all ranks have it or none.
+  GatherLane(reducer::Groups& groups, const std::string& name);
+
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace hsdp

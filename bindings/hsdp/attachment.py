@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 
 class Attachment(Protocol):
-    """Follows a Reducer's microbatches; knows a framework's parameters and where gradients lie."""
+    """Follows a Reducer's microbatches; knows a framework's parameters and where gradients lie.
+
+    A Reducer may have several, which it calls in the order in which they were attached, and closes
+    in reverse.
+    """
+
+    def parameter_names(self) -> Collection[str]:
+        """What it registered; no two attachments of a Reducer have a name in common."""
+
+    def describe(self) -> str:
+        """What was attached, for errors."""
 
     def microbatch_began(self) -> None:
         """Raises when the microbatch cannot be; it is then dropped on every rank."""

@@ -92,7 +92,7 @@ class Reducer(ReducerResults):
         }
         self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout = layout
-        self._attachment = None
+        self._attachments: list[Attachment] = []
         open_reducers.add(self)
 
     @property
@@ -150,6 +150,9 @@ class Reducer(ReducerResults):
         backward passes in a microbatch, or reentrant checkpointing of shared parameters, make the
         Reducer with `backwards="many"`.
 
+        Several models may be attached, with one call each. They share neither parameters nor names:
+        `torch.nn.ModuleDict({"critic": model})` gives the names of a model a prefix.
+
         - `groups`: name -> a module, or several. Their parameters form a group, whose sync flags
           are set apart, but for those of modules within that have a group of their own: as FSDP2
           treats modules that were sharded one by one.
@@ -165,13 +168,12 @@ class Reducer(ReducerResults):
         gradients, gradients that come outside of a microbatch, and, when a step begins, for
         parameters that were added or began to require a gradient since: make another Reducer then.
         """
-        if self._attachment is not None:
-            raise UsageError(
-                "reducer: attach: expected one model per Reducer, got a second; join them in a "
-                "torch.nn.ModuleList, or make another Reducer"
-            )
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
-        self._attachment = make(self._handle, self._mesh.device, model, groups, bool(keep_grads))
+        self._attachments.append(
+            make(
+                self._handle, self._mesh.device, model, groups, bool(keep_grads), self._attachments
+            )
+        )
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""
@@ -226,13 +228,16 @@ class Reducer(ReducerResults):
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(None if last is None else bool(last), sync)
         )
-        if self._attachment is None:
-            return
-        try:
-            self._attachment.microbatch_began()
-        except BaseException as error:
-            self._handle.abandon_step(str(error))
-            raise
+        for i, attachment in enumerate(self._attachments):
+            try:
+                attachment.microbatch_began()
+            except BaseException as error:  # this one has told what it will not have
+                self._handle.abandon_step(str(error))
+                for before in self._attachments[:i]:
+                    before.microbatch_ended(completed=False)
+                for after in self._attachments[i + 1 :]:
+                    after.step_dropped()
+                raise
 
     def gradient_ready(self, parameter: str | int, gradient: Any) -> None:
         """Hands over a gradient: a NumPy array, or anything with `__dlpack__`; read-only or with
@@ -257,8 +262,8 @@ class Reducer(ReducerResults):
         rank), StepAbortedError when another rank dropped it.
         """
         try:
-            if self._attachment is not None:
-                self._attachment.microbatch_ending()
+            for attachment in self._attachments:
+                attachment.microbatch_ending()
             self._handle.end_microbatch()
         except BaseException:
             self._ended(completed=False)
@@ -280,20 +285,23 @@ class Reducer(ReducerResults):
         finally:
             if collecting:
                 self._ended(completed=False)
-            elif begun and self._attachment is not None:
-                self._attachment.step_dropped()
+            elif begun:
+                self._step_dropped()
 
     def _hearing_of_drops(self, call: Callable[[], None]) -> None:
         try:
             call()
         except StepAbortedError:
-            if self._attachment is not None:
-                self._attachment.step_dropped()
+            self._step_dropped()
             raise
 
     def _ended(self, completed: bool) -> None:
-        if self._attachment is not None:
-            self._attachment.microbatch_ended(completed)
+        for attachment in self._attachments:
+            attachment.microbatch_ended(completed)
+
+    def _step_dropped(self) -> None:
+        for attachment in self._attachments:
+            attachment.step_dropped()
 
     def finish(self) -> None:
         """Completes a step whose microbatches are pending, without fresh gradients.
@@ -305,16 +313,14 @@ class Reducer(ReducerResults):
     def discard(self) -> None:
         """Drops what is pending of a step. Nothing when nothing is."""
         self._handle.discard()
-        if self._attachment is not None:
-            self._attachment.step_dropped()
+        self._step_dropped()
 
     def close(self) -> None:
         """Waits for own work and snapshots; then every call but `stats` is a UsageError.
 
         Safe to call twice. Arrays that `shard` returned keep their memory.
         """
-        attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            attachment.close()
+        while self._attachments:  # what was attached last may rest on the others
+            self._attachments.pop().close()
         self._handle.close()
         open_reducers.discard(self)

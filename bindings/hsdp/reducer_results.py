@@ -28,7 +28,7 @@ class ReducerResults:
 
     _mesh: Mesh
     _handle: _hsdp.Reducer
-    _attachment: Attachment | None
+    _attachments: list[Attachment]
 
     def shard(self, name: str) -> Array:
         """This rank's slice of the mean gradient: fp32, writable, `slice(name).count` elements, on
@@ -73,32 +73,34 @@ class ReducerResults:
         """Fills in the whole mean gradient of parameters.
 
         `arrays` are f32, bf16 or f16, writable and contiguous, of the parameters' shapes, by name;
-        the same names on every rank. Without it the gradients of an attached model are set
-        (`p.grad`).
+        the same names on every rank. Without it the gradients of the attached models are
+        set (`p.grad`).
         """
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))
             return
-        self._attached("gather_gradients").gather_gradients()
+        for attachment in self._attached("gather_gradients"):
+            attachment.gather_gradients()
 
-    def _attached(self, call: str) -> Attachment:
-        if self._attachment is None:
+    def _attached(self, call: str) -> list[Attachment]:
+        if not self._attachments:
             raise UsageError(
                 f"reducer: {call}: expected arrays by name, or an attached model, got neither; "
                 "pass {name: array}"
             )
-        return self._attachment
+        return self._attachments
 
     def gather_parameters(self, arrays: Mapping[str, Any] | None = None) -> None:
         """Completes whole parameters of which this rank updated its own slice, in place.
 
         `arrays` are writable and contiguous, of the parameters' shapes and any dtype, by name; the
-        same names and dtypes on every rank. Without it those of an attached model are completed.
+        same names and dtypes on every rank. Without it those of the attached models are completed.
         """
         if arrays is not None:
             self._handle.gather_parameters(dict(arrays))
             return
-        self._attached("gather_parameters").gather_parameters()
+        for attachment in self._attached("gather_parameters"):
+            attachment.gather_parameters()
 
     def grad_norm(self) -> Any:
         """The L2 norm of the whole mean gradient, over all parameters. Collective.

@@ -299,14 +299,116 @@ def test_one_reducer_per_model(mesh: hsdp.Mesh) -> None:
     model = linear()
     first, second = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
     first.attach(model)
-    with pytest.raises(hsdp.UsageError, match="one model per Reducer"):
-        first.attach(linear())
-    with pytest.raises(hsdp.UsageError, match="'weight'.*another Reducer"):
-        second.attach(model)
+    for reducer in (first, second):
+        with pytest.raises(hsdp.UsageError, match="'weight' to be attached once.*other Reducer"):
+            reducer.attach(model)
     first.close()
     second.attach(model)
     with second.microbatch(last=True):
         backward(model)
+
+
+def two_models() -> nn.ModuleDict:
+    torch.manual_seed(2)
+    first = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
+    return nn.ModuleDict({"first": first, "second": nn.Linear(3, 2)})
+
+
+def run_two(models: nn.ModuleDict, seed: int) -> None:
+    torch.manual_seed(seed)
+    models["second"](models["first"](torch.randn(5, 3))).square().mean().backward()
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_two_models_are_as_one(mesh: hsdp.Mesh, keep_grads: bool) -> None:
+    joined, apart = two_models(), two_models()
+    one, two = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
+    one.attach(joined, keep_grads=keep_grads)
+    two.attach(apart["first"], keep_grads=keep_grads)
+    two.attach(apart["second"], keep_grads=keep_grads)
+    assert [p.name for p in two.parameters] == [
+        "2.bias", "2.weight", "0.bias", "0.weight", "bias", "weight"
+    ]
+    for step in range(2):
+        for m, (models, reducer) in enumerate([(joined, one), (apart, two)] * 2):
+            with reducer.microbatch(last=m >= 2):
+                run_two(models, 10 * step + m // 2)
+                assert all(p.grad is None for p in models.parameters())
+            if keep_grads:
+                assert all(p.grad is not None for p in models.parameters())
+        one.gather_gradients()
+        two.gather_gradients()
+        require_equal(
+            {n: p.grad for n, p in apart.named_parameters()},
+            {n: p.grad for n, p in joined.named_parameters()},
+        )
+        optimizers = [torch.optim.SGD(models.parameters(), 0.1) for models in (joined, apart)]
+        for optimizer in optimizers:
+            optimizer.step()
+        two.gather_parameters()
+        require_equal(dict(apart.named_parameters()), dict(joined.named_parameters()))
+    two.close()
+    run_two(apart, 0)  # no hooks are left
+    assert all(p.grad is not None for p in apart.parameters())
+
+
+def test_two_models_need_names_of_their_own(mesh: hsdp.Mesh) -> None:
+    models = nn.ModuleDict({"actor": linear(), "critic": nn.LayerNorm(2)})
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(models["actor"])
+    message = "'weight' of LayerNorm and of Linear, which was attached before.*ModuleDict"
+    with pytest.raises(hsdp.UsageError, match=message):
+        reducer.attach(models["critic"])
+    reducer.attach(nn.ModuleDict({"critic": models["critic"]}))
+    assert [p.name for p in reducer.parameters] == [
+        "bias", "weight", "critic.bias", "critic.weight"
+    ]
+    with reducer.microbatch(last=True):
+        models["critic"](models["actor"](torch.ones(1, 3))).sum().backward()
+    for model in models.values():
+        with pytest.raises(hsdp.UsageError, match="SGD.step: expected a gradient in"):
+            torch.optim.SGD(model.parameters(), 1.0).step()
+    with pytest.raises(hsdp.UsageError, match="register"):
+        reducer.attach(nn.ModuleDict({"late": nn.Linear(1, 1)}))
+
+
+# A drop, wherever it comes from, is told to all.
+@pytest.mark.parametrize("where", ["begin", "block", "between", "discard"])
+def test_two_models_forget_a_dropped_step_together(mesh: hsdp.Mesh, where: str) -> None:
+    models = two_models()
+    want = expected_of_two(models, 3)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(models["first"], keep_grads=True)
+    reducer.attach(models["second"])
+    with reducer.microbatch(last=False):
+        run_two(models, 1)
+    if where == "begin":
+        models["second"].bias.grad = torch.ones(2)
+        with pytest.raises(hsdp.UsageError, match="no gradient in 'bias' yet"):
+            reducer.begin_microbatch()
+        models["second"].bias.grad = None
+    elif where == "block":
+        with pytest.raises(RuntimeError, match="of the caller"), reducer.microbatch():
+            run_two(models, 2)
+            raise RuntimeError("of the caller")
+    elif where == "between":
+        reducer.abandon_step()
+    else:
+        reducer.discard()
+    assert all(p.grad is None for p in models.parameters())
+    with reducer.microbatch(last=True):
+        run_two(models, 3)
+    got = {n: p.grad for n, p in models["first"].named_parameters()}
+    require_equal(got, {n: want[f"first.{n}"] for n in got})
+    reducer.gather_gradients()
+    require_equal({n: p.grad for n, p in models.named_parameters()}, want)
+
+
+def expected_of_two(models: nn.ModuleDict, seed: int) -> dict[str, torch.Tensor]:
+    run_two(models, seed)
+    result = {n: p.grad.clone() for n, p in models.named_parameters() if p.grad is not None}
+    models.zero_grad()
+    return result
 
 
 def test_a_dropped_reducer_lets_go_of_the_model(mesh: hsdp.Mesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -45,6 +46,33 @@ def test_broadcast_parameters(ranks: Launcher) -> None:
     for f in found:
         assert "'weight (2, 3) torch.float32' on rank 0" in f["message"]
         assert "'weight (3, 3) torch.float32' on rank 3" in f["message"] and f["ranks"] == [3]
+
+
+def run_two_models() -> dict[str, Any]:
+    with hsdp.init_mesh(2, 2) as mesh:
+        torch.manual_seed(3)
+        first = nn.Sequential(nn.Linear(5, 70))
+        joined = nn.ModuleDict({"first": first, "second": nn.Linear(70, 3)})
+        apart = copy.deepcopy(joined)
+        one, two = hsdp.Reducer(mesh, bucket_bytes=256), hsdp.Reducer(mesh, bucket_bytes=512)
+        one.attach(joined)
+        for model in apart.values():
+            two.attach(model)
+        for models, reducer in ((joined, one), (apart, two)):
+            for m in range(3):
+                torch.manual_seed(10 * m + mesh.rank)
+                with reducer.microbatch(last=m == 2):
+                    models["second"](models["first"](torch.randn(4, 5))).square().sum().backward()
+            reducer.gather_gradients()
+        return {
+            name: torch.equal(p.grad, dict(joined.named_parameters())[name].grad)
+            for name, p in apart.named_parameters()
+        }
+
+
+def test_two_models_have_the_gradients_of_one(ranks: Launcher) -> None:
+    for same in ranks(4, run_two_models):
+        assert len(same) == 4 and all(same.values())
 
 
 class Boom(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from hsdp.torch.trainable_parameters import groups_by_name, trainable_parameters
 
 if TYPE_CHECKING:
     from hsdp import _hsdp
+    from hsdp.attachment import Attachment
 
 
 class ModelAttachment:
@@ -28,6 +29,7 @@ class ModelAttachment:
         model: torch.nn.Module,
         groups: Mapping[str, Any] | None,
         keep_grads: bool,
+        others: Sequence[Attachment],
     ) -> None:
         self._handle = handle
         self._model = model
@@ -38,6 +40,7 @@ class ModelAttachment:
         group_of = groups_by_name(model, groups or {})
         for name, parameter in parameters:
             unreduced_gradient_guard.require_unwatched(name, parameter)
+        self._require_new_names([name for name, _ in parameters], others)
         # A backward pass produces the last layers' gradients first.
         self._parameters = dict(reversed(parameters))
         self._names = {id(p): name for name, p in parameters}
@@ -57,6 +60,14 @@ class ModelAttachment:
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The name of an attached parameter; None for another one."""
         return self._names.get(id(parameter))
+
+    def parameter_names(self) -> Collection[str]:
+        """The names of its parameters."""
+        return self._parameters.keys()
+
+    def describe(self) -> str:
+        """The model's class."""
+        return type(self._model).__name__
 
     def microbatch_began(self) -> None:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
@@ -141,6 +152,18 @@ class ModelAttachment:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._placed = False
+
+    # Before anything is registered: the Reducer stays as it was.
+    def _require_new_names(self, names: Iterable[str], others: Iterable[Attachment]) -> None:
+        for other in others:
+            for name in names:
+                if name in other.parameter_names():
+                    raise UsageError(
+                        "reducer: attach: expected names that nothing attached has, got "
+                        f"'{name}' of {self.describe()} and of {other.describe()}, which was "
+                        'attached before; attach torch.nn.ModuleDict({"prefix": model}) to give '
+                        "one of them other names"
+                    )
 
     def _require_no_gradients(self) -> None:
         for name, parameter in self._parameters.items():

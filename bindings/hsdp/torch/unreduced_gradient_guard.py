@@ -46,11 +46,12 @@ def forget(attachment: ModelAttachment) -> None:
 
 
 def require_unwatched(name: str, parameter: torch.Tensor) -> None:
-    """UsageError when another Reducer already takes the parameter's gradients."""
+    """UsageError when a Reducer already takes the parameter's gradients."""
     if is_watched(parameter):
         raise UsageError(
-            f"reducer: attach: expected '{name}' to be attached once, got it attached to "
-            "another Reducer; close that one first"
+            f"reducer: attach: expected '{name}' to be attached once, got it attached already; "
+            "close the other Reducer first, or join models that share parameters in a "
+            "torch.nn.ModuleList"
         )
 
 

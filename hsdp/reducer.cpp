@@ -181,6 +181,9 @@ ReducerStats Reducer::stats() const {
   s.begun_step_count = counts.begun_steps;
   s.all_gather_count = parts_->results.all_gather_count();
   s.control_message_count = steps.control_message_count();
+  const CollectiveCounts shard_counts = groups.shard.stats();
+  s.reduce_scatter_count = shard_counts[CollectiveKind::kReduceScatter].calls;
+  s.shard_hop_bytes = shard_counts[CollectiveKind::kReduceScatter].bytes;
   s.engine = groups.world.engine_name();
   s.reduction = parts_->options.reduction;
   s.replica_hop = parts_->options.replica_hop->describe();
@@ -189,11 +192,8 @@ ReducerStats Reducer::stats() const {
   if (reducer::Frozen* const frozen = steps.frozen()) {
     s.bucket_count = static_cast<int>(std::ranges::count_if(
         frozen->layout().buckets(), [](const Bucket& bucket) { return bucket.rows.count() > 0; }));
-    const reducer::HopCounts& hops = frozen->pipeline().counts();
-    s.reduce_scatter_count = hops.reduce_scatter_count;
-    s.all_reduce_count = hops.all_reduce_count;
-    s.shard_hop_bytes = hops.shard_hop_bytes;
-    s.replica_hop_bytes = hops.replica_hop_bytes;
+    s.all_reduce_count = frozen->pipeline().replica_hop_count();
+    s.replica_hop_bytes = frozen->replica_hop_bytes();
     s.retained_bytes = frozen->collector().retained_bytes();
     s.peak_retained_bytes = frozen->collector().peak_retained_bytes();
   }

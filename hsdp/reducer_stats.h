@@ -16,8 +16,10 @@ struct ReducerStats {
   std::int64_t all_reduce_count = 0;  // replica hops
   std::int64_t all_gather_count = 0;
   std::int64_t control_message_count = 0;  // status words, and bits for found_inf, that it sent
-  std::int64_t shard_hop_bytes = 0;        // wire bytes of this rank's buckets handed to the hop
-  std::int64_t replica_hop_bytes = 0;      // wire bytes of this rank's shards handed to the hop
+  std::int64_t shard_hop_bytes = 0;        // of this rank's buckets, in the dtype that travels
+  // Of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
+  // travels. On a GPU also 8 a found_inf(out).
+  std::int64_t replica_hop_bytes = 0;
 
   std::int64_t carry_bytes = 0;        // fp32 carry, also the result
   std::int64_t total_bytes = 0;        // replica-summed totals of groups that are `all` mid-step

@@ -22,9 +22,10 @@ class ReducerStats:
     all_gather_count: int
     #: status words, and bits for found_inf, that this rank sent
     control_message_count: int
-    #: wire bytes of this rank's buckets handed to the shard hop
+    #: of this rank's buckets, in the dtype that travels
     shard_hop_bytes: int
-    #: wire bytes of this rank's shards handed to the replica hop
+    #: of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
+    #: travels
     replica_hop_bytes: int
     #: fp32 carry, which is also the result
     carry_bytes: int

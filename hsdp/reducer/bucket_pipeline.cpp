@@ -133,13 +133,6 @@ void BucketPipeline::shard_hop(const Launch& launch) {
   args.bucket = launch.bucket;
   args.reduction = setting_.reduction;
   setting_.groups.shard.reduce_scatter(args, shard_lane_->stream());
-  ++counts_.reduce_scatter_count;
-  counts_.shard_hop_bytes += sent_bytes(args.in.count, args.in.dtype);
-}
-
-std::int64_t BucketPipeline::sent_bytes(std::int64_t count, Dtype wire) const {
-  const bool widened = setting_.reduction == Reduction::kNative;
-  return count * static_cast<std::int64_t>(size_bytes(widened ? Dtype::kF32 : wire));
 }
 
 Event BucketPipeline::replica_hop(const Launch& launch) {
@@ -150,8 +143,7 @@ Event BucketPipeline::replica_hop(const Launch& launch) {
   args.nonfinite = launch.plan->result->nonfinite.get();
   Stream stream = replica_lane_->stream();
   Event reduced = setting_.hop->reduce(args, stream);
-  ++counts_.all_reduce_count;
-  counts_.replica_hop_bytes += sent_bytes(args.data.count, args.arithmetic.wire);
+  ++replica_hop_count_;
   return reduced;
 }
 

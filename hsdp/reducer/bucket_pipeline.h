@@ -33,13 +33,6 @@ namespace hsdp::reducer {
 
 class Collector;
 
-struct HopCounts {
-  std::atomic<std::int64_t> reduce_scatter_count{0};
-  std::atomic<std::int64_t> all_reduce_count{0};
-  std::atomic<std::int64_t> shard_hop_bytes{0};
-  std::atomic<std::int64_t> replica_hop_bytes{0};
-};
-
 class BucketPipeline {
  public:
   // What it works on. What it refers to outlives it.
@@ -98,7 +91,7 @@ class BucketPipeline {
   // Keeps a GPU's `memory` until it has done what was enqueued so far; from a task.
   void hold(std::shared_ptr<const void> memory);
 
-  [[nodiscard]] const HopCounts& counts() const { return counts_; }
+  [[nodiscard]] std::int64_t replica_hop_count() const { return replica_hop_count_; }
 
  private:
   struct Launch {
@@ -126,7 +119,6 @@ class BucketPipeline {
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void send_delayed();
-  [[nodiscard]] std::int64_t sent_bytes(std::int64_t count, Dtype wire) const;
   [[nodiscard]] const Bucket& bucket(int number) const {
     return setting_.layout.buckets()[static_cast<std::size_t>(number)];
   }
@@ -136,7 +128,7 @@ class BucketPipeline {
 
   Setting setting_;
   Collector* collector_ = nullptr;
-  HopCounts counts_;
+  std::atomic<std::int64_t> replica_hop_count_{0};
   std::shared_ptr<Lane> shard_lane_;
   std::shared_ptr<Lane> replica_lane_;  // the same where there is one hop only
   // Whose replica hop goes on after its reduce() has returned: the replica lane's tasks add, the

@@ -40,6 +40,7 @@ class Frozen {
   [[nodiscard]] const GradientMemory& memory() const { return *memory_; }
   [[nodiscard]] BucketPipeline& pipeline() { return *pipeline_; }
   [[nodiscard]] Collector& collector() { return *collector_; }
+  [[nodiscard]] std::int64_t replica_hop_bytes() const { return hop_ ? hop_->wire_bytes() : 0; }
 
  private:
   std::optional<BucketLayout> layout_;

@@ -8,8 +8,7 @@
 namespace hsdp::reducer {
 
 HopOwner::HopOwner(Groups& groups, std::shared_ptr<ReplicaHop> hop, const MakePlan& make_plan)
-    : hop_(std::move(hop)) {
-  bool needs_gather_group = false;
+    : hop_(std::move(hop)), scatter_(groups.replicate) {
   together(groups.world, "prepare its replica hop", [&] {
     if (hop_->owned_.test_and_set()) {
       throw UsageError(
@@ -19,14 +18,25 @@ HopOwner::HopOwner(Groups& groups, std::shared_ptr<ReplicaHop> hop, const MakePl
     taken_.reset(hop_.get());
     plan_ = make_plan();
     hop_->prepare(plan_);
-    needs_gather_group = hop_->needs_gather_group();
+    has_gather_group_ = hop_->needs_gather_group();
   });
-  Communicator gather;
-  if (needs_gather_group) {
+  if (has_gather_group_) {
     together(groups.world, "make a group of its replica hop",
-             [&] { gather = groups.replicate.split(0, groups.replicate.rank()); });
+             [&] { gather_ = groups.replicate.split(0, groups.replicate.rank()); });
   }
-  together(groups.world, "bind its replica hop", [&] { hop_->bind(groups.replicate, gather); });
+  together(groups.world, "bind its replica hop", [&] { hop_->bind(scatter_, gather_); });
+}
+
+std::int64_t HopOwner::wire_bytes() const {
+  std::int64_t bytes = 0;
+  const auto add = [&bytes](const Communicator& group) {
+    const CollectiveCounts counts = group.stats();
+    for (const auto& kind : counts.kinds) bytes += kind.bytes;
+    bytes += counts[CollectiveKind::kAllReduce].bytes;
+  };
+  add(scatter_);
+  if (has_gather_group_) add(gather_);
+  return bytes;
 }
 
 void HopOwner::prepare(Groups& groups, const MakePlan& make_plan) {

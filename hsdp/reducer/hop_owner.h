@@ -23,6 +23,10 @@ class HopOwner {
   // Collective, between steps: other buckets.
   void prepare(Groups& groups, const MakePlan& make_plan);
 
+  // What the hop's groups were given to send: messages in the dtype that travels, an all-reduce's
+  // twice.
+  [[nodiscard]] std::int64_t wire_bytes() const;
+
  private:
   struct Release {
     void operator()(ReplicaHop* hop) const;
@@ -30,6 +34,9 @@ class HopOwner {
 
   std::shared_ptr<ReplicaHop> hop_;
   HopPlan plan_;
+  Communicator scatter_;
+  Communicator gather_;
+  bool has_gather_group_ = false;
   std::unique_ptr<ReplicaHop, Release> taken_;
 };
 

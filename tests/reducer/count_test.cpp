@@ -91,8 +91,9 @@ TEST_P(Counts, WireBytes) {
     EXPECT_EQ(cost.shard_hop_bytes, shape.shard > 1 ? kMicrobatchCount * 2 * total_count() : 0);
     replica_hop_bytes += cost.replica_hop_bytes;
   }
-  // The shards of each replica are the whole gradient, once a step, in the replica dtype.
-  EXPECT_EQ(replica_hop_bytes, shape.replicate > 1 ? shape.replicate * 4 * total_count() : 0);
+  // The shards of each replica are the whole gradient, once a step, in the replica dtype: scattered
+  // and gathered.
+  EXPECT_EQ(replica_hop_bytes, shape.replicate > 1 ? shape.replicate * 2 * 4 * total_count() : 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Counts,

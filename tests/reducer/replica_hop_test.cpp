@@ -145,6 +145,18 @@ TEST(QuantizingHop, KeepsItsErrorsFromStepToStep) {
   }
 }
 
+// Codes of a byte, gathered means of four; what is excluded goes both ways in fp32.
+TEST(QuantizingHop, IsCountedByWhatItsGroupsCarry) {
+  std::atomic<std::int64_t> bytes{0};
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    const Made made = make(mesh);
+    run_with_flags(*made.reducer, some_step(1, 1), mesh.rank());
+    bytes += made.reducer->stats().replica_hop_bytes;
+  });
+  constexpr int kExcluded = 37 + 41;
+  EXPECT_EQ(bytes, 2 * (705 * (1 + 4) + kExcluded * (4 + 4)));
+}
+
 TEST(QuantizingHop, CutsAtItsMultiplesAndSharesNoBucketWithWhatItExcludes) {
   run_mesh(kSquare, [&](const Mesh& mesh) {
     const Made made = make(mesh);

@@ -1,6 +1,7 @@
 #include "hsdp/bucket_layout.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <string>
 #include <tuple>
@@ -13,11 +14,13 @@ namespace {
 
 // Ranges and windows start on multiples of this where that costs nothing.
 constexpr std::int64_t kAlignedElements = 32;
-// A rank's row starts on a cache line of its shard memory.
-constexpr std::int64_t kShardAlignment = 16;
+
+std::int64_t ceil_div(std::int64_t value, std::int64_t parts) {
+  return (value + parts - 1) / parts;
+}
 
 std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
+  return ceil_div(value, multiple) * multiple;
 }
 
 std::int64_t round_nearest(std::int64_t value, std::int64_t multiple) {
@@ -26,7 +29,7 @@ std::int64_t round_nearest(std::int64_t value, std::int64_t multiple) {
 
 // c of "rank r owns [r c, (r + 1) c)". Aligned once the imbalance is below one part in 32.
 std::int64_t even_range(std::int64_t count, int size) {
-  const std::int64_t even = (count + size - 1) / size;
+  const std::int64_t even = ceil_div(count, size);
   return even >= kAlignedElements * kAlignedElements ? round_up(even, kAlignedElements) : even;
 }
 
@@ -39,212 +42,100 @@ std::string_view name(Layout layout) { return layout == Layout::kFlat ? "flat" :
 // backward pass completes them.
 class BucketLayout::Builder {
  public:
-  Builder(BucketLayout& layout, Layout kind, std::int64_t bucket_bytes, std::int64_t multiple)
-      : layout_(layout),
-        kind_(kind),
-        bucket_bytes_(bucket_bytes),
-        multiple_(kind == Layout::kFlat ? multiple : 1),
-        size_(layout.shard_size_) {
-    layout_.shard_counts_.assign(static_cast<std::size_t>(size_), 0);
-  }
+  Builder(BucketLayout& layout, std::int64_t bucket_bytes)
+      : layout_(layout), bucket_bytes_(bucket_bytes) {}
 
-  void add(const LayoutParameter& parameter) {
-    const int index = static_cast<int>(counts_.size());
+  void add(int index) {
+    const LayoutParameter& parameter = layout_.parameter(index);
     const std::int64_t count = element_count(parameter.shape);
-    counts_.push_back(count);
-    layout_.slices_.emplace_back(static_cast<std::size_t>(size_));
-    layout_.buckets_of_.emplace_back();
-    cuts_.push_back(own_cut(parameter, count));
-    const auto bytes = count * static_cast<std::int64_t>(size_bytes(parameter.wire_dtype));
-    if (bytes > bucket_bytes_) {
-      add_windows(index, parameter);
+    Place& place = layout_.places_.emplace_back(Place{.count = count});
+    if (layout_.kind_ == Layout::kDim0) {
+      const std::int64_t rows = parameter.shape.empty() ? 1 : parameter.shape.front();
+      const std::int64_t row = rows == 0 ? 0 : count / rows;
+      place.range = ceil_div(rows, layout_.shard_size_) * row;
+    }
+    const auto wire_bytes = static_cast<std::int64_t>(size_bytes(parameter.wire_dtype));
+    if (count * wire_bytes > bucket_bytes_) {
+      add_windows(index);
       return;
     }
-    Open& open = open_[{parameter.group, parameter.bucket_class, parameter.wire_dtype}];
-    if (!open.parameters.empty() && open.bytes + bytes > bucket_bytes_) close(open, parameter);
+    Bucket& open = open_[{parameter.group, parameter.bucket_class, parameter.wire_dtype}];
+    if ((open.count + count) * wire_bytes > bucket_bytes_) close(open);
+    place.join_offset = open.count;
+    open.group = parameter.group;
+    open.wire_dtype = parameter.wire_dtype;
+    open.count += count;
     open.parameters.push_back(index);
-    open.bytes += bytes;
   }
 
-  void finish(std::span<const LayoutParameter> parameters) {
-    std::vector<Open*> rest;
+  void finish() {
+    std::vector<Bucket*> rest;
     for (auto& [key, open] : open_) {
       if (!open.parameters.empty()) rest.push_back(&open);
     }
-    std::ranges::sort(rest, {}, [](const Open* open) { return open->parameters.back(); });
-    for (Open* open : rest) {
-      close(*open, parameters[static_cast<std::size_t>(open->parameters.back())]);
-    }
+    std::ranges::sort(rest, {}, [](const Bucket* open) { return open->parameters.back(); });
+    for (Bucket* open : rest) close(*open);
   }
 
  private:
-  struct Open {
-    std::vector<int> parameters;
-    std::int64_t bytes = 0;
-  };
-
-  // The cut of a parameter that is cut by itself: by rows of dim 0, or into even ranges.
-  [[nodiscard]] RowCut own_cut(const LayoutParameter& parameter, std::int64_t count) const {
-    std::int64_t range = even_range(count, size_);
-    if (kind_ == Layout::kDim0) {
-      const std::int64_t rows = parameter.shape.empty() ? 1 : parameter.shape.front();
-      const std::int64_t row = rows == 0 ? 0 : count / rows;
-      range = (rows + size_ - 1) / size_ * row;
-    }
-    return cut_every(range, count, {&count, 1});
-  }
-
-  // Of a join of parameters of those counts.
-  [[nodiscard]] RowCut cut_every(std::int64_t range, std::int64_t count,
-                                 std::span<const std::int64_t> counts) const {
-    if (multiple_ > 1) range = (count + size_ - 1) / size_;
-    std::vector<std::int64_t> offsets{0};
-    std::size_t parameter = 0;
-    std::int64_t start = 0;  // of that parameter
-    for (int r = 1; r < size_; ++r) {
-      const std::int64_t offset = std::min(r * range, count);
-      while (parameter + 1 < counts.size() && start + counts[parameter] <= offset) {
-        start += counts[parameter++];
-      }
-      const std::int64_t own = counts.empty() ? 0 : counts[parameter];
-      offsets.push_back(start + std::min(round_nearest(offset - start, multiple_), own));
-    }
-    offsets.push_back(count);
-    return RowCut(std::move(offsets));
-  }
-
-  // A large parameter: bucket k is window k of all ranks' slices.
-  void add_windows(int index, const LayoutParameter& parameter) {
-    const RowCut& cut = cuts_[static_cast<std::size_t>(index)];
-    std::int64_t longest = 0;
-    for (int r = 0; r < size_; ++r) longest = std::max(longest, cut.length(r));
-    const auto row_bytes = bucket_bytes_ / size_;
-    std::int64_t window = std::max<std::int64_t>(
-        1, row_bytes / static_cast<std::int64_t>(size_bytes(parameter.wire_dtype)));
-    const std::int64_t unit = multiple_ > 1 ? multiple_ : kAlignedElements;
-    if (window >= unit) window -= window % unit;
-    window = std::max(window, multiple_);
-    for (int r = 0; r < size_; ++r) place_slice(index, r, cut.begin(r), cut.length(r), align(r));
-    for (std::int64_t begin = 0; begin < longest; begin += window) {
-      std::vector<std::int64_t> offsets{0};
-      std::vector<BucketSegment> segments;
-      std::vector<std::int64_t> shard_offsets;
-      for (int r = 0; r < size_; ++r) {
-        const std::int64_t from = std::min(begin, cut.length(r));
-        const std::int64_t length = std::min(begin + window, cut.length(r)) - from;
-        if (length > 0) {
-          segments.push_back({index, cut.begin(r) + from, offsets.back(), length});
-        }
-        shard_offsets.push_back(layout_.slice(index, r).shard_offset + from);
-        offsets.push_back(offsets.back() + length);
-      }
-      emit({parameter.group,
-            parameter.wire_dtype,
-            RowCut(std::move(offsets)),
-            std::move(segments),
-            {index},
-            std::move(shard_offsets)});
-    }
-    for (int r = 0; r < size_; ++r) {
-      layout_.shard_counts_[static_cast<std::size_t>(r)] += cut.length(r);
-    }
-  }
-
-  void close(Open& open, const LayoutParameter& like) {
-    if (kind_ == Layout::kFlat) {
-      close_flat(open, like);
-    } else {
-      close_dim0(open, like);
-    }
-    open = {};
-  }
-
-  // The join of the parameters is cut into even ranges, wherever parameters begin.
-  void close_flat(const Open& open, const LayoutParameter& like) {
-    std::vector<BucketSegment> segments;
-    std::int64_t joined = 0;
-    std::vector<std::int64_t> counts;
+  void close(Bucket& open) {
+    open.parameters.shrink_to_fit();
     for (const int index : open.parameters) {
-      const std::int64_t count = counts_[static_cast<std::size_t>(index)];
-      if (count > 0) segments.push_back({index, 0, joined, count});
-      joined += count;
-      counts.push_back(count);
+      Place& place = layout_.places_[static_cast<std::size_t>(index)];
+      if (layout_.kind_ == Layout::kFlat) place.range = flat_range(open.count);
+      place.first_bucket = static_cast<int>(layout_.buckets_.size());
+      place.bucket_count = 1;
     }
-    RowCut rows = cut_every(even_range(joined, size_), joined, counts);
-    std::vector<std::int64_t> shard_offsets;
-    for (int r = 0; r < size_; ++r) {
-      const std::int64_t base = align(r);
-      shard_offsets.push_back(base);
-      std::int64_t start = 0;
-      for (const int index : open.parameters) {
-        const std::int64_t count = counts_[static_cast<std::size_t>(index)];
-        const std::int64_t low = std::clamp<std::int64_t>(rows.begin(r) - start, 0, count);
-        const std::int64_t high = std::clamp<std::int64_t>(rows.begin(r + 1) - start, 0, count);
-        place_slice(index, r, low, high - low,
-                    base + std::max<std::int64_t>(start + low - rows.begin(r), 0));
-        start += count;
+    layout_.buckets_.push_back(std::exchange(open, {}));
+  }
+
+  [[nodiscard]] std::int64_t flat_range(std::int64_t count) const {
+    const int size = layout_.shard_size_;
+    return layout_.multiple_ > 1 ? ceil_div(count, size) : even_range(count, size);
+  }
+
+  // A large parameter is a join of one, in several buckets: bucket k is window k of all slices.
+  void add_windows(int index) {
+    const LayoutParameter& parameter = layout_.parameter(index);
+    Place& place = layout_.places_[static_cast<std::size_t>(index)];
+    Bucket whole{parameter.group, parameter.wire_dtype, place.count, {index}};
+    close(whole);
+    const RowCut cut = layout_.slices(index);
+    std::int64_t longest = 0;
+    for (int r = 0; r < cut.size(); ++r) longest = std::max(longest, cut.length(r));
+    place.window = window_size(parameter.wire_dtype);
+    place.bucket_count = static_cast<int>(ceil_div(longest, place.window));
+    layout_.buckets_.pop_back();
+    for (int k = 0; k < place.bucket_count; ++k) {
+      Bucket window{parameter.group, parameter.wire_dtype, 0, {index}};
+      for (int r = 0; r < cut.size(); ++r) {
+        window.count += std::clamp<std::int64_t>(cut.length(r) - k * place.window, 0, place.window);
       }
-      layout_.shard_counts_[static_cast<std::size_t>(r)] += rows.length(r);
+      layout_.buckets_.push_back(std::move(window));
     }
-    emit({like.group, like.wire_dtype, std::move(rows), std::move(segments), open.parameters,
-          std::move(shard_offsets)});
   }
 
-  // Rank r's row is the concatenation of its slices of the parameters.
-  void close_dim0(const Open& open, const LayoutParameter& like) {
-    std::vector<std::int64_t> offsets{0};
-    std::vector<BucketSegment> segments;
-    std::vector<std::int64_t> shard_offsets;
-    for (int r = 0; r < size_; ++r) {
-      std::int64_t place = align(r);
-      shard_offsets.push_back(place);
-      std::int64_t at = offsets.back();
-      for (const int index : open.parameters) {
-        const RowCut& cut = cuts_[static_cast<std::size_t>(index)];
-        if (cut.length(r) > 0) segments.push_back({index, cut.begin(r), at, cut.length(r)});
-        place_slice(index, r, cut.begin(r), cut.length(r), place);
-        at += cut.length(r);
-        place += cut.length(r);
-      }
-      layout_.shard_counts_[static_cast<std::size_t>(r)] += at - offsets.back();
-      offsets.push_back(at);
-    }
-    emit({like.group, like.wire_dtype, RowCut(std::move(offsets)), std::move(segments),
-          open.parameters, std::move(shard_offsets)});
-  }
-
-  void emit(Bucket bucket) {
-    const int number = static_cast<int>(layout_.buckets_.size());
-    for (const int index : bucket.parameters) {
-      layout_.buckets_of_[static_cast<std::size_t>(index)].push_back(number);
-    }
-    layout_.buckets_.push_back(std::move(bucket));
-  }
-
-  std::int64_t align(int rank) {
-    std::int64_t& count = layout_.shard_counts_[static_cast<std::size_t>(rank)];
-    count = round_up(count, kShardAlignment);
-    return count;
-  }
-
-  void place_slice(int index, int rank, std::int64_t flat, std::int64_t count, std::int64_t at) {
-    layout_.slices_[static_cast<std::size_t>(index)][static_cast<std::size_t>(rank)] = {flat, count,
-                                                                                        at};
+  [[nodiscard]] std::int64_t window_size(Dtype wire_dtype) const {
+    const std::int64_t multiple = layout_.multiple_;
+    const std::int64_t row_bytes = bucket_bytes_ / layout_.shard_size_;
+    std::int64_t window =
+        std::max<std::int64_t>(1, row_bytes / static_cast<std::int64_t>(size_bytes(wire_dtype)));
+    const std::int64_t unit = multiple > 1 ? multiple : kAlignedElements;
+    if (window >= unit) window -= window % unit;
+    return std::max(window, multiple);
   }
 
   BucketLayout& layout_;
-  Layout kind_;
   std::int64_t bucket_bytes_;
-  std::int64_t multiple_;
-  int size_;
-  std::vector<std::int64_t> counts_;
-  std::vector<RowCut> cuts_;
-  std::map<std::tuple<int, int, Dtype>, Open> open_;  // by group, class and wire
+  std::map<std::tuple<int, int, Dtype>, Bucket> open_;  // by group, class and wire
 };
 
 BucketLayout::BucketLayout(std::span<const LayoutParameter> parameters, int shard_size,
                            Layout layout, std::int64_t bucket_bytes, std::int64_t slice_multiple)
-    : shard_size_(shard_size) {
+    : shard_size_(shard_size),
+      kind_(layout),
+      multiple_(layout == Layout::kFlat ? slice_multiple : 1),
+      parameters_(parameters.begin(), parameters.end()) {
   if (bucket_bytes < 1) {
     throw UsageError("bucket layout: expected bucket_bytes of at least 1, got " +
                      std::to_string(bucket_bytes));
@@ -253,54 +144,130 @@ BucketLayout::BucketLayout(std::span<const LayoutParameter> parameters, int shar
     throw UsageError("bucket layout: expected a slice_multiple of at least 1, got " +
                      std::to_string(slice_multiple));
   }
-  Builder builder(*this, layout, bucket_bytes, slice_multiple);
-  for (const LayoutParameter& parameter : parameters) builder.add(parameter);
-  builder.finish(parameters);
+  Builder builder(*this, bucket_bytes);
+  for (int p = 0; p < parameter_count(); ++p) builder.add(p);
+  builder.finish();
 }
 
-const ShardSlice& BucketLayout::slice(int parameter, int shard_rank) const {
-  return slices_[static_cast<std::size_t>(parameter)][static_cast<std::size_t>(shard_rank)];
+// Where rank r's part begins in the join of a bucket's parameters.
+std::int64_t BucketLayout::join_cut(const Bucket& bucket, int rank) const {
+  if (kind_ == Layout::kDim0) {
+    std::int64_t begin = 0;
+    for (const int p : bucket.parameters) begin += slice_begin(p, rank);
+    return begin;
+  }
+  const Place& last = place(bucket.parameters.back());
+  const std::int64_t count = last.join_offset + last.count;
+  if (rank == shard_size_) return count;
+  const std::int64_t offset = std::min(rank * last.range, count);
+  if (multiple_ == 1) return offset;
+  const auto offset_of = [this](int parameter) { return place(parameter).join_offset; };
+  const Place& cut =
+      place(*std::prev(std::ranges::upper_bound(bucket.parameters, offset, {}, offset_of)));
+  return cut.join_offset + std::min(round_nearest(offset - cut.join_offset, multiple_), cut.count);
+}
+
+// Where its slice of a parameter begins.
+std::int64_t BucketLayout::slice_begin(int parameter, int rank) const {
+  const Place& at = place(parameter);
+  if (kind_ == Layout::kDim0) return std::min(rank * at.range, at.count);
+  return std::clamp<std::int64_t>(join_cut(bucket(at.first_bucket), rank) - at.join_offset, 0,
+                                  at.count);
+}
+
+Slice BucketLayout::slice(int parameter, int shard_rank) const {
+  const std::int64_t begin = slice_begin(parameter, shard_rank);
+  return {begin, slice_begin(parameter, shard_rank + 1) - begin};
 }
 
 RowCut BucketLayout::slices(int parameter) const {
   std::vector<std::int64_t> offsets;
   offsets.reserve(static_cast<std::size_t>(shard_size_) + 1);
-  for (int r = 0; r < shard_size_; ++r) offsets.push_back(slice(parameter, r).flat_offset);
-  const ShardSlice& last = slice(parameter, shard_size_ - 1);
-  offsets.push_back(last.flat_offset + last.count);
+  for (int r = 0; r <= shard_size_; ++r) offsets.push_back(slice_begin(parameter, r));
   return RowCut(std::move(offsets));
 }
 
 std::int64_t BucketLayout::shard_count(int shard_rank) const {
-  return shard_counts_[static_cast<std::size_t>(shard_rank)];
+  std::int64_t count = 0;
+  for (int p = 0; p < parameter_count(); ++p) count += slice(p, shard_rank).count;
+  return count;
 }
 
 std::int64_t BucketLayout::max_bucket_bytes() const {
   std::int64_t bytes = 0;
   for (const Bucket& bucket : buckets_) {
-    bytes = std::max(
-        bytes, bucket.rows.count() * static_cast<std::int64_t>(size_bytes(bucket.wire_dtype)));
+    bytes =
+        std::max(bytes, bucket.count * static_cast<std::int64_t>(size_bytes(bucket.wire_dtype)));
   }
   return bytes;
 }
 
-std::vector<ParameterRange> shard_ranges(const BucketLayout& layout, int bucket, int shard_rank) {
-  const Bucket& b = layout.buckets()[static_cast<std::size_t>(bucket)];
-  const std::int64_t begin = b.rows.begin(shard_rank);
-  const std::int64_t end = b.rows.begin(shard_rank + 1);
+std::ranges::iota_view<int, int> BucketLayout::buckets_of(int parameter) const {
+  const Place& at = place(parameter);
+  return {at.first_bucket, at.first_bucket + at.bucket_count};
+}
+
+// The part of a slice that travels in that bucket.
+Slice BucketLayout::part(int parameter, int shard_rank, int bucket) const {
+  const Place& at = place(parameter);
+  const Slice whole = slice(parameter, shard_rank);
+  if (at.bucket_count == 1) return whole;
+  const std::int64_t begin = std::min((bucket - at.first_bucket) * at.window, whole.count);
+  return {whole.offset + begin, std::min(at.window, whole.count - begin)};
+}
+
+bool BucketLayout::has_whole_slices(const Bucket& bucket) const {
+  return place(bucket.parameters.front()).bucket_count == 1;
+}
+
+RowCut BucketLayout::rows(int bucket) const {
+  const Bucket& b = this->bucket(bucket);
+  const bool joined = has_whole_slices(b);
+  std::vector<std::int64_t> offsets{0};
+  offsets.reserve(static_cast<std::size_t>(shard_size_) + 1);
+  for (int r = 0; r < shard_size_; ++r) {
+    offsets.push_back(joined ? join_cut(b, r + 1)
+                             : offsets.back() + part(b.parameters.front(), r, bucket).count);
+  }
+  return RowCut(std::move(offsets));
+}
+
+std::vector<ParameterRange> BucketLayout::ranges(int bucket, int shard_rank) const {
   std::vector<ParameterRange> ranges;
-  for (const BucketSegment& segment : b.segments) {
-    const std::int64_t low = std::max(segment.bucket_offset, begin);
-    const std::int64_t high = std::min(segment.bucket_offset + segment.count, end);
-    if (low >= high) continue;
-    ranges.push_back({segment.parameter, low - begin, high - low,
-                      segment.flat_offset + low - segment.bucket_offset});
+  std::int64_t offset = 0;
+  for (const int p : this->bucket(bucket).parameters) {
+    const Slice own = part(p, shard_rank, bucket);
+    if (own.count == 0) continue;
+    ranges.push_back({p, offset, own.count, own.offset});
+    offset += own.count;
   }
   return ranges;
 }
 
-std::span<const int> BucketLayout::buckets_of(int parameter) const {
-  return buckets_of_[static_cast<std::size_t>(parameter)];
+std::vector<BucketSegment> BucketLayout::segments(int bucket) const {
+  const Bucket& b = this->bucket(bucket);
+  std::vector<BucketSegment> segments;
+  if (kind_ == Layout::kFlat && has_whole_slices(b)) {  // one after the other
+    segments.reserve(b.parameters.size());
+    for (const int p : b.parameters) {
+      const Place& at = place(p);
+      if (at.count > 0) segments.push_back({p, 0, at.join_offset, at.count});
+    }
+    return segments;
+  }
+  segments.reserve(b.parameters.size() * static_cast<std::size_t>(shard_size_));
+  const RowCut cut = rows(bucket);
+  std::vector<std::int64_t> next(cut.offsets().begin(), cut.offsets().end());
+  for (const int p : b.parameters) {
+    for (int r = 0; r < shard_size_; ++r) {
+      const Slice own = part(p, r, bucket);
+      if (own.count == 0) continue;
+      std::int64_t& place_in_row = next[static_cast<std::size_t>(r)];
+      segments.push_back({p, own.offset, place_in_row, own.count});
+      place_in_row += own.count;
+    }
+  }
+  return segments;
 }
 
 }  // namespace hsdp

@@ -1,11 +1,11 @@
 // Where every parameter's elements lie in the buckets, and which shard rank owns which slice.
 //
 // Slices are cut first, buckets second, so that the slices of one parameter never depend on how it
-// travels. Pure data, the same on every rank of a shard group; no communication.
+// travels. Read-only, the same on every rank of a shard group; no communication. Its memory is
+// O(buckets + parameters): what there is for every rank is computed when asked.
 //
 // flat: parameters of one group, class and wire dtype are joined up to bucket_bytes and the join is
-// cut
-//   into S even ranges; a parameter larger than that is cut by itself and travels in several
+//   cut into S even ranges; a parameter larger than that is cut by itself and travels in several
 //   buckets, each a window of all S ranges.
 //   With a slice multiple every cut lies at such a multiple of the flattened parameter, or at its
 //   end.
@@ -14,7 +14,9 @@
 #pragma once
 
 #include <cstdint>
+#include <ranges>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "hsdp/dtype.h"
@@ -34,6 +36,12 @@ struct LayoutParameter {
   int bucket_class = 0;  // parameters of different classes never share a bucket
 };
 
+// One rank's part of a parameter.
+struct Slice {
+  std::int64_t offset = 0;  // in the flattened parameter
+  std::int64_t count = 0;
+};
+
 // A run of one parameter's elements in a bucket: elements [flat_offset, flat_offset + count) of the
 // flattened parameter lie at [bucket_offset, ...), wholly in one or more ranks' rows.
 struct BucketSegment {
@@ -46,24 +54,14 @@ struct BucketSegment {
 struct Bucket {
   int group = 0;
   Dtype wire_dtype = Dtype::kF32;
-  RowCut rows;                          // row r of the bucket goes to shard rank r
-  std::vector<BucketSegment> segments;  // ascending bucket_offset
-  std::vector<int> parameters;          // ascending, each once; also the empty ones
-  std::vector<std::int64_t>
-      shard_offsets;  // per shard rank: where its row lies in its shard memory
+  std::int64_t count = 0;       // elements, of all ranks' rows
+  std::vector<int> parameters;  // ascending, each once; also the empty ones
 };
 
-// Where one shard rank's slice of a parameter is.
-struct ShardSlice {
-  std::int64_t flat_offset = 0;  // in the flattened parameter
-  std::int64_t count = 0;
-  std::int64_t shard_offset = 0;  // in the rank's shard memory (carry)
-};
-
-// A run of one parameter in the shard memory of a bucket.
+// A run of one parameter in one rank's row of a bucket.
 struct ParameterRange {
   int parameter = 0;        // registration order
-  std::int64_t offset = 0;  // first element, in the bucket's shard data
+  std::int64_t offset = 0;  // first element, in the row
   std::int64_t count = 0;
   std::int64_t flat_offset = 0;  // of that element in the flattened parameter
 };
@@ -73,28 +71,59 @@ class BucketLayout {
   BucketLayout(std::span<const LayoutParameter> parameters, int shard_size, Layout layout,
                std::int64_t bucket_bytes, std::int64_t slice_multiple = 1);
 
-  [[nodiscard]] const std::vector<Bucket>& buckets() const { return buckets_; }
-  [[nodiscard]] const ShardSlice& slice(int parameter, int shard_rank) const;
+  [[nodiscard]] int shard_size() const { return shard_size_; }
+  [[nodiscard]] int parameter_count() const { return static_cast<int>(parameters_.size()); }
+  [[nodiscard]] const LayoutParameter& parameter(int parameter) const {
+    return parameters_[static_cast<std::size_t>(parameter)];
+  }
+  [[nodiscard]] Slice slice(int parameter, int shard_rank) const;
   // The slices of one parameter over all shard ranks, as a cut of the flattened parameter.
   [[nodiscard]] RowCut slices(int parameter) const;
-  // Elements of shard memory that a rank needs.
+  // Elements that a rank owns.
   [[nodiscard]] std::int64_t shard_count(int shard_rank) const;
+
+  // In the order in which they travel.
+  [[nodiscard]] const std::vector<Bucket>& buckets() const { return buckets_; }
   [[nodiscard]] std::int64_t max_bucket_bytes() const;  // wire bytes
-  [[nodiscard]] std::span<const int> buckets_of(int parameter) const;
-  [[nodiscard]] int shard_size() const { return shard_size_; }
-  [[nodiscard]] int parameter_count() const { return static_cast<int>(slices_.size()); }
+  // The consecutive numbers of the buckets that list a parameter. With several, the first has the
+  // beginning of every rank's slice, the next one goes on where that ends.
+  [[nodiscard]] std::ranges::iota_view<int, int> buckets_of(int parameter) const;
+  // Row r of the bucket goes to shard rank r.
+  [[nodiscard]] RowCut rows(int bucket) const;
+  // Where the parameters lie in that rank's row, in order and without gaps.
+  [[nodiscard]] std::vector<ParameterRange> ranges(int bucket, int shard_rank) const;
+  // All that lies in the bucket, by parameter.
+  [[nodiscard]] std::vector<BucketSegment> segments(int bucket) const;
 
  private:
   class Builder;
-  int shard_size_ = 1;
-  std::vector<Bucket> buckets_;
-  std::vector<std::vector<ShardSlice>> slices_;  // [parameter][shard rank]
-  std::vector<std::vector<int>> buckets_of_;
-  std::vector<std::int64_t> shard_counts_;
-};
+  struct Place {
+    std::int64_t count = 0;  // elements
+    // flat cuts joins, a large parameter as a join of one; dim0 each parameter.
+    std::int64_t join_offset = 0;  // where it begins in its join
+    std::int64_t range = 0;        // what a rank gets of the join, or of the parameter
+    int first_bucket = 0;
+    int bucket_count = 0;
+    std::int64_t window = 0;  // with several buckets: elements of each slice in one of them
+  };
 
-// Where the parameters lie in shard rank `shard_rank`'s row of a bucket.
-[[nodiscard]] std::vector<ParameterRange> shard_ranges(const BucketLayout& layout, int bucket,
-                                                       int shard_rank);
+  [[nodiscard]] const Place& place(int parameter) const {
+    return places_[static_cast<std::size_t>(parameter)];
+  }
+  [[nodiscard]] const Bucket& bucket(int number) const {
+    return buckets_[static_cast<std::size_t>(number)];
+  }
+  [[nodiscard]] std::int64_t join_cut(const Bucket& bucket, int rank) const;
+  [[nodiscard]] std::int64_t slice_begin(int parameter, int rank) const;
+  [[nodiscard]] Slice part(int parameter, int shard_rank, int bucket) const;
+  [[nodiscard]] bool has_whole_slices(const Bucket& bucket) const;
+
+  int shard_size_ = 1;
+  Layout kind_ = Layout::kFlat;
+  std::int64_t multiple_ = 1;
+  std::vector<LayoutParameter> parameters_;
+  std::vector<Place> places_;  // [parameter]
+  std::vector<Bucket> buckets_;
+};
 
 }  // namespace hsdp

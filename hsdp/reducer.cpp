@@ -191,7 +191,7 @@ ReducerStats Reducer::stats() const {
   s.replica_transport = name(groups.replicate.transport());
   if (reducer::Frozen* const frozen = steps.frozen()) {
     s.bucket_count = static_cast<int>(std::ranges::count_if(
-        frozen->layout().buckets(), [](const Bucket& bucket) { return bucket.rows.count() > 0; }));
+        frozen->layout().buckets(), [](const Bucket& bucket) { return bucket.count > 0; }));
     s.all_reduce_count = frozen->pipeline().replica_hop_count();
     s.replica_hop_bytes = frozen->replica_hop_bytes();
     s.retained_bytes = frozen->collector().retained_bytes();

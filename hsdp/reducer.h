@@ -40,6 +40,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/bucket_layout.h"
 #include "hsdp/device/stream.h"
 #include "hsdp/gather_lane.h"
 #include "hsdp/mesh.h"
@@ -53,11 +54,6 @@ namespace hsdp {
 namespace reducer {
 class Results;
 }  // namespace reducer
-
-struct Slice {
-  std::int64_t offset = 0;  // in the flattened parameter
-  std::int64_t count = 0;
-};
 
 // A full array of one parameter, contiguous, for gather_gradients and gather_parameters.
 struct NamedArray {

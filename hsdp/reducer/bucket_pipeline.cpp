@@ -112,7 +112,7 @@ void BucketPipeline::send_to_replica_hop(const Launch& launch) {
 }
 
 void BucketPipeline::zero_slot(const Launch& launch) {
-  const TensorView slot = setting_.memory.staging(launch.slot, bucket(launch.bucket));
+  const TensorView slot = setting_.memory.staging(launch.slot, launch.bucket);
   kernels::CastAndPack args;  // of no gradient
   args.count = slot.count;
   args.out = slot.data;
@@ -121,11 +121,10 @@ void BucketPipeline::zero_slot(const Launch& launch) {
 }
 
 void BucketPipeline::shard_hop(const Launch& launch) {
-  const Bucket& b = bucket(launch.bucket);
   ReduceScatter args;
-  args.in = setting_.memory.staging(launch.slot, b);
-  args.out = setting_.memory.carry(b);
-  args.cut = b.rows;
+  args.in = setting_.memory.staging(launch.slot, launch.bucket);
+  args.out = setting_.memory.bucket_carry(launch.bucket);
+  args.cut = setting_.layout.rows(launch.bucket);
   args.accumulate = launch.arithmetic.adds_carry;
   args.sum_exponent = launch.arithmetic.row_exponent;
   args.divisor = launch.arithmetic.shard_divisor;
@@ -138,7 +137,7 @@ void BucketPipeline::shard_hop(const Launch& launch) {
 Event BucketPipeline::replica_hop(const Launch& launch) {
   HopBucket args;
   args.bucket = launch.bucket;
-  args.data = setting_.memory.carry(bucket(launch.bucket));
+  args.data = setting_.memory.bucket_carry(launch.bucket);
   args.arithmetic = launch.arithmetic.replica;
   args.nonfinite = launch.plan->result->nonfinite.get();
   Stream stream = replica_lane_->stream();
@@ -152,8 +151,7 @@ void BucketPipeline::after_hops(const Launch& launch) {
   using Rest = BucketArithmetic::Rest;
   const BucketArithmetic& arithmetic = launch.arithmetic;
   if (arithmetic.rest == Rest::kNothing || launch.zeros) return;
-  const Bucket& b = bucket(launch.bucket);
-  const TensorView carry = setting_.memory.carry(b);
+  const TensorView carry = setting_.memory.bucket_carry(launch.bucket);
   if (arithmetic.rest == Rest::kDivide) {
     kernels::ScaleAndCast args;
     args.in = args.out = carry.data;
@@ -162,7 +160,7 @@ void BucketPipeline::after_hops(const Launch& launch) {
     args.nonfinite = launch.plan->result->nonfinite.get();
     return kernels::scale_and_cast(args, replica_lane_->stream());
   }
-  const TensorView total = setting_.memory.total(b);
+  const TensorView total = setting_.memory.bucket_total(launch.bucket);
   const std::array<const void*, 1> rows{arithmetic.rest_reads_carry ? carry.data : total.data};
   const std::array<void*, 1> outs{arithmetic.rest == Rest::kJoinTotal ? carry.data : total.data};
   kernels::SumRows args;
@@ -237,7 +235,7 @@ void BucketPipeline::send_zeros(const StatusWord& sent, const MicrobatchPlan& dr
   const std::vector<Bucket>& buckets = setting_.layout.buckets();
   for (int b = 0; b < static_cast<int>(buckets.size()); ++b) {
     const Bucket& bucket = buckets[static_cast<std::size_t>(b)];
-    if (bucket.rows.count() == 0 || plan->group(bucket.group).sync == Sync::kNone) continue;
+    if (bucket.count == 0 || plan->group(bucket.group).sync == Sync::kNone) continue;
     launch_zeros(b, plan, {});
   }
 }

@@ -119,9 +119,6 @@ class BucketPipeline {
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void send_delayed();
-  [[nodiscard]] const Bucket& bucket(int number) const {
-    return setting_.layout.buckets()[static_cast<std::size_t>(number)];
-  }
   void wait(const Event& event) { setting_.groups.world.wait(event); }
   [[nodiscard]] std::shared_ptr<Lane> make_lane(const char* name) const;
   [[nodiscard]] bool on_host() const { return setting_.groups.on_host(); }

@@ -16,18 +16,11 @@ Collector::Collector(const Setting& setting)
       pack_order_(setting.order),
       has_shard_hop_(layout_.shard_size() > 1),
       packs_(setting.device, setting.world),
-      pieces_(static_cast<std::size_t>(parameters_.size())),
-      arrived_(pieces_.size()),
-      accumulated_(pieces_.size()),
-      kept_(pieces_.size()),
-      states_(layout_.buckets().size()) {
-  for (int b = 0; b < static_cast<int>(layout_.buckets().size()); ++b) {
-    for (const BucketSegment& segment : layout_.buckets()[static_cast<std::size_t>(b)].segments) {
-      std::vector<Piece>& pieces = pieces_[static_cast<std::size_t>(segment.parameter)];
-      if (pieces.empty() || pieces.back().bucket != b) pieces.push_back({b, {}});
-      pieces.back().segments.push_back(segment);
-    }
-  }
+      arrived_(static_cast<std::size_t>(parameters_.size())),
+      accumulated_(arrived_.size()),
+      kept_(arrived_.size()),
+      states_(layout_.buckets().size()),
+      first_segment_(arrived_.size()) {
   if (has_shard_hop_) {
     for (int slot = 0; slot < slot_count(pack_order_); ++slot) {
       free_slots_.emplace_back(slot, Event());
@@ -39,8 +32,9 @@ const GroupPlan& Collector::group_of(int parameter) const {
   return plan_->group(parameters_.group_of(parameter));
 }
 
-BucketArithmetic Collector::arithmetic_of(const Piece& piece) const {
-  return plan_->arithmetic(layout_, piece.bucket);
+std::ranges::iota_view<int, int> Collector::buckets_of(int parameter) const {
+  if (parameters_.count(parameter) == 0) return {};
+  return layout_.buckets_of(parameter);
 }
 
 // True when a fresh gradient of that parameter is added locally instead of being packed.
@@ -61,14 +55,14 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
     const Bucket& bucket = layout_.buckets()[b];
     const GroupPlan& group = plan_->group(bucket.group);
     states_[b] = {};
-    if (group.sync == Sync::kNone || bucket.rows.count() == 0) continue;
+    if (group.sync == Sync::kNone || bucket.count == 0) continue;
     order_.push_back(static_cast<int>(b));
   }
-  for (std::size_t p = 0; p < pieces_.size(); ++p) {
-    const GroupPlan& group = group_of(static_cast<int>(p));
+  for (int p = 0; p < parameters_.size(); ++p) {
+    const GroupPlan& group = group_of(p);
     if (group.sync == Sync::kNone || !group.reduces()) continue;
-    for (const Piece& piece : pieces_[p]) {
-      ++states_[static_cast<std::size_t>(piece.bucket)].unpacked;
+    for (const int b : buckets_of(p)) {
+      ++states_[static_cast<std::size_t>(b)].unpacked;
       ++unpacked_;
     }
   }
@@ -126,18 +120,18 @@ void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
 void Collector::accept(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   Kept& kept = kept_[p];
-  kept.unpacked_pieces = static_cast<std::int64_t>(pieces_[p].size());
-  if (pieces_[p].empty()) kept = {};  // no elements: nothing to keep
+  const auto buckets = buckets_of(parameter);
+  kept.unpacked_pieces = std::ssize(buckets);
+  if (buckets.empty()) kept = {};  // no elements: nothing to keep
   if (!has_shard_hop_) {
     const StridedView gradient = kept.gradient;
     const Contribution contribution = contribution_of(parameter, gradient);
-    const bool adds = !pieces_[p].empty() && arithmetic_of(pieces_[p].front()).adds_carry;
-    const ShardSlice& slice = layout_.slice(parameter, 0);
+    const bool adds = !buckets.empty() && plan_->arithmetic(layout_, buckets.front()).adds_carry;
     run_unlocked(lock, [&, produced = kept.produced] {
       packs_.wait(kNoSlot, produced);
-      add_to_carry(contribution, slice.flat_offset, adds, memory_.carry(slice), packs_.of(kNoSlot));
+      add_to_carry(contribution, adds, memory_.slice_carry(parameter), packs_.of(kNoSlot));
     });
-    for (const Piece& piece : pieces_[p]) piece_packed(parameter, piece.bucket);
+    for (const int b : buckets) piece_packed({parameter, b});
     launch_complete();
     wake_waiter();
     return;
@@ -148,12 +142,11 @@ void Collector::accept(Lock& lock, int parameter) {
 void Collector::pack_pieces(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   bool waits = false;
-  std::vector<Work> now;
-  for (int i = 0; i < static_cast<int>(pieces_[p].size()); ++i) {
-    const Piece& piece = pieces_[p][static_cast<std::size_t>(i)];
-    BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
+  std::vector<Piece> now;
+  for (const int b : buckets_of(parameter)) {
+    BucketState& state = states_[static_cast<std::size_t>(b)];
     if (state.slot >= 0) {
-      now.push_back({parameter, i});
+      now.push_back({parameter, b});
     } else {
       state.waiting.push_back(parameter);
       waits = true;
@@ -165,7 +158,7 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
     retained_bytes_ += kept.bytes;
     peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
   }
-  for (const Work& work : now) pack(lock, work);
+  for (const Piece& piece : now) pack(lock, piece);
 }
 
 // `gradient` is the caller's copy of the kept view: drop() may clear that one while a pack is under
@@ -179,33 +172,33 @@ Contribution Collector::contribution_of(int parameter, const StridedView& gradie
   return contribution;
 }
 
-void Collector::pack(Lock& lock, Work work) {
-  const auto p = static_cast<std::size_t>(work.parameter);
-  const Piece& piece = pieces_[p][static_cast<std::size_t>(work.piece)];
-  const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(piece.bucket)];
+void Collector::pack(Lock& lock, Piece piece) {
+  const auto p = static_cast<std::size_t>(piece.parameter);
   const BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
   const int slot = state.slot;
-  const TensorView staging = memory_.staging(slot, bucket);
-  const int exponent = arithmetic_of(piece).row_exponent;
+  const TensorView staging = memory_.staging(slot, piece.bucket);
+  const std::vector<BucketSegment>& segments = segments_[static_cast<std::size_t>(slot)];
+  const int exponent = plan_->arithmetic(layout_, piece.bucket).row_exponent;
   const StridedView gradient = kept_[p].gradient;
-  const Contribution contribution = contribution_of(work.parameter, gradient);
-  run_unlocked(lock, [&, free = state.slot_free, produced = kept_[p].produced] {
+  const Contribution contribution = contribution_of(piece.parameter, gradient);
+  run_unlocked(lock, [&, i = first_segment_[p], free = state.slot_free,
+                      produced = kept_[p].produced]() mutable {
     packs_.wait(slot, free);
     packs_.wait(slot, produced);
-    for (const BucketSegment& segment : piece.segments) {
-      pack_segment(contribution, segment, exponent, staging, packs_.of(slot));
+    for (; i < segments.size() && segments[i].parameter == piece.parameter; ++i) {
+      pack_segment(contribution, segments[i], exponent, staging, packs_.of(slot));
     }
   });
-  piece_packed(work.parameter, piece.bucket);
+  piece_packed(piece);
   launch_complete();
   wake_waiter();
 }
 
 void Collector::pack_ready(Lock& lock) {
   while (!ready_.empty()) {
-    const Work work = ready_.front();
+    const Piece piece = ready_.front();
     ready_.pop_front();
-    pack(lock, work);
+    pack(lock, piece);
   }
 }
 
@@ -218,11 +211,12 @@ void Collector::assign_slots() {
     BucketState& state = states_[static_cast<std::size_t>(number)];
     std::tie(state.slot, state.slot_free) = free_slots_.back();
     free_slots_.pop_back();
-    for (const int parameter : state.waiting) {
-      const std::vector<Piece>& pieces = pieces_[static_cast<std::size_t>(parameter)];
-      const auto piece = std::ranges::find(pieces, number, &Piece::bucket);
-      ready_.push_back({parameter, static_cast<int>(piece - pieces.begin())});
+    std::vector<BucketSegment>& segments = segments_[static_cast<std::size_t>(state.slot)];
+    segments = layout_.segments(number);
+    for (std::size_t i = segments.size(); i-- > 0;) {
+      first_segment_[static_cast<std::size_t>(segments[i].parameter)] = i;
     }
+    for (const int parameter : state.waiting) ready_.push_back({parameter, number});
     state.waiting.clear();
   }
 }
@@ -249,11 +243,11 @@ void Collector::slot_free(int slot, const Event& free) {
   if (!leaves_packing_to_caller()) pack_ready(lock);
 }
 
-void Collector::piece_packed(int parameter, int bucket) {
+void Collector::piece_packed(Piece piece) {
   if (!open_) return;  // dropped while the pack was in flight
-  --states_[static_cast<std::size_t>(bucket)].unpacked;
+  --states_[static_cast<std::size_t>(piece.bucket)].unpacked;
   --unpacked_;
-  Kept& kept = kept_[static_cast<std::size_t>(parameter)];
+  Kept& kept = kept_[static_cast<std::size_t>(piece.parameter)];
   if (--kept.unpacked_pieces == 0) {
     retained_bytes_ -= kept.bytes;
     packs_.hold(kept.owner);

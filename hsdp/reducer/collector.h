@@ -7,12 +7,14 @@
 // other calls come from one thread at a time.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <ranges>
 #include <utility>
 #include <vector>
 
@@ -82,11 +84,6 @@ class Collector {
   [[nodiscard]] std::int64_t peak_retained_bytes() const;
 
  private:
-  // One parameter in one bucket.
-  struct Piece {
-    int bucket = 0;
-    std::vector<BucketSegment> segments;
-  };
   struct Kept {
     StridedView gradient;
     GradientOwner owner;
@@ -101,9 +98,10 @@ class Collector {
     int unpacked = 0;
     std::vector<int> waiting;  // parameters that arrived before the slot did
   };
-  struct Work {
+  // One parameter in one bucket.
+  struct Piece {
     int parameter = 0;
-    int piece = 0;
+    int bucket = 0;
   };
 
   using Lock = std::unique_lock<std::mutex>;
@@ -120,7 +118,8 @@ class Collector {
     const Done*& place_;
   };
   [[nodiscard]] const GroupPlan& group_of(int parameter) const;
-  [[nodiscard]] BucketArithmetic arithmetic_of(const Piece& piece) const;
+  // The buckets that carry its elements.
+  [[nodiscard]] std::ranges::iota_view<int, int> buckets_of(int parameter) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
   void accept(Lock& lock, int parameter);
   // Runs `pack` without the lock; an error is a fault of the open microbatch, or ends the world
@@ -129,8 +128,8 @@ class Collector {
   void accumulate(int parameter, const Contribution& contribution);
   void pack_pieces(Lock& lock, int parameter);
   void pack_ready(Lock& lock);
-  void pack(Lock& lock, Work work);
-  void piece_packed(int parameter, int bucket);
+  void pack(Lock& lock, Piece piece);
+  void piece_packed(Piece piece);
   void assign_slots();
   void launch_complete();
   [[nodiscard]] bool accumulates(int parameter) const;
@@ -148,7 +147,6 @@ class Collector {
   const PackOrder pack_order_;
   const bool has_shard_hop_;
   PackStreams packs_;
-  std::vector<std::vector<Piece>> pieces_;  // [parameter]
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -164,7 +162,11 @@ class Collector {
   std::vector<int> order_;  // the buckets of this microbatch
   std::size_t next_slot_ = 0;
   std::size_t next_launch_ = 0;
-  std::deque<Work> ready_;
+  std::deque<Piece> ready_;
+  // What lies where in the buckets that have a slot, [slot], and the first of each parameter there.
+  // A parameter in several buckets has each to itself.
+  std::array<std::vector<BucketSegment>, kStagingSlots> segments_;
+  std::vector<std::size_t> first_segment_;
   std::vector<std::pair<int, Event>> free_slots_;  // and after what they may be packed again
   std::int64_t unpacked_ = 0;
   int in_flight_ = 0;  // packs

@@ -47,7 +47,7 @@ HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout) {
   }
   for (int b = 0; b < static_cast<int>(layout.buckets().size()); ++b) {
     const Bucket& bucket = layout.buckets()[static_cast<std::size_t>(b)];
-    plan.ranges.push_back(shard_ranges(layout, b, setting.groups.shard.rank()));
+    plan.ranges.push_back(layout.ranges(b, setting.groups.shard.rank()));
     plan.wires.push_back(setting.options.replica_dtype.value_or(bucket.wire_dtype));
   }
   plan.replicate_size = setting.groups.replicate.size();

@@ -1,11 +1,16 @@
 #include "hsdp/reducer/gradient_memory.h"
 
+#include <iterator>
 #include <utility>
 
 namespace hsdp::reducer {
 namespace {
 
-constexpr std::int64_t kAccumulatorAlignment = 64;  // bytes: a cache line
+constexpr std::int64_t kAlignment = 64;  // bytes: a cache line
+
+std::int64_t next_aligned(std::int64_t value, std::int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
 
 }  // namespace
 
@@ -14,17 +19,39 @@ GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLay
                                MemoryCount count)
     : parameters_(parameters),
       layout_(layout),
-      shard_rank_(shard_rank),
+      slices_(static_cast<std::size_t>(parameters.size())),
       device_(device),
       accumulate_dtype_(accumulate_dtype),
-      count_(std::move(count)) {}
+      count_(std::move(count)) {
+  place_rows(shard_rank);
+}
+
+// In the order of the buckets, each on a cache line of its own. But a slice is one run: the later
+// windows of a large parameter go on where the one before ends.
+void GradientMemory::place_rows(int shard_rank) {
+  constexpr auto kAlignedElements = kAlignment / static_cast<std::int64_t>(sizeof(float));
+  for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
+    const int parameter = layout_.buckets()[static_cast<std::size_t>(b)].parameters.front();
+    const bool goes_on = layout_.buckets_of(parameter).front() != b;
+    if (!goes_on) carry_count_ = next_aligned(carry_count_, kAlignedElements);
+    Place row{carry_count_, 0};
+    for (const ParameterRange& range : layout_.ranges(b, shard_rank)) {
+      Place& slice = slices_[static_cast<std::size_t>(range.parameter)];
+      if (!goes_on) slice.offset = row.offset + range.offset;
+      slice.count += range.count;
+      row.count += range.count;
+    }
+    rows_.push_back(row);
+    carry_count_ += row.count;
+  }
+}
 
 void GradientMemory::hold(MemoryKind kind, std::size_t bytes) {
   held_.push_back(count_.hold(kind, static_cast<std::int64_t>(bytes)));
 }
 
 void GradientMemory::allocate_carry(Communicator& replicate_group) {
-  carry_ = replicate_group.allocate(layout_.shard_count(shard_rank_), Dtype::kF32);
+  carry_ = replicate_group.allocate(carry_count_, Dtype::kF32);
   hold(MemoryKind::kCarry, carry_.view().size_in_bytes());
 }
 
@@ -36,13 +63,14 @@ void GradientMemory::allocate_staging(Communicator& shard_group) {
   }
 }
 
-TensorView GradientMemory::carry(const Bucket& bucket) const {
-  return carry_.view().slice(bucket.shard_offsets[static_cast<std::size_t>(shard_rank_)],
-                             bucket.rows.length(shard_rank_));
+TensorView GradientMemory::bucket_carry(int bucket) const {
+  const Place& row = rows_[static_cast<std::size_t>(bucket)];
+  return carry_.view().slice(row.offset, row.count);
 }
 
-TensorView GradientMemory::carry(const ShardSlice& slice) const {
-  return carry_.view().slice(slice.shard_offset, slice.count);
+TensorView GradientMemory::slice_carry(int parameter) const {
+  const Place& slice = slices_[static_cast<std::size_t>(parameter)];
+  return carry_.view().slice(slice.offset, slice.count);
 }
 
 void GradientMemory::require_totals() {
@@ -51,15 +79,15 @@ void GradientMemory::require_totals() {
   hold(MemoryKind::kTotal, total_->size());
 }
 
-TensorView GradientMemory::total(const Bucket& bucket) const {
-  return total_->view(Dtype::kF32)
-      .slice(bucket.shard_offsets[static_cast<std::size_t>(shard_rank_)],
-             bucket.rows.length(shard_rank_));
+TensorView GradientMemory::bucket_total(int bucket) const {
+  const Place& row = rows_[static_cast<std::size_t>(bucket)];
+  return total_->view(Dtype::kF32).slice(row.offset, row.count);
 }
 
-TensorView GradientMemory::staging(int slot, const Bucket& bucket) const {
+TensorView GradientMemory::staging(int slot, int bucket) const {
   const TensorView bytes = staging_[static_cast<std::size_t>(slot)].view();
-  return {bytes.data, bucket.rows.count(), bucket.wire_dtype, bytes.device};
+  const Bucket& staged = layout_.buckets()[static_cast<std::size_t>(bucket)];
+  return {bytes.data, staged.count, staged.wire_dtype, bytes.device};
 }
 
 void GradientMemory::require_accumulators() {
@@ -71,7 +99,7 @@ void GradientMemory::require_accumulators() {
     const Dtype dtype =
         accumulate_dtype_ == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(p).dtype;
     bytes += parameters_.count(p) * static_cast<std::int64_t>(size_bytes(dtype));
-    bytes += (kAccumulatorAlignment - bytes % kAccumulatorAlignment) % kAccumulatorAlignment;
+    bytes = next_aligned(bytes, kAlignment);
   }
   accumulators_ = Buffer(device_, static_cast<std::size_t>(bytes));
   hold(MemoryKind::kLocalSums, accumulators_.size());

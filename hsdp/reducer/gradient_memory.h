@@ -37,29 +37,37 @@ class GradientMemory {
   void allocate_staging(Communicator& shard_group);
 
   // This rank's fp32 carry of a bucket, and of a parameter's slice.
-  [[nodiscard]] TensorView carry(const Bucket& bucket) const;
-  [[nodiscard]] TensorView carry(const ShardSlice& slice) const;
+  [[nodiscard]] TensorView bucket_carry(int bucket) const;
+  [[nodiscard]] TensorView slice_carry(int parameter) const;
   // The first fp32 element of that carry.
   [[nodiscard]] static float* floats(TensorView view) { return static_cast<float*>(view.data); }
 
   // Replica-summed totals of groups that are all before the step's end. Call require_totals()
   // first, before tasks are launched.
   void require_totals();
-  [[nodiscard]] TensorView total(const Bucket& bucket) const;
+  [[nodiscard]] TensorView bucket_total(int bucket) const;
 
   // Staging slot `slot`, as the bucket's wire elements.
-  [[nodiscard]] TensorView staging(int slot, const Bucket& bucket) const;
+  [[nodiscard]] TensorView staging(int slot, int bucket) const;
 
   // The local accumulator of a whole parameter. Call require_accumulators() first.
   void require_accumulators();
   [[nodiscard]] TensorView accumulator(int parameter) const;
 
  private:
+  // A run of elements of the carry.
+  struct Place {
+    std::int64_t offset = 0;
+    std::int64_t count = 0;
+  };
+  void place_rows(int shard_rank);
   void hold(MemoryKind kind, std::size_t bytes);
 
   const ParameterTable& parameters_;
   const BucketLayout& layout_;
-  int shard_rank_;
+  std::vector<Place> rows_;    // of this rank, [bucket]
+  std::vector<Place> slices_;  // [parameter]
+  std::int64_t carry_count_ = 0;
   Device device_;
   AccumulateDtype accumulate_dtype_;
   SharedMemory carry_;

@@ -60,13 +60,13 @@ void pack_segment(const Contribution& contribution, const BucketSegment& segment
   kernels::cast_and_pack(args, stream);
 }
 
-void add_to_carry(const Contribution& contribution, std::int64_t flat_offset, bool accumulate,
-                  TensorView carry, const Stream& stream) {
+void add_to_carry(const Contribution& contribution, bool accumulate, TensorView carry,
+                  const Stream& stream) {
   StridedView local_view;
   const bool two_sums = accumulate && contribution.accumulated.data != nullptr &&
                         (contribution.fresh != nullptr || contribution.hole);
   if (!two_sums) {
-    kernels::CastAndPack args = pack_of(contribution, flat_offset, carry.count, local_view);
+    kernels::CastAndPack args = pack_of(contribution, 0, carry.count, local_view);
     args.out = carry.data;
     args.out_dtype = Dtype::kF32;
     if (accumulate) {
@@ -82,7 +82,7 @@ void add_to_carry(const Contribution& contribution, std::int64_t flat_offset, bo
   const Scratch scratch(static_cast<std::size_t>(piece) * sizeof(float), stream);
   for (std::int64_t done = 0; done < carry.count; done += piece) {
     const std::int64_t count = std::min(piece, carry.count - done);
-    kernels::CastAndPack row = pack_of(contribution, flat_offset + done, count, local_view);
+    kernels::CastAndPack row = pack_of(contribution, done, count, local_view);
     row.out = scratch.data();
     row.out_dtype = Dtype::kF32;
     kernels::cast_and_pack(row, stream);

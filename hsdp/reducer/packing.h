@@ -26,9 +26,9 @@ void add_to_accumulator(const Contribution& contribution, TensorView accumulator
 void pack_segment(const Contribution& contribution, const BucketSegment& segment, int exponent,
                   TensorView staging, const Stream& stream);
 
-// A shard group of one rounds nothing: carry <- carry + (local sum + fresh), all fp32.
-// `flat_offset` is the flat offset of carry's first element in the parameter.
-void add_to_carry(const Contribution& contribution, std::int64_t flat_offset, bool accumulate,
-                  TensorView carry, const Stream& stream);
+// A shard group of one rounds nothing: carry <- carry + (local sum + fresh), all fp32, of the whole
+// parameter.
+void add_to_carry(const Contribution& contribution, bool accumulate, TensorView carry,
+                  const Stream& stream);
 
 }  // namespace hsdp::reducer

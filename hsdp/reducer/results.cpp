@@ -65,8 +65,7 @@ void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
   const Scratch of_slices(static_cast<std::size_t>(count) * sizeof(double), stream);
   auto* const slots = reinterpret_cast<double*>(of_slices.data());
   for (int p = 0; p < count; ++p) {
-    const ShardSlice& own = frozen.layout().slice(p, groups.shard.rank());
-    kernels::squared_norm(frozen.memory().carry(own), slots + p, stream);
+    kernels::squared_norm(frozen.memory().slice_carry(p), slots + p, stream);
   }
   kernels::sum_in_order(slots, count, sum, stream);
   if (groups.shard.size() == 1) return;
@@ -74,8 +73,8 @@ void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
 }
 
 void scale_result(Frozen& frozen, const float* factor, Stream& stream) {
-  for (const Bucket& bucket : frozen.layout().buckets()) {
-    kernels::scale_by(frozen.memory().carry(bucket), factor, stream);
+  for (int b = 0; b < std::ssize(frozen.layout().buckets()); ++b) {
+    kernels::scale_by(frozen.memory().bucket_carry(b), factor, stream);
   }
 }
 
@@ -170,8 +169,7 @@ void Results::require_no_local_sums(std::string_view call) const {
 }
 
 TensorView Results::carry(int parameter) const {
-  const Frozen& frozen = *steps_.frozen();
-  return frozen.memory().carry(frozen.layout().slice(parameter, groups_.shard.rank()));
+  return steps_.frozen()->memory().slice_carry(parameter);
 }
 
 TensorView Results::shard(int parameter) {
@@ -242,10 +240,7 @@ const BucketLayout& Results::layout() {
   return parameters_.early_layout(groups_.shard.size());
 }
 
-Slice Results::slice(int parameter) {
-  const ShardSlice& own = layout().slice(parameter, groups_.shard.rank());
-  return {own.flat_offset, own.count};
-}
+Slice Results::slice(int parameter) { return layout().slice(parameter, groups_.shard.rank()); }
 
 void Results::gather_gradients(std::span<const NamedArray> arrays) {
   const std::vector<FullArray> full =
@@ -260,10 +255,10 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
   run_now(Scope::kAllRanks, [&](Stream& stream) {
     const BucketLayout& layout = steps_.frozen()->layout();
     for (const FullArray& target : full) {
-      const ShardSlice& own = layout.slice(target.parameter, groups_.shard.rank());
+      const Slice own = layout.slice(target.parameter, groups_.shard.rank());
       kernels::ScaleAndCast args;
       args.in = carry(target.parameter).data;
-      args.out = target.array.slice(own.flat_offset, own.count).data;
+      args.out = target.array.slice(own.offset, own.count).data;
       args.out_dtype = target.array.dtype;
       args.count = own.count;
       kernels::scale_and_cast(args, stream);
@@ -423,9 +418,9 @@ std::vector<SnapshotEntry> Results::snapshot_entries() const {
   std::vector<SnapshotEntry> entries;
   for (int p = 0; p < parameters_.size(); ++p) {
     const ParameterSpec& spec = parameters_.spec(p);
-    const ShardSlice& own = steps_.frozen()->layout().slice(p, groups_.shard.rank());
+    const Slice own = steps_.frozen()->layout().slice(p, groups_.shard.rank());
     entries.push_back(
-        {spec.name, spec.shape, spec.dtype, parameters_.wire_dtype(p), own.flat_offset, carry(p)});
+        {spec.name, spec.shape, spec.dtype, parameters_.wire_dtype(p), own.offset, carry(p)});
   }
   return entries;
 }

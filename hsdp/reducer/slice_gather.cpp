@@ -19,8 +19,8 @@ std::int64_t bytes_of(const TensorView& view) {
 
 void gather_direct(Communicator& shard_group, const BucketLayout& layout, const FullArray& full,
                    Stream& stream) {
-  const ShardSlice& own = layout.slice(full.parameter, shard_group.rank());
-  shard_group.all_gather(full.array.slice(own.flat_offset, own.count), full.array, stream,
+  const Slice own = layout.slice(full.parameter, shard_group.rank());
+  shard_group.all_gather(full.array.slice(own.offset, own.count), full.array, stream,
                          layout.slices(full.parameter));
 }
 
@@ -29,8 +29,8 @@ template <typename Visit>
 void each_slice(const BucketLayout& layout, std::span<const FullArray> unit, int rank,
                 std::int64_t message_offset, Visit visit) {
   for (const FullArray& full : unit) {
-    const ShardSlice& slice = layout.slice(full.parameter, rank);
-    const TensorView part = full.array.slice(slice.flat_offset, slice.count);
+    const Slice slice = layout.slice(full.parameter, rank);
+    const TensorView part = full.array.slice(slice.offset, slice.count);
     visit(part, message_offset);
     message_offset += bytes_of(part);
   }

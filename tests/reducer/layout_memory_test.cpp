@@ -1,0 +1,159 @@
+// What a large model over many ranks takes beside its gradients: a layout, and what a Reducer keeps
+// by it. A program by itself, as it replaces operator new to count the heap.
+#include <gtest/gtest.h>
+#include <malloc.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "hsdp/reducer/collector.h"
+#include "tests/support/thread_ranks.h"
+
+namespace {
+std::atomic<std::int64_t> live_bytes{0};
+}  // namespace
+
+void* operator new(std::size_t size) {
+  void* const data = std::malloc(size == 0 ? 1 : size);
+  if (data == nullptr) throw std::bad_alloc();
+  live_bytes += static_cast<std::int64_t>(::malloc_usable_size(data));
+  return data;
+}
+
+void operator delete(void* data) noexcept {
+  live_bytes -= static_cast<std::int64_t>(::malloc_usable_size(data));
+  std::free(data);
+}
+
+void operator delete(void* data, std::size_t) noexcept { operator delete(data); }
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+constexpr int kRanks = 256;
+constexpr std::int64_t kMostBytes = std::int64_t{10} << 20;
+
+// A decoder of 6.7 B parameters.
+void register_decoder(reducer::ParameterTable& table) {
+  const auto add = [&table](const Shape& shape) {
+    table.add({.name = "w" + std::to_string(table.size()), .shape = shape});
+  };
+  constexpr std::int64_t kWidth = 4096;
+  constexpr std::int64_t kHidden = 11008;
+  constexpr std::int64_t kVocabulary = 32000;
+  add({kVocabulary, kWidth});
+  for (int layer = 0; layer < 32; ++layer) {
+    for (int projection = 0; projection < 4; ++projection) add({kWidth, kWidth});
+    for (int projection = 0; projection < 2; ++projection) add({kHidden, kWidth});
+    add({kWidth, kHidden});
+    for (int norm = 0; norm < 2; ++norm) add({kWidth});
+  }
+  add({kWidth});
+  add({kVocabulary, kWidth});
+}
+
+struct MetadataCase {
+  Layout layout = Layout::kFlat;
+  Dtype wire = Dtype::kF32;
+};
+
+class Metadata : public testing::TestWithParam<MetadataCase> {};
+
+TEST_P(Metadata, OfALargeModelOverManyRanksIsSmall) {
+  const ReducerOptions options{.reduce_dtype = GetParam().wire,
+                               .layout = GetParam().layout,
+                               .bucket_bytes = std::int64_t{2} << 20};
+  reducer::ParameterTable table(options, 1);
+  register_decoder(table);
+  run_ranks(1, [&](Communicator& world) {
+    std::int64_t before = live_bytes;
+    const BucketLayout layout = table.make_layout(kRanks);
+    const std::int64_t of_layout = live_bytes - before;
+    EXPECT_GT(layout.buckets().size(), 6000U);
+    EXPECT_LT(of_layout, kMostBytes);
+
+    before = live_bytes;
+    reducer::GradientMemory memory(table, layout, kRanks - 1, {}, AccumulateDtype::kF32, {});
+    const std::int64_t of_memory = live_bytes - before;
+    EXPECT_LT(of_memory, kMostBytes);
+
+    reducer::Outcome outcome(world);
+    reducer::StepAgreement agreement(world, "metadata");
+    reducer::BucketPipeline pipeline({.layout = layout,
+                                      .memory = memory,
+                                      .outcome = outcome,
+                                      .agreement = agreement,
+                                      .groups = {{}, world, world, world},
+                                      .hop = nullptr,
+                                      .issuer = nullptr});
+    before = live_bytes;
+    const reducer::Collector collector({.parameters = table,
+                                        .layout = layout,
+                                        .memory = memory,
+                                        .pipeline = pipeline,
+                                        .outcome = outcome,
+                                        .world = world,
+                                        .device = {}});
+    const std::int64_t of_collector = live_bytes - before;
+    EXPECT_LT(of_collector, kMostBytes);
+    RecordProperty("layout_bytes", std::to_string(of_layout));
+    RecordProperty("gradient_memory_bytes", std::to_string(of_memory));
+    RecordProperty("collector_bytes", std::to_string(of_collector));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, Metadata,
+                         testing::Values(MetadataCase{Layout::kFlat, Dtype::kF32},
+                                         MetadataCase{Layout::kFlat, Dtype::kBf16},
+                                         MetadataCase{Layout::kDim0, Dtype::kF32},
+                                         MetadataCase{Layout::kDim0, Dtype::kBf16}),
+                         [](const auto& chosen) {
+                           return std::string(name(chosen.param.layout)) + "_" +
+                                  std::string(name(chosen.param.wire));
+                         });
+
+constexpr int kManyParameters = 4000;
+Shape small_shape(int parameter) { return {64 + parameter % 31, 48}; }
+
+TEST(LayoutMemory, DoesNotGrowWithTheNumberOfRanks) {
+  std::vector<LayoutParameter> parameters;
+  for (int p = 0; p < kManyParameters; ++p) parameters.push_back({.shape = small_shape(p)});
+  for (const Layout kind : {Layout::kFlat, Layout::kDim0}) {
+    const auto bytes_with = [&](int ranks) {
+      const std::int64_t before = live_bytes;
+      const BucketLayout layout(parameters, ranks, kind, 1 << 20);
+      return live_bytes - before;
+    };
+    EXPECT_LT(bytes_with(kRanks), bytes_with(1) * 11 / 10) << name(kind);
+  }
+}
+
+TEST(EarlySlice, OfManyParametersTakesLittleTime) {
+  using Clock = std::chrono::steady_clock;
+  const ReducerOptions options{.bucket_bytes = std::int64_t{32} << 20};
+  reducer::ParameterTable table(options, 1);
+  const auto add_one = [&table] {
+    const int number = table.size();
+    table.add({.name = "w" + std::to_string(number), .shape = small_shape(number)});
+  };
+  for (int p = 0; p < kManyParameters; ++p) add_one();
+  Clock::duration least = Clock::duration::max();
+  for (int attempt = 0; attempt < 5; ++attempt) {  // the machine may be busy
+    add_one();                                     // the layout is made anew
+    const Clock::time_point begin = Clock::now();
+    EXPECT_GE(table.early_layout(kRanks).slice(attempt, 0).count, 0);
+    least = std::min(least, Clock::now() - begin);
+  }
+  EXPECT_LT(least, std::chrono::milliseconds(50));
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -330,9 +330,9 @@ TEST_P(OnGpu, StartingAGatherWaitsForNothing) {
     reader.synchronize();
     EXPECT_TRUE(gathered.complete());
     for (int r = 0; r < shape.shard; ++r) {
-      const ShardSlice& slice = reducer.layout().slice(1, r);
+      const Slice slice = reducer.layout().slice(1, r);
       if (slice.count > 0) {
-        EXPECT_EQ(whole[static_cast<std::size_t>(slice.flat_offset)], static_cast<float>(r));
+        EXPECT_EQ(whole[static_cast<std::size_t>(slice.offset)], static_cast<float>(r));
       }
     }
   });

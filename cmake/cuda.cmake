@@ -34,7 +34,7 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 
 # hsdp_use_cuda(target): its .cu files give the bits of the host (rule 5 of docs/design.md), and it
-# carries the CUDA runtime, so that it loads where there is none.
+# carries the CUDA runtime, so that it loads where there is none [Note: the runtime inside].
 function(hsdp_use_cuda target)
   set(flags --fmad=false -ftz=false -prec-div=true -prec-sqrt=true --expt-relaxed-constexpr
             -Xcompiler=-ffp-contract=off)

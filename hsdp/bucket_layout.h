@@ -1,8 +1,9 @@
 // Where every parameter's elements lie in the buckets, and which shard rank owns which slice.
 //
 // Slices are cut first, buckets second, so that the slices of one parameter never depend on how it
-// travels. Read-only, the same on every rank of a shard group; no communication. Its memory is
-// O(buckets + parameters): what there is for every rank is computed when asked.
+// travels [Note: slices before buckets]. Read-only, the same on every rank of a shard group; no
+// communication. Its memory is O(buckets + parameters): what there is for every rank is computed
+// when asked.
 //
 // flat: parameters of one group, class and wire dtype are joined up to bucket_bytes and the join is
 //   cut into S even ranges; a parameter larger than that is cut by itself and travels in several

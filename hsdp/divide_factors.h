@@ -1,7 +1,8 @@
 // What the hops do to a bucket's numbers: factors, exponents and additions, computed at run time.
 //
 // Pure functions: the Reducer, snapshots and tests call the same ones, and nothing else decides
-// what is divided, scaled or added [Note: one place that divides].
+// what is divided, scaled or added [Note: one place that divides]
+// [Note: accumulate before the replica hop].
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Exceptions of the library.
 //
 // Messages read `component: what failed: expected X, got Y (rank r of n)`, in lower case, and name
-// the remedy. The four errors that concern peers carry the ranks at fault.
+// the remedy [Note: messages]. The four errors that concern peers carry the ranks at fault.
 #pragma once
 
 #include <stdexcept>

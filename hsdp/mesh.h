@@ -1,4 +1,5 @@
-// A world of ranks cut into replicate x shard: rank = replica * shard_size + shard_rank.
+// A world of ranks cut into replicate x shard: rank = replica * shard_size + shard_rank
+// [Note: mesh order].
 //
 // Shard groups are contiguous ranks (one node), replicate groups are strided (across nodes). A Mesh
 // is a cheap handle on shared state; copies share it. close() ends it on this rank: its groups are

@@ -121,7 +121,7 @@ class ReplicaHop : public StepParty {
   std::atomic_flag owned_;
 };
 
-// The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of [Note: f16 headroom].
+// The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of rule 3.
 // Has no state.
 class PlainHop final : public ReplicaHop {
  public:

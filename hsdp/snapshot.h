@@ -2,7 +2,8 @@
 // bytes for other readers.
 //
 // A file is written under a temporary name, synced, then renamed: a killed writer never leaves a
-// file that passes. Bad or foreign files throw SnapshotError; nothing crashes on any input.
+// file that passes. A partial keeps sum and divisor [Note: sums and divisors apart]. Bad or foreign
+// files throw SnapshotError; nothing crashes on any input.
 //
 // Writing enters the HDF5 library, which is not made for threads. It does so inside the calls that
 // begin to write (write_snapshot_file(), write_snapshot(), SnapshotWriter::submit(),

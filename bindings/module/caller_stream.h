@@ -1,5 +1,6 @@
 // Where the caller's work on the mesh's device runs: on a GPU a framework's current stream, which
-// may be another one at each call and on each thread; on the host here and now.
+// may be another one at each call and on each thread; on the host here and now
+// [Note: whose stream].
 //
 // Needs the GIL. Nothing here waits.
 #pragma once

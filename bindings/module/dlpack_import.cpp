@@ -133,7 +133,7 @@ bool says_writable(py::handle object, Device device) {
 
 }  // namespace
 
-// The capsule stays unconsumed and is kept instead: its own destructor frees the export.
+// The capsule stays unconsumed, its own destructor frees the export [Note: the capsule is kept].
 ArrayArgument from_dlpack(py::handle object, std::string_view what, CallerStream& caller) {
   require_unmarked(object, what);
   ArrayArgument result;

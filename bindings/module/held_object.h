@@ -1,4 +1,5 @@
-// Python objects that the library keeps alive, and lets go from any thread.
+// Python objects that the library keeps alive, and lets go from any thread
+// [Note: letting go of Python objects].
 //
 // The library drops a gradient on threads of its own and under its locks, where Python must not
 // run. So the last owner only puts the object aside; whoever next holds the GIL in a call of ours

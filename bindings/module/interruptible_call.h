@@ -1,4 +1,4 @@
-// Calls that may wait, with the GIL released and Ctrl-C working.
+// Calls that may wait, with the GIL released and Ctrl-C working [Note: Ctrl-C in a wait].
 //
 // Python runs signal handlers on its main thread only. So when a call comes from there, another
 // thread runs it, and the main thread looks for signals ten times a second. A handler that raises

@@ -1,7 +1,8 @@
 // Memory of the library as Python sees it: NumPy arrays and DLPack exports without a copy.
 //
 // A Memory and everything exported from it share the owner, so that the memory outlives the Reducer
-// or Mesh it came from. On a GPU its content is there after `ready`.
+// or Mesh it came from [Note: views that outlive their Reducer]. On a GPU its content is there
+// after `ready`.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,9 +1,10 @@
 // The control connection of one rank: small messages between ranks, and the one place where a
-// failure becomes known. Data never travels here.
+// failure becomes known [Note: one control connection]. Data never travels here.
 //
-// One per rank and world. Thread-safe. Every wait ends: with the answer, though the world may have
-// ended since it came, or with the error that ended the world. Implementations: ProcessControl
-// (Boost.Asio, rank 0 relays) and InProcessControl (ranks are threads).
+// One per rank and world. Thread-safe. Every wait ends [Note: bounded waits]: with the answer,
+// though the world may have ended since it came, or with the error that ended the world.
+// Implementations: ProcessControl (Boost.Asio, rank 0 relays) and InProcessControl (ranks are
+// threads).
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,5 @@
-// Keeps a forked child (a data loader) from holding our connections open or using them.
+// Keeps a forked child (a data loader) from holding our connections open or using them
+// [Note: fork].
 //
 // While a ForkGuard lives, a child made by fork() closes its copy of the descriptor at once, so
 // that peers see this process end even when a child lives on. Thread-safe.

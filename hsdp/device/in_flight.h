@@ -1,4 +1,4 @@
-// Keeps memory alive that work on a Stream still uses.
+// Keeps memory alive that work on a Stream still uses [Note: memory in flight].
 //
 // Owns what it holds until the Event that comes with it is complete; hold() and reap() let go of
 // what is. Thread-safe. The destructor lets go of everything: whoever owns an InFlight has waited

@@ -1,4 +1,5 @@
-// What the kernels do to one element, in one place for the host and CUDA.
+// What the kernels do to one element, in one place for the host and CUDA
+// [Note: one source for host and device].
 //
 //   t      = sum of the decoded rows               the caller's loop, ascending rank
 //   t      = t * sum_scale

@@ -1,6 +1,6 @@
 // The body of the CUDA kernel that packs transposed gradients, channels_last ones among them: whole
-// lines are read along the rows into shared memory, and written along the columns. Internal to
-// hsdp/kernels.
+// lines are read along the rows into shared memory, and written along the columns
+// [Note: transposes]. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstddef>

@@ -2,8 +2,8 @@
 //
 // The norm sums squares in fp64: within a chunk of 1024 elements over 16 interleaved lanes (element
 // i goes to lane i mod 16), then the lanes pairwise (0+8, 1+9, ...; 0+4, ...; 0+2, 1+3; 0+1); the
-// sums of the chunks are summed the same way, until one is left. The order is fixed, so the bits
-// depend neither on the SIMD width nor on the device.
+// sums of the chunks are summed the same way, until one is left [Note: the order of a norm]. The
+// order is fixed, so the bits depend neither on the SIMD width nor on the device.
 #pragma once
 
 #include <atomic>

@@ -1,10 +1,11 @@
 // Collects the gradients of one microbatch: packs each as soon as there is room, keeps a reference
 // where there is none, and hands complete buckets on in layout order.
 //
-// arrive() may be called from any thread and never waits. On CUDA "packed" means enqueued on a
-// stream of PackStreams; events tell the pipeline and the caller when it is done.
-// slot_free() is called by the pipeline's thread and packs what was kept for the next bucket. The
-// other calls come from one thread at a time.
+// arrive() may be called from any thread and never waits [Note: readiness never waits]. Every
+// bucket is handed on, also one without gradients [Note: every bucket, every time]. On CUDA
+// "packed" means enqueued on a stream of PackStreams; events tell the pipeline and the caller when
+// it is done. slot_free() is called by the pipeline's thread and packs what was kept for the next
+// bucket. The other calls come from one thread at a time.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // The ranks that one Reducer works with: the mesh's world, and splits of its groups that are the
-// Reducer's own. Cheap to copy.
+// Reducer's own [Note: groups of one]. Cheap to copy.
 #pragma once
 
 #include <memory>

@@ -1,7 +1,8 @@
 // What went wrong, as seen by the lanes' tasks and the caller's threads.
 //
 // A failure (of the world, or of a task on this rank) is final: it ends the world, and every later
-// call repeats it. A dropped step is raised once, at the next call, and leaves the Reducer usable.
+// call repeats it [Note: after a failure]. A dropped step is raised once, at the next call, and
+// leaves the Reducer usable.
 // A fault is this rank's own mistake in the open microbatch, which drops the step at its end.
 // Thread-safe.
 #pragma once

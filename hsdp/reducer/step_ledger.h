@@ -39,8 +39,8 @@ class StepLedger {
   void fix_divide_factor() { factor_stands_ = true; }
   void set_loss_scale(double scale);
 
-  // The sync of each group: an explicit one, else by the flags and `last`. UsageError when they
-  // contradict each other; nothing has changed then.
+  // The sync of each group: an explicit one, else by the flags and `last` [Note: which sync].
+  // UsageError when they contradict each other; nothing has changed then.
   [[nodiscard]] std::vector<Sync> sync_of(const MicrobatchOptions& options) const;
   // Begins a step before its first microbatch. UsageError while one is pending.
   void begin_step();

@@ -1,4 +1,4 @@
-// A file that appears under its name whole and durable, or not at all.
+// A file that appears under its name whole and durable, or not at all [Note: renamed into place].
 //
 // Written under a hidden temporary name beside its own; commit() syncs and renames it. Without
 // commit() the destructor removes it; a killed writer leaves only the temporary name, which readers

@@ -1,4 +1,4 @@
-// From collected differences to measures and a verdict.
+// From collected differences to measures and a verdict [Note: the default verdict].
 #pragma once
 
 #include "hsdp/compare.h"

@@ -1,4 +1,5 @@
-// What tests tell the stand-in for the CUDA runtime. See cuda/cuda_runtime.h.
+// What tests tell the stand-in for the CUDA runtime [Note: a stand-in for the runtime]. See
+// cuda/cuda_runtime.h.
 #pragma once
 
 #include <cstdint>

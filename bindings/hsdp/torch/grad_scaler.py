@@ -1,4 +1,4 @@
-"""Loss scaling whose verdict is the same on every rank."""
+"""Loss scaling whose verdict is the same on every rank [Note: one verdict for a loss scale]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hooks that hand a parameter's gradient over as soon as it is accumulated."""
+"""Hooks that hand a parameter's gradient over as soon as it is accumulated.
+
+[Note: p.grad is taken out] [Note: gradients are packed, not viewed]
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Makes torch's optimizers and clipping raise where they would silently do nothing.
 
+[Note: optimizers that would do nothing]
+
 They skip parameters without p.grad, which is what attached parameters are between microbatches;
 and FSDP2's have zeros there while a replica hook keeps their gradients. Both are watched for the
 whole process from the first attachment on, and look at nothing while there is none. An optimizer

@@ -1,4 +1,4 @@
-// Who is at fault: the pure judgement that rank 0 makes of what all ranks report.
+// The pure judgement that rank 0 makes of what all ranks report [Note: who is at fault].
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,5 @@
-// Collectives on memory that all ranks of the group map: one pass over the peers' own rows.
+// Collectives on memory that all ranks of the group map: one pass over the peers' own rows
+// [Note: reduce where it lies].
 #pragma once
 
 #include <span>

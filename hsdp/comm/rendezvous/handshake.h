@@ -1,5 +1,5 @@
 // Mutual proof of a shared per-job secret over a fresh TCP connection: HMAC-SHA256 challenge and
-// response (OpenSSL) before anything else is parsed.
+// response (OpenSSL) before anything else is parsed [Note: handshake].
 //
 // Frames are of fixed size, so a stranger can neither make us allocate nor parse. It keeps
 // strangers out; it neither encrypts nor signs what follows.

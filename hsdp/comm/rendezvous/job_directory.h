@@ -1,5 +1,6 @@
 // The private directory (mode 0700) in which the ranks of one job on one host find each other's
-// Unix socket, named by user, job and restart count, under XDG_RUNTIME_DIR or /tmp.
+// Unix socket, named by user, job and restart count, under XDG_RUNTIME_DIR or /tmp
+// [Note: rendezvous].
 //
 // Directories that others own or can enter are refused. Exactly one process holds a name; what a
 // dead holder left is replaced. Nothing stays: the holder removes socket and directory, and whoever

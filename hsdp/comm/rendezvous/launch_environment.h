@@ -1,4 +1,4 @@
-// Who this process is, read from the variables that launchers set.
+// Who this process is, read from the variables that launchers set [Note: launch detection].
 //
 // Explicit values win, else the first family that is set: hsdp_run/torchrun, Open MPI, PMI (MPICH),
 // Slurm step; else one process. A partial or contradictory set inside the chosen family is a

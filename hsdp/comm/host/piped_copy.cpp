@@ -5,42 +5,43 @@
 namespace hsdp::comm {
 
 void PipedCopy::send(int peer, const void* data, std::size_t size) {
-  Lane& lane = lanes_[static_cast<std::size_t>(peer)];
-  lane.out = static_cast<const std::byte*>(data);
-  lane.out_left = size;
+  Transfer& transfer = transfers_[static_cast<std::size_t>(peer)];
+  transfer.out = static_cast<const std::byte*>(data);
+  transfer.out_left = size;
 }
 
 void PipedCopy::receive(int peer, void* data, std::size_t size) {
-  Lane& lane = lanes_[static_cast<std::size_t>(peer)];
-  lane.in = static_cast<std::byte*>(data);
-  lane.in_left = size;
+  Transfer& transfer = transfers_[static_cast<std::size_t>(peer)];
+  transfer.in = static_cast<std::byte*>(data);
+  transfer.in_left = size;
 }
 
 bool PipedCopy::step() {
   bool moved = false;
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int peer = (group_.rank() + distance) % group_.size();
-    Lane& lane = lanes_[static_cast<std::size_t>(peer)];
-    const std::size_t out = std::min(lane.out_left, group_.message_bytes());
-    if (out > 0 && group_.channel(peer).send(lane.out, out)) {
-      lane.out += out;
-      lane.out_left -= out;
+    Transfer& transfer = transfers_[static_cast<std::size_t>(peer)];
+    const std::size_t out = std::min(transfer.out_left, group_.message_bytes());
+    if (out > 0 && group_.channel(peer).send(transfer.out, out)) {
+      transfer.out += out;
+      transfer.out_left -= out;
       moved = true;
     }
-    const std::size_t in = std::min(lane.in_left, group_.message_bytes());
-    if (in > 0 && group_.channel(peer).receive(lane.in, in)) {
-      lane.in += in;
-      lane.in_left -= in;
+    const std::size_t in = std::min(transfer.in_left, group_.message_bytes());
+    if (in > 0 && group_.channel(peer).receive(transfer.in, in)) {
+      transfer.in += in;
+      transfer.in_left -= in;
       moved = true;
     }
-    if (lane.out_left + lane.in_left > 0) waits_for_ = peer;
+    if (transfer.out_left + transfer.in_left > 0) waits_for_ = peer;
   }
   return moved;
 }
 
 bool PipedCopy::complete() {
-  return std::ranges::all_of(lanes_,
-                             [](const Lane& lane) { return lane.out_left + lane.in_left == 0; });
+  return std::ranges::all_of(transfers_, [](const Transfer& transfer) {
+    return transfer.out_left + transfer.in_left == 0;
+  });
 }
 
 void PipedCopy::run() {

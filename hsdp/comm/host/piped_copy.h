@@ -11,7 +11,7 @@ namespace hsdp::comm {
 class PipedCopy {
  public:
   explicit PipedCopy(HostGroup& group)
-      : group_(group), lanes_(static_cast<std::size_t>(group.size())) {}
+      : group_(group), transfers_(static_cast<std::size_t>(group.size())) {}
 
   // What goes to a peer and what comes from it; the peer plans the mirror image.
   void send(int peer, const void* data, std::size_t size);
@@ -20,7 +20,7 @@ class PipedCopy {
   void run();
 
  private:
-  struct Lane {
+  struct Transfer {
     const std::byte* out = nullptr;
     std::size_t out_left = 0;
     std::byte* in = nullptr;
@@ -31,7 +31,7 @@ class PipedCopy {
   [[nodiscard]] bool complete();
 
   HostGroup& group_;
-  std::vector<Lane> lanes_;
+  std::vector<Transfer> transfers_;
   int waits_for_ = 0;
 };
 

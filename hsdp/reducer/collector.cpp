@@ -75,7 +75,7 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
   const auto p = static_cast<std::size_t>(parameter);
   Lock lock(mutex_);
   if (arrived_[p] != 0 && !many_backwards_) return false;
-  arrived_[p] = 1;
+  ++arrived_[p];
   if (accumulates(parameter)) {
     run_unlocked(lock, [&] {
       Lock repeats(repeats_mutex_, std::defer_lock);
@@ -262,6 +262,21 @@ std::vector<int> Collector::missing() const {
     if (arrived_[static_cast<std::size_t>(p)] == 0) result.push_back(p);
   }
   return result;
+}
+
+std::vector<std::int64_t> Collector::backward_counts(int group_count) const {
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(group_count), 1);
+  const std::scoped_lock lock(mutex_);
+  for (int p = 0; p < parameters_.size(); ++p) {
+    std::int64_t& count = counts[static_cast<std::size_t>(parameters_.group_of(p))];
+    count = std::max(count, arrived_[static_cast<std::size_t>(p)]);
+  }
+  return counts;
+}
+
+void Collector::set_counts_of(std::shared_ptr<const MicrobatchPlan> plan) {
+  const std::scoped_lock lock(mutex_);
+  plan_ = std::move(plan);
 }
 
 void Collector::fill_holes() {

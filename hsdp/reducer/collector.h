@@ -53,6 +53,10 @@ class Collector {
                             const Event& produced);
 
   [[nodiscard]] std::vector<int> missing() const;
+  // By group, the most gradients that one of its parameters got in this microbatch; at least 1.
+  [[nodiscard]] std::vector<std::int64_t> backward_counts(int group_count) const;
+  // The open microbatch's plan with other counts, before anything is packed by them.
+  void set_counts_of(std::shared_ptr<const MicrobatchPlan> plan);
   // Counts parameters without a gradient as zeros, and sends the local sums of repeats.
   void fill_holes();
   // Packs what was kept until `done`, which is called with the lock held and looked at after every
@@ -156,7 +160,7 @@ class Collector {
   std::mutex repeats_mutex_;  // many_backwards: two threads may add to one accumulator
   bool open_ = false;
   std::shared_ptr<const MicrobatchPlan> plan_;
-  std::vector<char> arrived_;
+  std::vector<std::int64_t> arrived_;  // gradients in this microbatch
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;
   std::vector<BucketState> states_;

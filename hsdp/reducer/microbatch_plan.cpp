@@ -17,6 +17,20 @@ void MicrobatchPlan::set_groups(std::vector<GroupPlan> groups) {
       std::ranges::all_of(groups_, [](const GroupPlan& g) { return g.sync == Sync::kAll; });
 }
 
+void MicrobatchPlan::count_backwards(const std::vector<std::int64_t>& counts) {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    groups_[g].local_count += counts[g] - 1;
+    groups_[g].carry_count += counts[g] - 1;
+  }
+}
+
+void MicrobatchPlan::raise_counts(const std::vector<GroupPlan>& theirs) {
+  for (std::size_t g = 0; g < std::min(groups_.size(), theirs.size()); ++g) {
+    groups_[g].local_count = std::max(groups_[g].local_count, theirs[g].local_count);
+    groups_[g].carry_count = std::max(groups_[g].carry_count, theirs[g].carry_count);
+  }
+}
+
 BucketArithmetic MicrobatchPlan::arithmetic(const BucketLayout& layout, int number) const {
   const auto index = static_cast<std::size_t>(number);
   const Bucket& bucket = layout.buckets()[index];

@@ -29,10 +29,12 @@ struct StepResult {
 // With the buckets of one group of parameters.
 struct GroupPlan {
   Sync sync = Sync::kNone;
-  std::int64_t local_count = 1;  // microbatches in one packed row; 0: finish() with nothing local
-  std::int64_t carry_count = 1;  // microbatches in the carry after the shard hop
-  bool has_carry = false;        // the carry already holds sums of this step
-  bool has_total = false;        // an earlier `all` of this step left a replica-summed total
+  // Backward passes, of the rank that has most: in one packed row, 0 in a finish() with nothing
+  // local; and in the carry after the shard hop.
+  std::int64_t local_count = 1;
+  std::int64_t carry_count = 1;
+  bool has_carry = false;  // the carry already holds sums of this step
+  bool has_total = false;  // an earlier `all` of this step left a replica-summed total
 
   [[nodiscard]] bool reduces() const { return local_count > 0; }
 };
@@ -55,6 +57,10 @@ struct MicrobatchPlan {
   [[nodiscard]] float divisor() const { return divisor_; }  // of a whole step: fp32(f s)
 
   void set_groups(std::vector<GroupPlan> groups);
+  // That this microbatch has so many backward passes instead of one, by group.
+  void count_backwards(const std::vector<std::int64_t>& counts);
+  // That another rank counted more.
+  void raise_counts(const std::vector<GroupPlan>& theirs);
   [[nodiscard]] const std::vector<GroupPlan>& groups() const { return groups_; }
   [[nodiscard]] const GroupPlan& group(int number) const {
     return groups_[static_cast<std::size_t>(number)];

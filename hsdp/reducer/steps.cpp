@@ -1,5 +1,6 @@
 #include "hsdp/reducer/steps.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "hsdp/comm/control.h"
@@ -325,8 +326,40 @@ void Steps::close_local() {
     drop(text_of(fault));
     std::rethrow_exception(fault);
   }
+  count_backwards();
   collector.end();
   ledger_.end(*plan_);
+}
+
+// Before anything is packed: with several backwards a microbatch all packs come at its end.
+void Steps::count_backwards() {
+  if (options_.backwards == Backwards::kOne || !plan_->fresh) return;
+  auto plan = std::make_shared<MicrobatchPlan>(*plan_);
+  plan->count_backwards(frozen_->collector().backward_counts(parameters_.group_count()));
+  plan_ = std::move(plan);
+  frozen_->collector().set_counts_of(plan_);
+}
+
+// Ranks may count differently, and an f16 wire needs the exponents of the rank that counts most: it
+// waits for their words. What does not agree in them is found when the step ends.
+std::optional<StepAgreement::Words> Steps::raise_counts(std::int64_t word) {
+  const bool sends_f16 = options_.replica_dtype == Dtype::kF16 ||
+                         std::ranges::any_of(frozen_->layout().buckets(), [](const Bucket& bucket) {
+                           return bucket.wire_dtype == Dtype::kF16;
+                         });
+  if (options_.backwards == Backwards::kOne || !sends_f16) return std::nullopt;
+  StepAgreement::Words words;
+  try {
+    words = agreement_.collect(word);
+  } catch (...) {
+    outcome_.fail(std::current_exception());
+    raise_failure("end_microbatch");
+  }
+  auto plan = std::make_shared<MicrobatchPlan>(*plan_);
+  for (const StatusWord& theirs : words) plan->raise_counts(theirs.groups);
+  plan_ = std::move(plan);
+  frozen_->collector().set_counts_of(plan_);
+  return words;
 }
 
 void Steps::close_and_send(const char* call) {
@@ -339,12 +372,14 @@ void Steps::close_and_send(const char* call) {
   raise_drop();
   // The word goes out before the packs are done, so that peers in another sync mode find out while
   // this rank still waits for them.
+  count_backwards();
   const std::int64_t word = post(word_of(call, *plan_));
+  const std::optional<StepAgreement::Words> words = raise_counts(word);
   collector.fill_holes();
   collector.pack_until([&] { return collector.all_packed() || outcome_.failed(); });
   raise_failure("end_microbatch");
   collector.end();
-  frozen_->pipeline().end({.word = word, .plan = plan_});
+  frozen_->pipeline().end({.word = word, .plan = plan_, .words = words});
   ledger_.end(*plan_);
 }
 

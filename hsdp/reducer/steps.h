@@ -81,6 +81,8 @@ class Steps {
   void provide_memory();
   void order_packs();
   void close_local();
+  void count_backwards();
+  [[nodiscard]] std::optional<StepAgreement::Words> raise_counts(std::int64_t word);
   void close_and_send(const char* call);
   // Tells all ranks that this one drops the step, and sends what they still wait for.
   void drop(const std::string& reason);

@@ -224,6 +224,45 @@ TEST_P(ManyBackwards, AddRepeatsLocally) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, ManyBackwards, testing::Values(Dtype::kF32, Dtype::kBf16),
                          [](const auto& row) { return std::string(name(row.param)); });
 
+// An f16 wire has room for as many as the rank that has most: sums of it alone are out of range.
+TEST(ManyBackwardsF16, CountOfTheRankThatHasMost) {
+  constexpr float kValue = 4096;
+  constexpr int kMost = 16;
+  for (const std::vector<Sync>& syncs : {std::vector<Sync>{Sync::kAll},
+                                         {Sync::kNone, Sync::kAll},
+                                         {Sync::kShard, Sync::kAll},
+                                         {Sync::kShard, Sync::kNone}}) {
+    for (const MeshShape shape : {kSquare, MeshShape{2, 1}, MeshShape{1, 2}}) {
+      const auto ranks = static_cast<std::size_t>(shape.size());
+      run_mesh(shape, [&](const Mesh& mesh) {
+        Reducer reducer(mesh, {.reduce_dtype = Dtype::kF16, .backwards = Backwards::kMany});
+        reducer.register_parameter({.name = "w", .shape = {10}});
+        reducer.register_parameter({.name = "once", .shape = {3}});
+        const StoredGradient gradient(Values(10, kValue), {10}, Dtype::kF32);
+        const StoredGradient once(Values(3, kValue), {3}, Dtype::kF32);
+        float expected = 0;
+        for (std::size_t m = 0; m < syncs.size(); ++m) {
+          Microbatch open(reducer, {.sync = syncs[m]});
+          for (std::size_t rank = 0; rank < ranks; ++rank) {
+            const int count = rank == m % ranks ? kMost : 1;
+            expected += kValue * static_cast<float>(count) / static_cast<float>(ranks);
+            if (static_cast<int>(rank) != mesh.rank()) continue;
+            for (int k = 0; k < count; ++k) reducer.gradient_ready("w", gradient.view());
+          }
+          reducer.gradient_ready("once", once.view());
+          open.end();
+        }
+        reducer.finish();
+        EXPECT_FALSE(reducer.found_inf());
+        for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, expected);
+        for (const float value : values_of(reducer.shard("once"))) {
+          EXPECT_EQ(value, kValue * static_cast<float>(syncs.size()));
+        }
+      });
+    }
+  }
+}
+
 TEST(ManyBackwardsSync, AlsoInMicrobatchesThatStayLocal) {
   run_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.backwards = Backwards::kMany});

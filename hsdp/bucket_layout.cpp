@@ -202,7 +202,7 @@ std::int64_t BucketLayout::max_bucket_bytes() const {
   return bytes;
 }
 
-std::ranges::iota_view<int, int> BucketLayout::buckets_of(int parameter) const {
+BucketRun BucketLayout::buckets_of(int parameter) const {
   const Place& at = place(parameter);
   return {at.first_bucket, at.first_bucket + at.bucket_count};
 }

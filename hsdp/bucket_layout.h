@@ -15,7 +15,6 @@
 #pragma once
 
 #include <cstdint>
-#include <ranges>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -59,6 +58,14 @@ struct Bucket {
   std::vector<int> parameters;  // ascending, each once; also the empty ones
 };
 
+// Buckets first, first + 1, ..., end - 1.
+struct BucketRun {
+  int first = 0;
+  int end = 0;
+
+  [[nodiscard]] int count() const { return end - first; }
+};
+
 // A run of one parameter in one rank's row of a bucket.
 struct ParameterRange {
   int parameter = 0;        // registration order
@@ -88,7 +95,7 @@ class BucketLayout {
   [[nodiscard]] std::int64_t max_bucket_bytes() const;  // wire bytes
   // The consecutive numbers of the buckets that list a parameter. With several, the first has the
   // beginning of every rank's slice, the next one goes on where that ends.
-  [[nodiscard]] std::ranges::iota_view<int, int> buckets_of(int parameter) const;
+  [[nodiscard]] BucketRun buckets_of(int parameter) const;
   // Row r of the bucket goes to shard rank r.
   [[nodiscard]] RowCut rows(int bucket) const;
   // Where the parameters lie in that rank's row, in order and without gaps.

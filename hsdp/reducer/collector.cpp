@@ -32,7 +32,7 @@ const GroupPlan& Collector::group_of(int parameter) const {
   return plan_->group(parameters_.group_of(parameter));
 }
 
-std::ranges::iota_view<int, int> Collector::buckets_of(int parameter) const {
+BucketRun Collector::buckets_of(int parameter) const {
   if (parameters_.count(parameter) == 0) return {};
   return layout_.buckets_of(parameter);
 }
@@ -61,7 +61,8 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   for (int p = 0; p < parameters_.size(); ++p) {
     const GroupPlan& group = group_of(p);
     if (group.sync == Sync::kNone || !group.reduces()) continue;
-    for (const int b : buckets_of(p)) {
+    const BucketRun buckets = buckets_of(p);
+    for (int b = buckets.first; b < buckets.end; ++b) {
       ++states_[static_cast<std::size_t>(b)].unpacked;
       ++unpacked_;
     }
@@ -120,18 +121,18 @@ void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
 void Collector::accept(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   Kept& kept = kept_[p];
-  const auto buckets = buckets_of(parameter);
-  kept.unpacked_pieces = std::ssize(buckets);
-  if (buckets.empty()) kept = {};  // no elements: nothing to keep
+  const BucketRun buckets = buckets_of(parameter);
+  kept.unpacked_pieces = buckets.count();
+  if (buckets.count() == 0) kept = {};  // no elements: nothing to keep
   if (!has_shard_hop_) {
     const StridedView gradient = kept.gradient;
     const Contribution contribution = contribution_of(parameter, gradient);
-    const bool adds = !buckets.empty() && plan_->arithmetic(layout_, buckets.front()).adds_carry;
+    const bool adds = buckets.count() > 0 && plan_->arithmetic(layout_, buckets.first).adds_carry;
     run_unlocked(lock, [&, produced = kept.produced] {
       packs_.wait(kNoSlot, produced);
       add_to_carry(contribution, adds, memory_.slice_carry(parameter), packs_.of(kNoSlot));
     });
-    for (const int b : buckets) piece_packed({parameter, b});
+    for (int b = buckets.first; b < buckets.end; ++b) piece_packed({parameter, b});
     launch_complete();
     wake_waiter();
     return;
@@ -143,7 +144,8 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   bool waits = false;
   std::vector<Piece> now;
-  for (const int b : buckets_of(parameter)) {
+  const BucketRun buckets = buckets_of(parameter);
+  for (int b = buckets.first; b < buckets.end; ++b) {
     BucketState& state = states_[static_cast<std::size_t>(b)];
     if (state.slot >= 0) {
       now.push_back({parameter, b});

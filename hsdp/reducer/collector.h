@@ -15,7 +15,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <ranges>
 #include <utility>
 #include <vector>
 
@@ -124,7 +123,7 @@ class Collector {
   };
   [[nodiscard]] const GroupPlan& group_of(int parameter) const;
   // The buckets that carry its elements.
-  [[nodiscard]] std::ranges::iota_view<int, int> buckets_of(int parameter) const;
+  [[nodiscard]] BucketRun buckets_of(int parameter) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
   void accept(Lock& lock, int parameter);
   // Runs `pack` without the lock; an error is a fault of the open microbatch, or ends the world

@@ -32,7 +32,7 @@ void GradientMemory::place_rows(int shard_rank) {
   constexpr auto kAlignedElements = kAlignment / static_cast<std::int64_t>(sizeof(float));
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
     const int parameter = layout_.buckets()[static_cast<std::size_t>(b)].parameters.front();
-    const bool goes_on = layout_.buckets_of(parameter).front() != b;
+    const bool goes_on = layout_.buckets_of(parameter).first != b;
     if (!goes_on) carry_count_ = next_aligned(carry_count_, kAlignedElements);
     Place row{carry_count_, 0};
     for (const ParameterRange& range : layout_.ranges(b, shard_rank)) {

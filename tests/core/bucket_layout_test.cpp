@@ -180,8 +180,11 @@ TEST_P(EveryLayout, BucketsOfAParameterAreThoseThatListIt) {
     for (int b = 0; b < bucket_count(); ++b) {
       if (std::ranges::count(bucket(b).parameters, p) > 0) want.push_back(b);
     }
-    const auto got = layout_.buckets_of(p);
-    EXPECT_EQ(std::vector<int>(got.begin(), got.end()), want);
+    const BucketRun got = layout_.buckets_of(p);
+    ASSERT_EQ(got.count(), std::ssize(want));
+    for (int b = got.first; b < got.end; ++b) {
+      EXPECT_EQ(b, want[static_cast<std::size_t>(b - got.first)]);
+    }
   }
 }
 

@@ -46,7 +46,7 @@ TEST_P(Carry, HoldsSlicesWholeAndBucketsApart) {
         const TensorView row = memory.bucket_carry(b);
         EXPECT_EQ(row.count, layout.rows(b).length(rank));
         const int first = layout.buckets()[static_cast<std::size_t>(b)].parameters.front();
-        if (layout.buckets_of(first).front() == b) {
+        if (layout.buckets_of(first).first == b) {
           EXPECT_EQ(reinterpret_cast<std::uintptr_t>(row.data) % 64, 0U);
         }
         for (const ParameterRange& range : layout.ranges(b, rank)) {

@@ -33,6 +33,13 @@ std::int64_t even_range(std::int64_t count, int size) {
   return even >= kAlignedElements * kAlignedElements ? round_up(even, kAlignedElements) : even;
 }
 
+void require_positive(const std::string& what, std::int64_t value) {
+  if (value >= 1) return;
+  throw UsageError({.where = "bucket layout",
+                    .expected = what + " of at least 1",
+                    .got = std::to_string(value)});
+}
+
 }  // namespace
 
 std::string_view name(Layout layout) { return layout == Layout::kFlat ? "flat" : "dim0"; }
@@ -136,14 +143,8 @@ BucketLayout::BucketLayout(std::span<const LayoutParameter> parameters, int shar
       kind_(layout),
       multiple_(layout == Layout::kFlat ? slice_multiple : 1),
       parameters_(parameters.begin(), parameters.end()) {
-  if (bucket_bytes < 1) {
-    throw UsageError("bucket layout: expected bucket_bytes of at least 1, got " +
-                     std::to_string(bucket_bytes));
-  }
-  if (slice_multiple < 1) {
-    throw UsageError("bucket layout: expected a slice_multiple of at least 1, got " +
-                     std::to_string(slice_multiple));
-  }
+  require_positive("bucket_bytes", bucket_bytes);
+  require_positive("a slice_multiple", slice_multiple);
   Builder builder(*this, bucket_bytes);
   for (int p = 0; p < parameter_count(); ++p) builder.add(p);
   builder.finish();

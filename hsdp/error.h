@@ -1,7 +1,8 @@
 // Exceptions of the library.
 //
-// Messages read `component: what failed: expected X, got Y (rank r of n)`, in lower case, and name
-// the remedy [Note: messages]. The four errors that concern peers carry the ranks at fault.
+// Messages read `component: what failed: expected X, got Y (rank r of n); remedy`, in lower case
+// [Note: messages]; a Message is the parts of one. The four errors that concern peers carry the
+// ranks at fault.
 #pragma once
 
 #include <stdexcept>
@@ -11,10 +12,24 @@
 
 namespace hsdp {
 
+// What an error says: "where: expected X, got Y; remedy".
+struct Message {
+  std::string where;  // "reducer: gradient of 'w'"
+  std::string expected;
+  std::string got;
+  std::string remedy{};  // what to do, where that is not plain
+
+  [[nodiscard]] std::string text() const {
+    return where + ": expected " + expected + ", got " + got +
+           (remedy.empty() ? "" : "; " + remedy);
+  }
+};
+
 // Base of everything the library throws.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+  explicit Error(const Message& message) : std::runtime_error(message.text()) {}
 };
 
 // Base of the errors that name ranks at fault: ranks of the job, also where a mesh has some of them
@@ -23,6 +38,8 @@ class RankError : public Error {
  public:
   RankError(const std::string& message, std::vector<int> ranks)
       : Error(message), ranks_(std::move(ranks)) {}
+  RankError(const Message& message, std::vector<int> ranks)
+      : RankError(message.text(), std::move(ranks)) {}
   [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
 
  private:

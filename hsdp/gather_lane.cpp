@@ -20,10 +20,10 @@ void compare_names(Communicator& world, const std::string& name) {
   const auto other = std::ranges::find_if(names, [&](const auto& n) { return n != names.front(); });
   if (other == names.end()) return;
   const auto rank = static_cast<int>(other - names.begin());
-  throw MismatchError("reducer: make_lane: expected lane '" + names.front() +
-                          "' as on rank 0, got '" + *other + "' (" +
-                          comm::ranks_text({rank}, world.size()) +
-                          "); make the same lanes in the same order on every rank",
+  throw MismatchError({.where = "reducer: make_lane",
+                       .expected = "lane '" + names.front() + "' as on rank 0",
+                       .got = "'" + *other + "' (" + comm::ranks_text({rank}, world.size()) + ")",
+                       .remedy = "make the same lanes in the same order on every rank"},
                       {world.world_ranks()[static_cast<std::size_t>(rank)]});
 }
 

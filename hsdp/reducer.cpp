@@ -58,9 +58,10 @@ Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 int Reducer::register_parameter(const ParameterSpec& spec) {
   parts_->steps.check_usable("register_parameter");
   if (parts_->steps.frozen() != nullptr) {
-    throw UsageError("reducer: register_parameter('" + spec.name +
-                     "'): expected all registrations before the first microbatch; make another "
-                     "Reducer for parameters that come later");
+    throw UsageError({.where = "reducer: register_parameter('" + spec.name + "')",
+                      .expected = "all registrations before the first microbatch",
+                      .got = "one after it",
+                      .remedy = "make another Reducer for parameters that come later"});
   }
   return parts_->parameters.add(spec);
 }
@@ -103,9 +104,10 @@ std::vector<Stream> Reducer::pack_streams() const {
   if (reducer::Frozen* const frozen = parts_->steps.frozen()) {
     return frozen->collector().pack_streams();
   }
-  throw UsageError(
-      "reducer: pack_streams: expected a microbatch before it, got none; call begin_microbatch "
-      "first");
+  throw UsageError({.where = "reducer: pack_streams",
+                    .expected = "a microbatch before it",
+                    .got = "none",
+                    .remedy = "call begin_microbatch first"});
 }
 Event Reducer::packed() {
   reducer::Frozen* const frozen = parts_->steps.frozen();
@@ -213,8 +215,9 @@ ReducerStats Reducer::stats() const {
 std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const> reducers,
                                                         double max_norm) {
   if (!(max_norm >= 0)) {
-    throw UsageError("reducer: clip_grad_norm: expected a max_norm of at least 0, got " +
-                     std::to_string(max_norm));
+    throw UsageError({.where = "reducer: clip_grad_norm",
+                      .expected = "a max_norm of at least 0",
+                      .got = std::to_string(max_norm)});
   }
   std::vector<reducer::Results*> all;
   for (std::size_t i = 0; i < reducers.size(); ++i) {
@@ -222,9 +225,10 @@ std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const
       all.push_back(&reducers[i]->parts_->results);
       continue;
     }
-    throw UsageError("reducer: clip_grad_norm: expected every Reducer once, got " +
-                     std::string(reducers[i] == nullptr ? "none" : "one again") + " as number " +
-                     std::to_string(i));
+    const std::string what = reducers[i] == nullptr ? "none" : "one again";
+    throw UsageError({.where = "reducer: clip_grad_norm",
+                      .expected = "every Reducer once",
+                      .got = what + " as number " + std::to_string(i)});
   }
   return all;
 }
@@ -236,7 +240,9 @@ double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm) {
 
 Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm) {
   const std::vector<reducer::Results*> all = Reducer::results_to_clip(reducers, max_norm);
-  if (all.empty()) throw UsageError("reducer: clip_grad_norm: expected Reducers, got none");
+  if (all.empty()) {
+    throw UsageError({.where = "reducer: clip_grad_norm", .expected = "Reducers", .got = "none"});
+  }
   return reducer::Results::clip_grad_norm(all, max_norm, norm);
 }
 
@@ -259,7 +265,9 @@ Microbatch::~Microbatch() {
 }
 
 void Microbatch::end() {
-  if (reducer_ == nullptr) throw UsageError("reducer: microbatch: expected one end(), got another");
+  if (reducer_ == nullptr) {
+    throw UsageError({.where = "reducer: microbatch", .expected = "one end()", .got = "another"});
+  }
   std::exchange(reducer_, nullptr)->end_microbatch();
 }
 

@@ -40,11 +40,12 @@ void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
                   (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
   const auto difference = reducer::compare_lines(world, lines);
   if (!difference) return;
+  const std::string rank = comm::ranks_text({difference->rank}, world.size());
   throw MismatchError(
-      "replica_hook: model: expected the same on all ranks, got " + difference->got + " (" +
-          comm::ranks_text({difference->rank}, world.size()) + ") and " + difference->expected +
-          " on rank 0; shard the same model in the same way everywhere, and give "
-          "it the same hop",
+      {.where = "replica_hook: model",
+       .expected = "the same on all ranks",
+       .got = difference->got + " (" + rank + ") and " + difference->expected + " on rank 0",
+       .remedy = "shard the same model in the same way everywhere, and give it the same hop"},
       {world.world_ranks()[static_cast<std::size_t>(difference->rank)]});
 }
 
@@ -181,9 +182,10 @@ HopPlan RowReducer::Parts::hop_plan() const {
 
 void RowReducer::Parts::check(const Group& group, std::string_view what,
                               const TensorView& values) const {
-  const auto refuse = [&](const std::string& expected, const std::string& got) {
-    throw UsageError("replica_hook: " + std::string(what) + " of " + group.of.name + ": expected " +
-                     expected + ", got " + got);
+  const auto refuse = [&](const std::string& expected, const std::string& got,
+                          const std::string& remedy = {}) {
+    const std::string where = "replica_hook: " + std::string(what) + " of " + group.of.name;
+    throw UsageError({.where = where, .expected = expected, .got = got, .remedy = remedy});
   };
   if (values.count != group.of.count) {
     refuse(std::to_string(group.of.count) + " elements", std::to_string(values.count));
@@ -193,8 +195,8 @@ void RowReducer::Parts::check(const Group& group, std::string_view what,
     refuse(is_total ? "f32" : "f32, bf16 or f16", std::string(name(values.dtype)));
   }
   if (!(values.device == ranks.device)) {
-    refuse("memory on " + to_string(ranks.device),
-           to_string(values.device) + "; make the mesh for the model's device");
+    refuse("memory on " + to_string(ranks.device), to_string(values.device),
+           "make the mesh for the model's device");
   }
 }
 
@@ -202,9 +204,9 @@ void RowReducer::Parts::check(const Group& group, std::string_view what,
 void RowReducer::Parts::close_backward(std::string_view call) {
   if (backward == Backward::kAgreed && !is_alone()) {
     outcome.fail(std::make_exception_ptr(
-        Error("replica_hook: " + std::string(call) +
-              ": expected the end of a backward that reduces over the replicas, got one that an "
-              "error has left")));
+        Error({.where = "replica_hook: " + std::string(call),
+               .expected = "the end of a backward that reduces over the replicas",
+               .got = "one that an error has left"})));
     outcome.rethrow_failure(call);
   }
   if (backward == Backward::kNothingReduced) return;
@@ -214,10 +216,10 @@ void RowReducer::Parts::close_backward(std::string_view call) {
       if (group.row_count > 0) kept += (kept.empty() ? "" : ", ") + group.of.name;
     }
     if (!kept.empty()) {
-      throw UsageError(
-          "replica_hook: expected no gradients left over from the last step, got those of " + kept +
-          ", which did not run in its last backward; call handle.finish() before "
-          "optimizer.step()");
+      throw UsageError({.where = "replica_hook",
+                        .expected = "no gradients left over from the last step",
+                        .got = "those of " + kept + ", which did not run in its last backward",
+                        .remedy = "call handle.finish() before optimizer.step()"});
     }
     next_step();
   }
@@ -388,9 +390,11 @@ RowReducer& RowReducer::operator=(RowReducer&&) noexcept = default;
 void RowReducer::set_groups(std::vector<RowGroup> groups) {
   parts_->outcome.rethrow_failure("set_groups");
   if (parts_->row_count > 0 || groups.size() != parts_->groups.size()) {
-    throw UsageError(
-        "replica_hook: expected other parameters before the first backward of a step and in the "
-        "same modules, got them later; freeze parameters between steps only");
+    throw UsageError({.where = "replica_hook",
+                      .expected = "other parameters before the first backward of a step and in "
+                                  "the same modules",
+                      .got = "them later",
+                      .remedy = "freeze parameters between steps only"});
   }
   compare_models(groups, *parts_->hop, parts_->ranks.world);
   for (std::size_t g = 0; g < groups.size(); ++g) {

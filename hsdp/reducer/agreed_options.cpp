@@ -44,41 +44,48 @@ void check_description(const std::string& text) {
   const bool is_line = std::ranges::none_of(
       text, [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7F'; });
   if (!text.empty() && text.size() <= kMaxBytes && is_line && is_snapshot_text(text)) return;
-  throw UsageError("reducer: replica_hop: expected its description in one line of UTF-8 of 1 to " +
-                   std::to_string(kMaxBytes) + " bytes, got " + std::to_string(text.size()) +
-                   (is_line ? " bytes" : " bytes with a line break or control character"));
+  throw UsageError({.where = "reducer: replica_hop",
+                    .expected = "its description in one line of UTF-8 of 1 to " +
+                                std::to_string(kMaxBytes) + " bytes",
+                    .got = std::to_string(text.size()) + " bytes" +
+                           (is_line ? "" : " with a line break or control character")});
 }
 
 void check_options(const ReducerOptions& options, std::string_view engine) {
   for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
     if (dtype && !is_gradient_dtype(*dtype)) {
-      throw UsageError(
-          "reducer: expected reduce_dtype and replica_dtype of f32, bf16 or f16, got " +
-          std::string(name(*dtype)));
+      throw UsageError({.where = "reducer",
+                        .expected = "reduce_dtype and replica_dtype of f32, bf16 or f16",
+                        .got = std::string(name(*dtype))});
     }
   }
   check_description(options.replica_hop->describe());
   const std::optional<Dtype> sent = options.replica_hop->wire();
   if (sent && !is_gradient_dtype(*sent)) {
-    throw UsageError("reducer: replica_hop: expected a wire of f32, bf16 or f16, got " +
-                     std::string(name(*sent)));
+    throw UsageError({.where = "reducer: replica_hop",
+                      .expected = "a wire of f32, bf16 or f16",
+                      .got = std::string(name(*sent))});
   }
   if (sent && options.replica_dtype && *sent != *options.replica_dtype) {
-    throw UsageError("reducer: replica_dtype: expected " + std::string(name(*sent)) +
-                     ", which the replica_hop sends, got " +
-                     std::string(name(*options.replica_dtype)) + "; give one of the two");
+    throw UsageError({.where = "reducer: replica_dtype",
+                      .expected = std::string(name(*sent)) + ", which the replica_hop sends",
+                      .got = std::string(name(*options.replica_dtype)),
+                      .remedy = "give one of the two"});
   }
   if (options.bucket_bytes && *options.bucket_bytes < 1) {
-    throw UsageError("reducer: expected bucket_bytes of at least 1, got " +
-                     std::to_string(*options.bucket_bytes));
+    throw UsageError({.where = "reducer",
+                      .expected = "bucket_bytes of at least 1",
+                      .got = std::to_string(*options.bucket_bytes)});
   }
   if (options.reduction != "exact" && options.reduction != "native") {
-    throw UsageError("reducer: expected reduction 'exact' or 'native', got '" + options.reduction +
-                     "'");
+    throw UsageError({.where = "reducer",
+                      .expected = "reduction 'exact' or 'native'",
+                      .got = "'" + options.reduction + "'"});
   }
   if (options.reduction == "native" && engine != "nccl") {
-    throw UsageError("reducer: reduction 'native' is the nccl engine's; expected 'exact' on the " +
-                     std::string(engine) + " engine");
+    throw UsageError({.where = "reducer",
+                      .expected = "reduction 'exact' on the " + std::string(engine) + " engine",
+                      .got = "'native', which only the nccl engine has"});
   }
 }
 
@@ -110,8 +117,9 @@ AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicat
   };
   for (int r = 0; r < world.size(); ++r) {
     if (options_of(r) == options_of(0)) continue;
-    throw MismatchError("reducer: expected the options of rank 0 (" + options_of(0) + "), got " +
-                            options_of(r) + " (" + comm::ranks_text({r}, world.size()) + ")",
+    throw MismatchError({.where = "reducer",
+                         .expected = "the options of rank 0 (" + options_of(0) + ")",
+                         .got = options_of(r) + " (" + comm::ranks_text({r}, world.size()) + ")"},
                         {world.world_ranks()[static_cast<std::size_t>(r)]});
   }
   agreed.snapshot_id = all.front().substr(options_of(0).size() + 1);

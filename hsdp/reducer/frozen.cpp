@@ -20,23 +20,26 @@ Reduction reduction_of(const ReducerOptions& options) {
 }
 
 void compare_registrations(const ParameterTable& parameters, Communicator& world) {
-  constexpr auto kRemedy = "; register the same parameters in the same order on every rank";
+  constexpr auto kRemedy = "register the same parameters in the same order on every rank";
   const std::optional<LineDifference> difference = compare_lines(world, parameters.describe());
   if (!difference) {
     if (parameters.size() > 0) return;
-    throw UsageError("reducer: begin_microbatch: expected registered parameters, got none");
+    throw UsageError(
+        {.where = "reducer: begin_microbatch", .expected = "registered parameters", .got = "none"});
   }
-  const std::string where = comm::ranks_text({difference->rank}, world.size());
+  const std::string rank = comm::ranks_text({difference->rank}, world.size());
   const std::vector<int> ranks{world.world_ranks()[static_cast<std::size_t>(difference->rank)]};
   if (difference->is_empty) {
-    throw MismatchError(
-        "reducer: begin_microbatch: expected registered parameters on every rank, got none on " +
-            where + kRemedy,
-        ranks);
+    throw MismatchError({.where = "reducer: begin_microbatch",
+                         .expected = "registered parameters on every rank",
+                         .got = "none on " + rank,
+                         .remedy = kRemedy},
+                        ranks);
   }
-  throw MismatchError("reducer: parameter " + std::to_string(difference->line) + ": expected " +
-                          difference->expected + " as on rank 0, got " + difference->got + " (" +
-                          where + ")" + kRemedy,
+  throw MismatchError({.where = "reducer: parameter " + std::to_string(difference->line),
+                       .expected = difference->expected + " as on rank 0",
+                       .got = difference->got + " (" + rank + ")",
+                       .remedy = kRemedy},
                       ranks);
 }
 

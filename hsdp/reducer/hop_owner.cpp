@@ -11,9 +11,10 @@ HopOwner::HopOwner(Groups& groups, std::shared_ptr<ReplicaHop> hop, const MakePl
     : hop_(std::move(hop)), scatter_(groups.replicate) {
   together(groups.world, "prepare its replica hop", [&] {
     if (hop_->owned_.test_and_set()) {
-      throw UsageError(
-          hop_->owner() +
-          ": expected one Reducer or replica_hook to use it, got a second; make another");
+      throw UsageError({.where = hop_->owner(),
+                        .expected = "one Reducer or replica_hook to use it",
+                        .got = "a second",
+                        .remedy = "make another"});
     }
     taken_.reset(hop_.get());
     plan_ = make_plan();

@@ -9,42 +9,44 @@
 namespace hsdp::reducer {
 namespace {
 
+[[noreturn]] void refuse_parameter(const std::string& parameter, const std::string& expected,
+                                   const std::string& got, const std::string& remedy = {}) {
+  const std::string where = "reducer: parameter '" + parameter + "'";
+  throw UsageError({.where = where, .expected = expected, .got = got, .remedy = remedy});
+}
+
 void check_gradient_dtype(Dtype dtype, std::string_view what, const std::string& parameter) {
   if (is_gradient_dtype(dtype)) return;
-  throw UsageError("reducer: parameter '" + parameter + "': expected " + std::string(what) +
-                   " of f32, bf16 or f16, got " + std::string(name(dtype)));
+  refuse_parameter(parameter, std::string(what) + " of f32, bf16 or f16", std::string(name(dtype)));
 }
 
 // A name has to fit into a snapshot, which may be written long after.
 void check_name(const std::string& parameter) {
-  if (parameter.empty()) throw UsageError("reducer: expected a parameter name, got ''");
+  if (parameter.empty()) {
+    throw UsageError({.where = "reducer", .expected = "a parameter name", .got = "''"});
+  }
   if (parameter.size() > kMaxNameBytes) {
-    throw UsageError("reducer: parameter '" + parameter.substr(0, 32) +
-                     "...': expected a name of at most " + std::to_string(kMaxNameBytes) +
-                     " bytes, got " + std::to_string(parameter.size()));
+    refuse_parameter(parameter.substr(0, 32) + "...",
+                     "a name of at most " + std::to_string(kMaxNameBytes) + " bytes",
+                     std::to_string(parameter.size()));
   }
-  if (!is_snapshot_text(parameter)) {
-    throw UsageError("reducer: parameter '" + parameter + "': expected a name in UTF-8");
-  }
+  if (!is_snapshot_text(parameter)) refuse_parameter(parameter, "a name in UTF-8", "other bytes");
 }
 
 void check_shape(const ParameterSpec& spec) {
   constexpr std::int64_t kMaxCount = std::int64_t{1} << 40;
-  const auto refuse = [&](const std::string& expected) {
-    throw UsageError("reducer: parameter '" + spec.name + "': expected " + expected + ", got " +
-                     to_string(spec.shape));
-  };
   const auto negative = [](std::int64_t extent) { return extent < 0; };
   if (spec.shape.size() > kMaxDimensions) {  // as for names: a snapshot has to hold it
-    throw UsageError("reducer: parameter '" + spec.name + "': expected at most " +
-                     std::to_string(kMaxDimensions) + " dimensions, got " +
+    refuse_parameter(spec.name, "at most " + std::to_string(kMaxDimensions) + " dimensions",
                      std::to_string(spec.shape.size()));
   }
-  if (std::ranges::any_of(spec.shape, negative)) refuse("extents of at least 0");
+  if (std::ranges::any_of(spec.shape, negative)) {
+    refuse_parameter(spec.name, "extents of at least 0", to_string(spec.shape));
+  }
   std::int64_t count = 1;
   for (const std::int64_t extent : spec.shape) {
     if (extent > kMaxCount || (count > 0 && extent > kMaxCount / count)) {
-      refuse("at most 2^40 elements");
+      refuse_parameter(spec.name, "at most 2^40 elements", to_string(spec.shape));
     }
     count *= extent;
   }
@@ -58,9 +60,8 @@ ParameterTable::ParameterTable(const ReducerOptions& options, int replicate_size
 int ParameterTable::add(const ParameterSpec& spec) {
   check_name(spec.name);
   if (index_.contains(spec.name)) {
-    throw UsageError("reducer: parameter '" + spec.name +
-                     "': expected a new name, got one registered already; register a shared "
-                     "parameter once");
+    refuse_parameter(spec.name, "a new name", "one registered already",
+                     "register a shared parameter once");
   }
   check_shape(spec);
   check_gradient_dtype(spec.dtype, "a gradient dtype", spec.name);
@@ -79,10 +80,12 @@ int ParameterTable::add(const ParameterSpec& spec) {
 int ParameterTable::find(std::string_view name) const {
   const auto found = index_.find(std::string(name));
   if (found != index_.end()) return found->second;
-  std::string message = "reducer: expected a registered parameter, got '" + std::string(name) + "'";
+  Message message{.where = "reducer",
+                  .expected = "a registered parameter",
+                  .got = "'" + std::string(name) + "'"};
   for (const ParameterSpec& spec : specs_) {
     if (spec.name.ends_with(name) || name.ends_with(spec.name)) {
-      message += "; did you mean '" + spec.name + "'?";
+      message.remedy = "did you mean '" + spec.name + "'?";
       break;
     }
   }
@@ -102,7 +105,8 @@ int ParameterTable::find_group(const std::string& name) const {
       known += known.empty() ? "'" : ", '";
       known += group + "'";
     }
-    throw UsageError("reducer: expected one of the groups " + known + ", got '" + name + "'");
+    throw UsageError(
+        {.where = "reducer", .expected = "one of the groups " + known, .got = "'" + name + "'"});
   }
   return static_cast<int>(found - groups_.begin());
 }

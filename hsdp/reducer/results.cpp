@@ -24,6 +24,13 @@ using Holds = StepLedger::Holds;
 // torch's clip_grad_norm_ adds the same: a norm of exactly max_norm is scaled by a hair.
 constexpr double kClipEpsilon = 1e-6;
 
+[[noreturn]] void refuse_array(std::string_view call, const NamedArray& named,
+                               const std::string& expected, const std::string& got) {
+  throw UsageError({.where = "reducer: " + std::string(call) + ": array of '" + named.name + "'",
+                    .expected = expected,
+                    .got = got});
+}
+
 // The arrays in registration order, checked against the parameters.
 std::vector<FullArray> full_arrays(const ParameterTable& parameters,
                                    std::span<const NamedArray> arrays, Device device,
@@ -32,26 +39,24 @@ std::vector<FullArray> full_arrays(const ParameterTable& parameters,
   for (const NamedArray& named : arrays) {
     const int parameter = parameters.find(named.name);
     if (named.array.data == nullptr && named.array.count > 0) {
-      throw UsageError("reducer: " + std::string(call) + ": array of '" + named.name +
-                       "': expected memory, got a null pointer");
+      refuse_array(call, named, "memory", "a null pointer");
     }
     if (named.array.count != parameters.count(parameter)) {
-      throw UsageError("reducer: " + std::string(call) + ": array of '" + named.name +
-                       "': expected " + std::to_string(parameters.count(parameter)) +
-                       " elements, got " + std::to_string(named.array.count));
+      refuse_array(call, named, std::to_string(parameters.count(parameter)) + " elements",
+                   std::to_string(named.array.count));
     }
     if (named.array.device != device) {
-      throw UsageError("reducer: " + std::string(call) + ": array of '" + named.name +
-                       "': expected memory on " + to_string(device) + ", the mesh's device, got " +
-                       to_string(named.array.device));
+      refuse_array(call, named, "memory on " + to_string(device) + ", the mesh's device",
+                   to_string(named.array.device));
     }
     result.push_back({parameter, named.array});
   }
   std::ranges::sort(result, {}, &FullArray::parameter);
   const auto twice = std::ranges::adjacent_find(result, {}, &FullArray::parameter);
   if (twice != result.end()) {
-    throw UsageError("reducer: " + std::string(call) + ": expected every parameter once, got '" +
-                     parameters.spec(twice->parameter).name + "' twice");
+    throw UsageError({.where = "reducer: " + std::string(call),
+                      .expected = "every parameter once",
+                      .got = "'" + parameters.spec(twice->parameter).name + "' twice"});
   }
   return result;
 }
@@ -118,12 +123,13 @@ void Results::run_now(Scope scope, Task task) {
 std::int64_t Results::last_step() const { return steps_.ledger().counts().begun_steps - 1; }
 
 UsageError Results::no_result(std::string_view call) const {
-  return UsageError("reducer: " + std::string(call) +
-                    (steps_.ledger().pending()
-                         ? ": expected a finished step, got one with microbatches pending; "
-                           "end it with last = true or finish(), or read partial_shard()"
-                         : ": expected a finished step, got none; run the microbatches of a "
-                           "step first"));
+  const bool pending = steps_.ledger().pending();
+  return UsageError({.where = "reducer: " + std::string(call),
+                     .expected = "a finished step",
+                     .got = pending ? "one with microbatches pending" : "none",
+                     .remedy = pending
+                                   ? "end it with last = true or finish(), or read partial_shard()"
+                                   : "run the microbatches of a step first"});
 }
 
 void Results::expect_result(std::string_view call) {
@@ -156,14 +162,17 @@ void Results::require_no_local_sums(std::string_view call) const {
   const std::vector<StepLedger::Group>& groups = steps_.ledger().groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
     if (groups[g].local_count > 0) {
-      throw UsageError("reducer: " + std::string(call) +
-                       ": expected reduced microbatches, got local sums (sync = none) that were "
-                       "not reduced yet; call finish() first");
+      throw UsageError({.where = "reducer: " + std::string(call),
+                        .expected = "reduced microbatches",
+                        .got = "local sums (sync = none) that were not reduced yet",
+                        .remedy = "call finish() first"});
     }
     if (groups[g].has_total) {
-      throw UsageError("reducer: " + std::string(call) + ": expected one carry, got group '" +
-                       parameters_.group_name(static_cast<int>(g)) +
-                       "' with a replica-summed total of this step; call finish() first");
+      throw UsageError({.where = "reducer: " + std::string(call),
+                        .expected = "one carry",
+                        .got = "group '" + parameters_.group_name(static_cast<int>(g)) +
+                               "' with a replica-summed total of this step",
+                        .remedy = "call finish() first"});
     }
   }
 }
@@ -181,9 +190,10 @@ void Results::require_partial() {
   steps_.require_idle("partial_shard");
   steps_.wait_reduced();
   if (!steps_.ledger().pending()) {
-    throw UsageError(
-        "reducer: partial_shard: expected microbatches pending, got none; read shard() after the "
-        "step's last microbatch");
+    throw UsageError({.where = "reducer: partial_shard",
+                      .expected = "microbatches pending",
+                      .got = "none",
+                      .remedy = "read shard() after the step's last microbatch"});
   }
   require_no_local_sums("partial_shard");
 }
@@ -227,12 +237,12 @@ void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t co
   if (has_memory && out.count == count && out.dtype == dtype && out.device == groups_.device) {
     return;
   }
-  throw UsageError("reducer: " + std::string(call) + ": expected an output of " +
-                   std::to_string(count) + " " + std::string(name(dtype)) + " on " +
-                   to_string(groups_.device) + ", got " +
-                   (has_memory ? std::to_string(out.count) + " " + std::string(name(out.dtype)) +
-                                     " on " + to_string(out.device)
-                               : "a null pointer"));
+  const auto text = [](std::int64_t elements, Dtype of, Device where) {
+    return std::to_string(elements) + " " + std::string(name(of)) + " on " + to_string(where);
+  };
+  throw UsageError({.where = "reducer: " + std::string(call),
+                    .expected = "an output of " + text(count, dtype, groups_.device),
+                    .got = has_memory ? text(out.count, out.dtype, out.device) : "a null pointer"});
 }
 
 const BucketLayout& Results::layout() {
@@ -247,8 +257,8 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
       full_arrays(parameters_, arrays, groups_.device, "gather_gradients");
   for (const NamedArray& named : arrays) {
     if (is_gradient_dtype(named.array.dtype)) continue;
-    throw UsageError("reducer: gather_gradients: array of '" + named.name +
-                     "': expected f32, bf16 or f16, got " + std::string(name(named.array.dtype)));
+    refuse_array("gather_gradients", named, "f32, bf16 or f16",
+                 std::string(name(named.array.dtype)));
   }
   require_result("gather_gradients");
   steps_.check_usable("gather_gradients");
@@ -273,8 +283,10 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
   steps_.require_idle("gather_parameters");
   steps_.wait_reduced();
   if (steps_.frozen() == nullptr) {
-    throw UsageError(
-        "reducer: gather_parameters: expected a step before it, got none; run one first");
+    throw UsageError({.where = "reducer: gather_parameters",
+                      .expected = "a step before it",
+                      .got = "none",
+                      .remedy = "run one first"});
   }
   run_now(Scope::kAllRanks, [&](Stream& stream) {
     all_gather_count_ += gather_slices(groups_.shard, steps_.frozen()->layout(), full, stream);
@@ -366,9 +378,10 @@ void Results::require_ended_step(std::string_view call) {
   steps_.require_idle(call);
   if (!steps_.ledger().pending()) return;
   steps_.check_usable(call);
-  throw UsageError("reducer: " + std::string(call) +
-                   ": expected a finished step, got one with microbatches pending; ask after its "
-                   "last microbatch or finish()");
+  throw UsageError({.where = "reducer: " + std::string(call),
+                    .expected = "a finished step",
+                    .got = "one with microbatches pending",
+                    .remedy = "ask after its last microbatch or finish()"});
 }
 
 bool Results::found_inf() {

@@ -9,6 +9,8 @@
 #include <sstream>
 #include <utility>
 
+#include "hsdp/error.h"
+
 namespace hsdp::reducer {
 namespace {
 
@@ -165,10 +167,13 @@ std::optional<comm::Failure> Comparison::of(const Field& field,
   }
   if (failure.ranks.empty()) return std::nullopt;
   const StatusWord& first = words[members.front()];
-  failure.message = names.component + ": end of " + names.microbatch + " " +
-                    std::to_string(first.microbatch) + " of step " + std::to_string(first.step) +
-                    ": expected " + field.name + " '" + printable(expected) +
-                    "' on every rank, got " + got + "; " + names.remedy;
+  const Message message{.where = names.component + ": end of " + names.microbatch + " " +
+                                 std::to_string(first.microbatch) + " of step " +
+                                 std::to_string(first.step),
+                        .expected = field.name + " '" + printable(expected) + "' on every rank",
+                        .got = got,
+                        .remedy = names.remedy};
+  failure.message = message.text();
   return failure;
 }
 

@@ -50,9 +50,10 @@ Sections StepAgreement::sections() const {
     }
     const std::string& section = sections.emplace_back(party->word()).value();
     if (section.size() <= StepParty::kMaxWordBytes) continue;
-    throw UsageError(party->owner() + ": expected a word of at most " +
-                     std::to_string(StepParty::kMaxWordBytes) + " bytes, got " +
-                     std::to_string(section.size()));
+    throw UsageError(
+        {.where = party->owner(),
+         .expected = "a word of at most " + std::to_string(StepParty::kMaxWordBytes) + " bytes",
+         .got = std::to_string(section.size())});
   }
   return sections;
 }

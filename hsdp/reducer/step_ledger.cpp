@@ -22,9 +22,9 @@ std::string short_text(double value) {
 void check_divisor(const std::optional<double>& factor, double scale) {
   if (is_usable_divisor(factor.value_or(1.0), scale)) return;
   throw UsageError(
-      "reducer: divide factor times loss scale: expected a product that fp32 and its reciprocal "
-      "hold, got " +
-      (factor ? short_text(*factor) : std::string("the default")) + " times " + short_text(scale));
+      {.where = "reducer: divide factor times loss scale",
+       .expected = "a product that fp32 and its reciprocal hold",
+       .got = (factor ? short_text(*factor) : "the default") + " times " + short_text(scale)});
 }
 
 }  // namespace
@@ -34,14 +34,18 @@ StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> 
 
 void StepLedger::require_idle(std::string_view call) const {
   if (phase_ == Phase::kIdle) return;
-  throw UsageError("reducer: " + std::string(call) +
-                   ": expected no open microbatch, got one; call end_microbatch first");
+  throw UsageError({.where = "reducer: " + std::string(call),
+                    .expected = "no open microbatch",
+                    .got = "one",
+                    .remedy = "call end_microbatch first"});
 }
 
 void StepLedger::require_collecting(std::string_view call) const {
   if (phase_ == Phase::kCollecting) return;
-  throw UsageError("reducer: " + std::string(call) +
-                   ": expected an open microbatch, got none; call begin_microbatch first");
+  throw UsageError({.where = "reducer: " + std::string(call),
+                    .expected = "an open microbatch",
+                    .got = "none",
+                    .remedy = "call begin_microbatch first"});
 }
 
 void StepLedger::set_group_count(int count) {
@@ -68,14 +72,15 @@ void StepLedger::set_requires_all_reduce(bool flag, std::optional<int> group) {
 void StepLedger::set_gradient_divide_factor(std::optional<double> factor) {
   require_idle("set_gradient_divide_factor");
   if (factor && (!std::isfinite(*factor) || *factor == 0)) {
-    throw UsageError(
-        "reducer: set_gradient_divide_factor: expected a finite factor other than 0, got " +
-        std::to_string(*factor));
+    throw UsageError({.where = "reducer: set_gradient_divide_factor",
+                      .expected = "a finite factor other than 0",
+                      .got = std::to_string(*factor)});
   }
   if (factor_stands_ && factor != divide_factor_) {
-    throw UsageError(
-        "reducer: set_gradient_divide_factor: expected a call before the step's first replica hop, "
-        "which divides by it, got one after; call it earlier, or between steps");
+    throw UsageError({.where = "reducer: set_gradient_divide_factor",
+                      .expected = "a call before the step's first replica hop, which divides by it",
+                      .got = "one after",
+                      .remedy = "call it earlier, or between steps"});
   }
   check_divisor(factor, loss_scale_);
   divide_factor_ = factor;
@@ -84,13 +89,15 @@ void StepLedger::set_gradient_divide_factor(std::optional<double> factor) {
 void StepLedger::set_loss_scale(double scale) {
   require_idle("set_loss_scale");
   if (!std::isfinite(scale) || scale <= 0) {
-    throw UsageError("reducer: set_loss_scale: expected a finite scale above 0, got " +
-                     std::to_string(scale));
+    throw UsageError({.where = "reducer: set_loss_scale",
+                      .expected = "a finite scale above 0",
+                      .got = std::to_string(scale)});
   }
   if (pending()) {
-    throw UsageError(
-        "reducer: set_loss_scale: expected a call between steps, got one while microbatches are "
-        "pending; call it after the step, finish() or discard()");
+    throw UsageError({.where = "reducer: set_loss_scale",
+                      .expected = "a call between steps",
+                      .got = "one while microbatches are pending",
+                      .remedy = "call it after the step, finish() or discard()"});
   }
   check_divisor(divide_factor_, scale);
   loss_scale_ = scale;
@@ -106,15 +113,17 @@ Sync StepLedger::sync_of(const MicrobatchOptions& options, const Flags& flags) c
 std::vector<Sync> StepLedger::sync_of(const MicrobatchOptions& options) const {
   const bool last = options.last.value_or(false);
   if (last && options.sync && *options.sync != Sync::kAll) {
-    throw UsageError(
-        "reducer: begin_microbatch: expected sync = all with last = true, got another sync; "
-        "leave one of the two out");
+    throw UsageError({.where = "reducer: begin_microbatch",
+                      .expected = "sync = all with last = true",
+                      .got = "another sync",
+                      .remedy = "leave one of the two out"});
   }
   if (last && !options.sync &&
       std::ranges::any_of(flags_, [](const Flags& flags) { return !flags.gradient_sync; })) {
-    throw UsageError(
-        "reducer: begin_microbatch: expected gradient sync on in the last microbatch, got it off; "
-        "call set_requires_gradient_sync(true) first");
+    throw UsageError({.where = "reducer: begin_microbatch",
+                      .expected = "gradient sync on in the last microbatch",
+                      .got = "it off",
+                      .remedy = "call set_requires_gradient_sync(true) first"});
   }
   std::vector<Sync> sync;
   sync.reserve(flags_.size());
@@ -133,9 +142,10 @@ void StepLedger::start_step() {
 void StepLedger::begin_step() {
   require_idle("step");
   if (pending()) {
-    throw UsageError(
-        "reducer: step: expected no step under way, got one with microbatches pending; end it with "
-        "last = true, finish() or discard() first");
+    throw UsageError({.where = "reducer: step",
+                      .expected = "no step under way",
+                      .got = "one with microbatches pending",
+                      .remedy = "end it with last = true, finish() or discard() first"});
   }
   if (!begun_) start_step();
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
@@ -79,9 +80,10 @@ void Steps::add_party(std::weak_ptr<StepParty> party) {
   check_usable("add_party");
   ledger_.require_idle("add_party");
   if (ledger_.begun()) {
-    throw UsageError(
-        "reducer: add_party: expected a call between steps, got one while a step is begun; call it "
-        "before the step's first microbatch");
+    throw UsageError({.where = "reducer: add_party",
+                      .expected = "a call between steps",
+                      .got = "one while a step is begun",
+                      .remedy = "call it before the step's first microbatch"});
   }
   // The end of the last step may still be on its way, to those who took part in it.
   agreement_.add_party(std::move(party), ledger_.counts().begun_steps);
@@ -95,8 +97,9 @@ StepLedger& Steps::ledger_for(std::string_view call) {
 
 void Steps::set_caller(const Stream& stream) {
   if (!(stream.device() == groups_.device)) {
-    throw UsageError("reducer: set_stream: expected a stream of " + to_string(groups_.device) +
-                     ", got one of " + to_string(stream.device()));
+    throw UsageError({.where = "reducer: set_stream",
+                      .expected = "a stream of " + to_string(groups_.device),
+                      .got = "one of " + to_string(stream.device())});
   }
   caller_ = stream;
 }
@@ -116,7 +119,10 @@ ReducerState Steps::state() const {
 
 void Steps::check_usable(std::string_view call) {
   if (ledger_.phase() == Phase::kClosed) {
-    throw UsageError("reducer: " + std::string(call) + ": the Reducer was closed; make a new one");
+    throw UsageError({.where = "reducer: " + std::string(call),
+                      .expected = "an open Reducer",
+                      .got = "a closed one",
+                      .remedy = "make a new one"});
   }
   raise_failure(call);
   raise_drop();
@@ -237,13 +243,15 @@ void Steps::order_packs() {
 
 void Steps::check_gradient(int parameter, const StridedView& gradient) const {
   if (parameter < 0 || parameter >= parameters_.size()) {
-    throw UsageError("reducer: gradient_ready: expected a parameter index below " +
-                     std::to_string(parameters_.size()) + ", got " + std::to_string(parameter));
+    throw UsageError({.where = "reducer: gradient_ready",
+                      .expected = "a parameter index below " + std::to_string(parameters_.size()),
+                      .got = std::to_string(parameter)});
   }
   const ParameterSpec& spec = parameters_.spec(parameter);
-  const auto fault = [&spec](const std::string& expected, const std::string& got) {
-    throw UsageError("reducer: gradient of '" + spec.name + "': expected " + expected + ", got " +
-                     got);
+  const auto fault = [&spec](const std::string& expected, const std::string& got,
+                             const std::string& remedy = {}) {
+    const std::string where = "reducer: gradient of '" + spec.name + "'";
+    throw UsageError({.where = where, .expected = expected, .got = got, .remedy = remedy});
   };
   if (gradient.shape != spec.shape) {
     fault("shape " + to_string(spec.shape), to_string(gradient.shape));
@@ -254,7 +262,7 @@ void Steps::check_gradient(int parameter, const StridedView& gradient) const {
   }
   if (!(gradient.device == groups_.device)) {
     fault("memory on " + to_string(groups_.device) + ", the mesh's device",
-          to_string(gradient.device) + "; move it there, or make the mesh with its device");
+          to_string(gradient.device), "move it there, or make the mesh with its device");
   }
   if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
     fault(std::to_string(gradient.shape.size()) + " strides",
@@ -274,9 +282,11 @@ void Steps::gradient_ready(int parameter, const StridedView& gradient, GradientO
     check_gradient(parameter, gradient);
     if (!frozen_->collector().arrive(parameter, gradient, std::move(owner),
                                      produced ? *produced : caller_.record())) {
-      throw UsageError("reducer: gradient of '" + parameters_.spec(parameter).name +
-                       "': expected one gradient per microbatch, got a second one; use "
-                       "backwards=\"many\" for several backward passes in a microbatch");
+      throw UsageError(
+          {.where = "reducer: gradient of '" + parameters_.spec(parameter).name + "'",
+           .expected = "one gradient per microbatch",
+           .got = "a second one",
+           .remedy = "use backwards=\"many\" for several backward passes in a microbatch"});
     }
   } catch (const UsageError& error) {
     note_fault(error.what());
@@ -298,10 +308,12 @@ std::string Steps::missing_message() const {
   if (missing.empty()) return {};
   std::string names = "'" + parameters_.spec(missing.front()).name + "'";
   if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";
-  return "reducer: end_microbatch: expected a gradient for every parameter, got none for " + names +
-         " (rank " + std::to_string(groups_.world.rank()) + " of " +
-         std::to_string(groups_.world.size()) +
-         "); use missing=\"zero\" when parameters may go unused";
+  const std::string rank = comm::ranks_text({groups_.world.rank()}, groups_.world.size());
+  return Message{.where = "reducer: end_microbatch",
+                 .expected = "a gradient for every parameter",
+                 .got = "none for " + names + " (" + rank + ")",
+                 .remedy = "use missing=\"zero\" when parameters may go unused"}
+      .text();
 }
 
 void Steps::end_microbatch() {

@@ -137,7 +137,7 @@ struct BadOptions {
 TEST(BadOptions, OfOneRankAreRepeatedOnEveryRankAtOnceAndTheMeshGoesOn) {
   const std::vector<BadOptions> cases{
       {{.bucket_bytes = 0}, "expected bucket_bytes of at least 1, got 0"},
-      {{.reduction = "native"}, "expected 'exact' on the host engine"},
+      {{.reduction = "native"}, "expected reduction 'exact' on the host engine, got 'native'"},
       {{.reduction = "foo"}, "got 'foo'"},
       {{.reduce_dtype = Dtype::kF64}, "got f64"}};
   const auto start = std::chrono::steady_clock::now();

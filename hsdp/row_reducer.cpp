@@ -11,11 +11,13 @@
 #include "hsdp/divide_factors.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/reducer/agreed_options.h"
 #include "hsdp/reducer/compare_lines.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/step_agreement.h"
+#include "hsdp/reducer/together.h"
 
 namespace hsdp {
 namespace {
@@ -26,8 +28,7 @@ using reducer::StepAgreement;
 constexpr std::string_view kGradients = "gradients";
 constexpr std::string_view kTotal = "total";
 
-void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
-                    Communicator& world) {
+std::vector<std::string> model_lines(const std::vector<RowGroup>& groups) {
   std::vector<std::string> lines;
   for (const RowGroup& group : groups) {
     lines.push_back(group.name + " sends " + std::string(name(group.wire)));
@@ -36,8 +37,19 @@ void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
                       std::string(name(parameter.dtype)));
     }
   }
-  lines.push_back("the hop " + hop.describe() + " sends " +
-                  (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
+  return lines;
+}
+
+void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
+                    Communicator& world) {
+  std::vector<std::string> lines;
+  reducer::together(world, "describe its model and hop", [&] {
+    const std::string description = hop.describe();
+    reducer::check_description(description);
+    lines = model_lines(groups);
+    lines.push_back("the hop " + description + " sends " +
+                    (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
+  });
   const auto difference = reducer::compare_lines(world, lines);
   if (!difference) return;
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
@@ -80,6 +92,20 @@ void sum(const TensorView& kept, const TensorView& row, const TensorView& out,
   kernels::cast_and_pack(args, stream);
 }
 
+// Says in each word which parameters are in the rows, which change where some are frozen.
+class RowContent final : public StepParty {
+ public:
+  [[nodiscard]] std::string owner() const override { return "the trainable parameters"; }
+  [[nodiscard]] std::string word() const override { return digest_; }
+  [[nodiscard]] bool has_state() const override { return false; }
+  void set(const std::vector<RowGroup>& groups) {
+    digest_ = std::to_string(reducer::digest_of(model_lines(groups)));
+  }
+
+ private:
+  std::string digest_;
+};
+
 }  // namespace
 
 struct RowReducer::Parts {
@@ -106,6 +132,7 @@ struct RowReducer::Parts {
         outcome(ranks.world),
         agreement(ranks.world, ranks.world.next_exchange_key(), word_names(its_groups)),
         nonfinite(make_flag(ranks.device)) {
+    content->set(its_groups);
     for (RowGroup& group : its_groups) groups.push_back({.of = std::move(group)});
   }
   ~Parts();
@@ -114,7 +141,8 @@ struct RowReducer::Parts {
 
   [[nodiscard]] bool is_alone() const { return ranks.replicate.size() == 1; }
   [[nodiscard]] bool begun() const { return call_count > 0 || row_count > 0; }
-  [[nodiscard]] Group& group(int number) { return groups[static_cast<std::size_t>(number)]; }
+  [[nodiscard]] bool is_complete() const;  // its last backward is over, and nothing is left
+  [[nodiscard]] Group& group(int number);
   [[nodiscard]] HopPlan hop_plan() const;
   void check(const Group& group, std::string_view what, const TensorView& values) const;
 
@@ -124,9 +152,15 @@ struct RowReducer::Parts {
   [[nodiscard]] StatusWord word_of(const char* call) const;
   [[nodiscard]] Posted post(StatusWord word);
   void judge(const Posted& posted);
+  void prepare_hop();
   void judge_own_drop();
+  // A rank has not ended the step before that one, and will not any more.
+  [[nodiscard]] bool is_behind(const StepAgreement::Words& words, std::int64_t step) const;
   void settle(std::int64_t step);
+  void end_step(const StepEnd& end);
+  void wait_for_sums();
   [[nodiscard]] bool take_nonfinite();
+  void let_go_of_hop(const std::string& cause) noexcept;
   void abandon(std::string_view reason) noexcept;
   void drop(std::string_view reason);
   void next_step();
@@ -137,6 +171,8 @@ struct RowReducer::Parts {
   reducer::Outcome outcome;
   StepAgreement agreement;
   std::optional<reducer::HopOwner> owner;  // where there are several replicas
+  std::shared_ptr<RowContent> content = std::make_shared<RowContent>();
+  bool must_prepare = false;  // the hop, for other parameters
   Flag nonfinite;
   Event reduced;            // what was enqueued so far
   std::vector<Event> late;  // of the hop, to be asked for their errors on a GPU
@@ -154,15 +190,34 @@ RowReducer::Parts::~Parts() {
   agreement.stop_waiting();
   if (!own_drop) abandon(kWhy);
   try {
-    static_cast<void>(take_nonfinite());  // the memory of sums is in use until then
+    wait_for_sums();
   } catch (...) {
     outcome.fail(std::current_exception());
   }
+  let_go_of_hop(kWhy);
+}
+
+// Whose steps end first, and which uses nothing any more then.
+void RowReducer::Parts::let_go_of_hop(const std::string& cause) noexcept {
   try {
-    agreement.end_cut_steps(step, kWhy);
+    if (owner) agreement.end_cut_steps(step, cause);
   } catch (...) {
     outcome.fail(std::current_exception());
   }
+  owner.reset();
+}
+
+RowReducer::Parts::Group& RowReducer::Parts::group(int number) {
+  if (number >= 0 && number < std::ssize(groups)) return groups[static_cast<std::size_t>(number)];
+  throw UsageError({.where = "replica_hook",
+                    .expected = "a group below " + std::to_string(groups.size()),
+                    .got = std::to_string(number)});
+}
+
+bool RowReducer::Parts::is_complete() const {
+  return backward == Backward::kOver && std::ranges::all_of(groups, [](const Group& group) {
+           return group.all_reduce && group.row_count == 0;
+         });
 }
 
 HopPlan RowReducer::Parts::hop_plan() const {
@@ -250,6 +305,7 @@ StatusWord RowReducer::Parts::word_of(const char* call) const {
 // Who cannot say its word drops the step.
 RowReducer::Parts::Posted RowReducer::Parts::post(StatusWord word) {
   judge_own_drop();
+  word.step = step;  // which that may have changed
   if (!word.dropped) {
     try {
       word.sections = agreement.sections();
@@ -265,7 +321,8 @@ RowReducer::Parts::Posted RowReducer::Parts::post(StatusWord word) {
 // Throws where the ranks do not agree, or one has dropped the step: nobody has it any more then.
 void RowReducer::Parts::judge(const Posted& posted) {
   const StepAgreement::Words words = agreement.collect(posted.number);
-  settle(posted.step - 1);
+  const bool last_is_cut = is_behind(words, posted.step);
+  if (!last_is_cut) settle(posted.step - 1);
   StepAgreement::Judgement judgement = agreement.judge(words);
   if (!judgement.mismatch && !judgement.dropped) {
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -274,14 +331,23 @@ void RowReducer::Parts::judge(const Posted& posted) {
         groups[g].most_rows = std::max(groups[g].most_rows, word.groups[g].carry_count);
       }
     }
-    return;
+    return prepare_hop();
   }
   const std::string cause =
       judgement.mismatch ? judgement.mismatch->message : std::move(judgement.cause);
-  agreement.end_step({step, StepOutcome::kDropped, cause});
+  static_cast<void>(take_nonfinite());
+  if (last_is_cut) --step;
+  end_step({step, StepOutcome::kDropped, cause});
   next_step();
   if (judgement.mismatch) comm::throw_failure(*judgement.mismatch);
   reducer::throw_drop(std::move(*judgement.drop));
+}
+
+// Now that the last step has ended for it.
+void RowReducer::Parts::prepare_hop() {
+  if (!std::exchange(must_prepare, false)) return;
+  outcome.guard(step, [&] { owner->prepare(hop_plan()); });
+  outcome.rethrow_failure("replica hop");
 }
 
 // The others may be long in backwards that send nothing.
@@ -289,22 +355,47 @@ void RowReducer::Parts::judge_own_drop() {
   if (!own_drop) return;
   const auto words = agreement.collect_patiently(own_drop->number);
   if (!words) return;
-  settle(own_drop->step - 1);
-  agreement.end_step({own_drop->step, StepOutcome::kDropped, agreement.judge(*words).cause});
+  if (is_behind(*words, own_drop->step)) {
+    --own_drop->step;
+    --step;
+  } else {
+    settle(own_drop->step - 1);
+  }
+  static_cast<void>(take_nonfinite());
+  end_step({own_drop->step, StepOutcome::kDropped, agreement.judge(*words).cause});
   own_drop.reset();
+}
+
+bool RowReducer::Parts::is_behind(const StepAgreement::Words& words, std::int64_t of_step) const {
+  return agreement.ended_steps() < of_step &&
+         std::ranges::any_of(words, [&](const StatusWord& word) { return word.step < of_step; });
 }
 
 // The last word of a step is how it came out, which comes with the first of the next.
 void RowReducer::Parts::settle(std::int64_t of_step) {
   if (agreement.ended_steps() > of_step) return;
   const bool overflow = agreement.collect_nonfinite(of_step);
-  agreement.end_step({of_step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
+  end_step({of_step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
 }
 
-// Whether a sum of the last step was not finite; waits for a GPU's sums.
+void RowReducer::Parts::end_step(const StepEnd& end) {
+  outcome.guard(end.step, [&] { agreement.end_step(end); });
+  outcome.rethrow_failure("end of a step");
+}
+
+// The memory of what is kept is in use until then.
+void RowReducer::Parts::wait_for_sums() {
+  outcome.guard(step, [&] {
+    ranks.world.wait(reduced);
+    for (const Event& event : std::exchange(late, {})) ranks.world.wait(event);
+    for (const Group& group : groups) ranks.world.wait(group.written);
+  });
+  outcome.rethrow_failure("replica hop");
+}
+
+// Whether a sum was not finite since it was last asked.
 bool RowReducer::Parts::take_nonfinite() {
-  ranks.world.wait(reduced);
-  for (const Event& event : std::exchange(late, {})) ranks.world.wait(event);
+  wait_for_sums();
   return nonfinite->exchange(0) != 0;
 }
 
@@ -363,9 +454,9 @@ void RowReducer::Parts::over_replicas(int number, const Row& row, const TensorVi
                           .replica;
   bucket.nonfinite = nonfinite.get();
   const Event done = hop->reduce(bucket, stream);
-  if (ranks.on_host()) {
+  if (ranks.on_host() || done.complete()) {
     done.wait();
-  } else if (!done.complete()) {
+  } else {
     late.push_back(done);
   }
   stream.wait(done);
@@ -381,6 +472,7 @@ RowReducer::RowReducer(const Mesh& mesh, std::vector<RowGroup> groups,
   if (parts_->is_alone()) return;
   parts_->owner.emplace(parts_->ranks, parts_->hop, [this] { return parts_->hop_plan(); });
   parts_->agreement.add_party(parts_->hop, 0);
+  parts_->agreement.add_party(parts_->content, 0);
 }
 
 RowReducer::~RowReducer() = default;
@@ -389,21 +481,24 @@ RowReducer& RowReducer::operator=(RowReducer&&) noexcept = default;
 
 void RowReducer::set_groups(std::vector<RowGroup> groups) {
   parts_->outcome.rethrow_failure("set_groups");
+  if (parts_->is_complete()) parts_->close_backward("set_groups");
   if (parts_->row_count > 0 || groups.size() != parts_->groups.size()) {
     throw UsageError({.where = "replica_hook",
-                      .expected = "other parameters before the first backward of a step and in "
-                                  "the same modules",
-                      .got = "them later",
+                      .expected = "other parameters before the first row of a step and in the "
+                                  "same modules",
+                      .got = "them later, or other modules",
                       .remedy = "freeze parameters between steps only"});
   }
-  compare_models(groups, *parts_->hop, parts_->ranks.world);
+  parts_->wait_for_sums();
+  parts_->content->set(groups);
   for (std::size_t g = 0; g < groups.size(); ++g) {
     if (groups[g].count != parts_->groups[g].of.count) parts_->groups[g].sum = {};
-    parts_->groups[g].of = std::move(groups[g]);
+    std::swap(parts_->groups[g].of, groups[g]);
   }
-  if (!parts_->owner) return;
-  parts_->owner->prepare(parts_->ranks, [this] { return parts_->hop_plan(); });
+  parts_->must_prepare = parts_->owner.has_value();
 }
+
+bool RowReducer::begins_step() const { return parts_->row_count == 0 || parts_->is_complete(); }
 
 void RowReducer::set_requires_all_reduce(bool flag, std::span<const int> groups) {
   parts_->outcome.rethrow_failure("set_requires_all_reduce");
@@ -412,16 +507,22 @@ void RowReducer::set_requires_all_reduce(bool flag, std::span<const int> groups)
   ++parts_->call_count;
 }
 
+void RowReducer::close() {
+  parts_->abandon("the hooks were taken out");
+  parts_->let_go_of_hop("the hooks were taken out");
+}
+
 bool RowReducer::requires_all_reduce(int group) const { return parts_->group(group).all_reduce; }
 
 void RowReducer::keep(int group, const Row& row, const Stream& stream) {
   parts_->outcome.rethrow_failure("keep");
   Parts::Group& rows = parts_->group(group);
   parts_->check(rows, kGradients, row.values);
+  Stream on = stream;
+  if (parts_->ranks.on_host()) on.synchronize();
   const auto bytes = static_cast<std::size_t>(rows.of.count) * sizeof(float);
   if (rows.sum.size() != bytes) rows.sum = Buffer(parts_->ranks.device, bytes);
   const TensorView kept = rows.sum.view(Dtype::kF32);
-  Stream on = stream;
   on.wait(rows.written);
   sum(rows.row_count > 0 ? kept : TensorView{}, row.values, kept, on);
   rows.written = on.record();
@@ -444,17 +545,22 @@ void RowReducer::reduce(int group, const Row& row, TensorView total, Stream& str
   parts_->agree();
   std::exception_ptr error;
   try {
+    if (parts_->ranks.on_host()) stream.synchronize();
     stream.wait(parts_->reduced);  // one after the other, whatever streams they come on
     stream.wait(rows.written);
     sum(rows.row_count > 0 ? rows.sum.view(Dtype::kF32) : TensorView{}, row.values, total, stream);
     rows.row_count = 0;
     if (!parts_->is_alone()) parts_->over_replicas(group, row, total, stream);
     parts_->reduced = rows.written = stream.record();
+    if (parts_->reduced.complete()) parts_->reduced.wait();  // throws what went wrong
     return;
   } catch (...) {
     error = std::current_exception();
   }
+  if (parts_->is_alone()) std::rethrow_exception(error);
   parts_->outcome.fail(error);
+  parts_->next_step();
+  parts_->let_go_of_hop(reducer::text_of(error));  // which may be using the total
   parts_->outcome.rethrow_failure("reduce");
 }
 
@@ -462,9 +568,11 @@ void RowReducer::reject(std::string_view message) {
   if (parts_->is_alone()) return;
   if (parts_->backward == Parts::Backward::kAgreed) {
     parts_->outcome.fail(std::make_exception_ptr(UsageError(std::string(message))));
-  } else {
-    abandon_step(message);
+    return;
   }
+  if (parts_->is_complete()) parts_->next_step();
+  ++parts_->row_count;  // it begins the step
+  abandon_step(message);
 }
 
 void RowReducer::end_backward() {
@@ -473,7 +581,9 @@ void RowReducer::end_backward() {
 
 std::vector<int> RowReducer::begin_finish() {
   parts_->outcome.rethrow_failure("finish");
-  if (parts_->backward == Parts::Backward::kAgreed) parts_->close_backward("finish");
+  if (parts_->backward == Parts::Backward::kAgreed && !parts_->is_alone()) {
+    parts_->close_backward("finish");
+  }
   for (Parts::Group& group : parts_->groups) group.most_rows = group.row_count;
   if (!parts_->is_alone()) parts_->judge(parts_->post(parts_->word_of(reducer::kFinishCall)));
   parts_->backward = Parts::Backward::kAgreed;

@@ -18,10 +18,10 @@
 //   for (const int g : rows.begin_finish()) rows.reduce(g, {}, total, stream);
 //   rows.end_finish();
 //
-// Threads: one call at a time. Collective: construction, set_groups, set_requires_all_reduce,
-// begin_finish, end_finish and, in one order on all ranks, reduce.
+// Threads: one call at a time. Collective: construction, set_requires_all_reduce, begin_finish,
+// end_finish and, in one order on all ranks, reduce.
 // Streams: rows are read and totals written in the order of the `stream` of the call, which waits
-// for what earlier calls have put on others.
+// for what earlier calls have put on others; on the host they are when the call returns.
 // Errors: ranks that are not in the same backward, or have other flags, get a MismatchError before
 // anything is summed, and the step is dropped. A rank drops a step between backwards, or before it
 // has reduced anything in one; the others get a StepAbortedError at their next reduce. After that
@@ -66,8 +66,10 @@ class RowReducer {
   RowReducer(RowReducer&&) noexcept;
   RowReducer& operator=(RowReducer&&) noexcept;
 
-  // Other parameters in the same groups, before the first row of a step.
+  // Other parameters in the same groups, before the first row of a step. Local: ranks whose
+  // parameters differ get a MismatchError in their next reduce().
   void set_groups(std::vector<RowGroup> groups);
+  [[nodiscard]] bool begins_step() const;  // the next row is the first of a step
 
   // Before each backward: whether those groups go over the replicas in it, with all that was kept.
   // True until it is first called. The step's last backward is the first in which every group does.
@@ -91,6 +93,8 @@ class RowReducer {
   // Drops the step on all ranks; nothing where none is begun. From inside a backward that has
   // reduced something it ends the world.
   void abandon_step(std::string_view reason) noexcept;
+  // As the destructor, and lets go of the hop; no other call but the destructor may follow.
+  void close();
 
   [[nodiscard]] bool keeps(int group) const;
   [[nodiscard]] std::int64_t kept_bytes() const;

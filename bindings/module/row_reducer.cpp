@@ -117,6 +117,10 @@ class RowReducerHandle {
   void abandon_step(const std::string& reason) {
     call([reason](RowReducer& rows) { rows.abandon_step(reason); });
   }
+  void close() {
+    call([](RowReducer& rows) { rows.close(); });
+  }
+  [[nodiscard]] bool begins_step() const { return rows().begins_step(); }
 
   [[nodiscard]] bool keeps(int group) const { return rows().keeps(group); }
   [[nodiscard]] std::int64_t kept_bytes() const { return rows().kept_bytes(); }
@@ -170,7 +174,9 @@ void bind_row_reducer(py::module_& module) {
       .def("begin_finish", &RowReducerHandle::begin_finish)
       .def("end_finish", &RowReducerHandle::end_finish)
       .def("abandon_step", &RowReducerHandle::abandon_step)
+      .def("close", &RowReducerHandle::close)
       .def("keeps", &RowReducerHandle::keeps)
+      .def_property_readonly("begins_step", &RowReducerHandle::begins_step)
       .def_property_readonly("kept_bytes", &RowReducerHandle::kept_bytes)
       .def_property_readonly("all_reduce_count", &RowReducerHandle::all_reduce_count);
 }

@@ -38,19 +38,6 @@ std::string options_text(const ReducerOptions& options) {
   return text;
 }
 
-// Travels in a line of text, and stands in snapshots.
-void check_description(const std::string& text) {
-  constexpr std::size_t kMaxBytes = 127;
-  const bool is_line = std::ranges::none_of(
-      text, [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7F'; });
-  if (!text.empty() && text.size() <= kMaxBytes && is_line && is_snapshot_text(text)) return;
-  throw UsageError({.where = "reducer: replica_hop",
-                    .expected = "its description in one line of UTF-8 of 1 to " +
-                                std::to_string(kMaxBytes) + " bytes",
-                    .got = std::to_string(text.size()) + " bytes" +
-                           (is_line ? "" : " with a line break or control character")});
-}
-
 void check_options(const ReducerOptions& options, std::string_view engine) {
   for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
     if (dtype && !is_gradient_dtype(*dtype)) {
@@ -99,6 +86,18 @@ ReducerOptions with_defaults(ReducerOptions options, Device device) {
 }
 
 }  // namespace
+
+void check_description(const std::string& text) {
+  constexpr std::size_t kMaxBytes = 127;
+  const bool is_line = std::ranges::none_of(
+      text, [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7F'; });
+  if (!text.empty() && text.size() <= kMaxBytes && is_line && is_snapshot_text(text)) return;
+  throw UsageError({.where = "reducer: replica_hop",
+                    .expected = "its description in one line of UTF-8 of 1 to " +
+                                std::to_string(kMaxBytes) + " bytes",
+                    .got = std::to_string(text.size()) + " bytes" +
+                           (is_line ? "" : " with a line break or control character")});
+}
 
 AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicator& world) {
   AgreedOptions agreed{with_defaults(std::move(options), device), {}};

@@ -18,4 +18,8 @@ struct AgreedOptions {
 [[nodiscard]] AgreedOptions agree_on_options(ReducerOptions options, Device device,
                                              Communicator& world);
 
+// UsageError for a ReplicaHop::describe() that does not travel in a line of text or cannot stand in
+// a snapshot.
+void check_description(const std::string& text);
+
 }  // namespace hsdp::reducer

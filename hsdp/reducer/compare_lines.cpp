@@ -1,13 +1,12 @@
 #include "hsdp/reducer/compare_lines.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <string_view>
 
 namespace hsdp::reducer {
 namespace {
 
-// FNV-1a: tells different texts apart, and is the same in every build.
+// FNV-1a.
 std::uint64_t digest_of(std::string_view text) {
   std::uint64_t hash = 0xcbf29ce484222325U;
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
@@ -24,17 +23,19 @@ std::optional<int> first_difference(const std::vector<std::string>& all) {
 
 }  // namespace
 
+std::uint64_t digest_of(const std::vector<std::string>& lines) {
+  std::string whole;
+  for (const std::string& line : lines) whole += line + "\n";
+  return digest_of(whole);
+}
+
 std::optional<LineDifference> compare_lines(Communicator& group,
                                             const std::vector<std::string>& lines) {
   constexpr std::string_view kOperation = "registration";
-  std::string whole;
   std::string digests;
-  for (const std::string& line : lines) {
-    whole += line + "\n";
-    digests += std::to_string(digest_of(line)) + "\n";
-  }
+  for (const std::string& line : lines) digests += std::to_string(digest_of(line)) + "\n";
   const std::vector<std::string> all =
-      group.exchange(lines.empty() ? std::string() : std::to_string(digest_of(whole)), kOperation);
+      group.exchange(lines.empty() ? std::string() : std::to_string(digest_of(lines)), kOperation);
   if (!first_difference(all)) return std::nullopt;
   const auto empty = std::ranges::find(all, std::string());
   if (empty != all.end()) {

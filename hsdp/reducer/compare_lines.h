@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,6 +11,9 @@
 #include "hsdp/comm/communicator.h"
 
 namespace hsdp::reducer {
+
+// Tells different lines apart, and is the same in every build.
+[[nodiscard]] std::uint64_t digest_of(const std::vector<std::string>& lines);
 
 struct LineDifference {
   std::size_t line = 0;

@@ -40,11 +40,9 @@ std::int64_t HopOwner::wire_bytes() const {
   return bytes;
 }
 
-void HopOwner::prepare(Groups& groups, const MakePlan& make_plan) {
-  together(groups.world, "prepare its replica hop", [&] {
-    plan_ = make_plan();
-    hop_->prepare(plan_);
-  });
+void HopOwner::prepare(HopPlan plan) {
+  plan_ = std::move(plan);
+  hop_->prepare(plan_);
 }
 
 void HopOwner::Release::operator()(ReplicaHop* hop) const {

@@ -20,8 +20,8 @@ class HopOwner {
   HopOwner(const HopOwner&) = delete;
   HopOwner& operator=(const HopOwner&) = delete;
 
-  // Collective, between steps: other buckets.
-  void prepare(Groups& groups, const MakePlan& make_plan);
+  // Local, between steps: other buckets.
+  void prepare(HopPlan plan);
 
   // What the hop's groups were given to send: messages in the dtype that travels, an all-reduce's
   // twice.

@@ -33,6 +33,7 @@ from fsdp2_model import (  # noqa: E402
 )
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import hsdp  # noqa: E402
 
@@ -184,6 +185,8 @@ def finish_what_did_not_run(folder: str) -> None:
         check_differing_replicas(mesh, shard_mesh)
         check_what_is_left_over(mesh, shard_mesh)
         check_local_sums(mesh, shard_mesh)
+        check_freezing(mesh, shard_mesh)
+        check_reentrant_checkpoints(mesh, shard_mesh)
         check_counts(mesh, device_mesh(2, 2))
         check_flags_of_all(mesh, shard_mesh)
         check_sums_of_one_dtype(mesh, device_mesh(2, 2))
@@ -237,6 +240,60 @@ def check_local_sums(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
     handle.finish()
     check_parts(model, lambda m, rank: False)
     assert handle.all_reduce_count == 2
+
+
+def check_freezing(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    """Parameters that are frozen, and set free again, between two steps."""
+
+    def never(microbatch: int, rank: int) -> bool:
+        return False
+
+    model = two_parts(shard_mesh)
+    handle = hsdp.torch.replica_hook(model, mesh)
+    run_parts(model, handle, mesh.rank, never)
+    for part in (model.early, model.late):
+        for free in (False, True):
+            part.weight.requires_grad_(free)
+            model.zero_grad()
+            run_parts(model, handle, mesh.rank, never)
+            if free:
+                check_parts(model, never)
+            else:
+                assert part.weight.grad is None
+                expected = torch.full((5,), MICROBATCHES * 4 / 2)
+                assert torch.equal(part.bias.grad.full_tensor(), expected)
+
+
+class Checkpointed(nn.Module):
+    """Whose layers, with `reentrant`, run in backwards within the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)])
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self._reentrant else layer(x)
+        return x.square().sum()
+
+
+def check_reentrant_checkpoints(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    results = []
+    for reentrant in (False, True):
+        torch.manual_seed(3)
+        model = Checkpointed(reentrant)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=shard_mesh)
+        handle = hsdp.torch.replica_hook(model, mesh)
+        for m in range(2):
+            handle.set_requires_all_reduce(m == 1)
+            x = torch.full((2, 3), float(1 + m + mesh.rank), requires_grad=True)
+            model(x).backward()
+        handle.finish()
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
 
 
 def run_counted(model: Any, set_flag: Any, flagged: list[str], rank: int) -> int:

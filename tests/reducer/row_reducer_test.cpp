@@ -4,9 +4,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "hsdp/error.h"
@@ -36,6 +40,14 @@ std::vector<RowGroup> two_modules() {
            .parameters = {{"late.w", {5}}, {"late.b", {2}}},
            .ranges = {{0, 0, 5, 0}, {1, 6, 2, 0}},
            .count = 8}};
+}
+
+// The same with late.w frozen.
+std::vector<RowGroup> frozen_modules() {
+  std::vector<RowGroup> groups = two_modules();
+  groups[kLate] = {
+      .name = "late", .parameters = {{"late.b", {2}}}, .ranges = {{0, 0, 2, 0}}, .count = 2};
+  return groups;
 }
 
 // Small integers, other ones for each backward, module, rank and element.
@@ -355,21 +367,160 @@ TEST(RowReducer, AWrongRowDropsTheStep) {
 
 TEST(RowReducer, TakesOtherParametersBetweenSteps) {
   run_mesh(kTwoByOne, [](const Mesh& mesh) {
-    const auto hop = std::make_shared<FakeHop>();
+    FakeHop::Options options;
+    std::vector<std::string> calls;
+    options.on = [&calls](std::string_view place) {
+      if (place == "prepare" || place == "end_step") calls.emplace_back(place);
+    };
+    const auto hop = std::make_shared<FakeHop>(options);
     Modules modules(mesh, hop);
     modules.step({0});
-    EXPECT_TRUE(modules.finish().empty());
-    std::vector<RowGroup> frozen = two_modules();
-    frozen[kLate] = {
-        .name = "late", .parameters = {{"late.b", {2}}}, .ranges = {{0, 0, 2, 0}}, .count = 2};
-    modules.rows.set_groups(frozen);
-    EXPECT_EQ(hop->plan().parameters.size(), 2U);
+    EXPECT_TRUE(modules.rows.begins_step());
+    modules.rows.set_groups(frozen_modules());
     modules.set_last(true);
     modules.give(kLate, {2.0F + static_cast<float>(mesh.rank()), 4});
     EXPECT_EQ(modules.gradients[kLate][1], 4);
+    EXPECT_EQ(hop->plan().parameters.size(), 2U);
+    EXPECT_THAT(calls, ElementsAre("prepare", "end_step", "prepare"));
+    EXPECT_FALSE(modules.rows.begins_step());
     EXPECT_TRUE(caught<UsageError>([&] { modules.rows.set_groups(two_modules()); }));
     modules.rows.end_backward();
   });
+}
+
+TEST(RowReducer, OtherParametersOnOneRankAreAMismatch) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        Modules modules(mesh);
+        modules.step({0});
+        std::vector<RowGroup> renamed = two_modules();
+        renamed[kEarly].parameters[0].name = "early.v";
+        if (mesh.rank() == 0) modules.rows.set_groups(renamed);
+        const auto error = caught<MismatchError>([&] { modules.step({1}); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("word of the trainable parameters"));
+        modules.rows.set_groups(renamed);
+        modules.step({2});
+        modules.expect({2}, "after it");
+      },
+      kPatientRows);
+}
+
+// One rank takes a step for over that another one is still in: each learns it at once.
+TEST(RowReducer, RanksThatAreAStepApartAreTold) {
+  using Act = std::function<void(Modules&)>;
+  struct Case {
+    std::string name;
+    Act first;
+    Act second;
+  };
+  const Act goes_on = [](Modules& modules) { modules.step({1}); };
+  const Act finishes = [](Modules& modules) { static_cast<void>(modules.finish()); };
+  const std::vector<Case> cases{
+      {"finish", goes_on, finishes},
+      {"abandon", goes_on, [](Modules& modules) { modules.rows.abandon_step("no step"); }},
+      {"early drop", finishes, [](Modules& modules) {
+         modules.set_last(true);
+         modules.rows.abandon_step("early");
+       }}};
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.name);
+    run_mesh(
+        kTwoByOne,
+        [&](const Mesh& mesh) {
+          const auto hop = std::make_shared<FakeHop>();
+          Modules modules(mesh, hop);
+          modules.step({0});
+          const bool is_first = mesh.rank() == 0;
+          const auto error = caught<Error>([&] { (is_first ? one.first : one.second)(modules); });
+          EXPECT_TRUE(error.has_value() || !is_first);
+          modules.step({2});
+          modules.finish();
+          EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kClean);
+          for (std::size_t s = 0; s < hop->ends().size(); ++s) {
+            EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
+          }
+        },
+        kPatientRows);
+  }
+}
+
+TEST(RowReducer, ARowThatIsRefusedFirstDropsItsOwnStep) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        Modules modules(mesh);
+        modules.backward(0);  // by its flags the whole step
+        if (mesh.rank() == 1) {
+          modules.rows.reject("a bad row");
+        } else {
+          EXPECT_TRUE(caught<StepAbortedError>([&] { modules.backward(1); }));
+        }
+        modules.backward(2);
+        modules.expect({2}, "after it");
+      },
+      kPatientRows);
+}
+
+TEST(RowReducer, AHopThatCannotEndAStepEndsTheWorld) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        FakeHop::Options options;
+        options.on = [&mesh](std::string_view place) {
+          if (place == "end_step" && mesh.rank() == 1) throw Error("hop: cannot commit");
+        };
+        Modules modules(mesh, std::make_shared<FakeHop>(options));
+        modules.step({0});
+        if (mesh.rank() == 0) static_cast<void>(caught<Error>([&] { modules.step({1}); }));
+        const auto error = caught<Error>([&] {
+          modules.step({1});
+          modules.finish();
+        });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("hop: cannot commit"));
+      },
+      kPatientRows);
+}
+
+// What a dropped step met is not the next one's.
+TEST(RowReducer, ADroppedStepLeavesNoOverflow) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    const auto hop = std::make_shared<FakeHop>();
+    Modules modules(mesh, hop);
+    modules.rows.set_requires_all_reduce(false, std::vector<int>{kEarly});
+    modules.give(kLate, Values(8, std::numeric_limits<float>::infinity()));
+    modules.give(kEarly, row_of(0, kEarly, mesh.rank()));
+    modules.rows.end_backward();
+    modules.rows.abandon_step("on purpose");
+    modules.step({1});
+    modules.finish();
+    ASSERT_EQ(hop->ends().size(), 2U);
+    EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kClean);
+  });
+}
+
+TEST(RowReducer, ADescriptionThatFailsIsToldAndTheHopIsFreeAfterClose) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        FakeHop::Options options;
+        int left = mesh.rank() == 1 ? 1 : 0;
+        options.on = [&left](std::string_view place) {
+          if (place == "describe" && left-- > 0) throw Error("hop: no words");
+        };
+        const auto hop = std::make_shared<FakeHop>(options);
+        const auto error = caught<Error>([&] { Modules modules(mesh, hop); });
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("hop: no words"));
+        Modules modules(mesh, hop);
+        modules.step({0});
+        modules.rows.close();
+        Modules again(mesh, hop);
+        again.step({1});
+      },
+      kPatientRows);
 }
 
 TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {

@@ -95,6 +95,16 @@ class FsdpParameterGroup:
         """Elements of the flat tensor when every trainable parameter has a gradient."""
         return sum(p.padded_sharded_param_size.numel() for p in self._trainable())
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether FSDP2 is in a backward of the model, however deep."""
+        state = self._module._get_fsdp_state()._state_ctx
+        return bool(state.post_backward_final_callback_queued)
+
+    def trainable_ids(self) -> tuple[int, ...]:
+        """Which parameters the flat tensor has."""
+        return tuple(id(p) for p in self._trainable())
+
     def places(
         self, names: dict[int, str]
     ) -> list[tuple[str, tuple[int, ...], str, int, int, int]]:

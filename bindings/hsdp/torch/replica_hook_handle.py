@@ -35,6 +35,7 @@ class ReplicaHookHandle:
             require_usable(group, mesh)
         self._mesh = mesh
         self._names = {id(p): name for name, p in model.named_parameters()}
+        self._trainable = [group.trainable_ids() for group in self._groups]
         self._counts = [group.count() for group in self._groups]
         self._rows = _hsdp.RowReducer(mesh._handle, self._described(), hop)
         self._factors: dict[int, float | None] = {}  # by group, of the rows that are kept
@@ -86,6 +87,7 @@ class ReplicaHookHandle:
         in the next backward that reduces something, and drop the step.
         """
         self._require_open()
+        self._end_backward()
         places = places_within(self._groups, module, recurse)
         self._rows.set_requires_all_reduce(bool(flag), places)
 
@@ -96,9 +98,14 @@ class ReplicaHookHandle:
         Modules need not run on the same replicas: where one did not, its gradient counts as zeros.
         """
         self._require_open()
-        for index, group in enumerate(self._groups):
-            if self._rows.keeps(index):
-                self._require_usable(index, group.count())
+        self._end_backward()
+        try:
+            for index, group in enumerate(self._groups):
+                if self._rows.keeps(index):
+                    self._require_usable(index, group.count())
+        except UsageError as error:
+            self._rows.abandon_step(str(error))
+            raise
         for index in self._rows.begin_finish():
             group = self._groups[index]
             total = torch.empty(self._counts[index], device=group.device)
@@ -122,6 +129,7 @@ class ReplicaHookHandle:
         the rest of it.
         """
         self._require_open()
+        self._end_backward()
         self._rows.abandon_step(reason)
 
     def close(self) -> None:
@@ -130,7 +138,8 @@ class ReplicaHookHandle:
         """
         if self._closed:
             return
-        self._rows.abandon_step("the hooks were taken out")
+        self._end_backward()
+        self._rows.close()
         self._closed = True
         for group in self._groups:
             group.set_hook(None)
@@ -140,6 +149,8 @@ class ReplicaHookHandle:
     def _in_backward(self, index: int, flat: torch.Tensor) -> None:
         reduces = self._rows.requires_all_reduce(index)
         try:
+            if self._rows.begins_step:
+                self._follow_frozen_parameters()
             self._require_usable(index, flat.numel())
         except UsageError as error:
             if reduces:
@@ -156,19 +167,30 @@ class ReplicaHookHandle:
         self._reduce(index, flat, total)
         if total is not flat:
             flat.data = total  # fp32: FSDP2 casts to the parameters' dtype, which rounds once
-        Variable._execution_engine.queue_callback(self._rows.end_backward)
+        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _reduce(self, index: int, flat: torch.Tensor | None, total: torch.Tensor) -> None:
         shard_size = self._mesh.shard_size if self._groups[index].sums else 1
         self._rows.reduce(index, flat, total, shard_size)
 
-    # UsageError unless `count` gradients can be added. Parameters may be frozen between two steps.
+    # Called at the end of each backward, and of those within it that reentrant checkpointing runs.
+    def _end_backward(self) -> None:
+        if not any(group.in_backward for group in self._groups):
+            self._rows.end_backward()
+
+    # Parameters may be frozen between two steps.
+    def _follow_frozen_parameters(self) -> None:
+        trainable = [group.trainable_ids() for group in self._groups]
+        if trainable == self._trainable:
+            return
+        self._rows.set_groups(self._described())
+        self._trainable = trainable
+        self._counts = [group.count() for group in self._groups]
+
+    # UsageError unless `count` gradients can be added.
     def _require_usable(self, index: int, count: int) -> None:
         group = self._groups[index]
         keeps, expected = self._rows.keeps(index), group.count()
-        if count == expected != self._counts[index] and not keeps:
-            self._counts = [group.count() for group in self._groups]
-            self._rows.set_groups(self._described())
         if count != expected or count != self._counts[index]:
             raise UsageError(
                 f"replica_hook: gradients of {group.name}: expected {expected} elements, those of "

@@ -78,19 +78,24 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
   if (arrived_[p] != 0 && !many_backwards_) return false;
   ++arrived_[p];
   if (accumulates(parameter)) {
-    run_unlocked(lock, [&] {
-      Lock repeats(repeats_mutex_, std::defer_lock);
-      if (many_backwards_) repeats.lock();
-      packs_.wait(kNoSlot, produced);
-      accumulate(parameter, {&gradient, {}, false});
-      packs_.hold(owner);
-    });
+    add_locally(lock, parameter, gradient, owner, produced);
     wake_waiter();
     return true;
   }
   kept_[p] = {gradient, std::move(owner), produced, false, 0, 0};
   accept(lock, parameter);
   return true;
+}
+
+void Collector::add_locally(Lock& lock, int parameter, const StridedView& gradient,
+                            const GradientOwner& owner, const Event& produced) {
+  run_unlocked(lock, [&] {
+    Lock repeats(repeats_mutex_, std::defer_lock);
+    if (many_backwards_) repeats.lock();
+    packs_.wait(kNoSlot, produced);
+    accumulate(parameter, {&gradient, {}, false});
+    packs_.hold(owner);
+  });
 }
 
 void Collector::accumulate(int parameter, const Contribution& contribution) {
@@ -140,8 +145,30 @@ void Collector::accept(Lock& lock, int parameter) {
   pack_pieces(lock, parameter);
 }
 
+// It is read while the cache still holds it, and its memory is free for the next gradient.
+void Collector::add_what_waits(Lock& lock, int parameter) {
+  const auto p = static_cast<std::size_t>(parameter);
+  const Kept kept = kept_[p];
+  if (accumulated_[p] == 0 || kept.gradient.data == nullptr) return;
+  // A pack rounds the sum of both, once.
+  if (memory_.accumulator(parameter).dtype != Dtype::kF32) return;
+  bool waits = false;
+  const BucketRun buckets = buckets_of(parameter);
+  for (int b = buckets.first; b < buckets.end; ++b) {
+    waits |= states_[static_cast<std::size_t>(b)].slot < 0;
+  }
+  if (!waits) return;
+  add_locally(lock, parameter, kept.gradient, kept.owner, kept.produced);
+  if (!open_) return;  // dropped meanwhile
+  kept_[p].gradient = {};
+  kept_[p].owner = {};
+  kept_[p].produced = packs_.record(kNoSlot);
+}
+
 void Collector::pack_pieces(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
+  add_what_waits(lock, parameter);
+  if (!open_) return;
   bool waits = false;
   std::vector<Piece> now;
   const BucketRun buckets = buckets_of(parameter);

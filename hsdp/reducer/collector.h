@@ -1,5 +1,6 @@
-// Collects the gradients of one microbatch: packs each as soon as there is room, keeps a reference
-// where there is none, and hands complete buckets on in layout order.
+// Collects the gradients of one microbatch: packs each as soon as there is room, adds it to its
+// local sum or keeps a reference where there is none, and hands complete buckets on in layout
+// order.
 //
 // arrive() may be called from any thread and never waits [Note: readiness never waits]. Every
 // bucket is handed on, also one without gradients [Note: every bucket, every time]. On CUDA
@@ -130,6 +131,11 @@ class Collector {
   // when this rank has told the others that all is well.
   void run_unlocked(Lock& lock, const std::function<void()>& pack);
   void accumulate(int parameter, const Contribution& contribution);
+  // A fresh gradient, without the lock.
+  void add_locally(Lock& lock, int parameter, const StridedView& gradient,
+                   const GradientOwner& owner, const Event& produced);
+  // A gradient that waits for a slot joins its local sum, where that gives the same bits.
+  void add_what_waits(Lock& lock, int parameter);
   void pack_pieces(Lock& lock, int parameter);
   void pack_ready(Lock& lock);
   void pack(Lock& lock, Piece piece);

@@ -105,7 +105,7 @@ void begin_microbatch(Handle& self, std::optional<bool> last, const OptionalText
   if (sync) {
     options.sync = choose("sync", *sync, choices(Sync{}));
   }
-  self.call([options](Reducer& reducer) { reducer.begin_microbatch(options); });
+  self.begin_microbatch(options);
 }
 
 // A tensor by address, of the registered shape and dtype; strides in elements, or None.
@@ -237,6 +237,7 @@ void bind_settings(Class& bound) {
       .def("set_loss_scale",
            [](const Handle& self, double scale) { self.reducer().set_loss_scale(scale); })
       .def("stats", stats)
+      .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
       .def("is_collecting", [](const Handle& self) {
         return self.reducer().state().phase == ReducerState::Phase::kCollecting;

@@ -105,8 +105,24 @@ void ReducerHandle::hand_over(int parameter, ArrayArgument argument, KeptUntil u
   release_held();
 }
 
+void ReducerHandle::begin_microbatch(const MicrobatchOptions& options) {
+  const auto begin = [options](Reducer& its) { its.begin_microbatch(options); };
+  const bool is_local = options.sync == Sync::kNone;
+  if (is_local && reducer().state().step_begun) {
+    call_here(begin);
+  } else {
+    call(begin);
+  }
+  open_is_local_ = is_local;
+}
+
 void ReducerHandle::end_microbatch() {
-  call([](Reducer& reducer) { reducer.end_microbatch(); });
+  const auto end = [](Reducer& its) { its.end_microbatch(); };
+  if (open_is_local_) {
+    call_here(end);
+  } else {
+    call(end);
+  }
   if (overwritable_.exchange(false)) wait_packed();
 }
 

@@ -31,6 +31,10 @@ class ReducerHandle {
   // dtype, which the view lacks. On a GPU the owner knows of pack_streams(), and nobody overwrites
   // the gradient before its packs.
   void gradient_of(int parameter, StridedView gradient, pybind11::object owner);
+  // A microbatch with sync="none" waits for nobody within a step: it begins and ends on the calling
+  // thread, without the one that keeps this thread free for Ctrl-C. (A fault in it does wait, for
+  // the words of the microbatch before.)
+  void begin_microbatch(const MicrobatchOptions& options);
   void end_microbatch();
   // On a GPU: the caller's stream goes on after the gradients so far are packed.
   void wait_packed();
@@ -44,6 +48,14 @@ class ReducerHandle {
     return call_interruptibly(
         [reducer = reducer_, task = std::move(task)]() mutable { return task(*reducer); },
         interrupt_);
+  }
+  // The same for a task that waits for nobody.
+  template <typename Task>
+  auto call_here(Task task) {
+    const InUse in_use(*this);
+    settled_ = false;
+    follow_caller();
+    return call_released([this, &task] { return task(*reducer_); });
   }
   // For waits that concern no other rank: Ctrl-C leaves the task behind and the mesh alone.
   template <typename Task>
@@ -91,7 +103,8 @@ class ReducerHandle {
   Interrupt interrupt_;
   std::shared_ptr<CallerStream> caller_;
   std::atomic<bool> overwritable_{false};  // a gradient of the open microbatch may be written to
-  bool in_use_ = false;                    // guarded by the GIL, as is:
+  bool in_use_ = false;                    // guarded by the GIL, as are:
+  bool open_is_local_ = false;             // the last microbatch that began
   bool settled_ = false;    // the result stands, and nothing was called since that could change it
   pybind11::dict indices_;  // by name
   std::vector<std::string> titles_;  // of the parameters' gradients, in errors

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -80,6 +81,9 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
     memory_.emplace(setting.parameters, *layout_, groups.shard.rank(), groups.device,
                     options.accumulate_dtype, setting.memory);
   });
+  sends_f16_ = options.replica_dtype == Dtype::kF16 ||
+               std::ranges::find(layout_->buckets(), Dtype::kF16, &Bucket::wire_dtype) !=
+                   layout_->buckets().end();
   if (groups.replicate.size() > 1) {
     hop_.emplace(groups, options.replica_hop, [&] { return hop_plan(setting, *layout_); });
   }

@@ -40,6 +40,7 @@ class Frozen {
   [[nodiscard]] const GradientMemory& memory() const { return *memory_; }
   [[nodiscard]] BucketPipeline& pipeline() { return *pipeline_; }
   [[nodiscard]] Collector& collector() { return *collector_; }
+  [[nodiscard]] bool sends_f16() const { return sends_f16_; }  // on either hop
   [[nodiscard]] std::int64_t replica_hop_bytes() const { return hop_ ? hop_->wire_bytes() : 0; }
 
  private:
@@ -48,6 +49,7 @@ class Frozen {
   std::optional<HopOwner> hop_;  // where there are several replicas
   std::optional<BucketPipeline> pipeline_;
   std::optional<Collector> collector_;
+  bool sends_f16_ = false;
   Outcome& outcome_;
 };
 

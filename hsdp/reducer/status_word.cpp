@@ -127,6 +127,14 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
   return all;
 }
 
+// Whether no field and no section differs.
+bool agree(const StatusWord& a, const StatusWord& b) {
+  return a.call == b.call && a.step == b.step && a.microbatch == b.microbatch &&
+         a.divide_factor == b.divide_factor && a.loss_scale == b.loss_scale &&
+         a.sections == b.sections &&
+         std::ranges::equal(a.groups, b.groups, {}, &GroupPlan::sync, &GroupPlan::sync);
+}
+
 // The value that most ranks hold; among equals the lowest rank's.
 std::string majority(const std::vector<std::string>& values) {
   std::map<std::string, int> votes;
@@ -233,7 +241,11 @@ std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
     if (words[r].call != kDropCall) members.push_back(r);
   }
   if (members.empty()) return std::nullopt;
-  for (const Field& field : fields(names, words[members.front()].groups.size())) {
+  const StatusWord& first = words[members.front()];
+  if (std::ranges::all_of(members, [&](std::size_t r) { return agree(words[r], first); })) {
+    return std::nullopt;
+  }
+  for (const Field& field : fields(names, first.groups.size())) {
     if (auto failure = comparison.of(field, members)) return failure;
   }
   std::erase_if(members, [&](std::size_t r) { return words[r].dropped; });

@@ -235,8 +235,8 @@ void Steps::order_packs() {
     } else {
       pipeline.join_lanes();
     }
+    if (std::exchange(zeros_sent_, false)) collector.wait_for(pipeline.done());
   }
-  if (std::exchange(zeros_sent_, false)) collector.wait_for(pipeline.done());
   // Results of the last step are read before the carry changes: hops come after packs.
   collector.wait_for(caller_.record());
 }
@@ -355,11 +355,7 @@ void Steps::count_backwards() {
 // Ranks may count differently, and an f16 wire needs the exponents of the rank that counts most: it
 // waits for their words. What does not agree in them is found when the step ends.
 std::optional<StepAgreement::Words> Steps::raise_counts(std::int64_t word) {
-  const bool sends_f16 = options_.replica_dtype == Dtype::kF16 ||
-                         std::ranges::any_of(frozen_->layout().buckets(), [](const Bucket& bucket) {
-                           return bucket.wire_dtype == Dtype::kF16;
-                         });
-  if (options_.backwards == Backwards::kOne || !sends_f16) return std::nullopt;
+  if (options_.backwards == Backwards::kOne || !frozen_->sends_f16()) return std::nullopt;
   StepAgreement::Words words;
   try {
     words = agreement_.collect(word);

@@ -71,7 +71,7 @@ class ModelAttachment:
 
     def microbatch_began(self) -> None:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
-        step = self._handle.stats()["begun_step_count"]
+        step = self._handle.step_number()
         if step != self._step:
             self._require_same_parameters()
         if not self._placed:

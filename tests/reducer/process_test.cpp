@@ -8,7 +8,6 @@
 #include <bit>
 #include <chrono>
 #include <csignal>
-#include <cstdlib>
 #include <set>
 #include <string>
 #include <thread>
@@ -128,15 +127,6 @@ void expect_verdict(const RankOutcome& outcome, int exit_code, int victim, Clock
   EXPECT_TRUE(names_an_operation(notes[1])) << notes[1];
   EXPECT_NE(notes[1].find("rank " + std::to_string(victim)), std::string::npos) << notes[1];
   EXPECT_EQ(notes[2], "at fault " + std::to_string(victim));
-}
-
-// Two seconds are promised to a job that gets its cores; on a machine that is overrun (the load is
-// several times the cores) every step of the way waits for its turn.
-std::chrono::milliseconds within_two_seconds() {
-  double load = 0.0;
-  const double cores = std::max(1U, std::thread::hardware_concurrency());
-  const bool overrun = ::getloadavg(&load, 1) == 1 && load > 4.0 * cores;
-  return std::chrono::seconds(overrun ? 15 : 2);
 }
 
 struct Victim {

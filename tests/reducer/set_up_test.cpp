@@ -5,12 +5,13 @@
 
 #include <functional>
 #include <latch>
+#include <memory>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "hsdp/error.h"
-#include "tests/support/failing_calls.h"
+#include "tests/support/failed_set_up.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
@@ -24,20 +25,6 @@ using testing::HasSubstr;
 constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::minutes(2),
                                       .deadline = std::chrono::seconds(60)};
 
-struct Fault {
-  std::string part;  // as the others are told
-  FailingCall call;
-  int skipped;  // earlier calls of that kind in the set-up
-};
-
-const std::vector<Fault> kFaults{
-    {"allocate its carry", FailingCall::kMemfdCreate, 0},
-    {"allocate its staging buckets", FailingCall::kMemfdCreate, 1},
-    {"allocate its staging buckets", FailingCall::kMemfdCreate, 2},
-    {"start its lanes", FailingCall::kPthreadCreate, 0},
-    {"start its lanes", FailingCall::kPthreadCreate, 1},
-};
-
 struct Case {
   MeshShape shape;
   TransportChoice transport;
@@ -46,18 +33,6 @@ struct Case {
 void PrintTo(const Case& row, std::ostream* out) { *out << to_string(row.shape); }
 
 class SetUp : public testing::TestWithParam<Case> {};
-
-// What a rank reads between the two attempts.
-void look_around(Reducer& reducer) {
-  EXPECT_EQ(reducer.stats().resident_bytes, 0);
-  EXPECT_EQ(reducer.stats().begun_step_count, 0);
-  EXPECT_GT(reducer.slice("w0").count, 0);
-  EXPECT_FALSE(reducer.found_inf());
-  Values whole(100);
-  const std::vector<NamedArray> arrays{{"w0", {whole.data(), std::ssize(whole), Dtype::kF32}}};
-  EXPECT_TRUE(caught<UsageError>([&] { reducer.gather_parameters(arrays); }));
-  EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.shard("w0")); }));
-}
 
 TEST_P(SetUp, FailsOnAllRanksAndMayBeTriedAgain) {
   const MeshShape shape = GetParam().shape;
@@ -68,27 +43,11 @@ TEST_P(SetUp, FailsOnAllRanksAndMayBeTriedAgain) {
   ThreadRanksOptions options = kPatient;
   options.transport = GetParam().transport;
   const auto run = [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = 256});
+    Reducer reducer(mesh, {.bucket_bytes = 256, .replica_hop = std::make_shared<MemoryHop>()});
     register_all(reducer, step);
-    for (std::size_t f = 0; f < kFaults.size(); ++f) {
-      const Fault& fault = kFaults[f];
-      SCOPED_TRACE(fault.part + ", call " + std::to_string(fault.skipped));
-      const int bad = static_cast<int>(f) % shape.size();
-      const auto begin = [&] { reducer.begin_microbatch(); };
-      if (mesh.rank() == bad) {
-        fail_call(fault.call, fault.skipped);
-        const auto error = caught<Error>(begin);
-        EXPECT_TRUE(call_has_failed());
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("(rank " + std::to_string(bad) + " of"));
-      } else {
-        const auto error = caught<StepAbortedError>(begin);
-        ASSERT_TRUE(error);
-        EXPECT_EQ(error->ranks(), std::vector<int>{bad});
-        EXPECT_THAT(error->what(), AllOf(HasSubstr("rank " + std::to_string(bad) + " of"),
-                                         HasSubstr(fault.part), HasSubstr("try again")));
-      }
-      look_around(reducer);
+    int attempts = 0;
+    for (const SetUpFault& fault : set_up_faults()) {
+      expect_failed_set_up(reducer, mesh, fault, attempts++ % shape.size());
     }
     results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
   };
@@ -164,7 +123,7 @@ TEST(SetUpOfGroups, IsAgreedAndLeavesTheMeshToAnotherReducer) {
 }
 
 TEST(SetUpOfALane, IsAgreedAndMayBeTriedAgain) {
-  const std::vector<Fault> faults{
+  const std::vector<SetUpFault> faults{
       {"make the group of lane 'gather'", FailingCall::kMemfdCreate, 0},
       {"start lane 'gather'", FailingCall::kPthreadCreate, 0},
   };
@@ -176,7 +135,7 @@ TEST(SetUpOfALane, IsAgreedAndMayBeTriedAgain) {
         Reducer reducer(mesh, {.bucket_bytes = 256});
         register_all(reducer, step);
         for (int bad = 0; bad < 4; ++bad) {
-          const Fault& fault = faults[static_cast<std::size_t>(bad) % faults.size()];
+          const SetUpFault& fault = faults[static_cast<std::size_t>(bad) % faults.size()];
           const auto make = [&] { static_cast<void>(reducer.make_lane("gather")); };
           if (mesh.rank() == bad) {
             fail_call(fault.call, fault.skipped);

@@ -47,6 +47,10 @@ void PrintTo(MeshShape shape, std::ostream* out);      // for GoogleTest
 // run_ranks with a mesh over the whole world.
 void run_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options = {});
 
+// Two seconds are promised to a job that gets its cores; on a machine that is overrun (the load is
+// several times the cores) every step of the way waits for its turn, and this is longer.
+[[nodiscard]] std::chrono::milliseconds within_two_seconds();
+
 // The exception of type E that `function` throws; none when it returns. Others pass through.
 template <typename E, typename Function>
 [[nodiscard]] std::optional<E> caught(Function&& function) {

@@ -1,0 +1,213 @@
+// A set-up that fails on one of several processes: no rank has it then, nothing of it is left, and
+// the next attempt is right.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "tests/support/failed_set_up.h"
+#include "tests/support/process_ranks.h"
+#include "tests/support/reducer_step.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::AllOf;
+using testing::HasSubstr;
+
+// What this process has open.
+struct Held {
+  std::ptrdiff_t thread_count = 0;
+  std::ptrdiff_t descriptor_count = 0;
+  bool operator==(const Held&) const = default;
+};
+
+void PrintTo(const Held& held, std::ostream* out) {
+  *out << held.thread_count << " threads, " << held.descriptor_count << " descriptors";
+}
+
+Held held_now() {
+  const auto entry_count = [](const char* folder) {
+    return std::distance(std::filesystem::directory_iterator(folder), {});
+  };
+  return {entry_count("/proc/self/task"), entry_count("/proc/self/fd")};
+}
+
+// Once nothing changes: the I/O thread closes what it needed to connect a moment later.
+Held held_at_rest() {
+  Held held = held_now();
+  for (int calm_looks = 0; calm_looks < 20; ++calm_looks) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const Held now = held_now();
+    if (now != held) calm_looks = 0;
+    held = now;
+  }
+  return held;
+}
+
+// A thread that was joined stays in the list for a moment.
+void expect_no_more_than(const Held& before, const std::string& label) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  Held held = held_now();
+  const auto has_more = [&] {
+    return held.thread_count > before.thread_count ||
+           held.descriptor_count > before.descriptor_count;
+  };
+  while (has_more() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    held = held_now();
+  }
+  EXPECT_FALSE(has_more()) << label << ": " << testing::PrintToString(held) << ", before "
+                           << testing::PrintToString(before);
+}
+
+// Runs `body` in 2 x 2 processes. The timeout is long: it is no way to learn of a peer's failure.
+void run_patient_processes(const std::string& transport, const MeshBody& body) {
+  ProcessOptions options;
+  options.deadline = std::chrono::seconds(90);
+  options.environment["HSDP_TRANSPORT"] = transport;
+  const auto outcomes = run_processes(kSquare.size(), options, [&](int) {
+    const Mesh mesh =
+        init_mesh({.replicate = kSquare.replicate, .shard = kSquare.shard, .timeout_s = 60.0});
+    body(mesh);
+    mesh.world().barrier();
+    return testing::Test::HasFailure() ? 1 : 0;
+  });
+  for (const RankOutcome& outcome : outcomes) {
+    EXPECT_TRUE(outcome.ok()) << outcome.exit_code << " " << outcome.error;
+  }
+}
+
+StepCase small_step() {
+  return random_step({{.name = "w0", .shape = {100}}, {.name = "w1", .shape = {9, 7}}},
+                     kSquare.size(), {Sync::kShard, Sync::kAll}, 3);
+}
+
+// A whole step, and the bits of its result.
+void expect_right_step(Reducer& reducer, const StepCase& step, const Mesh& mesh) {
+  run_step(reducer, step, mesh.rank());
+  const std::vector<Values> got = gathered(reducer, step);
+  for (std::size_t p = 0; p < got.size(); ++p) {
+    expect_same_bits(got[p],
+                     reference_result(reference_step(step, {}, kSquare, p), step.gradients[p]),
+                     step.parameters[p].name);
+  }
+}
+
+ReducerOptions options_with_memory() {
+  return {.bucket_bytes = 256, .replica_hop = std::make_shared<MemoryHop>()};
+}
+
+class SetUpOfProcesses : public testing::TestWithParam<std::string> {};
+
+TEST_P(SetUpOfProcesses, FailsOnAllRanksLeavesNothingAndMayBeTriedAgain) {
+  const StepCase step = small_step();
+  run_patient_processes(GetParam(), [&](const Mesh& mesh) {
+    int bad = 0;
+    for (const SetUpFault& fault : set_up_faults()) {
+      Reducer reducer(mesh, options_with_memory());
+      register_all(reducer, step);
+      const Held before = held_at_rest();
+      for (int attempt = 0; attempt < 5; ++attempt) {
+        bad = (bad + 1) % mesh.size();
+        expect_failed_set_up(reducer, mesh, fault, bad);
+        expect_no_more_than(before, fault.part);
+      }
+      expect_right_step(reducer, step, mesh);
+    }
+  });
+}
+
+TEST_P(SetUpOfProcesses, ComparesRegistrationsThatMayBeMended) {
+  const StepCase step = small_step();
+  run_patient_processes(GetParam(), [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 256});
+    reducer.register_parameter(step.parameters[0]);
+    if (mesh.rank() != 2) reducer.register_parameter(step.parameters[1]);
+    const Held before = held_at_rest();
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      const auto start = std::chrono::steady_clock::now();
+      const auto error = caught<MismatchError>([&] { reducer.begin_microbatch(); });
+      EXPECT_LT(std::chrono::steady_clock::now() - start, within_two_seconds());
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->ranks(), std::vector<int>{2});
+      EXPECT_THAT(error->what(), AllOf(HasSubstr("'w1'"), HasSubstr("nothing more (rank 2 of 4)")));
+      expect_no_more_than(before, "registrations");
+    }
+    if (mesh.rank() == 2) reducer.register_parameter(step.parameters[1]);
+    expect_right_step(reducer, step, mesh);
+  });
+}
+
+// One constructor after the other fails, in its options or in its groups.
+TEST_P(SetUpOfProcesses, LeavesTheMeshToAnotherReducer) {
+  const StepCase step = small_step();
+  const bool has_shared_groups = GetParam() != "tcp";
+  run_patient_processes(GetParam(), [&](const Mesh& mesh) {
+    const auto make = [&](std::int64_t bucket_bytes) {
+      Reducer(mesh, {.bucket_bytes = bucket_bytes});
+    };
+    const Held before = held_at_rest();
+    for (int bad = 0; bad < mesh.size(); ++bad) {
+      const bool own = mesh.rank() == bad;
+      const auto refused = caught<Error>([&] { make(own ? -1 : 256); });
+      ASSERT_TRUE(refused);
+      EXPECT_THAT(refused->what(), HasSubstr(own ? "bucket_bytes of at least 1"
+                                                 : "rank " + std::to_string(bad) + " of 4 could"));
+      expect_no_more_than(before, "options");
+      const std::vector<SetUpFault> faults{
+          {"make its shard group", FailingCall::kMemfdCreate, 0},
+          {"make its replicate group", FailingCall::kMemfdCreate, 1},
+      };
+      for (const SetUpFault& fault : faults) {
+        if (!has_shared_groups) break;
+        if (own) fail_call(fault.call, fault.skipped);
+        const auto failed = caught<Error>([&] { make(256); });
+        ASSERT_TRUE(failed);
+        EXPECT_THAT(failed->what(), HasSubstr(own ? "host memory" : fault.part));
+        EXPECT_EQ(call_has_failed(), own);
+        expect_no_more_than(before, fault.part);
+      }
+    }
+    Reducer reducer(mesh, {.bucket_bytes = 256});
+    register_all(reducer, step);
+    expect_right_step(reducer, step, mesh);
+  });
+}
+
+// What the Reducers themselves had open goes with them.
+TEST_P(SetUpOfProcesses, LeavesNothingOfAReducerThatIsGone) {
+  const StepCase step = small_step();
+  run_patient_processes(GetParam(), [&](const Mesh& mesh) {
+    const Held before = held_at_rest();
+    for (int bad = 0; bad < mesh.size(); ++bad) {
+      {
+        Reducer reducer(mesh, options_with_memory());
+        register_all(reducer, step);
+        for (const SetUpFault& fault : set_up_faults()) {
+          expect_failed_set_up(reducer, mesh, fault, bad);
+        }
+        if (bad % 2 == 0) expect_right_step(reducer, step, mesh);  // else it never has a set-up
+      }
+      static_cast<void>(Communicator(mesh.world()).exchange("", "test"));
+      expect_no_more_than(before, "Reducer of rank " + std::to_string(bad));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, SetUpOfProcesses, testing::Values("auto", "tcp"),
+                         [](const auto& chosen) {
+                           return chosen.param == "tcp" ? "Tcp" : "SharedMemory";
+                         });
+
+}  // namespace
+}  // namespace hsdp

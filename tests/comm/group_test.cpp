@@ -5,12 +5,14 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <functional>
 #include <latch>
 #include <limits>
 
 #include "hsdp/error.h"
 #include "tests/comm/elements.h"
 #include "tests/comm/rank_threads.h"
+#include "tests/support/failing_calls.h"
 
 namespace hsdp::test {
 namespace {
@@ -173,6 +175,43 @@ TEST(SharedMemory, TooLargeARequestFailsEverywhereAndHarmsNothing) {
     }
     const SharedMemory memory = world.allocate(10, Dtype::kF32);
     expect_sum(world, memory.view());
+  });
+}
+
+// One rank can back its own memory, and then none of a peer's: every rank is told.
+void expect_refused(Communicator& world, int bad, int skipped, const std::function<void()>& call) {
+  const bool own = world.rank() == bad;
+  if (own) fail_call(FailingCall::kMadvise, skipped);
+  try {
+    call();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), testing::AllOf(HasSubstr("host memory"), HasSubstr("for a peer"),
+                                             HasSubstr("(rank " + std::to_string(bad) + " of 4)")));
+  }
+  EXPECT_EQ(call_has_failed(), own);
+}
+
+TEST(SharedMemory, ThatOneRankCannotMapFailsEverywhereAndHarmsNothing) {
+  for (const Path path : {Path::kDirect, Path::kMixed}) {
+    SCOPED_TRACE(name(path));
+    run_world({.size = 4, .path = path, .stage = {.processes = true}}, [](Communicator& world) {
+      for (int bad = 0; bad < world.size(); ++bad) {
+        expect_refused(world, bad, 1, [&] { static_cast<void>(world.allocate(10, Dtype::kF32)); });
+        const SharedMemory memory = world.allocate(10, Dtype::kF32);
+        expect_sum(world, memory.view());
+      }
+    });
+  }
+}
+
+TEST(SharedMemory, OfAGroupThatOneRankCannotMapFailsEverywhereAndHarmsNothing) {
+  run_world({.size = 4, .stage = {.processes = true}}, [](Communicator& world) {
+    for (int bad = 0; bad < world.size(); ++bad) {
+      expect_refused(world, bad, 2, [&] { static_cast<void>(world.split(0, world.rank())); });
+      Communicator group = world.split(0, world.rank());
+      group.barrier();
+    }
   });
 }
 

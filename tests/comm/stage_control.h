@@ -1,4 +1,5 @@
-// A Control that passes everything on to another, and plays several hosts or a secret on the way.
+// A Control that passes everything on to another, and plays several hosts, processes or a secret on
+// the way.
 #pragma once
 
 #include <functional>
@@ -13,6 +14,7 @@ namespace hsdp::test {
 
 struct Stage {
   int ranks_per_host = 0;  // 0: all ranks on one host
+  bool processes = false;  // ranks that are threads map each other's memory all the same
   std::string secret;
   // Sees the addresses that ranks tell each other before they connect.
   std::function<void(const std::string& address)> on_address;
@@ -32,7 +34,9 @@ class StageControl : public comm::Control {
     return stage_.ranks_per_host == 0 ||
            peer / stage_.ranks_per_host == rank() / stage_.ranks_per_host;
   }
-  [[nodiscard]] bool in_process() const override { return inner_->in_process(); }
+  [[nodiscard]] bool in_process() const override {
+    return inner_->in_process() && !stage_.processes;
+  }
   [[nodiscard]] std::string address() const override { return inner_->address(); }
   [[nodiscard]] const std::string& secret() const override { return stage_.secret; }
   void post(std::string_view key, std::span<const int> members, std::string_view message) override {

@@ -107,13 +107,24 @@ ReducerOptions options_with_memory() {
   return {.bucket_bytes = 256, .replica_hop = std::make_shared<MemoryHop>()};
 }
 
+// Where processes share memory, each also maps that of its peers.
+std::vector<SetUpFault> faults_over(const std::string& transport) {
+  std::vector<SetUpFault> faults = set_up_faults();
+  if (transport == "tcp") return faults;
+  faults.push_back(
+      {"allocate its carry", FailingCall::kMadvise, 2});  // after the hop's and its own
+  faults.push_back({"allocate its staging buckets", FailingCall::kMadvise, 4});
+  faults.push_back({"allocate its staging buckets", FailingCall::kMadvise, 6});
+  return faults;
+}
+
 class SetUpOfProcesses : public testing::TestWithParam<std::string> {};
 
 TEST_P(SetUpOfProcesses, FailsOnAllRanksLeavesNothingAndMayBeTriedAgain) {
   const StepCase step = small_step();
   run_patient_processes(GetParam(), [&](const Mesh& mesh) {
     int bad = 0;
-    for (const SetUpFault& fault : set_up_faults()) {
+    for (const SetUpFault& fault : faults_over(GetParam())) {
       Reducer reducer(mesh, options_with_memory());
       register_all(reducer, step);
       const Held before = held_at_rest();
@@ -167,6 +178,8 @@ TEST_P(SetUpOfProcesses, LeavesTheMeshToAnotherReducer) {
       const std::vector<SetUpFault> faults{
           {"make its shard group", FailingCall::kMemfdCreate, 0},
           {"make its replicate group", FailingCall::kMemfdCreate, 1},
+          {"make its shard group", FailingCall::kMadvise, 2},
+          {"make its replicate group", FailingCall::kMadvise, 5},
       };
       for (const SetUpFault& fault : faults) {
         if (!has_shared_groups) break;
@@ -193,7 +206,7 @@ TEST_P(SetUpOfProcesses, LeavesNothingOfAReducerThatIsGone) {
       {
         Reducer reducer(mesh, options_with_memory());
         register_all(reducer, step);
-        for (const SetUpFault& fault : set_up_faults()) {
+        for (const SetUpFault& fault : faults_over(GetParam())) {
           expect_failed_set_up(reducer, mesh, fault, bad);
         }
         if (bad % 2 == 0) expect_right_step(reducer, step, mesh);  // else it never has a set-up

@@ -56,7 +56,17 @@ SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype) 
   Control& control = group.control();
   throw_agreed(reasons, group.members(), control);
   const std::string key = group.id() + "/" + std::to_string(group.sequence()) + "/memory";
-  const auto segments = exchange_segments(control, key, group.neighbours(), mine, {});
+  std::vector<std::shared_ptr<SharedSegment>> segments;
+  std::string failure;
+  try {
+    segments = exchange_segments(control, key, group.neighbours(), mine, {});
+  } catch (const AgreedError& error) {  // which the members on other hosts have not seen
+    if (group.shares_memory()) throw;
+    if (error.rank() == control.rank()) failure = error.reason();
+  }
+  if (!group.shares_memory()) {
+    throw_agreed(group.exchange("mapped", failure), group.members(), control);
+  }
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const int owner = group.neighbours()[i];
     if (owner == group.control().rank()) continue;

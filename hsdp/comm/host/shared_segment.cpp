@@ -175,28 +175,31 @@ std::vector<std::shared_ptr<SharedSegment>> exchange_segments(
       throw AgreedError(messages[i].substr(1), members[i], control.size());
     }
   }
-  std::vector<std::shared_ptr<SharedSegment>> segments(members.size());
   std::vector<UniqueFd> descriptors;
   if (!control.in_process()) {
     descriptors = control.exchange_descriptors(key + "/fd", members, mine->descriptor());
   }
-  for (std::size_t i = 0; i < members.size(); ++i) {
-    if (members[i] == control.rank()) {
-      segments[i] = mine;
-    } else if (control.in_process()) {
-      segments[i] = find_published(std::stoull(messages[i]));
-    } else {
-      segments[i] = SharedSegment::map(std::move(descriptors[i]), "a peer");
-    }
-    if (segments[i] == nullptr) {
-      control.throw_if_failed();
+  std::vector<std::shared_ptr<SharedSegment>> segments(members.size());
+  std::string failure;
+  try {
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      if (members[i] == control.rank()) {
+        segments[i] = mine;
+      } else if (control.in_process()) {
+        segments[i] = find_published(std::stoull(messages[i]));
+      } else {
+        segments[i] = SharedSegment::map(std::move(descriptors[i]), "a peer");
+      }
+      if (segments[i] != nullptr) continue;
       throw Error("host memory: rank " + std::to_string(members[i]) + " left while sharing memory");
     }
+  } catch (const std::exception& error) {
+    control.throw_if_failed();
+    failure = error.what();
   }
-  // The number of a segment is good only while its owner holds it.
-  if (control.in_process()) {
-    static_cast<void>(control.exchange(key + "/taken", members, "", {.operation = "allocate"}));
-  }
+  // All have the memory or none; and the number of a segment is good only while its owner holds it.
+  throw_agreed(control.exchange(key + "/taken", members, failure, {.operation = "allocate"}),
+               members, control);
   mine->close_descriptor();
   return segments;
 }

@@ -51,8 +51,8 @@ class SharedSegment {
 
 // Every member hands in its segment and gets everyone's, in the order of `members` (ascending world
 // ranks, this rank's own included). Collective; `key` as in Control::exchange. A member that could
-// not make its segment passes null and the reason, and every member throws it
-// as an AgreedError.
+// not make its segment passes null and the reason, and every member throws it as an AgreedError; as
+// it does where one cannot map a peer's.
 [[nodiscard]] std::vector<std::shared_ptr<SharedSegment>> exchange_segments(
     Control& control, const std::string& key, std::span<const int> members,
     const std::shared_ptr<SharedSegment>& mine, const std::string& reason);

@@ -1,11 +1,11 @@
 #include "hsdp/gather_lane.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/compare_lines.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/lane.h"
 #include "hsdp/reducer/outcome.h"
@@ -16,15 +16,14 @@ namespace {
 
 // Lanes that ranks make in another order would mix their gathers.
 void compare_names(Communicator& world, const std::string& name) {
-  const std::vector<std::string> names = world.exchange(name, "make_lane");
-  const auto other = std::ranges::find_if(names, [&](const auto& n) { return n != names.front(); });
-  if (other == names.end()) return;
-  const auto rank = static_cast<int>(other - names.begin());
+  const auto difference = reducer::compare_lines(world, {name}, "make_lane");
+  if (!difference) return;
+  const std::string rank = comm::ranks_text({difference->rank}, world.size());
   throw MismatchError({.where = "reducer: make_lane",
-                       .expected = "lane '" + names.front() + "' as on rank 0",
-                       .got = "'" + *other + "' (" + comm::ranks_text({rank}, world.size()) + ")",
+                       .expected = "lane '" + difference->expected + "' as on rank 0",
+                       .got = "'" + difference->got + "' (" + rank + ")",
                        .remedy = "make the same lanes in the same order on every rank"},
-                      {world.world_ranks()[static_cast<std::size_t>(rank)]});
+                      {world.world_rank(difference->rank)});
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
     lines.push_back("the hop " + description + " sends " +
                     (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
   });
-  const auto difference = reducer::compare_lines(world, lines);
+  const auto difference = reducer::compare_lines(world, lines, "registration");
   if (!difference) return;
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
   throw MismatchError(
@@ -58,7 +58,7 @@ void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
        .expected = "the same on all ranks",
        .got = difference->got + " (" + rank + ") and " + difference->expected + " on rank 0",
        .remedy = "shard the same model in the same way everywhere, and give it the same hop"},
-      {world.world_ranks()[static_cast<std::size_t>(difference->rank)]});
+      {world.world_rank(difference->rank)});
 }
 
 reducer::WordNames word_names(const std::vector<RowGroup>& groups) {

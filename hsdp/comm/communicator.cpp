@@ -29,10 +29,10 @@ std::vector<int> ascending(std::vector<int> members) {
   return members;
 }
 
-// What Control gave for the ascending members.
+// What Control gave for the members, which it wants `sorted`.
 std::vector<std::string> in_rank_order(const std::vector<int>& members,
+                                       const std::vector<int>& sorted,
                                        std::vector<std::string> messages) {
-  const std::vector<int> sorted = ascending(members);
   std::vector<std::string> result;
   for (const int member : members) {
     const auto place = std::ranges::lower_bound(sorted, member) - sorted.begin();
@@ -190,16 +190,17 @@ void Communicator::post(const std::string& key, std::string_view message) {
 }
 
 std::vector<std::string> Communicator::collect(const std::string& key, std::string_view operation) {
-  return in_rank_order(world_ranks(), require(engine_).control().collect(
-                                          key, ascending(world_ranks()), {.operation = operation}));
+  const std::vector<int> sorted = ascending(world_ranks());
+  return in_rank_order(world_ranks(), sorted,
+                       engine_->control().collect(key, sorted, {.operation = operation}));
 }
 
 std::optional<std::vector<std::string>> Communicator::collect_within(
     const std::string& key, std::string_view operation, std::chrono::milliseconds time) {
-  auto messages = require(engine_).control().collect_within(key, ascending(world_ranks()),
-                                                            {.operation = operation}, time);
+  const std::vector<int> sorted = ascending(world_ranks());
+  auto messages = engine_->control().collect_within(key, sorted, {.operation = operation}, time);
   if (!messages) return std::nullopt;
-  return in_rank_order(world_ranks(), std::move(*messages));
+  return in_rank_order(world_ranks(), sorted, std::move(*messages));
 }
 
 std::string Communicator::next_exchange_key() { return require(engine_).next_exchange_key(); }

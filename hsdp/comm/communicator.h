@@ -121,6 +121,9 @@ class Communicator {
   [[nodiscard]] std::string_view engine_name() const;  // "host", "nccl", "mpi"
   // The members as ranks of the world this was split from.
   [[nodiscard]] const std::vector<int>& world_ranks() const;
+  [[nodiscard]] int world_rank(int member) const {
+    return world_ranks()[static_cast<std::size_t>(member)];
+  }
 
   void reduce_scatter(const ReduceScatter& args, Stream stream = Stream::inline_host());
   void all_reduce(const AllReduce& args, Stream stream = Stream::inline_host());

@@ -8,6 +8,7 @@
 
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/compare_lines.h"
 #include "hsdp/reducer/together.h"
 #include "hsdp/snapshot.h"
 
@@ -109,19 +110,14 @@ AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicat
     }
     own = options_text(agreed.options);
   });
-  const std::vector<std::string> all = world.exchange(own + '\n' + new_snapshot_id(), "Reducer");
-  const auto options_of = [&all](int r) {
-    const std::string& text = all[static_cast<std::size_t>(r)];
-    return text.substr(0, text.find('\n'));
-  };
-  for (int r = 0; r < world.size(); ++r) {
-    if (options_of(r) == options_of(0)) continue;
+  if (const auto difference = compare_lines(world, {own}, "Reducer")) {
+    const std::string rank = comm::ranks_text({difference->rank}, world.size());
     throw MismatchError({.where = "reducer",
-                         .expected = "the options of rank 0 (" + options_of(0) + ")",
-                         .got = options_of(r) + " (" + comm::ranks_text({r}, world.size()) + ")"},
-                        {world.world_ranks()[static_cast<std::size_t>(r)]});
+                         .expected = "the options of rank 0 (" + difference->expected + ")",
+                         .got = difference->got + " (" + rank + ")"},
+                        {world.world_rank(difference->rank)});
   }
-  agreed.snapshot_id = all.front().substr(options_of(0).size() + 1);
+  agreed.snapshot_id = world.exchange(new_snapshot_id(), "Reducer").front();
   return agreed;
 }
 

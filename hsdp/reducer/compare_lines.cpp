@@ -1,7 +1,6 @@
 #include "hsdp/reducer/compare_lines.h"
 
 #include <algorithm>
-#include <string_view>
 
 namespace hsdp::reducer {
 namespace {
@@ -30,25 +29,25 @@ std::uint64_t digest_of(const std::vector<std::string>& lines) {
 }
 
 std::optional<LineDifference> compare_lines(Communicator& group,
-                                            const std::vector<std::string>& lines) {
-  constexpr std::string_view kOperation = "registration";
+                                            const std::vector<std::string>& lines,
+                                            std::string_view operation) {
   std::string digests;
   for (const std::string& line : lines) digests += std::to_string(digest_of(line)) + "\n";
   const std::vector<std::string> all =
-      group.exchange(lines.empty() ? std::string() : std::to_string(digest_of(lines)), kOperation);
+      group.exchange(lines.empty() ? std::string() : std::to_string(digest_of(lines)), operation);
   if (!first_difference(all)) return std::nullopt;
   const auto empty = std::ranges::find(all, std::string());
   if (empty != all.end()) {
     return LineDifference{.rank = static_cast<int>(empty - all.begin()), .is_empty = true};
   }
-  const std::vector<std::string> of_lines = group.exchange(digests, kOperation);
+  const std::vector<std::string> of_lines = group.exchange(digests, operation);
   const std::optional<int> rank = first_difference(of_lines);
   if (!rank) return std::nullopt;  // the same lines after all
   const std::string& theirs = of_lines[static_cast<std::size_t>(*rank)];
   const auto differs = std::ranges::mismatch(of_lines.front(), theirs).in1;
   const auto line = static_cast<std::size_t>(std::count(of_lines.front().begin(), differs, '\n'));
   const std::vector<std::string> texts =
-      group.exchange(line < lines.size() ? lines[line] : "nothing more", kOperation);
+      group.exchange(line < lines.size() ? lines[line] : "nothing more", operation);
   return LineDifference{.line = line,
                         .expected = texts.front(),
                         .got = texts[static_cast<std::size_t>(*rank)],

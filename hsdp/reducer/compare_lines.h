@@ -1,11 +1,12 @@
 // Whether all ranks describe the same thing, a line for each of its parts: registered parameters,
-// the modules of a model.
+// the modules of a model, options.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "hsdp/comm/communicator.h"
@@ -24,8 +25,9 @@ struct LineDifference {
 };
 
 // Collective; the same answer on every rank, nothing when all agree. Digests travel first; of the
-// lines only the first that differs does.
+// lines only the first that differs does. `operation` is static text for errors.
 [[nodiscard]] std::optional<LineDifference> compare_lines(Communicator& group,
-                                                          const std::vector<std::string>& lines);
+                                                          const std::vector<std::string>& lines,
+                                                          std::string_view operation);
 
 }  // namespace hsdp::reducer

@@ -22,14 +22,15 @@ Reduction reduction_of(const ReducerOptions& options) {
 
 void compare_registrations(const ParameterTable& parameters, Communicator& world) {
   constexpr auto kRemedy = "register the same parameters in the same order on every rank";
-  const std::optional<LineDifference> difference = compare_lines(world, parameters.describe());
+  const std::optional<LineDifference> difference =
+      compare_lines(world, parameters.describe(), "registration");
   if (!difference) {
     if (parameters.size() > 0) return;
     throw UsageError(
         {.where = "reducer: begin_microbatch", .expected = "registered parameters", .got = "none"});
   }
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
-  const std::vector<int> ranks{world.world_ranks()[static_cast<std::size_t>(difference->rank)]};
+  const std::vector<int> ranks{world.world_rank(difference->rank)};
   if (difference->is_empty) {
     throw MismatchError({.where = "reducer: begin_microbatch",
                          .expected = "registered parameters on every rank",

@@ -138,7 +138,7 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
                             comm::ranks_text({*dropper}, world_.size()) + " abandoned it in " +
                             names_.microbatch + " " + std::to_string(theirs.microbatch) + ": " +
                             theirs.reason + "; every rank is idle and may begin a new step",
-                        {world_.world_ranks()[static_cast<std::size_t>(*dropper)]}};
+                        {world_.world_rank(*dropper)}};
   return judgement;
 }
 

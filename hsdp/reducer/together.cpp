@@ -40,7 +40,7 @@ void together(Communicator& world, std::string_view what, const std::function<vo
     throw StepAbortedError("reducer: set-up: " + comm::ranks_text({r}, world.size()) +
                                " could not " + std::string(what) + ": " + theirs +
                                "; every rank gave back what it had and may try again",
-                           {world.world_ranks()[static_cast<std::size_t>(r)]});
+                           {world.world_rank(r)});
   }
 }
 

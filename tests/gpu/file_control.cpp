@@ -5,6 +5,7 @@
 #include <sstream>
 #include <utility>
 
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 
 namespace hsdp::gpu {
@@ -16,12 +17,6 @@ std::optional<std::string> read(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::nullopt;
   return std::string(std::istreambuf_iterator<char>(file), {});
-}
-
-std::string describe(const comm::WaitState& state) {
-  std::string text(state.operation);
-  if (state.bucket >= 0) text += " of bucket " + std::to_string(state.bucket);
-  return text;
 }
 
 }  // namespace
@@ -60,34 +55,32 @@ void FileControl::post(std::string_view key, std::span<const int> members,
 
 std::vector<std::string> FileControl::collect(std::string_view key, std::span<const int> members,
                                               comm::WaitState waiting) {
+  return *collect_until(key, members, waiting, Clock::time_point::max());
+}
+
+std::optional<std::vector<std::string>> FileControl::collect_within(
+    std::string_view key, std::span<const int> members, comm::WaitState waiting,
+    std::chrono::milliseconds time) {
+  return collect_until(key, members, waiting, Clock::now() + time);
+}
+
+std::optional<std::vector<std::string>> FileControl::collect_until(std::string_view key,
+                                                                   std::span<const int> members,
+                                                                   comm::WaitState waiting,
+                                                                   Clock::time_point end) {
   std::vector<std::string> messages;
   for (const int member : members) {
     waiting.peer = member;
     const int slot = begin_wait(waiting);
     auto message = read(file(key, members, member));
-    while (!message && !failed()) {
+    while (!message && !failed() && Clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       message = read(file(key, members, member));
     }
     end_wait(slot);
-    if (!message) throw_if_failed();
-    messages.push_back(std::move(*message));
-  }
-  return messages;
-}
-
-std::optional<std::vector<std::string>> FileControl::collect_within(
-    std::string_view key, std::span<const int> members, comm::WaitState /*waiting*/,
-    std::chrono::milliseconds time) {
-  const auto end = Clock::now() + time;
-  std::vector<std::string> messages;
-  for (const int member : members) {
-    auto message = read(file(key, members, member));
-    while (!message) {
+    if (!message) {
       throw_if_failed();
-      if (Clock::now() > end) return std::nullopt;
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-      message = read(file(key, members, member));
+      return std::nullopt;
     }
     messages.push_back(std::move(*message));
   }
@@ -208,7 +201,8 @@ void FileControl::look() {
     for (const auto& [_, wait] : waits_) {
       if (Clock::now() - wait.since < timeout_) continue;
       late = {comm::FailureKind::kTimeout,
-              describe(wait.state) + ": timed out on rank " + std::to_string(rank_),
+              comm::operation_text(wait.state.operation, wait.state.bucket) +
+                  ": timed out on rank " + std::to_string(rank_),
               {}};
     }
   }

@@ -72,6 +72,10 @@ class FileControl : public comm::Control {
   void write(const std::filesystem::path& path, std::string_view text) const;
   [[nodiscard]] std::filesystem::path told_file(std::string_view topic, int from, int to,
                                                 int number) const;
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_until(std::string_view key,
+                                                                      std::span<const int> members,
+                                                                      comm::WaitState waiting,
+                                                                      Clock::time_point end);
   void watch();
   void look();
   void look_for_messages();

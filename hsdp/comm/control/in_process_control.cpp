@@ -3,27 +3,15 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/timeout_range.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
 namespace {
-
-std::string seconds(std::chrono::duration<double> time) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.2f s", time.count());
-  return text;
-}
-
-std::string describe(const WaitState& state) {
-  std::string text(state.operation);
-  if (state.bucket >= 0) text += " of bucket " + std::to_string(state.bucket);
-  return text;
-}
 
 std::string exchange_key(std::string_view key, std::span<const int> members) {
   std::string text(key);
@@ -49,12 +37,14 @@ class InProcessControl : public Control {
   }
   [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
                                                  WaitState waiting) override {
-    return hub_->collect(exchange_key(key, members), members, rank_, waiting);
+    return *hub_->collect_until(exchange_key(key, members), members, rank_, waiting,
+                                InProcessHub::Clock::time_point::max());
   }
   [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
       std::string_view key, std::span<const int> members, WaitState waiting,
       std::chrono::milliseconds time) override {
-    return hub_->collect_within(exchange_key(key, members), members, rank_, waiting, time);
+    return hub_->collect_until(exchange_key(key, members), members, rank_, waiting,
+                               InProcessHub::Clock::now() + time);
   }
   void tell(int peer, std::string_view topic, std::string_view message) override {
     hub_->tell(rank_, peer, topic, message);
@@ -125,39 +115,25 @@ void InProcessHub::post(const std::string& key, std::span<const int> /*members*/
   changed_.notify_all();
 }
 
-std::vector<std::string> InProcessHub::collect(const std::string& key, std::span<const int> members,
-                                               int rank, WaitState waiting) {
+std::optional<std::vector<std::string>> InProcessHub::collect_until(const std::string& key,
+                                                                    std::span<const int> members,
+                                                                    int rank, WaitState waiting,
+                                                                    Clock::time_point end) {
   std::unique_lock lock(mutex_);
   const auto missing = [&, &exchange = exchanges_[key]] { return missing_in(exchange, members); };
   const int slot = next_slot_++;
-  for (auto absent = missing(); absent != members.end() && !failure_; absent = missing()) {
+  bool late = false;
+  for (auto absent = missing(); absent != members.end() && !failure_ && !late; absent = missing()) {
     if (waiting.peer != *absent || !waits_.contains(slot)) {
       waiting.peer = *absent;
       waits_[slot] = {rank, waiting, Clock::now()};
     }
-    changed_.wait(lock);
+    late = changed_.wait_until(lock, end) == std::cv_status::timeout;
   }
   waits_.erase(slot);
-  if (missing() != members.end()) throw_failure(*failure_);
-  return take(key, members);
-}
-
-std::optional<std::vector<std::string>> InProcessHub::collect_within(
-    const std::string& key, std::span<const int> members, int rank, WaitState waiting,
-    std::chrono::milliseconds time) {
-  std::unique_lock lock(mutex_);
-  const auto complete = [&, &exchange = exchanges_[key]] {
-    const auto absent = missing_in(exchange, members);
-    if (absent != members.end()) waiting.peer = *absent;
-    return absent == members.end();
-  };
-  const int slot = next_slot_++;
-  if (!complete()) waits_[slot] = {rank, waiting, Clock::now()};
-  const bool over = changed_.wait_for(lock, time, [&] { return failure_ || complete(); });
-  waits_.erase(slot);
-  if (!over) return std::nullopt;
-  if (!complete()) throw_failure(*failure_);
-  return take(key, members);
+  if (missing() == members.end()) return take(key, members);
+  if (failure_) throw_failure(*failure_);
+  return std::nullopt;
 }
 
 std::span<const int>::iterator InProcessHub::missing_in(const Exchange& exchange,
@@ -256,9 +232,11 @@ std::optional<Failure> InProcessHub::judge() const {
   }
   if (oldest == nullptr || Clock::now() - oldest->since < timeout_) return std::nullopt;
   Failure failure{.kind = FailureKind::kTimeout, .message = {}, .ranks = chain_end(oldest->rank)};
-  failure.message = describe(oldest->state) + ": timed out: rank " + std::to_string(oldest->rank) +
-                    " of " + std::to_string(size_) + " waited " +
-                    seconds(Clock::now() - oldest->since);
+  failure.message =
+      operation_text(oldest->state.operation, oldest->state.bucket) + ": timed out: rank " +
+      std::to_string(oldest->rank) + " of " + std::to_string(size_) + " waited " +
+      seconds_text(
+          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - oldest->since));
   for (const int rank : failure.ranks) {
     failure.message += "; rank " + std::to_string(rank) + " did not arrive";
   }

@@ -34,12 +34,11 @@ class InProcessHub {
 
   void post(const std::string& key, std::span<const int> members, int rank,
             std::string_view message);
-  [[nodiscard]] std::vector<std::string> collect(const std::string& key,
-                                                 std::span<const int> members, int rank,
-                                                 WaitState waiting);
-  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
-      const std::string& key, std::span<const int> members, int rank, WaitState waiting,
-      std::chrono::milliseconds time);
+  // Nothing when a message has not come by `end`.
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_until(const std::string& key,
+                                                                      std::span<const int> members,
+                                                                      int rank, WaitState waiting,
+                                                                      Clock::time_point end);
   void tell(int from, int peer, std::string_view topic, std::string_view message);
   [[nodiscard]] std::shared_ptr<void> listen(int rank, std::string_view topic, Control::Hear hear);
   [[nodiscard]] int begin_wait(int rank, WaitState state);

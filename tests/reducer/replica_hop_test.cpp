@@ -20,8 +20,6 @@ namespace {
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 using testing::HasSubstr;
 
-constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::minutes(1),
-                                      .deadline = std::chrono::seconds(30)};
 constexpr float kDivisor = 4;  // S R
 constexpr std::int64_t kBucketBytes = 512;
 
@@ -395,108 +393,109 @@ INSTANTIATE_TEST_SUITE_P(Places, HopFailureAt, testing::Values("reduce", "codec"
 
 class Party final : public StepParty {
  public:
-  explicit Party(std::string word) : word_(std::move(word)) {}
   [[nodiscard]] std::string owner() const override { return "optimizer"; }
-  [[nodiscard]] std::string word() const override { return word_ + std::to_string(ends.size()); }
+  [[nodiscard]] std::string word() const override { return prefix + std::to_string(ends.size()); }
   void end_step(const StepEnd& end) override { ends.push_back(end); }
 
+  std::string prefix = "v";
   std::vector<StepEnd> ends;
-
- private:
-  std::string word_;
 };
 
-TEST(StepParties, AreToldHowEveryStepEndedUntilTheyGo) {
+// What a rank of run_with_party() has.
+struct PartyRank {
+  int rank;
+  const StepCase& step;  // of one microbatch
+  Reducer& reducer;
+  std::shared_ptr<Party> party;
+  void run_step() const { test::run_step(reducer, step, rank); }
+};
+
+// A Reducer with a party on each of two ranks.
+void run_with_party(const std::function<void(PartyRank& own)>& body,
+                    const ThreadRanksOptions& options = kPatient) {
   const StepCase step = integer_step(some_parameters(), 2, 1, 1);
-  run_mesh({1, 2}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
-    auto party = std::make_shared<Party>("v1");
-    reducer.add_party(party);
-    reducer.add_party(std::make_shared<Party>("lives no longer than this line"));
-    run_step(reducer, step, mesh.rank());
-    run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kShard});
-    EXPECT_TRUE(caught<UsageError>([&] { reducer.add_party(party); }));
+  run_mesh(
+      {1, 2},
+      [&](const Mesh& mesh) {
+        Reducer reducer(mesh);
+        register_all(reducer, step);
+        PartyRank own{mesh.rank(), step, reducer, std::make_shared<Party>()};
+        reducer.add_party(own.party);
+        body(own);
+      },
+      options);
+}
+
+TEST(StepParties, AreToldHowEveryStepEndedUntilTheyGo) {
+  run_with_party([](PartyRank& own) {
+    Reducer& reducer = own.reducer;
+    reducer.add_party(std::make_shared<Party>());  // lives no longer than this line
+    own.run_step();
+    run_microbatch(reducer, own.step, 0, own.rank, {.sync = Sync::kShard});
+    EXPECT_TRUE(caught<UsageError>([&] { reducer.add_party(own.party); }));
     reducer.discard();
     reducer.begin_step();
     reducer.abandon_step("on purpose");
-    run_step(reducer, step, mesh.rank());
-    ASSERT_EQ(party->ends.size(), 4U);
+    own.run_step();
+    const std::vector<StepEnd>& ends = own.party->ends;
+    ASSERT_EQ(ends.size(), 4U);
     const std::vector<StepOutcome> want{StepOutcome::kClean, StepOutcome::kDropped,
                                         StepOutcome::kDropped, StepOutcome::kClean};
     for (std::size_t s = 0; s < want.size(); ++s) {
-      EXPECT_EQ(party->ends[s].outcome, want[s]) << s;
-      EXPECT_EQ(party->ends[s].step, static_cast<std::int64_t>(s));
+      EXPECT_EQ(ends[s].outcome, want[s]) << s;
+      EXPECT_EQ(ends[s].step, static_cast<std::int64_t>(s));
     }
-    EXPECT_EQ(party->ends[2].cause, "on purpose");
+    EXPECT_EQ(ends[2].cause, "on purpose");
   });
 }
 
 TEST(StepParties, ThatDifferAreNamed) {
-  const StepCase step = integer_step(some_parameters(), 2, 1, 1);
-  run_mesh(
-      {1, 2},
-      [&](const Mesh& mesh) {
-        Reducer reducer(mesh);
-        register_all(reducer, step);
-        const auto party = std::make_shared<Party>(mesh.rank() == 0 ? "v1" : "v2");
-        reducer.add_party(party);
-        const auto error = caught<MismatchError>([&] { run_step(reducer, step, mesh.rank()); });
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("expected word of optimizer 'v10'"));
-      },
-      kPatient);
+  run_with_party([](PartyRank& own) {
+    own.party->prefix = own.rank == 0 ? "v1" : "v2";
+    const auto error = caught<MismatchError>([&] { own.run_step(); });
+    ASSERT_TRUE(error);
+    EXPECT_THAT(error->what(), HasSubstr("expected word of optimizer 'v10'"));
+  });
 }
 
 // The end of the step before may come late, to some ranks only.
 TEST(StepParties, HearOfNoStepBeforeTheyCame) {
-  const StepCase step = integer_step(some_parameters(), 2, 1, 1);
-  run_mesh(
-      {1, 2},
-      [&](const Mesh& mesh) {
-        constexpr std::chrono::milliseconds kLate{100};
-        Reducer reducer(mesh);
-        register_all(reducer, step);
-        reducer.begin_microbatch({.last = true});
-        const std::vector<StoredGradient> gradients = deliver(reducer, step, 0, mesh.rank());
-        if (mesh.rank() == 1) std::this_thread::sleep_for(kLate);
-        reducer.end_microbatch();
-        if (mesh.rank() == 1) std::this_thread::sleep_for(kLate);
-        const auto party = std::make_shared<Party>("v");
-        reducer.add_party(party);
-        run_step(reducer, step, mesh.rank());
-        ASSERT_EQ(party->ends.size(), 1U);
-        EXPECT_EQ(party->ends.front().step, 1);
-      },
-      kPatient);
+  run_with_party([](PartyRank& own) {
+    constexpr std::chrono::milliseconds kLate{100};
+    Reducer& reducer = own.reducer;
+    reducer.begin_microbatch({.last = true});
+    const std::vector<StoredGradient> gradients = deliver(reducer, own.step, 0, own.rank);
+    if (own.rank == 1) std::this_thread::sleep_for(kLate);
+    reducer.end_microbatch();
+    if (own.rank == 1) std::this_thread::sleep_for(kLate);
+    const auto party = std::make_shared<Party>();
+    reducer.add_party(party);
+    own.run_step();
+    ASSERT_EQ(party->ends.size(), 1U);
+    EXPECT_EQ(party->ends.front().step, 1);
+  });
 }
 
 // One that is gone on one rank is not compared, and gone on all it is forgotten.
 TEST(StepParties, MayGoOnOneRankBeforeTheOthers) {
-  const StepCase step = integer_step(some_parameters(), 2, 1, 1);
-  run_mesh(
-      {1, 2},
-      [&](const Mesh& mesh) {
-        Reducer reducer(mesh);
-        register_all(reducer, step);
-        std::array<std::shared_ptr<Party>, 3> parties;
-        for (auto& party : parties) {
-          party = std::make_shared<Party>("v");
-          reducer.add_party(party);
-        }
-        run_step(reducer, step, mesh.rank());
-        parties[static_cast<std::size_t>(mesh.rank())].reset();
-        run_step(reducer, step, mesh.rank());
-        EXPECT_EQ(parties[2]->ends.size(), 2U);
-        parties[0].reset();
-        parties[1].reset();
-        for (int s = 0; s < 3; ++s) run_step(reducer, step, mesh.rank());
-        EXPECT_EQ(parties[2]->ends.size(), 5U);
-        const auto odd = std::make_shared<Party>("odd " + std::to_string(mesh.rank()));
-        reducer.add_party(odd);
-        EXPECT_TRUE(caught<MismatchError>([&] { run_step(reducer, step, mesh.rank()); }));
-      },
-      kPatient);
+  run_with_party([](PartyRank& own) {
+    std::array<std::shared_ptr<Party>, 3> parties{std::move(own.party), std::make_shared<Party>(),
+                                                  std::make_shared<Party>()};
+    own.reducer.add_party(parties[1]);
+    own.reducer.add_party(parties[2]);
+    own.run_step();
+    parties[static_cast<std::size_t>(own.rank)].reset();
+    own.run_step();
+    EXPECT_EQ(parties[2]->ends.size(), 2U);
+    parties[0].reset();
+    parties[1].reset();
+    for (int s = 0; s < 3; ++s) own.run_step();
+    EXPECT_EQ(parties[2]->ends.size(), 5U);
+    const auto odd = std::make_shared<Party>();
+    odd->prefix = "odd " + std::to_string(own.rank);
+    own.reducer.add_party(odd);
+    EXPECT_TRUE(caught<MismatchError>([&] { own.run_step(); }));
+  });
 }
 
 // A begun step ends for its parties, whatever became of the world.
@@ -506,7 +505,7 @@ TEST(StepParties, HearOfAStepThatWasCut) {
     const auto run = [&](Communicator& world) {
       const Mesh mesh(world, MeshOptions{.replicate = 2, .shard = 2});
       const auto hop = std::make_shared<FakeHop>();
-      const auto party = std::make_shared<Party>("v");
+      const auto party = std::make_shared<Party>();
       {
         Reducer reducer(mesh, {.replica_hop = hop});
         register_all(reducer, step);
@@ -532,21 +531,16 @@ TEST(StepParties, HearOfAStepThatWasCut) {
 TEST(StepParties, HearOfAStepThatACloseLeft) {
   constexpr ThreadRanksOptions kShort{.timeout = std::chrono::seconds(1),
                                       .deadline = std::chrono::seconds(30)};
-  const StepCase step = integer_step(some_parameters(), 2, 1, 1);
   std::atomic<bool> closed{false};
-  run_mesh(
-      {1, 2},
-      [&](const Mesh& mesh) {
-        const auto party = std::make_shared<Party>("v");
-        Reducer reducer(mesh);
-        register_all(reducer, step);
-        reducer.add_party(party);
-        run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kShard});
-        if (mesh.rank() == 0) {
-          reducer.close();
-          ASSERT_EQ(party->ends.size(), 1U);
-          EXPECT_EQ(party->ends.front().outcome, StepOutcome::kDropped);
-          EXPECT_THAT(party->ends.front().cause, HasSubstr("closed"));
+  run_with_party(
+      [&](PartyRank& own) {
+        run_microbatch(own.reducer, own.step, 0, own.rank, {.sync = Sync::kShard});
+        if (own.rank == 0) {
+          own.reducer.close();
+          const std::vector<StepEnd>& ends = own.party->ends;
+          ASSERT_EQ(ends.size(), 1U);
+          EXPECT_EQ(ends.front().outcome, StepOutcome::kDropped);
+          EXPECT_THAT(ends.front().cause, HasSubstr("closed"));
           closed = true;
         }
         while (!closed) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -18,8 +18,6 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 constexpr MeshShape kMesh{2, 2};
 constexpr int kLateRank = 3;
 constexpr std::int64_t kCount = 16;
-constexpr ThreadRanksOptions kPatientRanks{.timeout = std::chrono::minutes(1),
-                                           .deadline = std::chrono::seconds(30)};
 
 // A step of one parameter whose mean is `value` everywhere.
 void begin(Reducer& reducer, float value, std::vector<float>& gradient) {
@@ -76,7 +74,7 @@ void with_a_late_rank(float late_value, const EndLate& end_late, const Check& ch
         }
         check(mesh, first, second, outputs);
       },
-      kPatientRanks);
+      kPatient);
 }
 
 TEST(ResultEvents, ComeBeforeADelayedPeerAndTheValuesWithIt) {

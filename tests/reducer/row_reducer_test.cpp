@@ -24,8 +24,6 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-constexpr ThreadRanksOptions kPatientRows{.timeout = std::chrono::minutes(1),
-                                          .deadline = std::chrono::seconds(30)};
 constexpr MeshShape kTwoByOne{2, 1};
 constexpr int kEarly = 0;
 constexpr int kLate = 1;
@@ -226,7 +224,7 @@ TEST(RowReducer, RanksThatAreNotInTheSameBackwardAreToldAndGoOn) {
         modules.step({4, 5});
         modules.expect({4, 5}, "after mismatches");
       },
-      kPatientRows);
+      kPatient);
 }
 
 TEST(RowReducer, AStepIsDroppedBetweenBackwards) {
@@ -266,7 +264,7 @@ TEST(RowReducer, AStepIsDroppedBetweenBackwards) {
           EXPECT_EQ(hop->ends()[s].outcome, s < 4 ? StepOutcome::kDropped : StepOutcome::kClean);
         }
       },
-      kPatientRows);
+      kPatient);
 }
 
 // What a hop with a state gets: names, shapes, ranges with gaps, one end a step.
@@ -341,7 +339,7 @@ TEST(RowReducer, AFailureInsideABackwardEndsTheWorld) {
           }
           EXPECT_TRUE(caught<Error>([&] { static_cast<void>(modules.finish()); }));
         },
-        kPatientRows);
+        kPatient);
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
   }
 }
@@ -362,7 +360,7 @@ TEST(RowReducer, AWrongRowDropsTheStep) {
         modules.step({1});
         modules.expect({1}, "after it");
       },
-      kPatientRows);
+      kPatient);
 }
 
 TEST(RowReducer, TakesOtherParametersBetweenSteps) {
@@ -404,7 +402,7 @@ TEST(RowReducer, OtherParametersOnOneRankAreAMismatch) {
         modules.step({2});
         modules.expect({2}, "after it");
       },
-      kPatientRows);
+      kPatient);
 }
 
 // One rank takes a step for over that another one is still in: each learns it at once.
@@ -442,7 +440,7 @@ TEST(RowReducer, RanksThatAreAStepApartAreTold) {
             EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
           }
         },
-        kPatientRows);
+        kPatient);
   }
 }
 
@@ -460,7 +458,7 @@ TEST(RowReducer, ARowThatIsRefusedFirstDropsItsOwnStep) {
         modules.backward(2);
         modules.expect({2}, "after it");
       },
-      kPatientRows);
+      kPatient);
 }
 
 TEST(RowReducer, AHopThatCannotEndAStepEndsTheWorld) {
@@ -481,7 +479,7 @@ TEST(RowReducer, AHopThatCannotEndAStepEndsTheWorld) {
         ASSERT_TRUE(error);
         EXPECT_THAT(error->what(), HasSubstr("hop: cannot commit"));
       },
-      kPatientRows);
+      kPatient);
 }
 
 // What a dropped step met is not the next one's.
@@ -520,7 +518,7 @@ TEST(RowReducer, ADescriptionThatFailsIsToldAndTheHopIsFreeAfterClose) {
         Modules again(mesh, hop);
         again.step({1});
       },
-      kPatientRows);
+      kPatient);
 }
 
 TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {
@@ -538,7 +536,7 @@ TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {
         ASSERT_TRUE(error);
         EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 (rank 1 of 2)"));
       },
-      kPatientRows);
+      kPatient);
 }
 
 // One replica: nothing travels, and nobody is asked.

@@ -21,10 +21,6 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 using testing::AllOf;
 using testing::HasSubstr;
 
-// A timeout is no way to learn of a peer's failure.
-constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::minutes(2),
-                                      .deadline = std::chrono::seconds(60)};
-
 struct Case {
   MeshShape shape;
   TransportChoice transport;

@@ -28,7 +28,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
-constexpr ThreadRanksOptions kPatient{.timeout = milliseconds(20'000)};
+constexpr ThreadRanksOptions kUnhurried{.timeout = milliseconds(20'000)};
 constexpr ThreadRanksOptions kImpatient{.timeout = milliseconds(400)};
 
 // What a rank threw: "TimeoutError: ...".
@@ -61,7 +61,7 @@ std::string outcome_of(const std::function<void()>& body) {
 }
 
 std::vector<std::string> outcomes(int size, const RankBody& body,
-                                  const ThreadRanksOptions& options = kPatient) {
+                                  const ThreadRanksOptions& options = kUnhurried) {
   std::vector<std::string> texts;
   for (const auto& error : try_nccl_ranks(size, body, options)) texts.push_back(describe(error));
   return texts;
@@ -265,7 +265,7 @@ TEST(NcclFailure, AConnectionThatIsRefusedIsNamedOnEveryRank) {
           EXPECT_THAT(text, AllOf(HasSubstr("RankError: nccl: connect: expected success"),
                                   HasSubstr("rank 1 of 3")));
         },
-        kPatient);
+        kUnhurried);
     EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
   }
 }
@@ -282,7 +282,7 @@ class WithSharedGpu : public ::testing::TestWithParam<const char*> {
             static_cast<void>(comm::nccl_world(control_of(host), gpu_of(host.rank() / 2)));
           }));
         },
-        kPatient);
+        kUnhurried);
   }
 };
 
@@ -323,7 +323,7 @@ TEST(NcclFailure, DifferentVersionsAreNamed) {
             AllOf(HasSubstr("MismatchError"), HasSubstr("expected version 2.28.9 as on rank 0"),
                   HasSubstr("got 2.20.5 (rank 2 of 3)")));
       },
-      kPatient);
+      kUnhurried);
 }
 
 TEST(NcclFailure, ARankWithoutItsGpuIsNamedOnTheOthers) {
@@ -337,7 +337,7 @@ TEST(NcclFailure, ARankWithoutItsGpuIsNamedOnTheOthers) {
         EXPECT_THAT(text, HasSubstr(host.rank() == 0 ? "MismatchError: nccl: rank 1 of 2 cannot"
                                                      : "UsageError: device: cannot use cuda:63"));
       },
-      kPatient);
+      kUnhurried);
 }
 
 TEST(NcclFailure, MemoryElsewhereIsRefusedAndNothingIsLost) {

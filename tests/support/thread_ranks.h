@@ -24,6 +24,10 @@ struct ThreadRanksOptions {
   std::chrono::seconds deadline{120};
 };
 
+// The timeout is longer than the test may take: an error did not come from it.
+inline constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::minutes(2),
+                                             .deadline = std::chrono::seconds(60)};
+
 using RankBody = std::function<void(Communicator& world)>;
 using MeshBody = std::function<void(const Mesh& mesh)>;
 

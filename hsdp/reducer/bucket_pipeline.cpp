@@ -275,12 +275,10 @@ void BucketPipeline::settle(const Ending& ending) {
   StepResult& result = *ending.plan->result;
   if (!on_host()) result.progress = StepResult::Progress::kComputed;
   setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0);
-  const bool overflow = setting_.agreement.collect_nonfinite(step);
-  if (overflow) {
+  if (setting_.agreement.settle(step)) {
     if (on_host()) result.nonfinite->store(1);  // for found_inf(out); a GPU may be reading it
     result.found_inf = true;
   }
-  setting_.agreement.end_step({step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
   result.progress = StepResult::Progress::kKnown;
 }
 

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 
 #include "hsdp/comm/issue_order.h"
@@ -17,9 +16,6 @@
 #include "hsdp/reducer/outcome.h"
 
 namespace hsdp::reducer {
-
-// Of what no dropped step concerns.
-constexpr std::int64_t kNoStep = std::numeric_limits<std::int64_t>::max();
 
 class Lane {
  public:

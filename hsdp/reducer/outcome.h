@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -26,6 +27,9 @@ struct Drop {
   std::string message;
   std::vector<int> ranks;  // of the world
 };
+
+// Of what no dropped step concerns.
+constexpr std::int64_t kNoStep = std::numeric_limits<std::int64_t>::max();
 
 class Outcome {
  public:

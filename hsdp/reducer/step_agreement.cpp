@@ -152,8 +152,11 @@ void StepAgreement::post_nonfinite(std::int64_t step, bool here) {
   world_.post(key("nonfinite", step), here ? "1" : "0");
 }
 
-bool StepAgreement::collect_nonfinite(std::int64_t step) {
-  return std::ranges::count(world_.collect(key("nonfinite", step), "found_inf"), "1") > 0;
+bool StepAgreement::settle(std::int64_t step) {
+  const bool overflow =
+      std::ranges::count(world_.collect(key("nonfinite", step), "found_inf"), "1") > 0;
+  end_step({step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
+  return overflow;
 }
 
 }  // namespace hsdp::reducer

@@ -67,9 +67,10 @@ class StepAgreement {
 
   [[nodiscard]] std::int64_t message_count() const { return posted_ + asked_; }
 
-  // Whether any rank met a non-finite value in that step: what each rank says once, and then asks.
+  // Whether this rank met a non-finite value in that step: each says it once, and then settles the
+  // step: waits for the others and ends it. Returns whether any rank met one.
   void post_nonfinite(std::int64_t step, bool here);
-  [[nodiscard]] bool collect_nonfinite(std::int64_t step);
+  bool settle(std::int64_t step);
 
  private:
   [[nodiscard]] std::string key(std::string_view kind, std::int64_t number) const;

@@ -1,0 +1,269 @@
+#include "hsdp/reducer/row_steps.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "hsdp/error.h"
+
+namespace hsdp::reducer {
+namespace {
+
+WordNames row_names(const std::vector<std::string>& groups) {
+  WordNames names;
+  names.component = "replica_hook";
+  names.microbatch = "backward";
+  names.remedy =
+      "call set_requires_all_reduce with the same flags once before each backward, and finish() "
+      "after the last, on all ranks";
+  names.groups = groups;
+  return names;
+}
+
+}  // namespace
+
+RowSteps::RowSteps(const Groups& ranks, std::vector<std::string> group_names, Outcome& outcome,
+                   RowSums& sums)
+    : replicate_size_(ranks.replicate.size()),
+      outcome_(outcome),
+      sums_(sums),
+      agreement_(ranks.world, Communicator(ranks.world).next_exchange_key(),
+                 row_names(group_names)) {
+  for (std::string& name : group_names) groups_.push_back({.name = std::move(name)});
+}
+
+std::size_t RowSteps::index(int group) const {
+  if (group >= 0 && group < std::ssize(groups_)) return static_cast<std::size_t>(group);
+  throw UsageError({.where = "replica_hook",
+                    .expected = "a group below " + std::to_string(groups_.size()),
+                    .got = std::to_string(group)});
+}
+
+void RowSteps::set_requires_all_reduce(bool flag, std::span<const int> groups) {
+  close_backward("set_requires_all_reduce");
+  for (const int group : groups) groups_[index(group)].all_reduce = flag;
+  ++call_count_;
+}
+
+void RowSteps::count_kept(int group) {
+  ++groups_[index(group)].row_count;
+  ++row_count_;
+}
+
+bool RowSteps::is_complete() const {
+  return backward_ == Backward::kOver && std::ranges::all_of(groups_, [](const Group& group) {
+           return group.all_reduce && group.row_count == 0;
+         });
+}
+
+void RowSteps::close_complete_step(std::string_view call) {
+  if (is_complete()) close_backward(call);
+}
+
+// What comes next is another backward, or another step.
+void RowSteps::close_backward(std::string_view call) {
+  if (backward_ == Backward::kAgreed && !is_alone()) {
+    outcome_.fail(std::make_exception_ptr(
+        Error({.where = "replica_hook: " + std::string(call),
+               .expected = "the end of a backward that reduces over the replicas",
+               .got = "one that an error has left"})));
+    outcome_.rethrow_failure(call);
+  }
+  if (backward_ == Backward::kNothingReduced) return;
+  if (std::ranges::all_of(groups_, &Group::all_reduce)) {
+    std::string kept;
+    for (const Group& group : groups_) {
+      if (group.row_count > 0) kept += (kept.empty() ? "" : ", ") + group.name;
+    }
+    if (!kept.empty()) {
+      throw UsageError({.where = "replica_hook",
+                        .expected = "no gradients left over from the last step",
+                        .got = "those of " + kept + ", which did not run in its last backward",
+                        .remedy = "call handle.finish() before optimizer.step()"});
+    }
+    next_step();
+  }
+  backward_ = Backward::kNothingReduced;
+}
+
+void RowSteps::begin_reduce() {
+  if (backward_ == Backward::kOver) close_backward("reduce");
+  ++row_count_;
+}
+
+void RowSteps::agree() {
+  if (backward_ == Backward::kAgreed) return;
+  if (!is_alone()) judge(post(word_of(kBackwardCall)));
+  backward_ = Backward::kAgreed;
+}
+
+std::int64_t RowSteps::carry_count(int group) const {
+  return std::max(groups_[index(group)].most_rows, call_count_);
+}
+
+void RowSteps::reject(const std::string& message) {
+  if (is_alone()) return;
+  if (backward_ == Backward::kAgreed) {
+    outcome_.fail(std::make_exception_ptr(UsageError(message)));
+    return;
+  }
+  if (is_complete()) next_step();
+  ++row_count_;  // it begins the step
+  abandon(message);
+}
+
+void RowSteps::end_backward() {
+  if (backward_ == Backward::kAgreed) backward_ = Backward::kOver;
+}
+
+std::vector<int> RowSteps::begin_finish() {
+  if (backward_ == Backward::kAgreed && !is_alone()) close_backward("finish");
+  for (Group& group : groups_) group.most_rows = group.row_count;
+  if (!is_alone()) judge(post(word_of(kFinishCall)));
+  backward_ = Backward::kAgreed;
+  std::vector<int> left;
+  for (int g = 0; g < std::ssize(groups_); ++g) {
+    if (groups_[index(g)].most_rows > 0) left.push_back(g);
+  }
+  return left;
+}
+
+void RowSteps::end_finish() {
+  backward_ = Backward::kNothingReduced;
+  if (!begun()) return;
+  const std::int64_t step = step_;
+  next_step();
+  if (is_alone()) return;
+  agreement_.post_nonfinite(step, sums_.take_nonfinite());
+  settle(step);
+}
+
+StatusWord RowSteps::word_of(const char* call) const {
+  const bool finishes = call == kFinishCall;
+  StatusWord word;
+  word.call = call;
+  word.step = step_;
+  word.microbatch = call_count_;
+  for (const Group& group : groups_) {
+    word.groups.push_back({.sync = finishes || group.all_reduce ? Sync::kAll : Sync::kShard,
+                           .carry_count = finishes ? group.row_count : group.row_count + 1});
+  }
+  return word;
+}
+
+// Who cannot say its word drops the step.
+RowSteps::Posted RowSteps::post(StatusWord word) {
+  judge_own_drop();
+  word.step = step_;  // which that may have changed
+  if (!word.dropped) {
+    try {
+      word.sections = agreement_.sections();
+    } catch (const std::exception& error) {
+      drop(error.what());
+      throw;
+    }
+  }
+  if (agreement_.ended_steps() < step_) {
+    agreement_.post_nonfinite(step_ - 1, sums_.take_nonfinite());
+  }
+  return {agreement_.post(word), step_};
+}
+
+// Throws where the ranks do not agree, or one has dropped the step: nobody has it any more then.
+void RowSteps::judge(const Posted& posted) {
+  const StepAgreement::Words words = agreement_.collect(posted.number);
+  const bool last_is_cut = is_behind(words, posted.step);
+  if (!last_is_cut) settle(posted.step - 1);
+  StepAgreement::Judgement judgement = agreement_.judge(words);
+  if (!judgement.mismatch && !judgement.dropped) {
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      groups_[g].most_rows = 0;
+      for (const StatusWord& word : words) {
+        groups_[g].most_rows = std::max(groups_[g].most_rows, word.groups[g].carry_count);
+      }
+    }
+    return;
+  }
+  if (last_is_cut) --step_;
+  end_dropped(step_, judgement.mismatch ? judgement.mismatch->message : judgement.cause);
+  next_step();
+  if (judgement.mismatch) comm::throw_failure(*judgement.mismatch);
+  throw_drop(std::move(*judgement.drop));
+}
+
+// The others may be long in backwards that send nothing.
+void RowSteps::judge_own_drop() {
+  if (!own_drop_) return;
+  const auto words = agreement_.collect_patiently(own_drop_->number);
+  if (!words) return;
+  if (is_behind(*words, own_drop_->step)) {
+    --own_drop_->step;
+    --step_;
+  } else {
+    settle(own_drop_->step - 1);
+  }
+  end_dropped(own_drop_->step, agreement_.judge(*words).cause);
+  own_drop_.reset();
+}
+
+bool RowSteps::is_behind(const StepAgreement::Words& words, std::int64_t step) const {
+  return agreement_.ended_steps() < step &&
+         std::ranges::any_of(words, [&](const StatusWord& word) { return word.step < step; });
+}
+
+// The last word of a step is how it came out, which comes with the first of the next.
+void RowSteps::settle(std::int64_t step) {
+  if (agreement_.ended_steps() > step) return;
+  outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step)); });
+  outcome_.rethrow_failure("end of a step");
+}
+
+// What it met is not the next one's.
+void RowSteps::end_dropped(std::int64_t step, const std::string& cause) {
+  static_cast<void>(sums_.take_nonfinite());
+  outcome_.guard(kNoStep, [&] { agreement_.end_step({step, StepOutcome::kDropped, cause}); });
+  outcome_.rethrow_failure("end of a step");
+}
+
+void RowSteps::abandon(std::string_view reason) noexcept {
+  if (!begun()) return;
+  try {
+    outcome_.rethrow_failure("abandon_step");
+    if (backward_ == Backward::kAgreed && !is_alone()) {
+      throw Error("replica_hook: a backward that reduces over the replicas was left: " +
+                  std::string(reason));
+    }
+    drop(reason);
+  } catch (...) {
+    fail(std::current_exception());
+  }
+}
+
+void RowSteps::close(std::string_view reason) noexcept {
+  agreement_.stop_waiting();
+  if (!own_drop_) abandon(reason);
+}
+
+void RowSteps::drop(std::string_view reason) {
+  if (is_alone()) return next_step();
+  StatusWord word = word_of(kDropCall);
+  word.groups.clear();
+  word.dropped = true;
+  word.reason = reason.empty() ? "no reason was given" : reason;
+  own_drop_ = post(std::move(word));
+  next_step();
+}
+
+void RowSteps::fail(std::exception_ptr error) {
+  outcome_.fail(std::move(error));
+  next_step();
+}
+
+// Nothing is kept of the one before.
+void RowSteps::next_step() {
+  for (Group& group : groups_) group.row_count = 0;
+  ++step_;
+  call_count_ = row_count_ = 0;
+  backward_ = Backward::kNothingReduced;
+}
+
+}  // namespace hsdp::reducer

@@ -1,5 +1,6 @@
 #include "hsdp/reducer/row_sums.h"
 
+#include <exception>
 #include <utility>
 
 #include "hsdp/kernels/cast_and_pack.h"
@@ -67,12 +68,24 @@ void RowSums::close_total(std::size_t group, Stream& stream) {
 }
 
 void RowSums::wait() {
-  outcome_.guard(kNoStep, [this] {
-    ranks_.world.wait(totals_);
-    for (const Event& hop : std::exchange(late_hops_, {})) ranks_.world.wait(hop);
-    for (const Sum& sum : sums_) ranks_.world.wait(sum.written);
-  });
+  if (!outcome_.failed()) drain();
   outcome_.rethrow_failure("replica hop");
+}
+
+void RowSums::drain() noexcept {
+  std::vector<Event> all = std::exchange(late_hops_, {});
+  all.push_back(totals_);
+  for (const Sum& sum : sums_) all.push_back(sum.written);
+  std::exception_ptr error;
+  for (const Event& event : all) {
+    try {
+      ranks_.world.wait(event);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+    if (!event.complete()) break;  // a GPU that hangs: nor will the rest
+  }
+  if (error) outcome_.fail(std::move(error));
 }
 
 bool RowSums::take_nonfinite() {

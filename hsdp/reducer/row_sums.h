@@ -38,6 +38,8 @@ class RowSums {
   [[nodiscard]] std::atomic<std::uint32_t>* nonfinite() { return nonfinite_.get(); }
   // Waits until all of it is done. Throws what has ended the world, which may be an error of it.
   void wait();
+  // The same after the world's end too, before the memory goes.
+  void drain() noexcept;
   // And says whether a value was not finite since it was last asked.
   [[nodiscard]] bool take_nonfinite();
 

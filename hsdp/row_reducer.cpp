@@ -97,7 +97,7 @@ struct RowReducer::Parts {
     content->set(its_groups);
     for (RowGroup& group : its_groups) groups.push_back({.of = std::move(group)});
   }
-  ~Parts();
+  ~Parts() { close(); }
   Parts(const Parts&) = delete;
   Parts& operator=(const Parts&) = delete;
 
@@ -109,6 +109,7 @@ struct RowReducer::Parts {
   void add_up(int number, const Row& row, const TensorView& total, Stream& stream);
   void over_replicas(int number, const Row& row, const TensorView& total, Stream& stream);
   void let_go_of_hop(const std::string& cause) noexcept;
+  void close() noexcept;
 
   reducer::Groups ranks;
   std::vector<Group> groups;
@@ -122,7 +123,7 @@ struct RowReducer::Parts {
   std::int64_t reduce_count = 0;
 };
 
-RowReducer::Parts::~Parts() {
+void RowReducer::Parts::close() noexcept {
   steps.close(kTakenOut);
   sums.drain();
   let_go_of_hop(kTakenOut);
@@ -311,10 +312,7 @@ void RowReducer::end_finish() {
 
 void RowReducer::abandon_step(std::string_view reason) noexcept { parts_->steps.abandon(reason); }
 
-void RowReducer::close() {
-  parts_->steps.abandon(kTakenOut);
-  parts_->let_go_of_hop(kTakenOut);
-}
+void RowReducer::close() { parts_->close(); }
 
 bool RowReducer::keeps(int group) const { return parts_->steps.keeps(group); }
 

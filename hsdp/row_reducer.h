@@ -61,7 +61,7 @@ class RowReducer {
  public:
   // Groups and hop are the same on all ranks, MismatchError where they are not. No hop: PlainHop.
   RowReducer(const Mesh& mesh, std::vector<RowGroup> groups, std::shared_ptr<ReplicaHop> hop = {});
-  // Drops a step that is begun; waits for nobody.
+  // Drops a step that is begun; waits for no other rank, also where it has just dropped another.
   ~RowReducer();
   RowReducer(RowReducer&&) noexcept;
   RowReducer& operator=(RowReducer&&) noexcept;
@@ -93,7 +93,7 @@ class RowReducer {
   // Drops the step on all ranks; nothing where none is begun. From inside a backward that has
   // reduced something it ends the world.
   void abandon_step(std::string_view reason) noexcept;
-  // As the destructor, and lets go of the hop; no other call but the destructor may follow.
+  // What the destructor does, now; no other call but the destructor may follow.
   void close();
 
   [[nodiscard]] bool keeps(int group) const;

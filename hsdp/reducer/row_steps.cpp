@@ -162,7 +162,7 @@ RowSteps::Posted RowSteps::post(StatusWord word) {
       throw;
     }
   }
-  if (agreement_.ended_steps() < step_) {
+  if (agreement_.ended_steps() < step_ && !own_drop_) {
     agreement_.post_nonfinite(step_ - 1, sums_.take_nonfinite());
   }
   return {agreement_.post(word), step_};
@@ -190,9 +190,10 @@ void RowSteps::judge(const Posted& posted) {
   throw_drop(std::move(*judgement.drop));
 }
 
-// The others may be long in backwards that send nothing.
+// The others may be long in backwards that send nothing. Who goes does not wait for them: a second
+// drop is as good to them without.
 void RowSteps::judge_own_drop() {
-  if (!own_drop_) return;
+  if (!own_drop_ || is_closed_) return;
   const auto words = agreement_.collect_patiently(own_drop_->number);
   if (!words) return;
   if (is_behind(*words, own_drop_->step)) {
@@ -239,8 +240,8 @@ void RowSteps::abandon(std::string_view reason) noexcept {
 }
 
 void RowSteps::close(std::string_view reason) noexcept {
-  agreement_.stop_waiting();
-  if (!own_drop_) abandon(reason);
+  is_closed_ = true;
+  abandon(reason);
 }
 
 void RowSteps::drop(std::string_view reason) {

@@ -41,7 +41,8 @@ class RowSteps {
   [[nodiscard]] std::vector<int> begin_finish();
   void end_finish();
   void abandon(std::string_view reason) noexcept;
-  // Drops a step that is begun, as its owner goes; waits for nobody.
+  // Drops a step that is begun, as its owner goes; waits for no rank. No other call may follow, but
+  // for end_cut_steps().
   void close(std::string_view reason) noexcept;
 
   // UsageError where there is no such group.
@@ -108,6 +109,7 @@ class RowSteps {
   std::int64_t row_count_ = 0;   // in this step
   Backward backward_ = Backward::kNothingReduced;
   std::optional<Posted> own_drop_;  // not judged yet
+  bool is_closed_ = false;
 };
 
 }  // namespace hsdp::reducer

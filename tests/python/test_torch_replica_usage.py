@@ -60,6 +60,7 @@ def use_wrongly(folder: str) -> None:
     count_differently(flat["shard"])
     set_flags_differently(flat["shard"])
     end_differently(flat["shard"])
+    refuse_to_finish(flat["shard"])
     step_too_early(flat["shard"])
     dist.destroy_process_group()
 
@@ -149,6 +150,30 @@ def end_differently(shard_mesh: Any) -> None:
             handle.finish()
             assert model.weight.grad.full_tensor().tolist() == [[6.0, 6.0]] * 2
             model.zero_grad()
+        handle.close()
+
+
+def refuse_to_finish(shard_mesh: Any) -> None:
+    """What one rank cannot finish is dropped on all."""
+    with hsdp.init_mesh(2, 1) as mesh:
+        model: Any = fully_shard(nn.Linear(2, 2), mesh=shard_mesh)
+        handle = hsdp.torch.replica_hook(model, mesh)
+        handle.set_requires_all_reduce(False)
+        model(torch.ones(2, 2)).sum().backward()
+        if mesh.rank == 1:
+            model.set_gradient_divide_factor(3.0)
+        error = (hsdp.StepAbortedError, hsdp.UsageError)[mesh.rank]
+        who = ("rank 1 of 2 abandoned it.*", "")[mesh.rank]
+        with pytest.raises(error, match=who + "divide factor None of the step.*, got 3.0"):
+            handle.finish()
+        assert handle.carry_bytes == 0
+        model.set_gradient_divide_factor(2.0)
+        model.reset_iter_state()
+        model.zero_grad()
+        handle.set_requires_all_reduce(True)
+        model(torch.ones(2, 2)).sum().backward()
+        handle.finish()
+        assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0]] * 2
         handle.close()
 
 

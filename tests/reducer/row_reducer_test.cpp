@@ -7,6 +7,7 @@
 #include <array>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <limits>
 #include <memory>
 #include <set>
@@ -76,7 +77,7 @@ Values mean_of(const std::vector<int>& backwards, int module) {
 // One rank's model: what a backward leaves in its gradients.
 class Modules {
  public:
-  Modules(const Mesh& mesh, std::shared_ptr<ReplicaHop> hop = {})
+  explicit Modules(const Mesh& mesh, std::shared_ptr<ReplicaHop> hop = {})
       : rank_(mesh.rank()), rows(mesh, two_modules(), std::move(hop)) {}
 
   void set_last(bool last) { rows.set_requires_all_reduce(last, std::vector<int>{kEarly, kLate}); }
@@ -265,6 +266,76 @@ TEST(RowReducer, AStepIsDroppedBetweenBackwards) {
         }
       },
       kPatient);
+}
+
+// The first drop is not judged yet, as nobody waits for the others then.
+TEST(RowReducer, WhoGoesAfterADropDropsTheNextStepToo) {
+  for (const bool closes : {false, true}) {
+    SCOPED_TRACE(closes);
+    std::promise<void> gone;
+    std::shared_future<void> is_gone = gone.get_future().share();
+    run_mesh(
+        kTwoByOne,
+        [&](const Mesh& mesh) {
+          const auto hop = std::make_shared<FakeHop>();
+          auto modules = std::make_unique<Modules>(mesh, hop);
+          modules->set_last(false);
+          modules->backward(0);
+          if (mesh.rank() == 0) {
+            modules->rows.abandon_step("a bad batch");
+            modules->set_last(false);
+            modules->backward(1);
+            if (closes) modules->rows.close();
+            modules.reset();
+            gone.set_value();
+          } else {
+            is_gone.wait();
+            for (const std::string why : {"a bad batch", "the hooks were taken out"}) {
+              modules->set_last(true);
+              const auto error = caught<StepAbortedError>([&] { modules->backward(1); });
+              ASSERT_TRUE(error) << why;
+              EXPECT_THAT(error->what(), HasSubstr(why));
+            }
+          }
+          ASSERT_EQ(hop->ends().size(), 2U);
+          for (std::size_t s = 0; s < 2; ++s) {
+            EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
+            EXPECT_EQ(hop->ends()[s].outcome, StepOutcome::kDropped);
+          }
+        },
+        kPatientRows);
+  }
+}
+
+TEST(RowReducer, AFinishThatOneRankRefusesDropsTheStep) {
+  run_mesh(
+      kTwoByOne,
+      [](const Mesh& mesh) {
+        FakeHop::Options options;
+        bool refuses = false;
+        options.on = [&refuses](std::string_view place) {
+          if (refuses && place == "word") throw Error("hop: no words");
+        };
+        const auto hop = std::make_shared<FakeHop>(options);
+        Modules modules(mesh, hop);
+        modules.set_last(false);
+        modules.backward(0);
+        refuses = mesh.rank() == 1;
+        const auto error = caught<Error>([&] { static_cast<void>(modules.finish()); });
+        refuses = false;
+        ASSERT_TRUE(error);
+        EXPECT_THAT(error->what(), HasSubstr("hop: no words"));
+        if (mesh.rank() == 0) {
+          EXPECT_THAT(error->what(), HasSubstr("rank 1 of 2 abandoned it"));
+        }
+        EXPECT_EQ(modules.rows.kept_bytes(), 0);
+        modules.step({1, 2});
+        EXPECT_TRUE(modules.finish().empty());
+        ASSERT_EQ(hop->ends().size(), 2U);
+        EXPECT_EQ(hop->ends().front().outcome, StepOutcome::kDropped);
+        EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kClean);
+      },
+      kPatientRows);
 }
 
 // What a hop with a state gets: names, shapes, ranges with gaps, one end a step.

@@ -314,6 +314,8 @@ void RowReducer::abandon_step(std::string_view reason) noexcept { parts_->steps.
 
 void RowReducer::close() { parts_->close(); }
 
+std::int64_t RowReducer::count(int group) const { return parts_->group(group).of.count; }
+
 bool RowReducer::keeps(int group) const { return parts_->steps.keeps(group); }
 
 std::int64_t RowReducer::kept_bytes() const {

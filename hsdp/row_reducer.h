@@ -96,6 +96,7 @@ class RowReducer {
   // What the destructor does, now; no other call but the destructor may follow.
   void close();
 
+  [[nodiscard]] std::int64_t count(int group) const;  // of elements in its rows
   [[nodiscard]] bool keeps(int group) const;
   [[nodiscard]] std::int64_t kept_bytes() const;
   [[nodiscard]] std::int64_t all_reduce_count() const;  // rows that went over the replicas

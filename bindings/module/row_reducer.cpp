@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -122,6 +123,7 @@ class RowReducerHandle {
   }
   [[nodiscard]] bool begins_step() const { return rows().begins_step(); }
 
+  [[nodiscard]] std::int64_t count(int group) const { return rows().count(group); }
   [[nodiscard]] bool keeps(int group) const { return rows().keeps(group); }
   [[nodiscard]] std::int64_t kept_bytes() const { return rows().kept_bytes(); }
   [[nodiscard]] std::int64_t all_reduce_count() const { return rows().all_reduce_count(); }
@@ -175,6 +177,7 @@ void bind_row_reducer(py::module_& module) {
       .def("end_finish", &RowReducerHandle::end_finish)
       .def("abandon_step", &RowReducerHandle::abandon_step)
       .def("close", &RowReducerHandle::close)
+      .def("count", &RowReducerHandle::count)
       .def("keeps", &RowReducerHandle::keeps)
       .def_property_readonly("begins_step", &RowReducerHandle::begins_step)
       .def_property_readonly("kept_bytes", &RowReducerHandle::kept_bytes)

@@ -187,6 +187,7 @@ def finish_what_did_not_run(folder: str) -> None:
         check_local_sums(mesh, shard_mesh)
         check_freezing(mesh, shard_mesh)
         check_reentrant_checkpoints(mesh, shard_mesh)
+        check_ends_of_backwards(mesh, shard_mesh)
         check_counts(mesh, device_mesh(2, 2))
         check_flags_of_all(mesh, shard_mesh)
         check_sums_of_one_dtype(mesh, device_mesh(2, 2))
@@ -294,6 +295,19 @@ def check_reentrant_checkpoints(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
         results.append([p.grad.full_tensor() for p in model.parameters()])
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected)
+
+
+def check_ends_of_backwards(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
+    """However many modules there are, the end of a backward is looked for once."""
+    model = Checkpointed(reentrant=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=shard_mesh)
+    handle: Any = hsdp.torch.replica_hook(model, mesh)
+    end_backward, ends = handle._end_backward, []
+    handle._end_backward = lambda: ends.append(end_backward())
+    for m in range(3):
+        model(torch.ones(2, 3)).backward()
+        assert len(ends) == m + 1 and handle.all_reduce_count == 3 * len(ends)
 
 
 def run_counted(model: Any, set_flag: Any, flagged: list[str], rank: int) -> int:

@@ -36,9 +36,9 @@ class ReplicaHookHandle:
         self._mesh = mesh
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._trainable = [group.trainable_ids() for group in self._groups]
-        self._counts = [group.count() for group in self._groups]
         self._rows = _hsdp.RowReducer(mesh._handle, self._described(), hop)
         self._factors: dict[int, float | None] = {}  # by group, of the rows that are kept
+        self._backward = -1  # that calls _end_backward, as autograd numbers them
         self._closed = False
         for index, group in enumerate(self._groups):
             group.set_hook(functools.partial(self._in_backward, index))
@@ -108,7 +108,7 @@ class ReplicaHookHandle:
             raise
         for index in self._rows.begin_finish():
             group = self._groups[index]
-            total = torch.empty(self._counts[index], device=group.device)
+            total = torch.empty(self._rows.count(index), device=group.device)
             self._reduce(index, None, total)
             with torch.no_grad():
                 group.add_to_gradients(total)
@@ -167,7 +167,10 @@ class ReplicaHookHandle:
         self._reduce(index, flat, total)
         if total is not flat:
             flat.data = total  # fp32: FSDP2 casts to the parameters' dtype, which rounds once
-        Variable._execution_engine.queue_callback(self._end_backward)
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._end_backward)
 
     def _reduce(self, index: int, flat: torch.Tensor | None, total: torch.Tensor) -> None:
         shard_size = self._mesh.shard_size if self._groups[index].sums else 1
@@ -185,16 +188,15 @@ class ReplicaHookHandle:
             return
         self._rows.set_groups(self._described())
         self._trainable = trainable
-        self._counts = [group.count() for group in self._groups]
 
     # UsageError unless `count` gradients can be added.
     def _require_usable(self, index: int, count: int) -> None:
         group = self._groups[index]
-        keeps, expected = self._rows.keeps(index), group.count()
-        if count != expected or count != self._counts[index]:
+        keeps, expected, known = self._rows.keeps(index), group.count(), self._rows.count(index)
+        if not count == expected == known:
             raise UsageError(
                 f"replica_hook: gradients of {group.name}: expected {expected} elements, those of "
-                f"all its trainable parameters, got {count} beside {self._counts[index]} from "
+                f"all its trainable parameters, got {count} beside {known} from "
                 "earlier backwards; where a backward leaves parameters of a module unused, call "
                 "model.set_reduce_scatter_unused_params(True); freeze parameters between steps only"
             )

@@ -223,5 +223,43 @@ TEST(Memory, GradientsThatFindNoStagingAreRetainedUntilTheEnd) {
   });
 }
 
+// After a local microbatch they join the local sums instead, unless these would round once more.
+TEST(Memory, LocalSumsTakeGradientsThatFindNoStaging) {
+  const MeshShape shape{.replicate = 1, .shard = 2};
+  std::vector<ParameterSpec> specs;
+  for (int p = 0; p < 16; ++p) {
+    specs.push_back({.name = "w" + std::to_string(p), .shape = {256}, .dtype = Dtype::kBf16});
+  }
+  const StepCase step = random_step(specs, shape.size(), {Sync::kNone, Sync::kAll}, 5);
+  for (const auto sums : {AccumulateDtype::kF32, AccumulateDtype::kParam}) {
+    const ReducerOptions options{.bucket_bytes = 512, .accumulate_dtype = sums};
+    std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+    run_mesh(shape, [&](const Mesh& mesh) {
+      const auto rank = static_cast<std::size_t>(mesh.rank());
+      Reducer reducer(mesh, options);
+      register_all(reducer, step);
+      run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kNone});
+      reducer.begin_microbatch({.sync = Sync::kAll});
+      std::vector<StoredGradient> stored;
+      stored.reserve(specs.size());
+      for (std::size_t p = specs.size(); p-- > 1;) {
+        stored.emplace_back(*step.gradients[p][1][rank], specs[p].shape, Dtype::kBf16);
+        reducer.gradient_ready(static_cast<int>(p), stored.back().view());
+      }
+      const std::int64_t retained_bytes = reducer.stats().retained_bytes;
+      if (sums == AccumulateDtype::kF32) {
+        EXPECT_EQ(retained_bytes, 0);
+      } else {
+        EXPECT_GE(retained_bytes, 13 * 512);
+      }
+      stored.emplace_back(*step.gradients[0][1][rank], specs[0].shape, Dtype::kBf16);
+      reducer.gradient_ready(0, stored.back().view());
+      reducer.end_microbatch();
+      results[rank] = read_result(reducer, step);
+    });
+    expect_reference(results, step, options, shape, sums == AccumulateDtype::kF32 ? "f32" : "bf16");
+  }
+}
+
 }  // namespace
 }  // namespace hsdp

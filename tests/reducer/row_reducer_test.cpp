@@ -303,7 +303,7 @@ TEST(RowReducer, WhoGoesAfterADropDropsTheNextStepToo) {
             EXPECT_EQ(hop->ends()[s].outcome, StepOutcome::kDropped);
           }
         },
-        kPatientRows);
+        kPatient);
   }
 }
 
@@ -335,7 +335,7 @@ TEST(RowReducer, AFinishThatOneRankRefusesDropsTheStep) {
         EXPECT_EQ(hop->ends().front().outcome, StepOutcome::kDropped);
         EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kClean);
       },
-      kPatientRows);
+      kPatient);
 }
 
 // What a hop with a state gets: names, shapes, ranges with gaps, one end a step.

@@ -120,6 +120,7 @@ void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
   if (error && !outcome_.note_fault(error)) outcome_.fail(std::move(error));
   lock.lock();
   --in_flight_;
+  if (awaits_quiet_ && in_flight_ == 0) changed_.notify_all();
 }
 
 // Packs what can be packed of a parameter whose contribution stands in kept_, keeps the rest.
@@ -349,8 +350,7 @@ bool Collector::leaves_packing_to_caller() const {
 void Collector::wake_waiter() {
   const bool for_done = done_ != nullptr && (*done_)();
   const bool for_help = leaves_packing_to_caller() && !ready_.empty();
-  const bool for_quiet = awaits_quiet_ && in_flight_ == 0;
-  if (for_done || for_help || for_quiet) changed_.notify_all();
+  if (for_done || for_help) changed_.notify_all();
 }
 
 void Collector::wait_for_packs_in_flight(Lock& lock) {

@@ -322,6 +322,63 @@ TEST(DropWithKeptGradients, DoesNotPackThem) {
   expect_reference(results, step, {}, {1, 2}, "after a drop with kept gradients");
 }
 
+// Says so when somebody waits for it.
+class ProducedOnCall : public Event::State {
+ public:
+  ProducedOnCall(std::latch& awaited, std::latch& produced)
+      : awaited_(awaited), produced_(produced) {}
+  [[nodiscard]] bool complete() const override { return produced_.try_wait(); }
+  void wait() const override {
+    awaited_.count_down();
+    produced_.wait();
+  }
+
+ private:
+  std::latch& awaited_;
+  std::latch& produced_;
+};
+
+// A gradient that finds no staging joins its local sum on the thread that brings it, while another
+// thread drops the step and has to wait for that.
+TEST(DropWithAGradientUnderWay, WaitsUntilItHasJoinedTheLocalSum) {
+  std::vector<ParameterSpec> parameters;
+  for (int p = 0; p < 8; ++p) parameters.push_back({.name = std::to_string(p), .shape = {16}});
+  const StepCase step = random_step(parameters, 2, {Sync::kNone, Sync::kShard, Sync::kAll}, 3);
+  std::vector<RankResult> results(2);
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 64});
+    register_all(reducer, step);
+    const int rank = mesh.rank();
+    run_microbatch(reducer, step, 0, rank, {.sync = Sync::kNone});
+    if (rank == 1) {
+      std::latch awaited(1);
+      std::latch produced(1);
+      const StoredGradient gradient(*step.gradients[7][1][1], {16}, Dtype::kF32);
+      reducer.begin_microbatch({.sync = Sync::kShard});
+      std::thread backward([&] {
+        reducer.gradient_ready("7", gradient.view(), {},
+                               Event(std::make_shared<ProducedOnCall>(awaited, produced)));
+      });
+      awaited.wait();
+      std::thread late([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));  // abandon_step() waits by then
+        produced.count_down();
+      });
+      reducer.abandon_step("of this rank's own");
+      backward.join();
+      late.join();
+    } else {
+      EXPECT_TRUE(caught<StepAbortedError>([&] {
+        run_microbatch(reducer, step, 1, rank, {.sync = Sync::kShard});
+        run_microbatch(reducer, step, 2, rank, {.sync = Sync::kAll});
+        reducer.finish();
+      }));
+    }
+    results[static_cast<std::size_t>(rank)] = run_step(reducer, step, rank);
+  });
+  expect_reference(results, step, {}, {1, 2}, "after a drop with a gradient under way");
+}
+
 // Reads nothing of other ranks, and so waits for none.
 TEST(DropBeforeALocalWindow, LeavesFoundInfAtOnce) {
   const StepCase step = random_step(small_parameters(Dtype::kF32), 2, {Sync::kAll}, 3);

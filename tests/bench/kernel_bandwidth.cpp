@@ -24,6 +24,7 @@
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/simd_target.h"
 #include "hsdp/kernels/sum_rows.h"
+#include "quant/quantize.h"
 
 namespace {
 
@@ -63,7 +64,7 @@ struct Arrays {
   std::vector<Buffer> memory;
 };
 
-constexpr int kBaselines = 3;  // the first cases
+constexpr int kBaselines = 4;  // the first cases
 
 // Reads, copies and fills memory with no arithmetic, around the cache where the compiler can.
 void scan(const std::byte* from, std::size_t bytes) {
@@ -111,6 +112,7 @@ void add_baselines(std::vector<Case>& cases, const Arrays& arrays) {
   cases.push_back({"scan", traffic, 0.0, [=] { scan(from, bytes); }});
   cases.push_back({"copy", traffic, traffic, [=] { copy(to, from, bytes); }});
   cases.push_back({"fill", 0.0, traffic, [=] { fill(to, bytes); }});
+  cases.push_back({"memcpy", traffic, traffic, [=] { std::memcpy(to, from, bytes); }});
 }
 
 void add_sums(std::vector<Case>& cases, const Arrays& arrays) {
@@ -204,6 +206,86 @@ void add_scales_and_norms(std::vector<Case>& cases, const Arrays& arrays) {
   }
 }
 
+// int4 in groups of 64 with bf16 scales and int8 errors, as LoCo uses them.
+struct Quantized {
+  explicit Quantized(const Arrays& arrays_)
+      : arrays(&arrays_),
+        map(std::vector<hsdp::ParameterRange>{{.count = arrays_.count}}, 64, 1),
+        layout(map, {}),
+        codes(hsdp::Device{}, static_cast<std::size_t>(2 * map.element_count())),
+        scales(hsdp::Device{}, static_cast<std::size_t>(8 * map.group_count())) {
+    for (int r = 0; r < kMessages; ++r) {
+      messages.emplace_back(hsdp::Device{}, static_cast<std::size_t>(layout.cut().count()));
+    }
+  }
+  [[nodiscard]] hsdp::quant::Message message(int r) const {
+    return {layout.format(), messages[static_cast<std::size_t>(r)].data(), 0, layout.rows().data()};
+  }
+  // One of two.
+  [[nodiscard]] hsdp::quant::ErrorState error(int which) const {
+    return {.codes = reinterpret_cast<std::int8_t*>(codes.data()) + which * map.element_count(),
+            .scales = reinterpret_cast<float*>(scales.data()) + which * map.group_count()};
+  }
+
+  static constexpr int kMessages = 9;
+  const Arrays* arrays;
+  hsdp::quant::GroupMap map;
+  hsdp::quant::MessageLayout layout;
+  Buffer codes;
+  Buffer scales;
+  std::vector<Buffer> messages;
+};
+
+void add_quantization(std::vector<Case>& cases, const Quantized& memory) {
+  const auto n = static_cast<double>(memory.map.element_count());
+  const auto message = static_cast<double>(memory.layout.cut().count());
+  const double error = n + 4.0 * static_cast<double>(memory.map.group_count());
+  const auto* const values = static_cast<const float*>(memory.arrays->at(0));
+  static const hsdp::quant::Dither kDither{1, 2, 3};
+  static std::vector<hsdp::quant::TileFigures> figures;
+  figures.resize(memory.map.tiles().size());
+  const auto sender = [&memory, values](bool feeds_back) {
+    hsdp::quant::Quantize args{.tiles = memory.map.tiles(), .values = values, .factor = 0.25F};
+    if (feeds_back) {
+      args.before = memory.error(0);
+      args.after = memory.error(1);
+    }
+    args.out = memory.message(0);
+    return args;
+  };
+  cases.push_back({"quantize int4", 4 * n, message, [=] { quantize(sender(false)); }});
+  cases.push_back({"quantize int4, int8 error", 4 * n + error, message + error,
+                   [=] { quantize(sender(true)); }});
+  cases.push_back({"  with stochastic rounding", 4 * n + error, message + error, [=] {
+                     hsdp::quant::Quantize args = sender(true);
+                     args.dither = &kDither;
+                     quantize(args);
+                   }});
+  cases.push_back({"  with figures", 4 * n + error, message + error, [=] {
+                     hsdp::quant::Quantize args = sender(true);
+                     args.figures = figures.data();
+                     quantize(args);
+                   }});
+  for (const int rows : {2, 8}) {
+    cases.push_back({"sum of " + std::to_string(rows) + " int4, quantize, int8 error",
+                     rows * message + error, message + error, [=, &memory] {
+                       std::vector<hsdp::quant::Message> received;
+                       received.reserve(static_cast<std::size_t>(rows));
+                       for (int r = 0; r < rows; ++r) received.push_back(memory.message(r));
+                       hsdp::quant::Quantize args = sender(true);
+                       args.values = nullptr;
+                       args.received = received;
+                       args.out = memory.message(Quantized::kMessages - 1);
+                       quantize(args);
+                     }});
+  }
+  cases.push_back({"dequantize int4", message, 4 * n, [=, &memory] {
+                     hsdp::quant::dequantize({.tiles = memory.map.tiles(),
+                                              .in = memory.message(0),
+                                              .values = static_cast<float*>(memory.arrays->at(4))});
+                   }});
+}
+
 // Time that this thread ran: other processes may be on its core in between.
 double thread_s() {
   timespec now{};
@@ -236,6 +318,7 @@ int main(int argc, char** argv) {
   const std::int64_t mebibytes = argc > 1 ? std::max(1L, std::atol(argv[1])) : 64;
   const std::string wanted = argc > 2 ? argv[2] : "";
   const Arrays arrays((mebibytes << 20U) / 4);
+  const Quantized quantized(arrays);
   const int rounds = static_cast<int>(std::clamp<std::int64_t>(1024 / mebibytes, 5, 200));
   const std::string chosen = hsdp::kernels::simd_target();
   for (const std::string& target : hsdp::kernels::simd_targets()) {
@@ -247,17 +330,22 @@ int main(int argc, char** argv) {
     add_sums(cases, arrays);
     add_casts(cases, arrays);
     add_scales_and_norms(cases, arrays);
+    add_quantization(cases, quantized);
     const auto unwanted = [&](const Case& one) {
       return one.name.find(wanted) == std::string::npos;
     };
     cases.erase(std::remove_if(cases.begin() + kBaselines, cases.end(), unwanted), cases.end());
     measure(cases, rounds);
-    std::printf("%s, arrays of %lld MiB, best of %d\n%-40s %8s %8s\n", target.c_str(),
-                static_cast<long long>(mebibytes), rounds, "", "GB/s", "of limit");
+    std::printf("%s, arrays of %lld MiB, best of %d\n%-40s %8s %8s %10s\n", target.c_str(),
+                static_cast<long long>(mebibytes), rounds, "", "GB/s", "of limit", "of memcpy");
     for (const Case& one : cases) {
-      std::printf("%-40s %8.1f %7.0f%%\n", one.name.c_str(),
-                  (one.read_bytes + one.written_bytes) / one.best_s * 1e-9,
-                  100.0 * roofline_s(one, cases) / one.best_s);
+      const double bytes_per_s = (one.read_bytes + one.written_bytes) / one.best_s;
+      const Case& memcpy_case = cases[kBaselines - 1];
+      const double memcpy_bytes_per_s =
+          (memcpy_case.read_bytes + memcpy_case.written_bytes) / memcpy_case.best_s;
+      std::printf("%-40s %8.1f %7.0f%% %9.0f%%\n", one.name.c_str(), bytes_per_s * 1e-9,
+                  100.0 * roofline_s(one, cases) / one.best_s,
+                  100.0 * bytes_per_s / memcpy_bytes_per_s);
     }
   }
   return 0;

@@ -1,0 +1,48 @@
+// How numbers are written when they travel quantized: docs/quant_format.md.
+//
+// A group is what lies between two multiples of the group size in a flattened parameter, cut short
+// where a slice begins or ends. Its codes are integers, and its scale is what they are multiplied
+// with. No group spans two parameters [Note: groups].
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "hsdp/dtype.h"
+
+namespace hsdp::quant {
+
+// kBf16: every element rounded to bf16, no groups and no scales.
+enum class Code : std::uint8_t { kInt4, kInt8, kBf16 };
+[[nodiscard]] std::string_view name(Code code);
+
+constexpr int kLeastGroupSize = 32;
+constexpr int kMostGroupSize = 4096;
+constexpr std::int64_t kRowAlignment = 16;  // bytes: of a row's scales, and of its codes
+
+struct GroupFormat {
+  Code code = Code::kInt4;
+  int group_size = 64;               // a multiple of 32 up to 4096
+  Dtype scale_dtype = Dtype::kBf16;  // or f32
+};
+
+// UsageError unless it is such a format.
+void require_valid(const GroupFormat& format);
+
+[[nodiscard]] constexpr std::int64_t padded(std::int64_t count, std::int64_t multiple) {
+  return (count + multiple - 1) / multiple * multiple;
+}
+
+// Of one scale.
+[[nodiscard]] constexpr int scale_bytes(const GroupFormat& format) {
+  if (format.code == Code::kBf16) return 0;
+  return format.scale_dtype == Dtype::kF32 ? 4 : 2;
+}
+
+// The codes of a group of that many elements.
+[[nodiscard]] constexpr std::int64_t code_bytes(Code code, std::int64_t count) {
+  if (code == Code::kBf16) return 2 * count;
+  return padded(code == Code::kInt4 ? (count + 1) / 2 : count, 4);
+}
+
+}  // namespace hsdp::quant

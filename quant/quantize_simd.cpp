@@ -1,0 +1,773 @@
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+// First of the Highway headers.
+#include "hsdp/kernels/highway_targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "quant/quantize_simd.cpp"
+// clang-format off
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+// clang-format on
+#include <hwy/cache_control.h>
+
+#include "hsdp/kernels/float_environment.h"
+#include "hsdp/kernels/simd_dispatch.h"
+#include "hsdp/kernels/vector_codec.h"
+#include "quant/group_arithmetic.h"
+#include "quant/quantize_kernels.h"
+#include "quant/quantize_tile.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace hsdp::quant {
+namespace HWY_NAMESPACE {
+
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+
+bool quantize_tiles(const Quantize& args) { return quantize_scalar(args); }
+bool dequantize_tiles(const Dequantize& args) { return dequantize_scalar(args); }
+
+#else
+
+namespace hn = hwy::HWY_NAMESPACE;
+namespace simd = kernels::HWY_NAMESPACE;
+
+using simd::DF;
+using simd::DI;
+using simd::DU;
+using simd::VF;
+using simd::VI;
+using simd::VU;
+using DI8 = hn::Rebind<std::int8_t, DF>;  // as many lanes as DF
+using DU8 = hn::Rebind<std::uint8_t, DF>;
+using DU64 = hn::Repartition<std::uint64_t, DF>;
+using DU32Half = hn::Rebind<std::uint32_t, DU64>;  // half as many
+using DU8Half = hn::Rebind<std::uint8_t, DU64>;
+
+constexpr std::size_t kLanes = hn::MaxLanes(DF());
+// All group sizes are multiples of it; its vectors give the loops independent work.
+constexpr std::size_t kChunk = 32;
+constexpr std::size_t kVectors = kChunk / kLanes;
+constexpr std::size_t kBatchElements = 1024;  // or one group, where that is larger
+constexpr std::size_t kMostGroups = kBatchElements / kLeastGroupSize;
+constexpr std::size_t kAheadElements = 1024;
+
+// Some groups between the phases of the work on them [Note: quantizing in batches].
+struct Batch {
+  std::size_t first = 0;  // of the tile's whole groups
+  std::size_t count = 0;
+  std::size_t size = 0;  // elements of a group
+
+  alignas(64) float h[kMostGroupSize];  // later the new errors
+  alignas(64) float e[kMostGroupSize];
+  // The largest magnitude of every group, as bits: of four parts of it, and altogether.
+  alignas(64) std::int32_t part_tops[kMostGroups][4];
+  alignas(64) std::uint32_t tops[kMostGroups];
+  alignas(64) float scales[kMostGroups];
+  alignas(64) float lifts[kMostGroups];
+  alignas(64) float inverses[kMostGroups];
+};
+
+// The whole groups of a tile, which has a short one before and after them at most.
+struct WholeGroups {
+  WholeGroups(const GroupTile& tile, int group_size)
+      : all(group_count(tile, group_size)), first(0), end(all) {
+    if (group_of(tile, group_size, 0).count < group_size) first = 1;
+    if (end > first && group_of(tile, group_size, end - 1).count < group_size) --end;
+    begin = first < all ? group_of(tile, group_size, first).begin : 0;
+  }
+  [[nodiscard]] std::size_t count() const { return static_cast<std::size_t>(end - first); }
+
+  std::int32_t all;
+  std::int32_t first;
+  std::int32_t end;
+  std::int32_t begin = 0;  // their first element, in the tile
+};
+
+// ---- codes -------------------------------------------------------------------------------------
+
+HWY_INLINE VF decoded_vector(VI codes, VF scale) {
+  return hn::Mul(hn::ConvertTo(DF(), codes), scale);
+}
+
+HWY_INLINE VI load_int8(const std::int8_t* codes) {
+  return hn::PromoteTo(DI(), hn::LoadU(DI8(), codes));
+}
+
+// kLanes halves of bytes, as they are.
+HWY_INLINE VU load_halves(const std::uint8_t* codes) {
+  const auto wide = hn::PromoteTo(DU64(), hn::PromoteTo(DU32Half(), hn::LoadU(DU8Half(), codes)));
+  const auto apart = hn::And(hn::Or(wide, hn::ShiftLeft<28>(wide)),
+                             hn::Set(DU64(), std::uint64_t{0x0000000f0000000fU}));
+  return hn::BitCast(DU(), apart);
+}
+
+// Rounded to an integer where the last place of a float is worth 1: the low byte is the code, in
+// two's complement.
+struct Rounded {
+  explicit HWY_INLINE Rounded(VF value) : sum(hn::Add(value, hn::Set(DF(), kUnitIsOne))) {}
+  [[nodiscard]] HWY_INLINE VF number() const { return hn::Sub(sum, hn::Set(DF(), kUnitIsOne)); }
+  [[nodiscard]] HWY_INLINE VU bits() const { return hn::BitCast(DU(), sum); }
+  VF sum;
+};
+
+HWY_INLINE void store_int8(VU bits, std::uint8_t* to) {
+  hn::StoreU(hn::TruncateTo(DU8(), bits), DU8(), to);
+}
+
+// 2 kLanes codes, to kLanes bytes.
+HWY_INLINE void store_int4(VU low, VU high, std::uint8_t* to) {
+  const VU even = hn::ConcatEven(DU(), high, low);
+  const VU odd = hn::ConcatOdd(DU(), high, low);
+  const VU pairs = hn::Add(hn::Add(even, hn::ShiftLeft<4>(odd)), hn::Set(DU(), 8 * 17));
+  hn::StoreU(hn::TruncateTo(DU8(), pairs), DU8(), to);
+}
+
+template <Code kCode>
+struct Codes;
+template <>
+struct Codes<Code::kInt4> {
+  static constexpr std::size_t kChunkBytes = kChunk / 2;
+  // Decodes the codes of a group: with 16 lanes all that a half can mean fits into one vector.
+  struct Decoder {
+    explicit HWY_INLINE Decoder(float scale) : by(hn::Set(DF(), scale)) {
+      if constexpr (kLanes == 16) by = hn::Mul(hn::Iota(DF(), -8.0F), by);
+    }
+    HWY_INLINE VF load(const std::byte* chunk, std::size_t vector) const {
+      const VU halves =
+          load_halves(reinterpret_cast<const std::uint8_t*>(chunk) + vector * kLanes / 2);
+      if constexpr (kLanes == 16) {
+        return hn::TableLookupLanes(by, hn::IndicesFromVec(DF(), halves));
+      } else {
+        return decoded_vector(hn::Sub(hn::BitCast(DI(), halves), hn::Set(DI(), 8)), by);
+      }
+    }
+    VF by;
+  };
+  static HWY_INLINE void store(const VU (&bits)[kVectors], std::byte* chunk) {
+    auto* const to = reinterpret_cast<std::uint8_t*>(chunk);
+    for (std::size_t k = 0; k < kVectors; k += 2) {
+      store_int4(bits[k], bits[k + 1], to + k * kLanes / 2);
+    }
+  }
+};
+template <>
+struct Codes<Code::kInt8> {
+  static constexpr std::size_t kChunkBytes = kChunk;
+  struct Decoder {
+    explicit HWY_INLINE Decoder(float scale) : by(hn::Set(DF(), scale)) {}
+    HWY_INLINE VF load(const std::byte* chunk, std::size_t vector) const {
+      return decoded_vector(
+          load_int8(reinterpret_cast<const std::int8_t*>(chunk) + vector * kLanes), by);
+    }
+    VF by;
+  };
+  static HWY_INLINE void store(const VU (&bits)[kVectors], std::byte* chunk) {
+    auto* const to = reinterpret_cast<std::uint8_t*>(chunk);
+    for (std::size_t k = 0; k < kVectors; ++k) store_int8(bits[k], to + k * kLanes);
+  }
+};
+
+HWY_INLINE float load_scale(const std::byte* scales, std::size_t group, Dtype dtype) {
+  return kernels::decode(scales, static_cast<std::int64_t>(group), dtype);
+}
+
+HWY_INLINE void store_scales(const float* scales, std::size_t count, std::byte* to, Dtype dtype) {
+  if (dtype == Dtype::kF32) {
+    std::memcpy(to, scales, 4 * count);
+    return;
+  }
+  for (std::size_t g = 0; g < count; ++g) {
+    const auto bits = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(scales[g]) >> 16);
+    std::memcpy(to + 2 * g, &bits, 2);
+  }
+}
+
+// ---- errors ------------------------------------------------------------------------------------
+
+// Error states, from the first whole group of a tile on.
+struct NoError {
+  static constexpr bool kExists = false;
+  NoError(const ErrorState& /*state*/, const GroupTile& /*tile*/, const WholeGroups& /*groups*/) {}
+  struct OfGroup {};
+  HWY_INLINE void prefetch(std::size_t /*i*/) const {}
+  HWY_INLINE OfGroup of(std::size_t /*group*/, std::size_t /*size*/) const { return {}; }
+};
+struct Int8Error {
+  static constexpr bool kExists = true;
+  Int8Error(const ErrorState& state, const GroupTile& tile, const WholeGroups& groups)
+      : codes(state.codes + (tile.position - state.position) + groups.begin),
+        scales(state.scales + (tile.group - state.group) + groups.first) {}
+  struct OfGroup {
+    const std::int8_t* codes;
+    VF scale;
+    HWY_INLINE VF load(std::size_t i) const { return decoded_vector(load_int8(codes + i), scale); }
+  };
+  HWY_INLINE OfGroup of(std::size_t group, std::size_t size) const {
+    return {codes + group * size, hn::Set(DF(), scales[group])};
+  }
+  HWY_INLINE void prefetch(std::size_t i) const { hwy::Prefetch(codes + i); }
+  std::int8_t* codes;
+  float* scales;
+};
+struct F32Error {
+  static constexpr bool kExists = true;
+  F32Error(const ErrorState& state, const GroupTile& tile, const WholeGroups& groups)
+      : values(state.values + (tile.position - state.position) + groups.begin) {}
+  struct OfGroup {
+    const float* values;
+    HWY_INLINE VF load(std::size_t i) const { return hn::LoadU(DF(), values + i); }
+  };
+  HWY_INLINE OfGroup of(std::size_t group, std::size_t size) const {
+    return {values + group * size};
+  }
+  HWY_INLINE void prefetch(std::size_t i) const {
+    hwy::Prefetch(values + i);
+    hwy::Prefetch(values + i + 16);
+  }
+  float* values;
+};
+
+// ---- what is quantized -------------------------------------------------------------------------
+
+struct FromValues {
+  FromValues(const Quantize& args, const GroupTile& tile, const WholeGroups& groups)
+      : values(args.values + tile.element + groups.begin), factor(hn::Set(DF(), args.factor)) {}
+  template <class Visit>
+  HWY_INLINE void each_chunk(std::size_t group, std::size_t size, const Visit& visit) const {
+    const float* const from = values + group * size;
+    for (std::size_t i = 0; i < size; i += kChunk) {
+      VF h[kVectors];
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        h[k] = hn::Mul(hn::LoadU(DF(), from + i + k * kLanes), factor);
+      }
+      visit(i, h);
+    }
+  }
+  HWY_INLINE void prefetch(std::size_t i) const {
+    hwy::Prefetch(values + i);
+    hwy::Prefetch(values + i + 16);
+  }
+  const float* values;
+  VF factor;
+};
+
+template <Code kCode>
+struct FromReceived {
+  FromReceived(const Quantize& args, const GroupTile& tile, const WholeGroups& groups)
+      : count(args.received.size()), scale_dtype(args.received.front().format.scale_dtype) {
+    const TileGroup first = group_of(tile, args.group_size, groups.first);
+    const std::int32_t head = group_of(tile, args.group_size, 0).count;
+    for (std::size_t r = 0; r < count; ++r) {
+      codes[r] = codes_of(args.received[r], tile, first, head);
+      scales[r] = scale_of(args.received[r], tile, first);
+    }
+  }
+  template <class Visit>
+  HWY_INLINE void each_chunk(std::size_t group, std::size_t size, const Visit& visit) const {
+    const std::size_t begin = group * size / kChunk * Codes<kCode>::kChunkBytes;
+    float by[kMostReceived];
+    for (std::size_t r = 0; r < count; ++r) by[r] = load_scale(scales[r], group, scale_dtype);
+    for (std::size_t i = 0; i < size; i += kChunk) {
+      const std::size_t at = begin + i / kChunk * Codes<kCode>::kChunkBytes;
+      VF h[kVectors];
+      for (std::size_t r = 0; r < count; ++r) {
+        const typename Codes<kCode>::Decoder decoder(by[r]);
+        for (std::size_t k = 0; k < kVectors; ++k) {
+          const VF d = decoder.load(codes[r] + at, k);
+          h[k] = r == 0 ? d : hn::Add(h[k], d);
+        }
+      }
+      visit(i, h);
+    }
+  }
+  HWY_INLINE void prefetch(std::size_t /*i*/) const {}
+  std::size_t count;
+  Dtype scale_dtype;
+  const std::byte* codes[kMostReceived];
+  const std::byte* scales[kMostReceived];
+};
+
+// ---- phases of a batch -------------------------------------------------------------------------
+
+HWY_INLINE std::uint32_t largest_lane(VI magnitudes) {
+  return static_cast<std::uint32_t>(hn::GetLane(hn::MaxOfLanes(DI(), magnitudes)));
+}
+
+HWY_INLINE VI magnitudes_of(VF values) {
+  return hn::And(hn::BitCast(DI(), values), hn::Set(DI(), 0x7fffffff));
+}
+
+using D4 = hn::CappedTag<std::int32_t, 4>;
+using D2 = hn::CappedTag<std::int64_t, 2>;
+using V4 = hn::Vec<D4>;
+
+HWY_INLINE V4 four_lanes(V4 vector) { return vector; }
+template <class V>
+HWY_INLINE V4 four_lanes(V vector) {
+  const hn::Half<hn::DFromV<V> > half;
+  return four_lanes(hn::Max(hn::LowerHalf(half, vector), hn::UpperHalf(half, vector)));
+}
+
+// The largest magnitude of a group. What is left to do across lanes is done for four groups at
+// once, by gather_tops(): on its own it would cost as much as all the rest.
+struct Top {
+  HWY_INLINE Top() { largest[0] = largest[1] = hn::Zero(DI()); }
+  HWY_INLINE void take(const VF (&values)[kVectors]) {
+    for (std::size_t k = 0; k < kVectors; ++k) {
+      largest[k % 2] = hn::Max(largest[k % 2], magnitudes_of(values[k]));
+    }
+  }
+  HWY_INLINE void store(std::int32_t* parts) const {
+    hn::Store(four_lanes(hn::Max(largest[0], largest[1])), D4(), parts);
+  }
+  VI largest[2];
+};
+
+HWY_INLINE void gather_tops(Batch& batch) {
+  const D4 d;
+  std::size_t end = batch.count;  // a whole number of vectors, for scale_groups()
+  for (; end % kLanes != 0; ++end) {
+    hn::Store(hn::Load(d, batch.part_tops[0]), d, batch.part_tops[end]);
+  }
+  for (std::size_t g = 0; g < end; g += 4) {
+    const V4 a = hn::Load(d, batch.part_tops[g]);
+    const V4 b = hn::Load(d, batch.part_tops[g + 1]);
+    const V4 c = hn::Load(d, batch.part_tops[g + 2]);
+    const V4 e = hn::Load(d, batch.part_tops[g + 3]);
+    const auto ab =
+        hn::BitCast(D2(), hn::Max(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)));
+    const auto ce =
+        hn::BitCast(D2(), hn::Max(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e)));
+    const V4 all = hn::Max(hn::BitCast(d, hn::InterleaveLower(D2(), ab, ce)),
+                           hn::BitCast(d, hn::InterleaveUpper(D2(), ab, ce)));
+    hn::Store(all, d, reinterpret_cast<std::int32_t*>(batch.tops) + g);
+  }
+}
+
+// h of every group, its error apart, and the largest magnitude.
+template <class Source, class Error>
+HWY_INLINE void read_groups(const Source& source, const Error& before, Batch& batch) {
+  for (std::size_t g = 0; g < batch.count; ++g) {
+    float* const h = batch.h + g * batch.size;
+    float* const e = batch.e + g * batch.size;
+    Top top;
+    const auto error = before.of(batch.first + g, batch.size);
+    const auto take = [&](std::size_t i, VF(&value)[kVectors]) HWY_ATTR {
+      if constexpr (Error::kExists) {
+        for (std::size_t k = 0; k < kVectors; ++k) {
+          const VF one = error.load(i + k * kLanes);
+          hn::Store(one, DF(), e + i + k * kLanes);
+          value[k] = hn::Add(value[k], one);
+        }
+      }
+      top.take(value);
+      for (std::size_t k = 0; k < kVectors; ++k) hn::Store(value[k], DF(), h + i + k * kLanes);
+    };
+    source.each_chunk(batch.first + g, batch.size, take);
+    top.store(batch.part_tops[g]);
+  }
+}
+
+struct Found {
+  bool marked = false;
+  bool lifted = false;
+};
+
+// scaling_of() every group. A marked one's h becomes zero, and with it its codes.
+HWY_INLINE Found scale_groups(const ScalingRule& rule, Batch& batch) {
+  const DF df;
+  gather_tops(batch);
+  const VF levels = hn::Set(df, rule.levels);
+  const VF most = hn::Set(df, rule.most);
+  VI largest = hn::Zero(DI());
+  VF least = hn::Set(df, 1.0F);
+  for (std::size_t g = 0; g < batch.count; g += kLanes) {
+    const VI bits = hn::Load(DI(), reinterpret_cast<const std::int32_t*>(batch.tops) + g);
+    largest = hn::Max(largest, bits);
+    const VF top = hn::BitCast(df, bits);
+    least = hn::Min(least, top);
+    const VF lift =
+        hn::IfThenElse(hn::Lt(top, hn::Set(df, kTiny)), hn::Set(df, kLift), hn::Set(df, 1.0F));
+    VF scale = hn::Min(hn::Div(top, levels), most);
+    VF inverse;
+    if (rule.to_bf16) {
+      const VU raised = hn::Add(hn::BitCast(DU(), scale), hn::Set(DU(), 0xffffU));
+      scale = hn::Min(hn::BitCast(df, hn::And(raised, hn::Set(DU(), 0xffff0000U))), most);
+      inverse = hn::IfThenZeroElse(hn::Eq(scale, hn::Zero(df)),
+                                   hn::Div(hn::Set(df, 1.0F), hn::Mul(scale, lift)));
+    } else {
+      inverse = hn::IfThenZeroElse(hn::Eq(top, hn::Zero(df)), hn::Div(levels, hn::Mul(top, lift)));
+    }
+    hn::Store(lift, df, batch.lifts + g);
+    hn::Store(scale, df, batch.scales + g);
+    hn::Store(inverse, df, batch.inverses + g);
+  }
+  Found found;
+  found.lifted = !hn::AllTrue(df, hn::Ge(least, hn::Set(df, kTiny)));
+  found.marked = largest_lane(largest) >= kInfinityBits;
+  if (HWY_LIKELY(!found.marked)) return found;
+  for (std::size_t g = 0; g < batch.count; ++g) {
+    if (batch.tops[g] < kInfinityBits) continue;
+    batch.scales[g] = std::bit_cast<float>(kMarkBits);
+    batch.lifts[g] = 1.0F;
+    batch.inverses[g] = 0.0F;
+    std::memset(batch.h + g * batch.size, 0, batch.size * sizeof(float));
+  }
+  return found;
+}
+
+// A factor of 1 may be left out.
+template <bool kLifted>
+struct Scaling {
+  Scaling(const Batch& batch, std::size_t group)
+      : lift(hn::Set(DF(), batch.lifts[group])), inverse(hn::Set(DF(), batch.inverses[group])) {}
+  HWY_INLINE VF apply(VF h) const {
+    if constexpr (kLifted) h = hn::Mul(h, lift);
+    return hn::Mul(h, inverse);
+  }
+  VF lift;
+  VF inverse;
+};
+
+double sum_of(VF sums) {
+  alignas(64) float lanes[kLanes];
+  hn::Store(sums, DF(), lanes);
+  double sum = 0.0;
+  for (const float lane : lanes) sum += static_cast<double>(lane);
+  return sum;
+}
+
+// What code_groups() writes beside the codes.
+struct CodeSettings {
+  float* errors = nullptr;  // of the batch's first group
+  float beta = 0.0F;
+  TileFigures* figures = nullptr;
+};
+
+// Codes into the message, new errors with their largest magnitudes. Returns the end of the codes.
+template <Code kCode, class Error, bool kLifted, class Source>
+HWY_INLINE std::byte* code_groups(const Source& source, const Error& before, const Error& after,
+                                  const CodeSettings& to, std::byte* out, Batch& batch) {
+  const VF keep = hn::Set(DF(), to.beta);
+  const VF take = hn::Set(DF(), 1.0F - to.beta);
+  for (std::size_t g = 0; g < batch.count; ++g) {
+    const float* const h = batch.h + g * batch.size;
+    const float* const e = batch.e + g * batch.size;
+    float* const errors = to.errors + g * batch.size;
+    const Scaling<kLifted> scaling(batch, g);
+    const VF scale = hn::Set(DF(), batch.scales[g]);
+    const bool counts = to.figures != nullptr && batch.tops[g] < kInfinityBits;
+    VF missed = hn::Zero(DF());  // in units of the scale: squares stay within fp32
+    VF wanted = hn::Zero(DF());
+    Top top;
+    for (std::size_t i = 0; i < batch.size; i += kChunk, out += Codes<kCode>::kChunkBytes) {
+      VF value[kVectors];
+      VF codes[kVectors];
+      VU bits[kVectors];
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        value[k] = hn::Load(DF(), h + i + k * kLanes);
+        const VF scaled = scaling.apply(value[k]);
+        const Rounded rounded(scaled);
+        codes[k] = rounded.number();
+        bits[k] = rounded.bits();
+        if (HWY_LIKELY(!counts)) continue;
+        const VF gap = hn::Sub(scaled, codes[k]);
+        missed = hn::Add(missed, hn::Mul(gap, gap));
+        wanted = hn::Add(wanted, hn::Mul(scaled, scaled));
+      }
+      source.prefetch((batch.first + batch.count + g) * batch.size + i);
+      before.prefetch((batch.first + batch.count + g) * batch.size + i);
+      after.prefetch((batch.first + batch.count + g) * batch.size + i);
+      Codes<kCode>::store(bits, out);
+      if constexpr (Error::kExists) {
+        VF next[kVectors];
+        for (std::size_t k = 0; k < kVectors; ++k) {
+          const VF gap = hn::Sub(value[k], hn::Mul(codes[k], scale));
+          const VF kept = hn::Mul(keep, hn::Load(DF(), e + i + k * kLanes));
+          next[k] = hn::Add(kept, hn::Mul(take, gap));
+          hn::StoreU(next[k], DF(), errors + i + k * kLanes);
+        }
+        if constexpr (std::is_same_v<Error, Int8Error>) top.take(next);
+      }
+    }
+    if (HWY_UNLIKELY(counts)) {
+      const double unit = static_cast<double>(batch.scales[g]) * batch.scales[g];
+      to.figures->missed += unit * sum_of(missed);
+      to.figures->wanted += unit * sum_of(wanted);
+    }
+    if constexpr (std::is_same_v<Error, Int8Error>) top.store(batch.part_tops[g]);
+  }
+  return out;
+}
+
+// The dithers of whole groups, 16 elements at a time: group sizes are multiples of that.
+void fill_dithers(const Dither& dither, const GroupTile& tile, std::int32_t begin,
+                  std::size_t count, float* to) {
+  for (std::size_t i = 0; i < count; i += kDitherElements) {
+    const std::int64_t flat = tile.flat_offset + begin + static_cast<std::int64_t>(i);
+    const PhiloxWords words = dither_words(dither, tile.parameter, flat);
+    for (int k = 0; k < kDitherElements; ++k) {
+      to[i + static_cast<std::size_t>(k)] = dither_of(words, k);
+    }
+  }
+}
+
+template <bool kLifted>
+HWY_INLINE void code_errors(const Int8Error& after, const float* dithers, const Batch& batch) {
+  for (std::size_t g = 0; g < batch.count; ++g) {
+    const float* const errors = batch.h + g * batch.size;
+    auto* const to = reinterpret_cast<std::uint8_t*>(after.codes + (batch.first + g) * batch.size);
+    const Scaling<kLifted> scaling(batch, g);
+    // A marked group keeps its zeros: nobody reads them, but they are the same everywhere.
+    const bool dithered = dithers != nullptr && batch.tops[g] < kInfinityBits;
+    for (std::size_t i = 0; i < batch.size; i += kLanes) {
+      VF scaled = scaling.apply(hn::Load(DF(), errors + i));
+      if (dithered) {
+        scaled = hn::Add(scaled, hn::Load(DF(), dithers + g * batch.size + i));
+      }
+      store_int8(Rounded(scaled).bits(), to + i);
+    }
+  }
+}
+
+void store_errors(const Int8Error& after, const Quantize& args, const GroupTile& tile,
+                  std::int32_t begin, Batch& batch) {
+  constexpr ScalingRule kRule = scaling_rule(Code::kInt8, Dtype::kF32);
+  const Found found = scale_groups(kRule, batch);
+  if (args.dither != nullptr) {
+    alignas(64) float dithers[kMostGroupSize];
+    fill_dithers(*args.dither, tile, begin, batch.count * batch.size, dithers);
+    code_errors<true>(after, dithers, batch);
+  } else if (HWY_UNLIKELY(found.lifted)) {
+    code_errors<true>(after, nullptr, batch);
+  } else {
+    code_errors<false>(after, nullptr, batch);
+  }
+  std::memcpy(after.scales + batch.first, batch.scales, batch.count * sizeof(float));
+}
+
+// A tile's whole groups, batch by batch.
+template <Code kCode, class Source, class Error>
+bool quantize_whole(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
+                    TileFigures* figures) {
+  const TileGroup first = group_of(tile, args.group_size, groups.first);
+  std::byte* codes = codes_of(args.out, tile, first, group_of(tile, args.group_size, 0).count);
+  std::byte* const scales = scale_of(args.out, tile, first);
+  const auto scale_size = static_cast<std::size_t>(scale_bytes(args.out.format));
+  const ScalingRule rule = scaling_rule(kCode, args.out.format.scale_dtype);
+  const Source source(args, tile, groups);
+  const Error before(args.before, tile, groups);
+  const Error after(args.after, tile, groups);
+  Batch batch;
+  batch.size = static_cast<std::size_t>(args.group_size);
+  const std::size_t most = batch.size < kBatchElements ? kBatchElements / batch.size : 1;
+  CodeSettings to{.beta = args.beta, .figures = figures};
+  bool marked = false;
+  for (; batch.first < groups.count(); batch.first += batch.count) {
+    const std::size_t left = groups.count() - batch.first;
+    batch.count = left < most ? left : most;
+    if constexpr (std::is_same_v<Error, F32Error>) {
+      to.errors = after.values + batch.first * batch.size;
+    } else {
+      to.errors = batch.h;
+    }
+    read_groups(source, before, batch);
+    const Found found = scale_groups(rule, batch);
+    marked |= found.marked;
+    store_scales(batch.scales, batch.count, scales + batch.first * scale_size,
+                 args.out.format.scale_dtype);
+    codes = HWY_UNLIKELY(found.lifted)
+                ? code_groups<kCode, Error, true>(source, before, after, to, codes, batch)
+                : code_groups<kCode, Error, false>(source, before, after, to, codes, batch);
+    if constexpr (std::is_same_v<Error, Int8Error>) {
+      const std::size_t begin = batch.first * batch.size;
+      store_errors(after, args, tile, groups.begin + static_cast<std::int32_t>(begin), batch);
+    }
+  }
+  return marked;
+}
+
+template <Code kCode, class Source>
+bool quantize_whole_of(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
+                       TileFigures* figures) {
+  if (args.before.codes != nullptr) {
+    return quantize_whole<kCode, Source, Int8Error>(args, tile, groups, figures);
+  }
+  if (args.before.values != nullptr) {
+    return quantize_whole<kCode, Source, F32Error>(args, tile, groups, figures);
+  }
+  return quantize_whole<kCode, Source, NoError>(args, tile, groups, figures);
+}
+
+// Rounds to bf16: elements have nothing to do with each other.
+template <class Source>
+bool round_whole(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
+                 TileFigures* figures) {
+  const TileGroup first = group_of(tile, args.group_size, groups.first);
+  auto* out = reinterpret_cast<std::uint16_t*>(codes_of(args.out, tile, first, 0));
+  const auto size = static_cast<std::size_t>(args.group_size);
+  const Source source(args, tile, groups);
+  VI largest = hn::Zero(DI());
+  const auto store = [&](std::size_t /*i*/, VF(&value)[kVectors]) HWY_ATTR {
+    for (std::size_t k = 0; k < kVectors; ++k, out += kLanes) {
+      const auto bits = simd::encode_bf16(value[k]);
+      hn::StoreU(bits, simd::DH(), out);
+      largest = hn::Max(largest, magnitudes_of(simd::decode_bf16(bits)));
+      if (HWY_LIKELY(figures == nullptr)) continue;
+      alignas(64) float wanted[kLanes];
+      hn::Store(value[k], DF(), wanted);
+      for (std::size_t lane = 0; lane < kLanes; ++lane) {
+        const float sent = to_float(Bf16{out[lane]});
+        if (magnitude_bits(sent) >= kInfinityBits) continue;
+        const double missed = static_cast<double>(wanted[lane]) - sent;
+        figures->missed += missed * missed;
+        figures->wanted += static_cast<double>(wanted[lane]) * wanted[lane];
+      }
+    }
+  };
+  for (std::size_t g = 0; g < groups.count(); ++g) source.each_chunk(g, size, store);
+  return largest_lane(largest) >= kInfinityBits;
+}
+
+using TileFunction = bool (*)(const Quantize&, const GroupTile&, const WholeGroups&, TileFigures*);
+
+template <class Source>
+TileFunction tile_function_of(Code code) {
+  switch (code) {
+    case Code::kInt4:
+      return quantize_whole_of<Code::kInt4, Source>;
+    case Code::kInt8:
+      return quantize_whole_of<Code::kInt8, Source>;
+    case Code::kBf16:
+      return round_whole<Source>;
+  }
+  return nullptr;
+}
+
+TileFunction tile_function(const Quantize& args) {
+  const Code code = args.out.format.code;
+  if (args.values != nullptr) return tile_function_of<FromValues>(code);
+  if (args.received.front().format.code == Code::kInt4) {
+    return tile_function_of<FromReceived<Code::kInt4> >(code);
+  }
+  return tile_function_of<FromReceived<Code::kInt8> >(code);
+}
+
+bool quantize_tiles(const Quantize& args) {
+  const TileFunction run = tile_function(args);
+  bool marked = false;
+  for (std::size_t t = 0; t < args.tiles.size(); ++t) {
+    const GroupTile& tile = args.tiles[t];
+    TileFigures* const figures = args.figures == nullptr ? nullptr : args.figures + t;
+    if (figures != nullptr) *figures = {};
+    const WholeGroups groups(tile, args.group_size);
+    for (std::int32_t g = 0; g < groups.all; ++g) {
+      if (g == groups.first && groups.count() > 0) {
+        marked |= run(args, tile, groups, figures);
+        g = groups.end - 1;
+      } else {
+        marked |= quantize_group(args, tile, group_of(tile, args.group_size, g), figures);
+      }
+    }
+    write_fillers(args.out, tile, groups.all);
+  }
+  return marked;
+}
+
+template <Code kCode>
+HWY_INLINE bool dequantize_whole(const Dequantize& args, const GroupTile& tile,
+                                 const WholeGroups& groups) {
+  const auto size = static_cast<std::size_t>(args.group_size);
+  const TileGroup first = group_of(tile, args.group_size, groups.first);
+  const std::byte* codes = codes_of(args.in, tile, first, group_of(tile, args.group_size, 0).count);
+  const std::byte* const scales = scale_of(args.in, tile, first);
+  float* to = args.values + tile.element + groups.begin;
+  bool marked = false;
+  for (std::size_t g = 0; g < groups.count(); ++g) {
+    const float scale = load_scale(scales, g, args.in.format.scale_dtype);
+    marked |= magnitude_bits(scale) >= kInfinityBits;
+    const typename Codes<kCode>::Decoder decoder(scale);
+    for (std::size_t i = 0; i < size;
+         i += kChunk, codes += Codes<kCode>::kChunkBytes, to += kChunk) {
+      hwy::Prefetch(to + kAheadElements);
+      hwy::Prefetch(to + kAheadElements + 16);
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        hn::StoreU(decoder.load(codes, k), DF(), to + k * kLanes);
+      }
+    }
+  }
+  return marked;
+}
+
+HWY_INLINE bool widen_whole(const Dequantize& args, const GroupTile& tile,
+                            const WholeGroups& groups) {
+  const std::size_t count = groups.count() * static_cast<std::size_t>(args.group_size);
+  const TileGroup first = group_of(tile, args.group_size, groups.first);
+  const auto* const from =
+      reinterpret_cast<const std::uint16_t*>(codes_of(args.in, tile, first, 0));
+  float* const to = args.values + tile.element + groups.begin;
+  VI largest = hn::Zero(DI());
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const VF value = simd::decode_bf16(hn::LoadU(simd::DH(), from + i));
+    largest = hn::Max(largest, magnitudes_of(value));
+    hn::StoreU(value, DF(), to + i);
+  }
+  return largest_lane(largest) >= kInfinityBits;
+}
+
+bool dequantize_tiles(const Dequantize& args) {
+  bool marked = false;
+  const Code code = args.in.format.code;
+  for (const GroupTile& tile : args.tiles) {
+    const WholeGroups groups(tile, args.group_size);
+    for (std::int32_t g = 0; g < groups.all; ++g) {
+      if (g != groups.first || groups.count() == 0) {
+        marked |= dequantize_group(args, tile, group_of(tile, args.group_size, g));
+        continue;
+      }
+      if (code == Code::kInt4) {
+        marked |= dequantize_whole<Code::kInt4>(args, tile, groups);
+      } else if (code == Code::kInt8) {
+        marked |= dequantize_whole<Code::kInt8>(args, tile, groups);
+      } else {
+        marked |= widen_whole(args, tile, groups);
+      }
+      g = groups.end - 1;
+    }
+  }
+  return marked;
+}
+
+#endif  // a target with vectors
+
+}  // namespace HWY_NAMESPACE
+}  // namespace hsdp::quant
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+
+namespace hsdp::quant {
+
+HWY_EXPORT(quantize_tiles);
+HWY_EXPORT(dequantize_tiles);
+
+bool quantize_simd(const Quantize& args) {
+  const kernels::DefaultFloatEnvironment environment;
+  if (kernels::simd_choice().scalar) return quantize_scalar(args);
+  return HSDP_SIMD_DISPATCH(quantize_tiles)(args);
+}
+
+bool dequantize_simd(const Dequantize& args) {
+  const kernels::DefaultFloatEnvironment environment;
+  if (kernels::simd_choice().scalar) return dequantize_scalar(args);
+  return HSDP_SIMD_DISPATCH(dequantize_tiles)(args);
+}
+
+}  // namespace hsdp::quant
+
+#endif  // HWY_ONCE

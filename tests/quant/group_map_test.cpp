@@ -1,0 +1,134 @@
+#include "quant/group_map.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+
+#include "hsdp/error.h"
+#include "quant/quantize_tile.h"
+
+namespace hsdp::quant {
+namespace {
+
+struct OneGroup {
+  int parameter = 0;
+  std::int64_t flat_offset = 0;
+  std::int64_t element = 0;
+  std::int64_t count = 0;
+  int owner = 0;
+};
+bool operator==(const OneGroup& a, const OneGroup& b) {
+  return a.parameter == b.parameter && a.flat_offset == b.flat_offset && a.element == b.element &&
+         a.count == b.count && a.owner == b.owner;
+}
+void PrintTo(const OneGroup& group, std::ostream* out) {
+  *out << "parameter " << group.parameter << " [" << group.flat_offset << ", +" << group.count
+       << ") at " << group.element << " of owner " << group.owner;
+}
+
+// Element by element: a new group begins with every run and at every multiple of the size.
+std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs, int size,
+                                        int owners) {
+  std::int64_t total = 0;
+  for (const ParameterRange& run : runs) total += run.count;
+  const std::int64_t row = (total + owners - 1) / owners;
+  std::vector<OneGroup> groups;
+  std::int64_t position = 0;
+  for (const ParameterRange& run : runs) {
+    for (std::int64_t i = 0; i < run.count; ++i, ++position) {
+      if (i == 0 || (run.flat_offset + i) % size == 0) {
+        groups.push_back({run.parameter, run.flat_offset + i, run.offset + i, 0,
+                          static_cast<int>(position / row)});
+      }
+      ++groups.back().count;
+    }
+  }
+  return groups;
+}
+
+std::vector<ParameterRange> random_runs(std::mt19937& random, int size) {
+  std::vector<ParameterRange> runs(random() % 5);
+  std::int64_t offset = 0;
+  for (std::size_t r = 0; r < runs.size(); ++r) {
+    offset += static_cast<std::int64_t>(random() % 3) * 7;  // gaps
+    const std::int64_t most = random() % 4 == 0 ? 20000 : 3 * size;
+    runs[r] = {.parameter = static_cast<int>(r),
+               .offset = offset,
+               .count = static_cast<std::int64_t>(random() % static_cast<unsigned>(most)),
+               .flat_offset = static_cast<std::int64_t>(random() % 3 * random() % 9000)};
+    offset += runs[r].count;
+  }
+  return runs;
+}
+
+TEST(GroupMap, CutsRunsIntoTheGroupsThatTheRuleSays) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 400; ++round) {
+    const int size = std::vector{32, 64, 96, 128, 1024, 4096}[random() % 6];
+    const int owners = 1 + static_cast<int>(random() % 8);
+    const std::vector<ParameterRange> runs = random_runs(random, size);
+    const GroupMap map(runs, size, owners);
+    std::vector<OneGroup> found;
+    std::int64_t elements = 0;
+    std::int64_t int4_bytes = 0;
+    std::int64_t int8_bytes = 0;
+    for (const GroupTile& tile : map.tiles()) {
+      EXPECT_EQ(tile.position, elements);
+      EXPECT_EQ(tile.group, std::ssize(found));
+      EXPECT_EQ(tile.int4_words * 4LL, int4_bytes);
+      EXPECT_EQ(tile.int8_words * 4LL, int8_bytes);
+      const std::int32_t groups = group_count(tile, size);
+      EXPECT_LE(std::int64_t{groups} * size, kTileElements);
+      for (std::int32_t g = 0; g < groups; ++g) {
+        const TileGroup group = group_of(tile, size, g);
+        found.push_back({tile.parameter, tile.flat_offset + group.begin, tile.element + group.begin,
+                         group.count, tile.owner});
+        int4_bytes += code_bytes(Code::kInt4, group.count);
+        int8_bytes += code_bytes(Code::kInt8, group.count);
+      }
+      elements += tile.count;
+    }
+    ASSERT_EQ(found, groups_by_element(runs, size, owners)) << "round " << round;
+    EXPECT_EQ(map.element_count(), elements);
+    EXPECT_EQ(map.group_count(), std::ssize(found));
+    std::size_t tiles = 0;
+    for (int owner = 0; owner < owners; ++owner) {
+      for (const GroupTile& tile : map.tiles(owner)) EXPECT_EQ(tile.owner, owner);
+      tiles += map.tiles(owner).size();
+    }
+    EXPECT_EQ(tiles, map.tiles().size());
+  }
+}
+
+TEST(GroupMap, HasNothingWhereThereIsNothing) {
+  const GroupMap map({}, 64, 3);
+  EXPECT_EQ(map.group_count(), 0);
+  EXPECT_EQ(MessageLayout(map, {}).cut().count(), 0);
+  EXPECT_TRUE(map.tiles(2).empty());
+}
+
+// 0.53125 bytes an element in whole groups, whether the scales are bf16 for 64 or fp32 for 128.
+TEST(MessageLayout, SizesFollowTheFormula) {
+  const std::vector<ParameterRange> runs{{.count = 131072}};
+  for (const GroupFormat& format :
+       {GroupFormat{}, GroupFormat{.group_size = 128, .scale_dtype = Dtype::kF32}}) {
+    EXPECT_EQ(MessageLayout(GroupMap(runs, format.group_size, 1), format).cut().count(), 69632);
+  }
+  const std::vector<ParameterRange> odd{{.count = 5, .flat_offset = 62}};
+  const GroupMap map(odd, 64, 1);  // groups of 2 and 3
+  EXPECT_EQ(MessageLayout(map, {}).cut().count(), 16 + 16);
+  EXPECT_EQ(MessageLayout(map, {.code = Code::kBf16}).cut().count(), 10);
+  EXPECT_EQ(MessageLayout(map, {.code = Code::kInt8, .scale_dtype = Dtype::kF32}).cut().count(),
+            16 + 16);
+}
+
+TEST(GroupFormat, RefusesWhatItCannotBe) {
+  for (const int size : {0, 16, 33, 8192, -64}) {
+    EXPECT_THROW(require_valid({.group_size = size}), UsageError) << size;
+  }
+  EXPECT_THROW(require_valid({.scale_dtype = Dtype::kF16}), UsageError);
+}
+
+}  // namespace
+}  // namespace hsdp::quant

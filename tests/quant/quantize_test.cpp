@@ -1,0 +1,378 @@
+// Every SIMD target against the scalar definition, and what the definition promises.
+#include "quant/quantize.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+
+#include "hsdp/error.h"
+#include "quant/group_arithmetic.h"
+#include "quantized_memory.h"
+#include "tests/kernels/caller_environment.h"
+#include "tests/kernels/hostile_value.h"
+#include "tests/kernels/kernel_test_data.h"
+
+namespace hsdp::quant {
+namespace {
+
+constexpr Code kIntegers[] = {Code::kInt4, Code::kInt8};
+
+std::vector<ParameterRange> some_runs(std::mt19937& random, int size) {
+  std::vector<ParameterRange> runs(1 + random() % 4);
+  std::int64_t offset = 0;
+  for (ParameterRange& run : runs) {
+    offset += static_cast<std::int64_t>(random() % 2) * 5;
+    const auto most = static_cast<unsigned>(random() % 3 == 0 ? 9000 : 3 * size);
+    run = {.parameter = static_cast<int>(random() % 100),
+           .offset = offset,
+           .count = static_cast<std::int64_t>(random() % most),
+           .flat_offset = static_cast<std::int64_t>(random() % 2 * random() % 9000)};
+    offset += run.count;
+  }
+  return runs;
+}
+
+// Numbers of one magnitude, of all, or that hurt.
+float some_value(std::mt19937& random, unsigned kind) {
+  if (kind == 0) return kernels::hostile_value(random);
+  const float value = std::normal_distribution<float>()(random);
+  if (kind == 1) return value * 1e-3F;
+  if (kind == 2) return std::ldexp(value, static_cast<int>(random() % 250) - 140);
+  return std::ldexp(value, -140);  // subnormal
+}
+
+struct Setting {
+  explicit Setting(std::mt19937& random)
+      : format{.code = kIntegers[random() % 2],
+               .group_size = std::vector{32, 64, 96, 128, 320, 4096}[random() % 6],
+               .scale_dtype = random() % 2 == 0 ? Dtype::kBf16 : Dtype::kF32},
+        kind(static_cast<ErrorKind>(random() % 3)),
+        map(some_runs(random, format.group_size), format.group_size,
+            1 + static_cast<int>(random() % 4)),
+        span(1),
+        dither{random(), static_cast<std::uint32_t>(random()), 3} {
+    for (const GroupTile& tile : map.tiles()) span = std::max(span, tile.element + tile.count);
+    has_dither = kind == ErrorKind::kInt8 && random() % 3 == 0;
+    beta = std::vector{0.0F, 0.5F, 0.8F, 0.95F}[random() % 4];
+  }
+
+  GroupFormat format;
+  ErrorKind kind;
+  GroupMap map;
+  std::int64_t span;
+  Dither dither;
+  bool has_dither;
+  float beta;
+};
+
+void fill_random(ErrorMemory& error, std::mt19937& random) {
+  for (std::size_t i = 0; i < error.codes.size(); ++i) {
+    error.codes[i] = static_cast<std::int8_t>(static_cast<int>(random() % 255) - 127);
+    error.values[i] = some_value(random, 1);
+  }
+  for (std::size_t i = 0; i < error.scales.size(); ++i) {
+    error.scales[i] = std::abs(some_value(random, random() % 2 + 1)) / 127.0F;
+  }
+}
+
+std::string difference(ErrorMemory& a, ErrorMemory& b) {
+  const std::string codes = difference(a.codes, b.codes, "error code");
+  const std::string scales = difference(a.scales, b.scales, "error scale");
+  return codes + scales + difference(a.values, b.values, "error");
+}
+
+// Outputs of a kernel, and of the definition for the same inputs.
+struct Outputs {
+  Outputs(const GroupMap& map, const MessageLayout& layout, const ErrorMemory& error)
+      : message(static_cast<std::size_t>(layout.cut().count())),
+        after(error),
+        figures(map.tiles().size()) {}
+  Guarded<std::byte> message;
+  ErrorMemory after;
+  std::vector<TileFigures> figures;
+  std::atomic<std::uint32_t> nonfinite{0};
+};
+
+std::string run_both(Quantize args, const GroupMap& map, const MessageLayout& layout,
+                     const ErrorMemory& before, bool in_place) {
+  Outputs found(map, layout, before);
+  Outputs expected(map, layout, before);
+  ErrorMemory apart = before;
+  for (Outputs* const out : {&found, &expected}) {
+    args.before = in_place ? out->after.state() : apart.state();
+    args.after = out->after.state();
+    args.out = {layout.format(), out->message.data(), 0, layout.rows().data()};
+    args.figures = out->figures.data();
+    args.nonfinite = &out->nonfinite;
+    out == &found ? quantize(args) : quantize_reference(args);
+  }
+  if (std::string text = difference(found.message, expected.message, "byte"); !text.empty()) {
+    return text;
+  }
+  if (found.nonfinite != expected.nonfinite) return "the flags differ";
+  for (std::size_t t = 0; t < found.figures.size(); ++t) {
+    const double wanted = expected.figures[t].wanted;
+    if (!std::isfinite(wanted) || wanted < 1e-30) continue;  // fp32 products
+    if (std::abs(found.figures[t].wanted - wanted) > 1e-4 * wanted ||
+        std::abs(found.figures[t].missed - expected.figures[t].missed) > 1e-4 * wanted) {
+      return "figures of tile " + std::to_string(t);
+    }
+  }
+  return difference(found.after, expected.after);
+}
+
+std::string to_text(const Setting& setting, int round) {
+  return "round " + std::to_string(round) + ": " + std::string(name(setting.format.code)) + " in " +
+         std::to_string(setting.format.group_size) + ", scales " +
+         std::string(hsdp::name(setting.format.scale_dtype)) + ", error " +
+         std::to_string(static_cast<int>(setting.kind)) + (setting.has_dither ? " dithered" : "");
+}
+
+using QuantizeOn = kernels::OnTarget;
+
+TEST_P(QuantizeOn, EqualsTheDefinition) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 300; ++round) {
+    const Setting setting(random);
+    const MessageLayout layout(setting.map, setting.format);
+    const auto kind = static_cast<unsigned>(random() % 5);
+    Guarded<float> values(static_cast<std::size_t>(setting.span));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = some_value(random, kind);
+    ErrorMemory before(setting.map, setting.kind);
+    fill_random(before, random);
+    const Quantize args{.tiles = setting.map.tiles(),
+                        .group_size = setting.format.group_size,
+                        .values = values.data(),
+                        .factor = std::vector{1.0F, 0.25F, 1.0F / 3.0F, -0.1F}[random() % 4],
+                        .beta = setting.beta,
+                        .dither = setting.has_dither ? &setting.dither : nullptr};
+    ASSERT_EQ(run_both(args, setting.map, layout, before, random() % 2 == 0), "")
+        << to_text(setting, round);
+  }
+}
+
+// Received messages of some owner, summed and quantized again; int4, int8 and bf16.
+TEST_P(QuantizeOn, OfSumsEqualsTheDefinition) {
+  std::mt19937 random(8);
+  for (int round = 0; round < 200; ++round) {
+    Setting setting(random);
+    const MessageLayout received(setting.map, setting.format);
+    std::vector<Guarded<std::byte>> rows;
+    std::vector<Message> messages;
+    const std::size_t count = 1 + random() % 5;
+    rows.reserve(count);
+    Guarded<float> values(static_cast<std::size_t>(setting.span));
+    const auto kind = static_cast<unsigned>(random() % 5);
+    for (std::size_t r = 0; r < count; ++r) {
+      for (std::size_t i = 0; i < values.size(); ++i) values[i] = some_value(random, kind);
+      rows.emplace_back(static_cast<std::size_t>(received.cut().count()));
+      messages.push_back({setting.format, rows.back().data(), 0, received.rows().data()});
+      quantize_reference({.tiles = setting.map.tiles(),
+                          .group_size = setting.format.group_size,
+                          .values = values.data(),
+                          .out = messages.back()});
+    }
+    const int owner = static_cast<int>(random() % static_cast<unsigned>(setting.map.owners()));
+    for (Message& message : messages) {  // as an owner gets them: its row alone
+      message.data += received.cut().begin(owner);
+      message.begin = received.cut().begin(owner);
+    }
+    GroupFormat format = setting.format;
+    format.code = static_cast<Code>(random() % 3);
+    if (format.code == Code::kBf16) setting.kind = ErrorKind::kNone;
+    const MessageLayout layout(setting.map, format);
+    ErrorMemory before(setting.map, setting.kind);
+    fill_random(before, random);
+    const Quantize args{.tiles = setting.map.tiles(owner),
+                        .group_size = format.group_size,
+                        .received = messages,
+                        .beta = setting.beta,
+                        .dither = setting.kind == ErrorKind::kInt8 && setting.has_dither
+                                      ? &setting.dither
+                                      : nullptr};
+    ASSERT_EQ(run_both(args, setting.map, layout, before, random() % 2 == 0), "")
+        << to_text(setting, round) << " from " << count << " to " << name(format.code);
+  }
+}
+
+TEST_P(QuantizeOn, AndBackEqualsTheDefinition) {
+  std::mt19937 random(9);
+  for (int round = 0; round < 200; ++round) {
+    const Setting setting(random);
+    GroupFormat format = setting.format;
+    format.code = static_cast<Code>(random() % 3);
+    const MessageLayout layout(setting.map, format);
+    Guarded<std::byte> message(static_cast<std::size_t>(layout.cut().count()));
+    for (std::size_t i = 0; i < message.size(); ++i) {  // any bits are a message
+      message[i] = static_cast<std::byte>(random());
+    }
+    Guarded<float> found(static_cast<std::size_t>(setting.span));
+    Guarded<float> expected(static_cast<std::size_t>(setting.span));
+    std::atomic<std::uint32_t> flags[2] = {};
+    Dequantize args{.tiles = setting.map.tiles(),
+                    .group_size = format.group_size,
+                    .in = {format, message.data(), 0, layout.rows().data()},
+                    .values = found.data(),
+                    .nonfinite = &flags[0]};
+    dequantize(args);
+    args.values = expected.data();
+    args.nonfinite = &flags[1];
+    dequantize_reference(args);
+    ASSERT_EQ(difference(found, expected, "element"), "") << to_text(setting, round);
+    EXPECT_EQ(flags[0], flags[1]);
+  }
+}
+
+TEST_P(QuantizeOn, IgnoresTheCallersFloatEnvironment) {
+  const std::vector<ParameterRange> runs{{.count = 256}};
+  const GroupMap map(runs, 64, 1);
+  const MessageLayout layout(map, {});
+  std::vector<float> values(256);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i) * 0x1p-149F;
+  std::vector<std::byte> found(static_cast<std::size_t>(layout.cut().count()));
+  std::vector<std::byte> expected = found;
+  Quantize args{.tiles = map.tiles(), .values = values.data()};
+  args.out = {{}, expected.data(), 0, layout.rows().data()};
+  quantize(args);
+  args.out.data = found.data();
+  {
+    const kernels::SpoiltEnvironment flushing;
+    quantize(args);
+  }
+  EXPECT_EQ(found, expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, QuantizeOn, ::testing::ValuesIn(kernels::simd_targets()),
+                         kernels::target_name);
+
+// A group of 64 with these first elements, there and back.
+std::vector<float> sent(const std::vector<float>& first, const GroupFormat& format,
+                        bool* marked = nullptr) {
+  std::vector<float> values(64);
+  std::copy(first.begin(), first.end(), values.begin());
+  const std::vector<ParameterRange> runs{{.count = 64}};
+  const GroupMap map(runs, format.group_size, 1);
+  const MessageLayout layout(map, format);
+  std::vector<std::byte> bytes(static_cast<std::size_t>(layout.cut().count()));
+  const Message message{format, bytes.data(), 0, layout.rows().data()};
+  std::atomic<std::uint32_t> flag = 0;
+  quantize({.tiles = map.tiles(),
+            .group_size = format.group_size,
+            .values = values.data(),
+            .out = message,
+            .nonfinite = &flag});
+  std::vector<float> back(64);
+  dequantize({.tiles = map.tiles(),
+              .group_size = format.group_size,
+              .in = message,
+              .values = back.data()});
+  if (marked != nullptr) *marked = flag != 0;
+  return back;
+}
+
+TEST(Codec, KeepsTheExtremes) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  for (const Code code : kIntegers) {
+    const float levels = code == Code::kInt4 ? 7.0F : 127.0F;
+    for (const float top : {1e-30F, 1.0F, 3e38F}) {
+      const std::vector<float> back = sent({top, -top}, {code, 64, Dtype::kF32});
+      EXPECT_NEAR(back[0] / top, 1.0, 1e-6);
+      EXPECT_EQ(back[0], -back[1]);
+    }
+    for (const Dtype scale : {Dtype::kF32, Dtype::kBf16}) {
+      for (const float extreme : sent({kLargest, -kLargest}, {code, 64, scale})) {
+        EXPECT_TRUE(std::isfinite(extreme));
+      }
+      for (int k = 1; k < 300; ++k) {  // a scale may become zero, never a code too large
+        const float tiny = std::bit_cast<float>(k);
+        EXPECT_LE(sent({tiny}, {code, 64, scale})[0], tiny + levels * 0x1p-133F);
+      }
+    }
+  }
+}
+
+// The extreme element of a group never gets a code above the levels: its product with the inverse
+// is one of these, whatever the exponent.
+TEST(Codec, NeedsNoClampForAnySignificand) {
+  for (const Code code : kIntegers) {
+    for (const Dtype scale_dtype : {Dtype::kF32, Dtype::kBf16}) {
+      const ScalingRule rule = scaling_rule(code, scale_dtype);
+      for (std::uint32_t significand = 0; significand < 1U << 23; ++significand) {
+        const std::uint32_t bits = 0x3f800000U | significand;
+        const float top = std::bit_cast<float>(bits);
+        const GroupScaling scaling = scaling_of(bits, rule);
+        const std::int32_t most = code_of(top, scaling, 127.5F * 0x1p-8F);
+        if (most != static_cast<std::int32_t>(rule.levels)) FAIL() << top << " gets " << most;
+      }
+    }
+  }
+}
+
+TEST(Codec, RoundsTiesToEvenAndHasOneZero) {
+  const std::vector<float> back =
+      sent({7.0F, -7.0F, 0.5F, 1.5F, -0.5F, -0.0F}, {Code::kInt4, 64, Dtype::kF32});
+  EXPECT_EQ(back[2], 0.0F);
+  EXPECT_EQ(back[3], 2.0F);
+  EXPECT_FALSE(std::signbit(back[4]));
+  EXPECT_FALSE(std::signbit(back[5]));
+  for (const float zero : sent({}, {})) EXPECT_EQ(std::bit_cast<std::uint32_t>(zero), 0U);
+}
+
+TEST(Codec, MarksTheGroupThatIsNotFiniteAlone) {
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    bool marked = false;
+    const std::vector<float> back = sent({1.0F, bad}, {.group_size = 32}, &marked);
+    EXPECT_TRUE(marked);
+    for (std::size_t i = 0; i < 64; ++i) EXPECT_EQ(std::isnan(back[i]), i < 32);
+  }
+}
+
+// What no half of an int4 may be is never sent: 0 says that there is no element.
+TEST(Codec, Int4HasNoMinusEight) {
+  std::mt19937 random(4);
+  std::vector<float> values(64);
+  for (float& value : values) value = std::normal_distribution<float>()(random);
+  const std::vector<ParameterRange> runs{{.count = 63}};
+  const GroupMap map(runs, 64, 1);
+  const MessageLayout layout(map, {});
+  std::vector<std::uint8_t> bytes(static_cast<std::size_t>(layout.cut().count()), 0xff);
+  quantize({.tiles = map.tiles(),
+            .values = values.data(),
+            .out = {{}, reinterpret_cast<std::byte*>(bytes.data()), 0, layout.rows().data()}});
+  for (std::size_t i = 0; i < 63; ++i) {
+    EXPECT_NE(bytes[16 + i / 2] >> (i % 2 * 4) & 15, 0) << i;
+  }
+  EXPECT_EQ(bytes[16 + 31] >> 4, 0);
+}
+
+TEST(Quantize, RefusesWhatMakesNoSense) {
+  const std::vector<ParameterRange> runs{{.count = 64}};
+  const GroupMap map(runs, 64, 1);
+  const MessageLayout layout(map, {});
+  std::vector<std::byte> bytes(static_cast<std::size_t>(layout.cut().count()));
+  std::vector<float> values(64);
+  const Quantize good{.tiles = map.tiles(),
+                      .values = values.data(),
+                      .out = {{}, bytes.data(), 0, layout.rows().data()}};
+  quantize(good);
+  Quantize args = good;
+  args.values = nullptr;
+  EXPECT_THROW(quantize(args), UsageError);
+  args = good;
+  args.group_size = 32;
+  EXPECT_THROW(quantize(args), UsageError);
+  args = good;
+  args.before.values = values.data();
+  EXPECT_THROW(quantize(args), UsageError);
+  args = good;
+  args.out.format.code = Code::kBf16;
+  args.before.values = args.after.values = values.data();
+  EXPECT_THROW(quantize(args), UsageError);
+}
+
+}  // namespace
+}  // namespace hsdp::quant

@@ -325,6 +325,39 @@ TEST(Misuse, TwoThreadsOnOneCommunicatorAreRefused) {
   });
 }
 
+// Groups that are made in one call are used together, so all of their ranks hear of it.
+struct FailedSplit {
+  Path path;
+  int skipped;  // calls that work
+  std::function<void(Communicator& world)> split;
+};
+
+void expect_all_hear(const FailedSplit& test) {
+  const WorldShape shape{.size = 4,
+                         .path = test.path,
+                         .timeout = std::chrono::seconds(20),
+                         .stage = {.processes = true}};
+  run_world(shape, [&test](Communicator& world) {
+    if (world.rank() == 0) fail_call(FailingCall::kMadvise, test.skipped);
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_THROW(test.split(world), Error) << world.rank();
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2)) << world.rank();
+    EXPECT_EQ(call_has_failed(), world.rank() == 0);
+    world.barrier();
+  });
+}
+
+TEST(FailedSplit, IsHeardOfOnEveryHost) {
+  expect_all_hear({Path::kMixed, 2,
+                   [](Communicator& world) { static_cast<void>(world.split(0, world.rank())); }});
+}
+
+TEST(FailedSplit, IsHeardOfInTheOtherGroups) {
+  expect_all_hear({Path::kDirect, 2, [](Communicator& world) {
+                     static_cast<void>(world.split(world.rank() % 2, 0));
+                   }});
+}
+
 TEST(Misuse, AForkedChildIsRefused) {
   run_world({.size = 1}, [](Communicator& world) {
     const SharedMemory memory = world.allocate(10, Dtype::kF32);

@@ -172,15 +172,23 @@ std::shared_ptr<Communicator::Engine> HostEngine::split(int color, int key) {
       if (std::stoi(message.substr(0, gap)) != color) continue;
       chosen.emplace_back(std::stoi(message.substr(gap + 1)), r);
     }
-    if (color < 0) return;
-    std::ranges::sort(chosen);
-    std::vector<int> members;
-    members.reserve(chosen.size());
-    for (const auto& [_, r] : chosen) members.push_back(group.members()[static_cast<size_t>(r)]);
-    const std::string id =
-        group.id() + "." + std::to_string(group.sequence()) + "c" + std::to_string(color);
-    engine = std::make_shared<HostEngine>(
-        std::make_unique<HostGroup>(group.world(), id, std::move(members)));
+    std::string failure;
+    if (color >= 0) {
+      std::ranges::sort(chosen);
+      std::vector<int> members;
+      members.reserve(chosen.size());
+      for (const auto& [_, r] : chosen) members.push_back(group.members()[static_cast<size_t>(r)]);
+      const std::string id =
+          group.id() + "." + std::to_string(group.sequence()) + "c" + std::to_string(color);
+      try {
+        engine = std::make_shared<HostEngine>(
+            std::make_unique<HostGroup>(group.world(), id, std::move(members)));
+      } catch (const AgreedError& error) {
+        if (error.rank() == group.control().rank()) failure = error.reason();
+      }
+    }
+    // One that fails is heard of in all the new groups: they are used together.
+    throw_agreed(group.exchange("made", failure), group.members(), group.control());
   });
   return engine;
 }

@@ -399,6 +399,29 @@ def test_modules_that_do_not_run_in_the_last_backward(
     ranks.start(4, finish_what_did_not_run, str(tmp_path)).wait(limit_s=240)
 
 
+def two_roots(folder: str) -> list[str]:
+    start_torch(folder)
+    seen = []
+    with hsdp.init_mesh(2, 1) as mesh:
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        for module in model:
+            fully_shard(module, mesh=device_mesh(2, 1)["shard"])
+        handle: Any = hsdp.torch.replica_hook(model, mesh)
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            seen.append("ended" if handle._rows.begins_step else "still under way")
+        model[0].bias.requires_grad_(False)  # may be frozen between steps
+        model(torch.ones(2, 3)).sum().backward()
+        handle.close()
+    dist.destroy_process_group()
+    return seen
+
+
+# FSDP2 queues the end of a backward once for each root.
+def test_a_backward_through_several_roots_ends_its_step(ranks: Launcher, tmp_path: Any) -> None:
+    assert ranks.start(2, two_roots, str(tmp_path)).wait() == [["ended"] * 3] * 2
+
+
 def test_the_example() -> None:
     path = pathlib.Path(__file__).parents[2] / "examples" / "fsdp2_hook.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -38,7 +38,8 @@ class ReplicaHookHandle:
         self._trainable = [group.trainable_ids() for group in self._groups]
         self._rows = _hsdp.RowReducer(mesh._handle, self._described(), hop)
         self._factors: dict[int, float | None] = {}  # by group, of the rows that are kept
-        self._backward = -1  # that calls _end_backward, as autograd numbers them
+        # The backward and the root whose end calls _end_backward.
+        self._backward: tuple[int, int] | None = None
         self._closed = False
         for index, group in enumerate(self._groups):
             group.set_hook(functools.partial(self._in_backward, index))
@@ -167,7 +168,9 @@ class ReplicaHookHandle:
         self._reduce(index, flat, total)
         if total is not flat:
             flat.data = total  # fp32: FSDP2 casts to the parameters' dtype, which rounds once
-        backward = torch._C._current_graph_task_id()
+        # FSDP2 queues a callback for each root, and ours comes after that root's.
+        root = id(self._groups[index]._module._get_fsdp_state()._state_ctx)
+        backward = (torch._C._current_graph_task_id(), root)
         if self._backward != backward:
             self._backward = backward
             Variable._execution_engine.queue_callback(self._end_backward)

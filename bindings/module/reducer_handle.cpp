@@ -105,10 +105,16 @@ void ReducerHandle::hand_over(int parameter, ArrayArgument argument, KeptUntil u
   release_held();
 }
 
+bool ReducerHandle::may_stay_here(bool is_local) const {
+  if (!is_local) return false;
+  const ReducerState state = reducer().state();
+  return state.step_begun && !state.word_under_way;
+}
+
 void ReducerHandle::begin_microbatch(const MicrobatchOptions& options) {
   const auto begin = [options](Reducer& its) { its.begin_microbatch(options); };
   const bool is_local = options.sync == Sync::kNone;
-  if (is_local && reducer().state().step_begun) {
+  if (may_stay_here(is_local)) {
     call_here(begin);
   } else {
     call(begin);
@@ -118,7 +124,7 @@ void ReducerHandle::begin_microbatch(const MicrobatchOptions& options) {
 
 void ReducerHandle::end_microbatch() {
   const auto end = [](Reducer& its) { its.end_microbatch(); };
-  if (open_is_local_) {
+  if (may_stay_here(open_is_local_)) {
     call_here(end);
   } else {
     call(end);

@@ -32,8 +32,8 @@ class ReducerHandle {
   // the gradient before its packs.
   void gradient_of(int parameter, StridedView gradient, pybind11::object owner);
   // A microbatch with sync="none" waits for nobody within a step: it begins and ends on the calling
-  // thread, without the one that keeps this thread free for Ctrl-C. (A fault in it does wait, for
-  // the words of the microbatch before.)
+  // thread, without the one that keeps this thread free for Ctrl-C. Only a fault in it would wait,
+  // where the words of the microbatch before are still under way.
   void begin_microbatch(const MicrobatchOptions& options);
   void end_microbatch();
   // On a GPU: the caller's stream goes on after the gradients so far are packed.
@@ -81,6 +81,8 @@ class ReducerHandle {
   [[nodiscard]] CallerStream& caller() const { return *caller_; }
 
  private:
+  [[nodiscard]] bool may_stay_here(bool is_local) const;
+
   class InUse {
    public:
     explicit InUse(ReducerHandle& handle);

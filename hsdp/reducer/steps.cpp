@@ -114,6 +114,7 @@ ReducerState Steps::state() const {
   state.step_begun = ledger_.begun();
   state.microbatch = ledger_.microbatch();
   state.pending = ledger_.pending();
+  state.word_under_way = agreement_.under_way();
   return state;
 }
 

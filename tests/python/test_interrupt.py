@@ -167,6 +167,41 @@ def test_handlers_run_during_a_wait(ranks: Launcher) -> None:
     assert len(heard) == 1 and "one call at a time" in heard[0]
 
 
+def faulty_local_microbatch() -> float:
+    with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", (4,), np.float32)
+        reducer.begin_microbatch(sync="shard")
+        reducer.gradient_ready("w", np.ones(4, np.float32))
+        if mesh.rank == 1:
+            listen()
+            with pytest.raises(hsdp.Error, match="rank 0"):
+                reducer.end_microbatch()
+                reducer.finish()
+            return 0.0
+        reducer.end_microbatch()
+        reducer.begin_microbatch(sync="none")
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        late = threading.Timer(10, tell)
+        late.start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            reducer.end_microbatch()  # no gradient came, so the step is dropped
+        took_s = time.monotonic() - start
+        late.cancel()
+        if took_s < WITHIN_S:
+            tell()
+        return took_s
+
+
+# The drop waits until the ranks agree on the microbatch before.
+def test_ctrl_c_at_the_faulty_end_of_a_local_microbatch(ranks: Launcher) -> None:
+    pipe = ranks.folder / "pipe"
+    os.mkfifo(pipe)
+    took_s, _ = ranks.start(2, faulty_local_microbatch, HSDP_TEST_PIPE=str(pipe)).wait()
+    assert took_s < WITHIN_S
+
+
 ALONE = """
 import os, signal, threading, hsdp
 threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()

@@ -75,6 +75,7 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
                        const Event& produced) {
   const auto p = static_cast<std::size_t>(parameter);
   Lock lock(mutex_);
+  if (!open_) return true;  // another thread has dropped the step
   if (arrived_[p] != 0 && !many_backwards_) return false;
   ++arrived_[p];
   if (accumulates(parameter)) {
@@ -149,8 +150,7 @@ void Collector::accept(Lock& lock, int parameter) {
 // It is read while the cache still holds it, and its memory is free for the next gradient.
 void Collector::add_what_waits(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
-  const Kept kept = kept_[p];
-  if (accumulated_[p] == 0 || kept.gradient.data == nullptr) return;
+  if (accumulated_[p] == 0 || kept_[p].gradient.data == nullptr) return;
   // A pack rounds the sum of both, once.
   if (memory_.accumulator(parameter).dtype != Dtype::kF32) return;
   bool waits = false;
@@ -159,6 +159,7 @@ void Collector::add_what_waits(Lock& lock, int parameter) {
     waits |= states_[static_cast<std::size_t>(b)].slot < 0;
   }
   if (!waits) return;
+  const Kept kept = kept_[p];
   add_locally(lock, parameter, kept.gradient, kept.owner, kept.produced);
   if (!open_) return;  // dropped meanwhile
   kept_[p].gradient = {};

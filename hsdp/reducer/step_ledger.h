@@ -4,6 +4,7 @@
 // docs/design.md [Note: states of a Reducer] draws the states.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string_view>
@@ -90,7 +91,7 @@ class StepLedger {
   int shard_size_;
   int replicate_size_;
   std::optional<Dtype> replica_dtype_;
-  Phase phase_ = Phase::kIdle;
+  std::atomic<Phase> phase_ = Phase::kIdle;  // any thread may ask for it
   Holds holds_ = Holds::kNothing;
   std::vector<Flags> flags_ = std::vector<Flags>(1);
   std::vector<Group> groups_ = std::vector<Group>(1);

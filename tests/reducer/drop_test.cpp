@@ -2,6 +2,7 @@
 // others do. All ranks stay usable, and count the same steps.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <latch>
 #include <memory>
@@ -377,6 +378,64 @@ TEST(DropWithAGradientUnderWay, WaitsUntilItHasJoinedTheLocalSum) {
     results[static_cast<std::size_t>(rank)] = run_step(reducer, step, rank);
   });
   expect_reference(results, step, {}, {1, 2}, "after a drop with a gradient under way");
+}
+
+// What comes too late is left alone: nothing of it is read once abandon_step() has returned.
+TEST(DropWithGradientsOfOtherThreads, ReadsNoneAfterwards) {
+  for (const MeshShape shape : {MeshShape{1, 2}, MeshShape{2, 1}}) {
+    std::vector<ParameterSpec> parameters;
+    for (int p = 0; p < 12; ++p) {
+      parameters.push_back({.name = std::to_string(p), .shape = {33 + p}});
+    }
+    const StepCase step = random_step(parameters, 2, {Sync::kNone, Sync::kShard, Sync::kAll}, 5);
+    std::vector<RankResult> results(2);
+    run_mesh(
+        shape,
+        [&](const Mesh& mesh) {
+          Reducer reducer(mesh, {.bucket_bytes = 128});
+          register_all(reducer, step);
+          const int rank = mesh.rank();
+          for (int round = 0; round < 60; ++round) {
+            const int dropped = round / 2 % 3;
+            try {
+              for (int m = 0; m < 3; ++m) {
+                const Sync sync = step.schedule[static_cast<std::size_t>(m)];
+                if (rank != round % 2 || m != dropped) {
+                  run_microbatch(reducer, step, m, rank, {.sync = sync});
+                  continue;
+                }
+                reducer.begin_microbatch({.sync = sync});
+                std::vector<StoredGradient> stored;
+                for (std::size_t p = 0; p < parameters.size(); ++p) {
+                  stored.emplace_back(*step.gradients[p][static_cast<std::size_t>(m)]
+                                                     [static_cast<std::size_t>(rank)],
+                                      parameters[p].shape, Dtype::kF32);
+                }
+                std::atomic<int> arrived{0};
+                std::thread backward([&] {
+                  try {
+                    for (std::size_t p = 0; p < stored.size(); ++p, ++arrived) {
+                      reducer.gradient_ready(static_cast<int>(p), stored[p].view());
+                    }
+                  } catch (const UsageError&) {  // no microbatch is open any more
+                  }
+                });
+                while (arrived < round % 12) std::this_thread::yield();
+                reducer.abandon_step("in between");
+                for (StoredGradient& gradient : stored) gradient.poison();
+                backward.join();
+                throw OwnError();
+              }
+              reducer.finish();
+            } catch (const OwnError&) {
+            } catch (const StepAbortedError&) {
+            }
+          }
+          results[static_cast<std::size_t>(rank)] = run_step(reducer, step, rank);
+        },
+        kPatient);
+    expect_reference(results, step, {}, shape, "after drops in between");
+  }
 }
 
 // Reads nothing of other ranks, and so waits for none.

@@ -98,10 +98,11 @@ class ReplicaHop : public StepParty {
 
   // Whether that bucket's outputs in this step are means, each divided by f s as it comes: the
   // Reducer then adds them, where a group is all several times in a step, and divides nothing.
-  // Asked once a step, before its first reduce(); then f must stand. Not where this rank drops the
-  // step before that.
-  [[nodiscard]] virtual bool means(int bucket) const {
+  // Asked once a step, before its first reduce(), with fp32(f s), which stands from then on; a
+  // UsageError for one that will not do drops the step. Not where this rank drops it before that.
+  [[nodiscard]] virtual bool means(int bucket, float mean_divisor) const {
     static_cast<void>(bucket);
+    static_cast<void>(mean_divisor);
     return false;
   }
   // Sums over the replicas, in a task of `stream`. The Event completes when bucket.data is final

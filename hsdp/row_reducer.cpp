@@ -194,7 +194,7 @@ void RowReducer::Parts::over_replicas(int number, const Row& row, const TensorVi
                                       Stream& stream) {
   Group& rows = group(number);
   if (std::exchange(rows.means_step, steps.step()) != steps.step()) {
-    rows.means = hop->means(number);
+    rows.means = hop->means(number, static_cast<float>(ranks.replicate.size()));
   }
   const auto replicas = ranks.replicate.size();
   HopBucket bucket;

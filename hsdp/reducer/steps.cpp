@@ -208,7 +208,9 @@ void Steps::ask_for_means(MicrobatchPlan& plan) {
   for (std::size_t b = 0; b < buckets.size(); ++b) {
     const GroupPlan& group = plan.group(buckets[b].group);
     const bool is_first = group.sync == Sync::kAll && !group.has_total;
-    if (is_first) means_[b] = options_.replica_hop->means(static_cast<int>(b)) ? 1 : 0;
+    if (is_first) {
+      means_[b] = options_.replica_hop->means(static_cast<int>(b), plan.divisor()) ? 1 : 0;
+    }
     if (means_[b] != 0) ledger_.fix_divide_factor();
   }
   plan.means = means_;

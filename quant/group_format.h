@@ -29,18 +29,19 @@ struct GroupFormat {
 // UsageError unless it is such a format.
 void require_valid(const GroupFormat& format);
 
-[[nodiscard]] constexpr std::int64_t padded(std::int64_t count, std::int64_t multiple) {
+[[nodiscard]] HSDP_HOST_DEVICE constexpr std::int64_t padded(std::int64_t count,
+                                                             std::int64_t multiple) {
   return (count + multiple - 1) / multiple * multiple;
 }
 
 // Of one scale.
-[[nodiscard]] constexpr int scale_bytes(const GroupFormat& format) {
+[[nodiscard]] HSDP_HOST_DEVICE constexpr int scale_bytes(const GroupFormat& format) {
   if (format.code == Code::kBf16) return 0;
   return format.scale_dtype == Dtype::kF32 ? 4 : 2;
 }
 
 // The codes of a group of that many elements.
-[[nodiscard]] constexpr std::int64_t code_bytes(Code code, std::int64_t count) {
+[[nodiscard]] HSDP_HOST_DEVICE constexpr std::int64_t code_bytes(Code code, std::int64_t count) {
   if (code == Code::kBf16) return 2 * count;
   return padded(code == Code::kInt4 ? (count + 1) / 2 : count, 4);
 }

@@ -106,17 +106,16 @@ void read_group(const Quantize& args, const GroupTile& tile, const TileGroup& gr
     }
     return;
   }
-  bool is_first = true;
-  for (const Message& message : args.received) {
+  for (int r = 0; r < args.received.count; ++r) {
+    const Message message = args.received.at(r);
     const std::byte* const codes =
         codes_of(message, tile, group, first_count(tile, args.group_size));
     const float scale = loaded_scale(scale_of(message, tile, group), message.format.scale_dtype);
     for (std::int32_t i = 0; i < group.count; ++i) {
       float& sum = h[static_cast<std::size_t>(i)];
       const float value = decoded(loaded_code(codes, i, message.format.code), scale);
-      sum = is_first ? value : sum + value;
+      sum = r == 0 ? value : sum + value;
     }
-    is_first = false;
   }
 }
 
@@ -197,18 +196,6 @@ bool dequantize_group(const Dequantize& args, const GroupTile& tile, const TileG
   return magnitude_bits(scale) >= kInfinityBits;
 }
 
-void write_fillers(const Message& message, const GroupTile& tile, std::int32_t groups) {
-  if (message.format.code == Code::kBf16) return;
-  const MessageRow& row = message.rows[tile.owner];
-  if (tile.group + groups != row.group_end) return;
-  for (const std::int64_t end :
-       {row.scales + static_cast<std::int64_t>(scale_bytes(message.format)) * row.group_end,
-        row.codes + 4 * static_cast<std::int64_t>(row.word_end)}) {
-    std::memset(message.data + (end - message.begin), 0,
-                static_cast<std::size_t>(padded(end, kRowAlignment) - end));
-  }
-}
-
 namespace {
 
 void require(bool holds, const char* kernel, const char* expected, const std::string& got) {
@@ -221,16 +208,14 @@ void check(const Quantize& args) {
   require_valid(args.out.format);
   require(args.out.format.group_size == args.group_size, kName, "a message of its group size",
           std::to_string(args.out.format.group_size));
-  require((args.values != nullptr) != !args.received.empty(), kName,
+  require((args.values != nullptr) != (args.received.count > 0), kName,
           "either values or received messages", args.values == nullptr ? "neither" : "both");
-  require(std::ssize(args.received) <= kMostReceived, kName, "at most 64 received messages",
-          std::to_string(args.received.size()));
-  for (const Message& message : args.received) {
-    require_valid(message.format);
-    require(message.format.code != Code::kBf16 && message.format.group_size == args.group_size,
-            kName, "received messages of integers in its group size",
-            std::string(name(message.format.code)) + " in groups of " +
-                std::to_string(message.format.group_size));
+  if (args.received.count > 0) {
+    const GroupFormat& format = args.received.first.format;
+    require_valid(format);
+    require(format.code != Code::kBf16 && format.group_size == args.group_size, kName,
+            "received messages of integers in its group size",
+            std::string(name(format.code)) + " in groups of " + std::to_string(format.group_size));
   }
   require(args.before.exists() == args.after.exists() &&
               (args.before.codes == nullptr) == (args.after.codes == nullptr),

@@ -49,7 +49,18 @@ struct TileFigures {
   double wanted = 0.0;
 };
 
-constexpr int kMostReceived = 64;
+// Messages in one layout that follow one another: what an owner gets from all replicas.
+struct ReceivedMessages {
+  Message first;
+  std::int64_t distance = 0;  // bytes from one to the next
+  int count = 0;
+
+  [[nodiscard]] HSDP_HOST_DEVICE Message at(int number) const {
+    Message message = first;
+    message.data += number * distance;
+    return message;
+  }
+};
 
 struct Quantize {
   std::span<const GroupTile> tiles;  // on the stream's device
@@ -57,8 +68,7 @@ struct Quantize {
   // values[tile.element + i] * factor; nullptr: the sum of `received`, in their order.
   const float* values = nullptr;
   float factor = 1.0F;
-  std::span<const Message> received;  // at most kMostReceived, of one format;
-                                      // the span itself lies in host memory
+  ReceivedMessages received;
   // Read and written; they may be the same. Format bf16 takes none.
   ErrorState before;
   ErrorState after;

@@ -258,38 +258,41 @@ struct FromValues {
 
 template <Code kCode>
 struct FromReceived {
+  using Decoder = typename Codes<kCode>::Decoder;
+
   FromReceived(const Quantize& args, const GroupTile& tile, const WholeGroups& groups)
-      : count(args.received.size()), scale_dtype(args.received.front().format.scale_dtype) {
+      : count(static_cast<std::size_t>(args.received.count)),
+        distance(static_cast<std::size_t>(args.received.distance)),
+        scale_dtype(args.received.first.format.scale_dtype) {
     const TileGroup first = group_of(tile, args.group_size, groups.first);
     const std::int32_t head = group_of(tile, args.group_size, 0).count;
-    for (std::size_t r = 0; r < count; ++r) {
-      codes[r] = codes_of(args.received[r], tile, first, head);
-      scales[r] = scale_of(args.received[r], tile, first);
-    }
+    codes = codes_of(args.received.first, tile, first, head);
+    scales = scale_of(args.received.first, tile, first);
   }
   template <class Visit>
   HWY_INLINE void each_chunk(std::size_t group, std::size_t size, const Visit& visit) const {
     const std::size_t begin = group * size / kChunk * Codes<kCode>::kChunkBytes;
-    float by[kMostReceived];
-    for (std::size_t r = 0; r < count; ++r) by[r] = load_scale(scales[r], group, scale_dtype);
     for (std::size_t i = 0; i < size; i += kChunk) {
-      const std::size_t at = begin + i / kChunk * Codes<kCode>::kChunkBytes;
+      const std::byte* row = codes + begin + i / kChunk * Codes<kCode>::kChunkBytes;
+      const std::byte* row_scales = scales;
       VF h[kVectors];
-      for (std::size_t r = 0; r < count; ++r) {
-        const typename Codes<kCode>::Decoder decoder(by[r]);
-        for (std::size_t k = 0; k < kVectors; ++k) {
-          const VF d = decoder.load(codes[r] + at, k);
-          h[k] = r == 0 ? d : hn::Add(h[k], d);
-        }
+      const Decoder first(load_scale(row_scales, group, scale_dtype));
+      for (std::size_t k = 0; k < kVectors; ++k) h[k] = first.load(row, k);
+      for (std::size_t r = 1; r < count; ++r) {
+        row += distance;
+        row_scales += distance;
+        const Decoder decoder(load_scale(row_scales, group, scale_dtype));
+        for (std::size_t k = 0; k < kVectors; ++k) h[k] = hn::Add(h[k], decoder.load(row, k));
       }
       visit(i, h);
     }
   }
   HWY_INLINE void prefetch(std::size_t /*i*/) const {}
   std::size_t count;
+  std::size_t distance;
   Dtype scale_dtype;
-  const std::byte* codes[kMostReceived];
-  const std::byte* scales[kMostReceived];
+  const std::byte* codes = nullptr;
+  const std::byte* scales = nullptr;
 };
 
 // ---- phases of a batch -------------------------------------------------------------------------
@@ -652,7 +655,7 @@ TileFunction tile_function_of(Code code) {
 TileFunction tile_function(const Quantize& args) {
   const Code code = args.out.format.code;
   if (args.values != nullptr) return tile_function_of<FromValues>(code);
-  if (args.received.front().format.code == Code::kInt4) {
+  if (args.received.first.format.code == Code::kInt4) {
     return tile_function_of<FromReceived<Code::kInt4> >(code);
   }
   return tile_function_of<FromReceived<Code::kInt8> >(code);

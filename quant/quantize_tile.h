@@ -1,6 +1,7 @@
 // What a kernel does to one tile or one group, element by element. Internal to quant/.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "quant/quantize.h"
@@ -57,11 +58,24 @@ struct TileGroup {
          scale_bytes(message.format) * (static_cast<std::int64_t>(tile.group) + group.number);
 }
 
+// The fillers behind a row's scales and codes, with the row's last tile.
+HSDP_HOST_DEVICE inline void write_fillers(const Message& message, const GroupTile& tile,
+                                           std::int32_t groups) {
+  if (message.format.code == Code::kBf16) return;
+  const MessageRow& row = message.rows[tile.owner];
+  if (tile.group + groups != row.group_end) return;
+  const std::int64_t ends[] = {
+      row.scales + static_cast<std::int64_t>(scale_bytes(message.format)) * row.group_end,
+      row.codes + 4 * static_cast<std::int64_t>(row.word_end)};
+  for (const std::int64_t end : ends) {
+    for (std::int64_t at = end; at < padded(end, kRowAlignment); ++at) {
+      message.data[at - message.begin] = std::byte{0};
+    }
+  }
+}
+
 // One group of a tile. Returns whether it is marked.
 bool quantize_group(const Quantize& args, const GroupTile& tile, const TileGroup& group,
                     TileFigures* figures);
 bool dequantize_group(const Dequantize& args, const GroupTile& tile, const TileGroup& group);
-// The fillers behind a row's scales and codes, with the row's last tile.
-void write_fillers(const Message& message, const GroupTile& tile, std::int32_t groups);
-
 }  // namespace hsdp::quant

@@ -1,4 +1,4 @@
-// Runs the body of a kernel on a stream. Internal to the .cu files of this folder.
+// Runs the body of a kernel on a stream. Internal to the .cu files.
 #pragma once
 
 #include <cuda_runtime.h>

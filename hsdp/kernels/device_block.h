@@ -39,6 +39,22 @@ class Block {
 #endif
   }
 
+  // Several threads may do so to one shared word.
+  HSDP_HOST_DEVICE void raise_to(std::uint32_t value, std::uint32_t* most) const {
+#if defined(__CUDA_ARCH__)
+    atomicMax(most, value);
+#else
+    if (value > *most) *most = value;
+#endif
+  }
+  HSDP_HOST_DEVICE void add(double value, double* sum) const {
+#if defined(__CUDA_ARCH__)
+    atomicAdd(sum, value);
+#else
+    *sum += value;
+#endif
+  }
+
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t index() const { return index_; }
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t count() const { return count_; }
   // Of `thread` among the threads of all blocks, and how many those are.

@@ -213,14 +213,13 @@ struct Quantized {
         map(std::vector<hsdp::ParameterRange>{{.count = arrays_.count}}, 64, 1),
         layout(map, {}),
         codes(hsdp::Device{}, static_cast<std::size_t>(2 * map.element_count())),
-        scales(hsdp::Device{}, static_cast<std::size_t>(8 * map.group_count())) {
-    for (int r = 0; r < kMessages; ++r) {
-      messages.emplace_back(hsdp::Device{}, static_cast<std::size_t>(layout.cut().count()));
-    }
-  }
+        scales(hsdp::Device{}, static_cast<std::size_t>(8 * map.group_count())),
+        messages(hsdp::Device{}, static_cast<std::size_t>(kMessages * distance())) {}
   [[nodiscard]] hsdp::quant::Message message(int r) const {
-    return {layout.format(), messages[static_cast<std::size_t>(r)].data(), 0, layout.rows().data()};
+    return {layout.format(), messages.data() + r * distance(), 0, layout.rows().data()};
   }
+  // From one message to the next, as in one all-to-all.
+  [[nodiscard]] std::int64_t distance() const { return layout.cut().count(); }
   // One of two.
   [[nodiscard]] hsdp::quant::ErrorState error(int which) const {
     return {.codes = reinterpret_cast<std::int8_t*>(codes.data()) + which * map.element_count(),
@@ -233,7 +232,7 @@ struct Quantized {
   hsdp::quant::MessageLayout layout;
   Buffer codes;
   Buffer scales;
-  std::vector<Buffer> messages;
+  Buffer messages;
 };
 
 void add_quantization(std::vector<Case>& cases, const Quantized& memory) {
@@ -269,12 +268,9 @@ void add_quantization(std::vector<Case>& cases, const Quantized& memory) {
   for (const int rows : {2, 8}) {
     cases.push_back({"sum of " + std::to_string(rows) + " int4, quantize, int8 error",
                      rows * message + error, message + error, [=, &memory] {
-                       std::vector<hsdp::quant::Message> received;
-                       received.reserve(static_cast<std::size_t>(rows));
-                       for (int r = 0; r < rows; ++r) received.push_back(memory.message(r));
                        hsdp::quant::Quantize args = sender(true);
                        args.values = nullptr;
-                       args.received = received;
+                       args.received = {memory.message(0), memory.distance(), rows};
                        args.out = memory.message(Quantized::kMessages - 1);
                        quantize(args);
                      }});

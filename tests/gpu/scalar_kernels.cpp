@@ -5,6 +5,7 @@
 #include "hsdp/kernels/norm_lanes.h"
 #include "hsdp/kernels/row_pass.h"
 #include "hsdp/kernels/transpose.h"
+#include "quant/quantize_kernels.h"
 
 namespace hsdp::kernels {
 
@@ -28,3 +29,11 @@ void gather(const StridedBlock& block, std::byte* out) {
 }
 
 }  // namespace hsdp::kernels
+
+namespace hsdp::quant {
+
+bool quantize_simd(const Quantize& args) { return quantize_scalar(args); }
+
+bool dequantize_simd(const Dequantize& args) { return dequantize_scalar(args); }
+
+}  // namespace hsdp::quant

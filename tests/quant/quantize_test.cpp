@@ -10,73 +10,13 @@
 
 #include "hsdp/error.h"
 #include "quant/group_arithmetic.h"
+#include "quantize_setting.h"
 #include "quantized_memory.h"
 #include "tests/kernels/caller_environment.h"
-#include "tests/kernels/hostile_value.h"
 #include "tests/kernels/kernel_test_data.h"
 
 namespace hsdp::quant {
 namespace {
-
-constexpr Code kIntegers[] = {Code::kInt4, Code::kInt8};
-
-std::vector<ParameterRange> some_runs(std::mt19937& random, int size) {
-  std::vector<ParameterRange> runs(1 + random() % 4);
-  std::int64_t offset = 0;
-  for (ParameterRange& run : runs) {
-    offset += static_cast<std::int64_t>(random() % 2) * 5;
-    const auto most = static_cast<unsigned>(random() % 3 == 0 ? 9000 : 3 * size);
-    run = {.parameter = static_cast<int>(random() % 100),
-           .offset = offset,
-           .count = static_cast<std::int64_t>(random() % most),
-           .flat_offset = static_cast<std::int64_t>(random() % 2 * random() % 9000)};
-    offset += run.count;
-  }
-  return runs;
-}
-
-// Numbers of one magnitude, of all, or that hurt.
-float some_value(std::mt19937& random, unsigned kind) {
-  if (kind == 0) return kernels::hostile_value(random);
-  const float value = std::normal_distribution<float>()(random);
-  if (kind == 1) return value * 1e-3F;
-  if (kind == 2) return std::ldexp(value, static_cast<int>(random() % 250) - 140);
-  return std::ldexp(value, -140);  // subnormal
-}
-
-struct Setting {
-  explicit Setting(std::mt19937& random)
-      : format{.code = kIntegers[random() % 2],
-               .group_size = std::vector{32, 64, 96, 128, 320, 4096}[random() % 6],
-               .scale_dtype = random() % 2 == 0 ? Dtype::kBf16 : Dtype::kF32},
-        kind(static_cast<ErrorKind>(random() % 3)),
-        map(some_runs(random, format.group_size), format.group_size,
-            1 + static_cast<int>(random() % 4)),
-        span(1),
-        dither{random(), static_cast<std::uint32_t>(random()), 3} {
-    for (const GroupTile& tile : map.tiles()) span = std::max(span, tile.element + tile.count);
-    has_dither = kind == ErrorKind::kInt8 && random() % 3 == 0;
-    beta = std::vector{0.0F, 0.5F, 0.8F, 0.95F}[random() % 4];
-  }
-
-  GroupFormat format;
-  ErrorKind kind;
-  GroupMap map;
-  std::int64_t span;
-  Dither dither;
-  bool has_dither;
-  float beta;
-};
-
-void fill_random(ErrorMemory& error, std::mt19937& random) {
-  for (std::size_t i = 0; i < error.codes.size(); ++i) {
-    error.codes[i] = static_cast<std::int8_t>(static_cast<int>(random() % 255) - 127);
-    error.values[i] = some_value(random, 1);
-  }
-  for (std::size_t i = 0; i < error.scales.size(); ++i) {
-    error.scales[i] = std::abs(some_value(random, random() % 2 + 1)) / 127.0F;
-  }
-}
 
 std::string difference(ErrorMemory& a, ErrorMemory& b) {
   const std::string codes = difference(a.codes, b.codes, "error code");
@@ -160,26 +100,23 @@ TEST_P(QuantizeOn, OfSumsEqualsTheDefinition) {
   for (int round = 0; round < 200; ++round) {
     Setting setting(random);
     const MessageLayout received(setting.map, setting.format);
-    std::vector<Guarded<std::byte>> rows;
-    std::vector<Message> messages;
-    const std::size_t count = 1 + random() % 5;
-    rows.reserve(count);
+    const int count = random() % 16 == 0 ? 100 : 1 + static_cast<int>(random() % 5);
+    Guarded<std::byte> messages(static_cast<std::size_t>(count * received.cut().count()));
+    ReceivedMessages rows{{setting.format, messages.data(), 0, received.rows().data()},
+                          received.cut().count(),
+                          count};
     Guarded<float> values(static_cast<std::size_t>(setting.span));
     const auto kind = static_cast<unsigned>(random() % 5);
-    for (std::size_t r = 0; r < count; ++r) {
+    for (int r = 0; r < count; ++r) {
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = some_value(random, kind);
-      rows.emplace_back(static_cast<std::size_t>(received.cut().count()));
-      messages.push_back({setting.format, rows.back().data(), 0, received.rows().data()});
       quantize_reference({.tiles = setting.map.tiles(),
                           .group_size = setting.format.group_size,
                           .values = values.data(),
-                          .out = messages.back()});
+                          .out = rows.at(r)});
     }
     const int owner = static_cast<int>(random() % static_cast<unsigned>(setting.map.owners()));
-    for (Message& message : messages) {  // as an owner gets them: its row alone
-      message.data += received.cut().begin(owner);
-      message.begin = received.cut().begin(owner);
-    }
+    rows.first.begin = received.cut().begin(owner);  // as an owner gets them: its row alone
+    rows.first.data += rows.first.begin;
     GroupFormat format = setting.format;
     format.code = static_cast<Code>(random() % 3);
     if (format.code == Code::kBf16) setting.kind = ErrorKind::kNone;
@@ -188,7 +125,7 @@ TEST_P(QuantizeOn, OfSumsEqualsTheDefinition) {
     fill_random(before, random);
     const Quantize args{.tiles = setting.map.tiles(owner),
                         .group_size = format.group_size,
-                        .received = messages,
+                        .received = rows,
                         .beta = setting.beta,
                         .dither = setting.kind == ErrorKind::kInt8 && setting.has_dither
                                       ? &setting.dither

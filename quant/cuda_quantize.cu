@@ -1,0 +1,50 @@
+#include <string>
+
+#include "hsdp/error.h"
+#include "hsdp/kernels/cuda_launch.cuh"
+#include "quant/device_quantize.h"
+#include "quant/quantize_kernels.h"
+
+namespace hsdp::quant {
+namespace {
+
+// What a kernel writes to the word of a flag.
+std::uint32_t* word_of(std::atomic<std::uint32_t>* flag) {
+  return reinterpret_cast<std::uint32_t*>(flag);
+}
+
+}  // namespace
+
+void quantize_on_device(const Quantize& args, const Stream& stream) {
+  if (args.tiles.empty()) return;
+  QuantizeBody body;
+  body.tiles = args.tiles.data();
+  body.tile_count = static_cast<std::int64_t>(args.tiles.size());
+  body.group_size = args.group_size;
+  body.values = args.values;
+  body.factor = args.factor;
+  body.received = args.received;
+  body.before = args.before;
+  body.after = args.after;
+  body.beta = args.beta;
+  body.has_dither = args.dither != nullptr;
+  if (body.has_dither) body.dither = *args.dither;
+  body.out = args.out;
+  body.figures = args.figures;
+  body.nonfinite = word_of(args.nonfinite);
+  kernels::launch(body, body.tile_count, stream);
+}
+
+void dequantize_on_device(const Dequantize& args, const Stream& stream) {
+  if (args.tiles.empty()) return;
+  DequantizeBody body;
+  body.tiles = args.tiles.data();
+  body.tile_count = static_cast<std::int64_t>(args.tiles.size());
+  body.group_size = args.group_size;
+  body.in = args.in;
+  body.values = args.values;
+  body.nonfinite = word_of(args.nonfinite);
+  kernels::launch(body, body.tile_count, stream);
+}
+
+}  // namespace hsdp::quant

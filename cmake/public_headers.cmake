@@ -28,4 +28,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/snapshot.h
   hsdp/step_party.h
   hsdp/tensor_view.h
-  hsdp/validate.h)
+  hsdp/validate.h
+  quant/group_format.h
+  quant/loco_hop.h
+  quant/loco_options.h)

@@ -1,0 +1,222 @@
+#include "quant/loco_exchange.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "hsdp/device/copy.h"
+
+namespace hsdp::quant {
+namespace {
+
+// In flight together: enough that neither a codec nor a wire waits for the other.
+constexpr std::size_t kHostSlots = 8;
+constexpr std::size_t kCudaSlots = 3;
+
+TensorView bytes_at(const Buffer& buffer, std::int64_t begin, std::int64_t length) {
+  return {buffer.data() + begin, length, Dtype::kU8, buffer.device()};
+}
+
+}  // namespace
+
+std::vector<std::vector<ParameterRange>> cut_into_windows(std::span<const ParameterRange> ranges,
+                                                          int group_size,
+                                                          std::int64_t window_elements) {
+  std::int64_t left = 0;
+  for (const ParameterRange& range : ranges) left += range.count;
+  std::vector<std::vector<ParameterRange>> windows;
+  std::int64_t room = 0;
+  for (ParameterRange range : ranges) {
+    while (range.count > 0) {
+      if (room <= 0) {
+        windows.emplace_back();
+        const std::int64_t count = (left + window_elements - 1) / window_elements;
+        room = (left + count - 1) / count;
+      }
+      const std::int64_t to_cut = padded(range.flat_offset + room, group_size) - range.flat_offset;
+      ParameterRange part = range;
+      part.count = std::min(range.count, to_cut);
+      windows.back().push_back(part);
+      range.offset += part.count;
+      range.flat_offset += part.count;
+      range.count -= part.count;
+      room -= part.count;
+      left -= part.count;
+    }
+  }
+  return windows;
+}
+
+LocoWindow::LocoWindow(std::vector<ParameterRange> runs_, const ExchangeFormats& formats,
+                       int replicas, Device device)
+    : runs(std::move(runs_)),
+      map(runs, formats.scattered.group_size, replicas),
+      scattered(map, formats.scattered),
+      gathered(map, formats.gathered),
+      tiles(map.tiles()),
+      scattered_rows(scattered.rows().data()),
+      gathered_rows(gathered.rows().data()) {
+  if (device.type == DeviceType::kHost) return;
+  const std::size_t tile_bytes = tiles.size_bytes();
+  const std::size_t row_bytes = scattered.rows().size_bytes();
+  tables = Buffer(device, tile_bytes + 2 * row_bytes);
+  Stream stream = Stream::create(device, "hsdp-loco");
+  const auto put = [&](std::size_t offset, const void* from, std::size_t size) {
+    copy_bytes(tables.data() + offset, from, size, stream);
+    return tables.data() + offset;
+  };
+  stream.run([&] {
+    scattered_rows =
+        reinterpret_cast<const MessageRow*>(put(0, scattered.rows().data(), row_bytes));
+    gathered_rows =
+        reinterpret_cast<const MessageRow*>(put(row_bytes, gathered.rows().data(), row_bytes));
+    tiles = {reinterpret_cast<const GroupTile*>(put(2 * row_bytes, map.tiles().data(), tile_bytes)),
+             map.tiles().size()};
+  });
+  stream.synchronize();
+}
+
+std::span<const GroupTile> LocoWindow::own_tiles(int replica) const {
+  const std::size_t first = map.begin(replica).tile;
+  return tiles.subspan(first, map.begin(replica + 1).tile - first);
+}
+
+LocoExchange::LocoExchange(std::vector<LocoWindow> windows, const ExchangeFormats& formats,
+                           Device device, MemoryCount memory)
+    : windows_(std::move(windows)), formats_(formats), device_(device) {
+  std::int64_t scattered = 0;
+  std::int64_t received = 0;
+  std::int64_t gathered = 0;
+  for (const LocoWindow& window : windows_) {
+    const RowCut& cut = window.scattered.cut();
+    scattered = std::max(scattered, cut.count());
+    for (int r = 0; r < cut.size(); ++r) {
+      received = std::max(received, cut.size() * cut.length(r));
+    }
+    gathered = std::max(gathered, window.gathered.cut().count());
+  }
+  slots_.resize(
+      std::min(device.type == DeviceType::kHost ? kHostSlots : kCudaSlots, windows_.size()));
+  for (Slot& slot : slots_) {
+    slot.scattered = Buffer(device, static_cast<std::size_t>(scattered));
+    slot.received = Buffer(device, static_cast<std::size_t>(received));
+    slot.gathered = Buffer(device, static_cast<std::size_t>(gathered));
+  }
+  held_ = memory.hold(MemoryKind::kStaging,
+                      static_cast<std::int64_t>(slots_.size()) * (scattered + received + gathered));
+}
+
+void LocoExchange::bind(Communicator scatter, Communicator gather) {
+  finish();
+  scatter_ = std::move(scatter);
+  gather_ = std::move(gather);
+  if (!scatter_) return;
+  encode_ = Stream::create(device_, "hsdp-encode");
+  scatter_wire_ = Stream::create(device_, "hsdp-scatter");
+  sum_ = Stream::create(device_, "hsdp-sum");
+  gather_wire_ = Stream::create(device_, "hsdp-gather");
+  decode_ = Stream::create(device_, "hsdp-decode");
+  for (Slot& slot : slots_) slot.free = {};
+}
+
+void LocoExchange::finish() noexcept {
+  for (Stream* const stream : {&encode_, &scatter_wire_, &sum_, &gather_wire_, &decode_}) {
+    try {
+      stream->synchronize();
+    } catch (const std::exception&) {  // was the Event's
+    }
+  }
+}
+
+LocoExchange::Slot& LocoExchange::next_slot() {
+  Slot& slot = slots_[slot_];
+  slot_ = (slot_ + 1) % slots_.size();
+  return slot;
+}
+
+void LocoExchange::reduce(std::size_t number, const Arguments& arguments, const Errors& errors,
+                          const Event& ready) {
+  const LocoWindow& window = windows_[number];
+  Slot& slot = next_slot();
+  const int bucket = arguments.bucket.bucket;
+  auto* const values = static_cast<float*>(arguments.bucket.data.data);
+  std::atomic<std::uint32_t>* const nonfinite = arguments.bucket.nonfinite;
+  const int own = replica();
+  const GroupMap::Begin& own_begin = window.map.begin(own);
+  const RowCut& scattered = window.scattered.cut();
+  const RowCut& gathered = window.gathered.cut();
+  const Message message{formats_.scattered, slot.scattered.data(), 0, window.scattered_rows};
+  const Message result{formats_.gathered, slot.gathered.data(), 0, window.gathered_rows};
+  const auto dither_of = [&arguments](std::uint32_t stream) {
+    return Dither{arguments.seed, arguments.step, stream | arguments.repeat << 16U};
+  };
+
+  Quantize encode;
+  encode.tiles = window.tiles;
+  encode.group_size = formats_.scattered.group_size;
+  encode.values = values;
+  encode.factor = 1.0F / arguments.bucket.arithmetic.mean_divisor;
+  encode.before = errors.scattered.before;
+  encode.after = errors.scattered.after;
+  encode.beta = arguments.beta;
+  encode.out = message;
+  encode.figures = arguments.scattered_figures;
+  encode.nonfinite = nonfinite;
+  encode_.wait(slot.free);
+  encode_.wait(ready);
+  encode_.run([this, encode, dithers = arguments.dithers,
+               dither = dither_of(2U * static_cast<std::uint32_t>(own))]() mutable {
+    if (dithers) encode.dither = &dither;
+    quantize(encode, encode_.inside_task());
+  });
+
+  scatter_wire_.wait(encode_.record());
+  const std::int64_t row = scattered.length(own);
+  scatter_.all_to_all(bytes_at(slot.scattered, 0, scattered.count()),
+                      bytes_at(slot.received, 0, row * replicas()), scatter_wire_, scattered,
+                      bucket);
+
+  Quantize sum;
+  sum.tiles = window.own_tiles(own);
+  sum.group_size = formats_.gathered.group_size;
+  sum.before = errors.gathered.before;
+  sum.after = errors.gathered.after;
+  for (ErrorState* const state : {&sum.before, &sum.after}) {
+    state->position = own_begin.position;
+    state->group = own_begin.group;
+  }
+  sum.beta = arguments.beta;
+  sum.out = result;
+  sum.figures = arguments.gathered_figures;
+  sum.nonfinite = nonfinite;
+  sum.received = {.first = {formats_.scattered, slot.received.data(), scattered.begin(own),
+                            window.scattered_rows},
+                  .distance = row,
+                  .count = replicas()};
+  sum_.wait(scatter_wire_.record());
+  sum_.run([this, sum, dithers = arguments.dithers, dither = dither_of(1)]() mutable {
+    if (dithers && sum.before.codes != nullptr) sum.dither = &dither;
+    if (!sum.tiles.empty()) quantize(sum, sum_.inside_task());
+  });
+
+  gather_wire_.wait(sum_.record());
+  const TensorView all = bytes_at(slot.gathered, 0, gathered.count());
+  gather_.all_gather(all.slice(gathered.begin(own), gathered.length(own)), all, gather_wire_,
+                     gathered, bucket);
+
+  const Dequantize decode{.tiles = window.tiles,
+                          .group_size = formats_.gathered.group_size,
+                          .in = result,
+                          .values = values,
+                          .nonfinite = nonfinite};
+  decode_.wait(gather_wire_.record());
+  decode_.run([this, decode] { dequantize(decode, decode_.inside_task()); });
+  slot.free = decode_.record();
+}
+
+Event LocoExchange::all_reduce(const AllReduce& args, const Event& ready) {
+  scatter_wire_.wait(ready);
+  scatter_.all_reduce(args, scatter_wire_);
+  return scatter_wire_.record();
+}
+
+}  // namespace hsdp::quant

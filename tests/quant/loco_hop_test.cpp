@@ -1,0 +1,326 @@
+// LocoHop against the reference, to the bit, without a Reducer: any buckets, ranges and steps.
+#include "quant/loco_hop.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <random>
+
+#include "hsdp/error.h"
+#include "quant/loco_exchange.h"
+#include "tests/comm/rank_threads.h"
+#include "tests/kernels/hostile_value.h"
+#include "tests/support/hop_contract.h"
+#include "tests/support/loco_reference.h"
+
+namespace hsdp::quant {
+namespace {
+
+using test::LocoReference;
+using Floats = LocoReference::Floats;
+
+struct Configuration {
+  LocoOptions options;
+  int replicas = 2;
+  std::vector<std::string> names;
+  std::vector<std::int64_t> counts;
+  std::vector<std::vector<ParameterRange>> buckets;
+  int steps = 4;
+};
+
+template <class T>
+T one_of(std::mt19937& random, const std::vector<T>& choices) {
+  return choices[random() % choices.size()];
+}
+
+Configuration random_configuration(std::mt19937& random) {
+  Configuration made;
+  LocoOptions& options = made.options;
+  options.bits = one_of(random, std::vector{4, 8});
+  options.group_size = one_of(random, std::vector{32, 64, 64, 96, 128, 512});
+  options.scale_dtype = one_of(random, std::vector{Dtype::kBf16, Dtype::kF32});
+  options.err_beta = one_of(random, std::vector{0.0, 0.5, 0.8, 0.95});
+  options.reset_T = one_of(random, std::vector<std::int64_t>{0, 1, 2, 3, 1024});
+  options.error_dtype = one_of(random, std::vector{Dtype::kU8, Dtype::kF32});
+  options.gather =
+      one_of(random, std::vector<std::optional<Code>>{{}, Code::kInt4, Code::kInt8, Code::kBf16});
+  options.error_feedback = random() % 6 != 0;
+  options.warmup_steps = one_of(random, std::vector<std::int64_t>{0, 0, 0, 1, 2});
+  options.stochastic_error = options.error_dtype == Dtype::kU8 && random() % 3 == 0;
+  options.seed = random();
+  if (random() % 3 == 0) options.exclude = {"*norm*"};
+  made.replicas = 2 + static_cast<int>(random() % 4);
+  made.steps = 3 + static_cast<int>(random() % 4);
+  const std::size_t count = 1 + random() % 5;
+  for (std::size_t p = 0; p < count; ++p) {
+    const bool is_norm = p == 0;  // one at least, for the pattern
+    made.names.push_back((is_norm ? "norm." : "layer.") + std::to_string(p));
+    made.counts.push_back(
+        static_cast<std::int64_t>(1 + random() % (random() % 2 == 0 ? 40 : 3000)));
+  }
+  // Excluded ones in buckets of their own; large ones may be cut over two, at groups.
+  std::map<int, std::vector<ParameterRange>> buckets;
+  for (std::size_t p = 0; p < count; ++p) {
+    const bool plain = is_excluded(options, made.names[p]);
+    const std::int64_t cut =
+        std::min(made.counts[p], static_cast<std::int64_t>(random() % 4) * options.group_size);
+    for (const auto& [begin, end] : {std::pair{std::int64_t{0}, cut}, {cut, made.counts[p]}}) {
+      if (begin == end) continue;
+      std::vector<ParameterRange>& bucket =
+          buckets[(plain ? 10 : 0) + static_cast<int>(random() % 3)];
+      std::int64_t offset = static_cast<std::int64_t>(random() % 3);  // a gap
+      if (!bucket.empty()) offset += bucket.back().offset + bucket.back().count;
+      bucket.push_back({static_cast<int>(p), offset, end - begin, begin});
+    }
+  }
+  for (auto& [number, ranges] : buckets) made.buckets.push_back(std::move(ranges));
+  return made;
+}
+
+float some_value(std::mt19937& random, bool hostile) {
+  if (hostile) return kernels::hostile_value(random);
+  return std::normal_distribution<float>()(random) *
+         std::exp2(static_cast<float>(random() % 20) - 15.0F);
+}
+
+// What all replicas do in one reduction.
+struct Reduction {
+  std::vector<std::vector<Floats>> sums;  // [replica][parameter]
+  float divisor = 1.0F;
+};
+struct Step {
+  std::vector<Reduction> reductions;
+  bool drops = false;
+  float scale = 1.0F;  // of the errors, after it
+};
+
+std::vector<Step> random_steps(const Configuration& made, std::mt19937& random) {
+  std::vector<Step> steps(static_cast<std::size_t>(made.steps));
+  for (Step& step : steps) {
+    step.drops = random() % 6 == 0;
+    if (random() % 5 == 0) step.scale = 0.3F;
+    const bool hostile = random() % 8 == 0;
+    const float divisor = one_of(random, std::vector{1.0F, 4.0F, 3.0F, -0.7F, 1024.0F});
+    step.reductions.resize(1 + random() % 2);
+    for (Reduction& reduction : step.reductions) {
+      reduction.divisor = divisor;
+      reduction.sums.resize(static_cast<std::size_t>(made.replicas));
+      for (std::vector<Floats>& sums : reduction.sums) {
+        for (const std::int64_t count : made.counts) {
+          sums.emplace_back(static_cast<std::size_t>(count));
+          for (float& value : sums.back()) value = some_value(random, hostile);
+        }
+      }
+    }
+  }
+  return steps;
+}
+
+HopPlan plan_of(const Configuration& made) {
+  HopPlan plan;
+  for (std::size_t p = 0; p < made.names.size(); ++p) {
+    plan.parameters.push_back({made.names[p], {made.counts[p]}});
+  }
+  plan.ranges = made.buckets;
+  plan.wires.assign(made.buckets.size(), Dtype::kF32);
+  plan.replicate_size = made.replicas;
+  return plan;
+}
+
+bool is_finite(const std::vector<Floats>& all) {
+  for (const Floats& values : all) {
+    for (const float value : values) {
+      if (!std::isfinite(value)) return false;
+    }
+  }
+  return true;
+}
+
+bool same(float a, float b) {
+  return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b) ||
+         (std::isnan(a) && std::isnan(b));
+}
+
+// All reductions of a step on one replica; what stands in the end, by parameter.
+std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step& step, int replica,
+                             std::atomic<std::uint32_t>& nonfinite) {
+  std::vector<Floats> sums;
+  for (const std::int64_t count : made.counts) sums.emplace_back(static_cast<std::size_t>(count));
+  Stream stream = Stream::inline_host();
+  for (std::size_t k = 0; k < step.reductions.size(); ++k) {
+    const Reduction& reduction = step.reductions[k];
+    std::vector<Floats> memory;
+    std::vector<Event> events;
+    for (std::size_t b = 0; b < made.buckets.size(); ++b) {
+      const std::vector<ParameterRange>& ranges = made.buckets[b];
+      memory.emplace_back(static_cast<std::size_t>(ranges.back().offset + ranges.back().count),
+                          7.0F);
+      for (const ParameterRange& range : ranges) {
+        const Floats& given =
+            reduction
+                .sums[static_cast<std::size_t>(replica)][static_cast<std::size_t>(range.parameter)];
+        std::copy_n(given.begin() + range.flat_offset, range.count,
+                    memory.back().begin() + range.offset);
+      }
+    }
+    for (std::size_t b = 0; b < made.buckets.size(); ++b) {  // all in flight together
+      const int number = static_cast<int>(b);
+      HopBucket bucket;
+      bucket.bucket = number;
+      bucket.data = {memory[b].data(), std::ssize(memory[b]), Dtype::kF32, {}};
+      bucket.arithmetic.mean_divisor = reduction.divisor;
+      bucket.nonfinite = &nonfinite;
+      if (k == 0) static_cast<void>(hop.means(number, reduction.divisor));
+      events.push_back(hop.reduce(bucket, stream));
+    }
+    for (std::size_t b = 0; b < made.buckets.size(); ++b) {
+      events[b].wait();
+      for (const ParameterRange& range : made.buckets[b]) {
+        Floats& sum = sums[static_cast<std::size_t>(range.parameter)];
+        for (std::int64_t i = 0; i < range.count; ++i) {
+          const float value = memory[b][static_cast<std::size_t>(range.offset + i)];
+          float& place = sum[static_cast<std::size_t>(range.flat_offset + i)];
+          place = k == 0 ? value : place + value;
+        }
+      }
+    }
+  }
+  return sums;
+}
+
+// Plain sums of all reductions, as all_reduce forms them.
+Floats plain_sum(const Step& step, std::size_t parameter) {
+  Floats all;
+  for (const Reduction& reduction : step.reductions) {
+    Floats total = reduction.sums[0][parameter];
+    for (std::size_t r = 1; r < reduction.sums.size(); ++r) {
+      for (std::size_t i = 0; i < total.size(); ++i) total[i] += reduction.sums[r][parameter][i];
+    }
+    if (all.empty()) {
+      all = total;
+    } else {
+      for (std::size_t i = 0; i < total.size(); ++i) all[i] += total[i];
+    }
+  }
+  return all;
+}
+
+class LocoHopOn : public ::testing::TestWithParam<test::Path> {};
+
+TEST_P(LocoHopOn, EqualsTheReference) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 60; ++round) {
+    const Configuration made = random_configuration(random);
+    const std::vector<Step> steps = random_steps(made, random);
+    std::vector<LocoReference::Parameter> parameters;
+    for (std::size_t p = 0; p < made.names.size(); ++p) {
+      parameters.push_back({made.names[p], {0, made.counts[p]}, static_cast<int>(p)});
+    }
+    LocoReference reference(made.options, made.replicas, parameters);
+    std::vector<std::vector<Floats>> expected;
+    std::vector<StepOutcome> outcomes;
+    for (const Step& step : steps) {
+      std::vector<Floats> means;
+      for (const Reduction& reduction : step.reductions) {
+        means = reference.reduce(reduction.sums, reduction.divisor);
+      }
+      for (std::size_t p = 0; p < means.size(); ++p) {
+        if (reference.is_plain(p)) means[p] = plain_sum(step, p);
+      }
+      outcomes.push_back(step.drops          ? StepOutcome::kDropped
+                         : !is_finite(means) ? StepOutcome::kOverflow
+                                             : StepOutcome::kClean);
+      reference.end_step(outcomes.back() == StepOutcome::kClean);
+      if (step.scale != 1.0F) reference.scale_errors(step.scale);
+      expected.push_back(std::move(means));
+    }
+    test::run_world({.size = made.replicas, .path = GetParam()}, [&](Communicator& world) {
+      LocoHop hop(made.options);
+      const HopPlan plan = plan_of(made);
+      hop.prepare(plan);
+      hop.bind(world, world.split(0, world.rank()));
+      for (std::size_t s = 0; s < steps.size(); ++s) {
+        std::atomic<std::uint32_t> nonfinite = 0;
+        const std::vector<Floats> found = run_step(hop, made, steps[s], world.rank(), nonfinite);
+        for (std::size_t p = 0; p < found.size(); ++p) {
+          for (std::size_t i = 0; i < found[p].size(); ++i) {
+            if (same(found[p][i], expected[s][p][i])) continue;
+            FAIL() << "round " << round << ", step " << s << ", " << made.names[p] << "[" << i
+                   << "]: " << found[p][i] << " for " << expected[s][p][i] << "; "
+                   << describe(made.options) << ", " << made.replicas << " replicas";
+          }
+        }
+        EXPECT_TRUE(outcomes[s] != StepOutcome::kClean || nonfinite == 0);
+        hop.end_step({static_cast<std::int64_t>(s), outcomes[s], ""});
+        if (steps[s].scale != 1.0F) hop.scale_errors(steps[s].scale);
+      }
+      EXPECT_EQ(hop.steps(), reference.steps());
+      hop.bind({}, {});
+    });
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, LocoHopOn, testing::Values(test::Path::kDirect, test::Path::kTcp),
+                         [](const auto& row) { return test::name(row.param); });
+
+TEST(LocoHop, KeepsWhatEveryHopKeeps) {
+  const auto make = [](const LocoOptions& options) {
+    return [options] { return std::make_shared<LocoHop>(options); };
+  };
+  for (const test::MeshShape shape :
+       {test::MeshShape{2, 1}, test::MeshShape{2, 2}, test::MeshShape{3, 2}}) {
+    test::check_hop_contract(make({.reset_T = 2}), shape);
+    test::check_hop_contract(
+        make({.group_size = 32, .error_dtype = Dtype::kF32, .exclude = {"norm"}}), shape);
+  }
+  test::check_hop_contract(make({.bits = 8, .gather = Code::kBf16}), {2, 2});
+  test::check_hop_contract(make({.error_feedback = false}), {2, 2});
+}
+
+TEST(Windows, AreCutAtGroupsAndAboutEqual) {
+  const std::vector<ParameterRange> ranges{{0, 0, 100, 0}, {1, 100, 5000, 37}, {2, 5200, 64, 0}};
+  for (const std::int64_t size : {64, 500, 1 << 20}) {
+    const auto windows = cut_into_windows(ranges, 64, size);
+    std::int64_t element = 0;
+    std::int64_t total = 0;
+    for (const auto& window : windows) {
+      std::int64_t count = 0;
+      for (const ParameterRange& run : window) {
+        EXPECT_GE(run.offset, element);
+        element = run.offset + run.count;
+        count += run.count;
+        const ParameterRange& whole = ranges[static_cast<std::size_t>(run.parameter)];
+        EXPECT_EQ(run.offset - whole.offset, run.flat_offset - whole.flat_offset);
+        EXPECT_TRUE(run.flat_offset == whole.flat_offset || run.flat_offset % 64 == 0);
+      }
+      EXPECT_LT(count, size + 64);
+      total += count;
+    }
+    EXPECT_EQ(total, 5164);
+    EXPECT_EQ(windows.size() == 1, size == 1 << 20);
+  }
+}
+
+TEST(LocoOptions, NameWhatIsWrong) {
+  const auto refused = [](const LocoOptions& options) {
+    try {
+      const LocoHop hop(options);
+    } catch (const UsageError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_NE(refused({.bits = 5}).find("bits: expected 4 or 8, got 5"), std::string::npos);
+  EXPECT_NE(refused({.group_size = 100}).find("multiple of 32"), std::string::npos);
+  EXPECT_NE(refused({.err_beta = 1.0}).find("err_beta"), std::string::npos);
+  EXPECT_NE(refused({.error_dtype = Dtype::kF32, .stochastic_error = true}).find("stochastic"),
+            std::string::npos);
+  EXPECT_EQ(refused({}), "");
+}
+
+}  // namespace
+}  // namespace hsdp::quant

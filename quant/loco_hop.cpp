@@ -207,6 +207,7 @@ void LocoHop::bind(Communicator scatter, Communicator gather) {
   Parts& parts = *parts_;
   parts.scatter = std::move(scatter);
   parts.gather = std::move(gather);
+  if (parts.exchange == nullptr) return;  // prepare() failed
   parts.exchange->bind(parts.scatter, parts.gather);
   if (!parts.scatter) return;
   parts.replica = parts.scatter.rank();

@@ -281,6 +281,23 @@ TEST(LocoHop, KeepsWhatEveryHopKeeps) {
   test::check_hop_contract(make({.error_feedback = false}), {2, 2});
 }
 
+TEST(LocoHop, RefusesAPatternThatMatchesNothing) {
+  HopPlan plan;
+  plan.parameters = {{"layer.weight", {64}}};
+  plan.ranges = {{{0, 0, 64, 0}}};
+  plan.replicate_size = 2;
+  LocoHop hop({.exclude = {"*norm*"}});
+  try {
+    hop.prepare(plan);
+    ADD_FAILURE() << "expected a UsageError";
+  } catch (const UsageError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("'*norm*', which matches none"), std::string::npos) << text;
+    EXPECT_NE(text.find("layer.weight"), std::string::npos) << text;
+  }
+  hop.bind({}, {});  // as its owner lets go
+}
+
 TEST(Windows, AreCutAtGroupsAndAboutEqual) {
   const std::vector<ParameterRange> ranges{{0, 0, 100, 0}, {1, 100, 5000, 37}, {2, 5200, 64, 0}};
   for (const std::int64_t size : {64, 500, 1 << 20}) {

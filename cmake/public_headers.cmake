@@ -31,4 +31,5 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/validate.h
   quant/group_format.h
   quant/loco_hop.h
-  quant/loco_options.h)
+  quant/loco_options.h
+  quant/quantization_error.h)

@@ -61,9 +61,9 @@ struct HopBucket {
 
 // A piece of a hop's state, in memory of the hop's.
 struct HopState {
-  int parameter = -1;            // -1: of the hop as a whole
-  std::string kind;              // "error", "gathered error", "step"
-  std::int64_t flat_offset = 0;  // of its first element in the flattened parameter
+  // Names parameter, replica and place, so that ranks may save theirs together; what has no slash
+  // is of the hop as a whole, and the same on all ranks. "layer.weight/r0/o128/codes", "steps".
+  std::string key;
   TensorView data;
 };
 
@@ -112,8 +112,8 @@ class ReplicaHop : public StepParty {
   // then, end_step() and bind() wait for.
   virtual Event reduce(const HopBucket& bucket, Stream& stream) = 0;
 
-  // What it keeps from step to step, and to put that back; between steps. load_state() may come
-  // before prepare(), and checks what it is given then.
+  // What it keeps from step to step, and to put that back; between steps. load_state() copies, and
+  // may come before prepare(): what does not fit is refused in bind() then.
   [[nodiscard]] virtual std::vector<HopState> state() { return {}; }
   virtual void load_state(std::span<const HopState> state) { static_cast<void>(state); }
 

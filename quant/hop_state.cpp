@@ -1,145 +1,327 @@
 #include "quant/hop_state.h"
 
 #include <algorithm>
-#include <string>
+#include <charconv>
+#include <cmath>
+#include <set>
 
 #include "hsdp/device/copy.h"
 #include "hsdp/error.h"
+#include "quant/group_arithmetic.h"
 
 namespace hsdp::quant {
 namespace {
 
-std::int64_t groups_between(std::int64_t begin, std::int64_t end, int group_size) {
-  return padded(end, group_size) / group_size - begin / group_size;
-}
-
-ErrorState moved(const ErrorState& errors, std::int64_t elements, std::int64_t groups) {
-  ErrorState result = errors;
-  if (errors.codes != nullptr) result.codes += elements;
-  if (errors.scales != nullptr) result.scales += groups;
-  if (errors.values != nullptr) result.values += elements;
-  return result;
-}
-
-constexpr std::string_view kKinds[2][3] = {{"codes", "scales", "values"},
-                                           {"gather/codes", "gather/scales", "gather/values"}};
+constexpr std::int64_t kMostOffset = std::int64_t{1} << 60;
+constexpr std::string_view kGatherPart = "gather";
 
 [[noreturn]] void refuse(const std::string& expected, const std::string& got,
-                         const std::string& remedy) {
+                         const std::string& remedy = "load what LocoHop has saved, as it was") {
   throw UsageError(
       {.where = "loco: load_state", .expected = expected, .got = got, .remedy = remedy});
 }
 
+// "r12" after 'r': 12. Nothing for anything else.
+std::optional<std::int64_t> number_after(char letter, std::string_view text) {
+  if (text.size() < 2 || text.front() != letter) return std::nullopt;
+  std::int64_t value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data() + 1, end, value);
+  if (error != std::errc{} || stop != end || value < 0 || value > kMostOffset) return std::nullopt;
+  return value;
+}
+
+std::string_view take_last(std::string_view& path) {
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string_view::npos) return {};
+  const std::string_view last = path.substr(slash + 1);
+  path = path.substr(0, slash);
+  return last;
+}
+
+template <typename Value>
+std::vector<Value> on_host(const TensorView& data) {
+  std::vector<Value> values(static_cast<std::size_t>(data.count));
+  if (data.count == 0) return values;
+  Stream stream = Stream::create(data.device, "hsdp-loco");
+  stream.run([&, inside = stream.inside_task()] {
+    copy_bytes(values.data(), data.data, data.size_in_bytes(), inside);
+  });
+  stream.synchronize();
+  return values;
+}
+
+template <typename Value>
+Value one_number(const HopState& one, Dtype dtype) {
+  if (one.data.dtype != dtype || one.data.count != 1) {
+    refuse("'" + one.key + "' to be one " + std::string(name(dtype)),
+           std::to_string(one.data.count) + " of " + std::string(name(one.data.dtype)));
+  }
+  return on_host<Value>(one.data).front();
+}
+
+SavedHeader header_of(std::span<const HopState> state) {
+  SavedHeader header;
+  const auto find = [&](const char* key) -> const HopState& {
+    const auto found = std::ranges::find(state, key, &HopState::key);
+    if (found == state.end()) refuse(std::string("'") + key + "' in it", "a state without");
+    return *found;
+  };
+  const auto read = [&](const char* key, std::int64_t least, std::int64_t most) {
+    const auto value = one_number<std::int64_t>(find(key), Dtype::kI64);
+    if (value < least || value > most) {
+      refuse(std::string("'") + key + "' from " + std::to_string(least) + " to " +
+                 std::to_string(most),
+             std::to_string(value));
+    }
+    return value;
+  };
+  header.steps = read("steps", 0, kMostOffset);
+  header.replicas = read("replicas", 1, std::int64_t{1} << 20);
+  header.group_size = read("group_size", kLeastGroupSize, kMostGroupSize);
+  require_valid(GroupFormat{.group_size = static_cast<int>(header.group_size)});
+  header.err_beta = one_number<double>(find("err_beta"), Dtype::kF64);
+  if (!(header.err_beta >= 0.0 && header.err_beta < 1.0)) {
+    refuse("'err_beta' from 0 to below 1", std::to_string(header.err_beta));
+  }
+  return header;
+}
+
+void require_dtype(const HopState& one, Dtype dtype) {
+  if (one.data.dtype == dtype) return;
+  refuse("'" + one.key + "' in " + std::string(name(dtype)), std::string(name(one.data.dtype)));
+}
+
+void require_finite(const std::string& key, std::span<const float> values) {
+  const auto found = std::ranges::find_if(values, [](float v) { return !std::isfinite(v); });
+  if (found == values.end()) return;
+  refuse("finite numbers in '" + key + "'", std::to_string(*found));
+}
+
+// A group of errors in int8: codes, and its scale.
+float encode(std::span<const float> values, std::int8_t* codes) {
+  std::uint32_t top = 0;
+  for (const float value : values) top = std::max(top, magnitude_bits(value));
+  const GroupScaling scaling = scaling_of(top, scaling_rule(Code::kInt8, Dtype::kF32));
+  for (const float value : values) *codes++ = static_cast<std::int8_t>(code_of(value, scaling));
+  return scaling.scale;
+}
+
+std::int64_t group_end_after(std::int64_t element, std::int64_t group_size) {
+  return (element / group_size + 1) * group_size;
+}
+
 }  // namespace
 
-std::int64_t group_count(const ErrorPiece& piece, int group_size) {
-  return groups_between(piece.flat_offset, piece.flat_offset + piece.count, group_size);
+std::int64_t groups_between(std::int64_t begin, std::int64_t end, std::int64_t group_size) {
+  return padded(end, group_size) / group_size - begin / group_size;
 }
 
-std::vector<ErrorPiece> pieces_of(std::span<const GroupTile> tiles, int group_size, bool gathered,
-                                  const ErrorState& errors) {
-  std::vector<ErrorPiece> pieces;
-  for (const GroupTile& tile : tiles) {
-    if (!pieces.empty()) {
-      ErrorPiece& last = pieces.back();
-      if (last.parameter == tile.parameter && last.flat_offset + last.count == tile.flat_offset &&
-          tile.flat_offset % group_size == 0) {
-        last.count += tile.count;
-        continue;
-      }
-    }
-    const GroupTile& first = tiles.front();
-    pieces.push_back({tile.parameter, gathered, tile.flat_offset, tile.count,
-                      moved(errors, tile.position - first.position, tile.group - first.group)});
+void append(SavedHeader& header, std::vector<HopState>& to) {
+  to.push_back({"steps", {&header.steps, 1, Dtype::kI64, {}}});
+  to.push_back({"replicas", {&header.replicas, 1, Dtype::kI64, {}}});
+  to.push_back({"group_size", {&header.group_size, 1, Dtype::kI64, {}}});
+  to.push_back({"err_beta", {&header.err_beta, 1, Dtype::kF64, {}}});
+}
+
+std::string error_key(const ErrorPlace& place, std::string_view kind) {
+  const std::string half = place.replica == ErrorPlace::kGathered
+                               ? std::string(kGatherPart)
+                               : "r" + std::to_string(place.replica);
+  return place.parameter + "/" + half + "/o" + std::to_string(place.flat_offset) + "/" +
+         std::string(kind);
+}
+
+std::optional<ErrorKey> parse_error_key(const std::string& key) {
+  if (key.find('/') == std::string::npos) return std::nullopt;
+  std::string_view left = key;
+  const std::string_view kind = take_last(left);
+  const std::optional<std::int64_t> offset = number_after('o', take_last(left));
+  const std::string_view half = take_last(left);
+  const std::optional<std::int64_t> replica =
+      half == kGatherPart ? ErrorPlace::kGathered : number_after('r', half);
+  if (!offset || !replica || *replica > (std::int64_t{1} << 20) ||
+      (kind != "codes" && kind != "scales" && kind != "values")) {
+    refuse("keys like 'name/r0/o0/codes' or 'name/gather/o0/values'", "'" + key + "'");
   }
-  return pieces;
+  return ErrorKey{{std::string(left), static_cast<int>(*replica), *offset, 0}, std::string(kind)};
 }
 
-void append(const ErrorPiece& piece, int group_size, Device device, std::vector<HopState>& to) {
-  const std::string_view* const kinds = kKinds[piece.gathered ? 1 : 0];
-  const auto add = [&](std::string_view kind, void* data, std::int64_t count, Dtype dtype) {
-    to.push_back(
-        {piece.parameter, std::string(kind), piece.flat_offset, {data, count, dtype, device}});
-  };
-  if (piece.errors.values != nullptr) {
-    add(kinds[2], piece.errors.values, piece.count, Dtype::kF32);
-    return;
-  }
-  add(kinds[0], piece.errors.codes, piece.count, Dtype::kU8);
-  add(kinds[1], piece.errors.scales, group_count(piece, group_size), Dtype::kF32);
+bool takes_over(std::int64_t before, std::int64_t replicas_before, std::int64_t now,
+                std::int64_t replicas) {
+  return std::max(before * replicas, now * replicas_before) <
+         std::min((before + 1) * replicas, (now + 1) * replicas_before);
 }
 
-std::vector<ErrorPiece> pieces_from(std::span<const HopState> state, int group_size) {
-  std::vector<ErrorPiece> pieces;
+SavedState::SavedState(std::span<const HopState> state) : header_(header_of(state)) {
   for (const HopState& one : state) {
-    if (one.parameter < 0) continue;
-    for (const bool gathered : {false, true}) {
-      const std::string_view* const kinds = kKinds[gathered ? 1 : 0];
-      ErrorPiece piece{one.parameter, gathered, one.flat_offset, one.data.count, {}};
-      if (one.kind == kinds[2]) {
-        piece.errors.values = static_cast<float*>(one.data.data);
-        pieces.push_back(piece);
-      } else if (one.kind == kinds[0]) {
-        piece.errors.codes = static_cast<std::int8_t*>(one.data.data);
-        const auto scales = std::ranges::find_if(state, [&](const HopState& other) {
-          return other.parameter == one.parameter && other.flat_offset == one.flat_offset &&
-                 other.kind == kinds[1];
-        });
-        const std::int64_t groups =
-            groups_between(one.flat_offset, one.flat_offset + one.data.count, group_size);
-        if (scales == state.end() || scales->data.count != groups) {
-          refuse(std::to_string(groups) + " scales beside the " + std::to_string(one.data.count) +
-                     " codes from " + std::to_string(one.flat_offset) + " of parameter " +
-                     std::to_string(one.parameter),
-                 scales == state.end() ? "none" : std::to_string(scales->data.count),
-                 "use the group_size that it was saved with");
-        }
-        piece.errors.scales = static_cast<float*>(scales->data.data);
-        pieces.push_back(piece);
+    const std::optional<ErrorKey> key = parse_error_key(one.key);
+    if (!key) continue;
+    if (key->place.replica >= header_.replicas) {
+      refuse("errors of " + std::to_string(header_.replicas) + " replicas", "'" + one.key + "'");
+    }
+    SavedErrors& errors = rows_[{key->place.parameter, key->place.replica}][key->place.flat_offset];
+    errors.place = key->place;
+    if (key->kind == "codes") {
+      require_dtype(one, Dtype::kU8);
+      errors.codes = on_host<std::int8_t>(one.data);
+    } else {
+      require_dtype(one, Dtype::kF32);
+      std::vector<float>& numbers = key->kind == "scales" ? errors.scales : errors.values;
+      numbers = on_host<float>(one.data);
+      require_finite(one.key, numbers);
+    }
+  }
+  for (auto& [name, row] : rows_) {
+    for (auto& [offset, errors] : row) {
+      if (!errors.codes.empty() && !errors.values.empty()) {
+        refuse("either codes or values", "both at '" + error_key(errors.place, "values") + "'");
+      }
+      errors.place.count = std::ssize(errors.codes) + std::ssize(errors.values);
+      const std::int64_t groups =
+          errors.codes.empty()
+              ? 0
+              : groups_between(offset, offset + errors.place.count, header_.group_size);
+      if (std::ssize(errors.scales) != groups) {
+        refuse(std::to_string(groups) + " of '" + error_key(errors.place, "scales") +
+                   "' beside its " + std::to_string(errors.place.count) + " codes",
+               std::to_string(errors.scales.size()));
       }
     }
   }
-  return pieces;
 }
 
-std::int64_t common_elements(const ErrorPiece& from, const ErrorPiece& to, int group_size) {
-  if (from.parameter != to.parameter || from.gathered != to.gathered) return 0;
-  const std::int64_t begin = std::max(from.flat_offset, to.flat_offset);
-  const std::int64_t from_end = from.flat_offset + from.count;
-  const std::int64_t to_end = to.flat_offset + to.count;
-  const std::int64_t end = std::min(from_end, to_end);
-  if (begin >= end) return 0;
-  if ((from.errors.values == nullptr) != (to.errors.values == nullptr)) {
-    refuse(to.errors.values == nullptr ? "errors in int8" : "errors in f32", "the other kind",
-           "use the error_dtype that it was saved with");
-  }
-  if ((begin % group_size != 0 && from.flat_offset != to.flat_offset) ||
-      (end % group_size != 0 && from_end != to_end)) {
-    refuse("groups cut where this layout cuts them", "other ones",
-           "use the layout and the shard count that it was saved with");
-  }
-  return end - begin;
+const SavedState::Row* SavedState::row_of(const std::string& parameter, int replica) const {
+  const auto found = rows_.find({parameter, replica});
+  return found == rows_.end() ? nullptr : &found->second;
 }
 
-void copy(const ErrorPiece& from, const ErrorPiece& to, int group_size, const Stream& stream) {
-  const std::int64_t count = common_elements(from, to, group_size);
-  if (count == 0) return;
-  const std::int64_t begin = std::max(from.flat_offset, to.flat_offset);
-  const auto errors_of = [&](const ErrorPiece& piece) {
-    return moved(piece.errors, begin - piece.flat_offset,
-                 begin / group_size - piece.flat_offset / group_size);
+SavedState::Found SavedState::find(const Row& row, std::int64_t element) const {
+  auto after = row.upper_bound(element);
+  if (after == row.begin()) return {};
+  const SavedErrors& errors = std::prev(after)->second;
+  const std::int64_t end = errors.place.flat_offset + errors.place.count;
+  if (element >= end) return {};
+  if (!errors.values.empty()) return {&errors, errors.place.flat_offset, end};
+  const std::int64_t size = header_.group_size;
+  return {&errors, std::max(errors.place.flat_offset, element / size * size),
+          std::min(end, group_end_after(element, size))};
+}
+
+// to (+)= errors * factor (* weight), from element `begin` on; returns how many were not found.
+std::int64_t SavedState::add_decoded(const Row* row, std::int64_t begin, std::span<float> to,
+                                     float factor, std::optional<float> weight,
+                                     bool is_first) const {
+  std::int64_t missing = 0;
+  for (std::int64_t i = 0; i < std::ssize(to);) {
+    const Found found = row == nullptr ? Found{} : find(*row, begin + i);
+    const std::int64_t end = found.errors == nullptr
+                                 ? i + 1
+                                 : std::min<std::int64_t>(std::ssize(to), found.group_end - begin);
+    for (; i < end; ++i) {
+      float value = 0.0F;
+      if (found.errors == nullptr) {
+        ++missing;
+      } else {
+        const SavedErrors& errors = *found.errors;
+        const std::int64_t at = begin + i - errors.place.flat_offset;
+        if (errors.values.empty()) {
+          const std::int64_t group =
+              (begin + i) / header_.group_size - errors.place.flat_offset / header_.group_size;
+          value = decoded(errors.codes[static_cast<std::size_t>(at)],
+                          errors.scales[static_cast<std::size_t>(group)] * factor);
+        } else {
+          value = errors.values[static_cast<std::size_t>(at)] * factor;
+        }
+      }
+      if (weight) value *= *weight;
+      float& sum = to[static_cast<std::size_t>(i)];
+      sum = is_first ? value : sum + value;
+    }
+  }
+  return missing;
+}
+
+SavedErrors SavedState::errors_of(const ErrorPlace& place, const Wanted& wanted,
+                                  std::int64_t* missing) const {
+  const float factor = header_.err_beta == wanted.err_beta
+                           ? 1.0F
+                           : static_cast<float>((1.0 - wanted.err_beta) / (1.0 - header_.err_beta));
+  const bool gathered = place.replica == ErrorPlace::kGathered;
+  const bool same_replicas = gathered || header_.replicas == wanted.replicas;
+  struct Source {
+    const Row* row = nullptr;
+    std::optional<float> weight;
   };
-  const ErrorState source = errors_of(from);
-  const ErrorState target = errors_of(to);
-  const auto move = [&](auto* into, const auto* what, std::int64_t elements) {
-    copy_bytes(into, what, static_cast<std::size_t>(elements) * sizeof *what, stream);
-  };
-  if (target.values != nullptr) {
-    move(target.values, source.values, count);
+  std::vector<Source> sources;
+  if (same_replicas) {
+    sources.push_back({row_of(place.parameter, place.replica), {}});
   } else {
-    move(target.codes, source.codes, count);
-    move(target.scales, source.scales, groups_between(begin, begin + count, group_size));
+    const std::int64_t before = header_.replicas;
+    const std::int64_t now = wanted.replicas;
+    for (int r = 0; r < before; ++r) {
+      if (!takes_over(r, before, place.replica, now)) continue;
+      const std::int64_t covered = std::min((r + 1) * now, (place.replica + 1) * before) -
+                                   std::max(r * now, place.replica * before);
+      sources.push_back({row_of(place.parameter, r), static_cast<float>(covered)});
+    }
   }
+  SavedErrors result{.place = place};
+  const std::int64_t end = place.flat_offset + place.count;
+  if (wanted.as_values) {
+    result.values.resize(static_cast<std::size_t>(place.count));
+  } else {
+    result.codes.resize(static_cast<std::size_t>(place.count));
+  }
+  std::vector<float> values;
+  for (std::int64_t begin = place.flat_offset; begin < end;) {
+    const std::int64_t group_end = std::min(end, group_end_after(begin, wanted.group_size));
+    const auto at = static_cast<std::size_t>(begin - place.flat_offset);
+    const auto count = static_cast<std::size_t>(group_end - begin);
+    const Found same = same_replicas && sources[0].row != nullptr && !wanted.as_values
+                           ? find(*sources[0].row, begin)
+                           : Found{};
+    if (same.errors != nullptr && same.errors->values.empty() && same.group_begin == begin &&
+        same.group_end == group_end) {
+      const std::int64_t from = begin - same.errors->place.flat_offset;
+      std::copy_n(same.errors->codes.begin() + from, count, result.codes.data() + at);
+      const std::int64_t group =
+          begin / header_.group_size - same.errors->place.flat_offset / header_.group_size;
+      result.scales.push_back(same.errors->scales[static_cast<std::size_t>(group)] * factor);
+    } else {
+      values.resize(count);
+      for (std::size_t s = 0; s < sources.size(); ++s) {
+        *missing += add_decoded(sources[s].row, begin, values, factor, sources[s].weight, s == 0);
+      }
+      if (!same_replicas) {
+        for (float& value : values) value /= static_cast<float>(wanted.replicas);
+      }
+      if (wanted.as_values) {
+        std::ranges::copy(values, result.values.data() + at);
+      } else {
+        result.scales.push_back(encode(values, result.codes.data() + at));
+      }
+    }
+    begin = group_end;
+  }
+  return result;
+}
+
+void SavedState::scale(float factor) {
+  for (auto& [name, row] : rows_) {
+    for (auto& [offset, errors] : row) {
+      for (float& scale : errors.scales) scale *= factor;
+      for (float& value : errors.values) value *= factor;
+    }
+  }
+}
+
+std::optional<std::string> SavedState::stranger(std::span<const std::string> parameters) const {
+  const std::set<std::string_view> known(parameters.begin(), parameters.end());
+  for (const auto& [name, row] : rows_) {
+    if (!known.contains(name.first)) return name.first;
+  }
+  return std::nullopt;
 }
 
 }  // namespace hsdp::quant

@@ -1,42 +1,108 @@
-// A hop's errors as pieces that can be saved, and put back into a hop whose buckets or windows are
-// other ones.
+// A hop's errors as they are saved: apart from any hop, in host memory, for hops with other
+// buckets, owners, replica counts or options.
+//
+// Keys are "{parameter}/r{replica}/o{flat offset}/{kind}" and, for the gathered half,
+// "{parameter}/gather/o{flat offset}/{kind}"; kinds are "codes" (int8 in bytes) with "scales"
+// (fp32, one a group), or "values" (fp32). Of the hop as a whole: "steps", "replicas" and
+// "group_size" (i64), "err_beta" (f64).
+//
+// Not thread-safe.
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <optional>
 #include <span>
+#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "hsdp/replica_hop.h"
-#include "quant/quantize.h"
 
 namespace hsdp::quant {
 
-// Errors of elements [flat_offset, flat_offset + count) of a flattened parameter. Cuts lie at
-// groups, or where a slice begins or ends.
-struct ErrorPiece {
-  int parameter = 0;
-  bool gathered = false;  // of the gathered half
+// Elements [flat_offset, flat_offset + count) of a flattened parameter.
+struct ErrorPlace {
+  static constexpr int kGathered = -1;
+  std::string parameter;
+  int replica = 0;  // whose errors; kGathered: of the gathered half
   std::int64_t flat_offset = 0;
   std::int64_t count = 0;
-  ErrorState errors;  // from that element and its group on
 };
 
-[[nodiscard]] std::int64_t group_count(const ErrorPiece& piece, int group_size);
+// Either codes and scales or values.
+struct SavedErrors {
+  ErrorPlace place;
+  std::vector<std::int8_t> codes;
+  std::vector<float> scales;
+  std::vector<float> values;
+};
 
-// What tiles hold, joined where they follow one another. `errors` are those of the first tile on.
-[[nodiscard]] std::vector<ErrorPiece> pieces_of(std::span<const GroupTile> tiles, int group_size,
-                                                bool gathered, const ErrorState& errors);
+struct SavedHeader {
+  std::int64_t steps = 0;
+  std::int64_t replicas = 0;
+  std::int64_t group_size = 0;
+  double err_beta = 0.0;
+};
 
-// As a hop hands them out, and back. UsageError for what is no such state.
-void append(const ErrorPiece& piece, int group_size, Device device, std::vector<HopState>& to);
-[[nodiscard]] std::vector<ErrorPiece> pieces_from(std::span<const HopState> state, int group_size);
+// Groups that lie in [begin, end) of a flattened parameter, also in part.
+[[nodiscard]] std::int64_t groups_between(std::int64_t begin, std::int64_t end,
+                                          std::int64_t group_size);
 
-// How many elements they have in common. UsageError where they have other groups there or another
-// kind of errors.
-[[nodiscard]] std::int64_t common_elements(const ErrorPiece& from, const ErrorPiece& to,
-                                           int group_size);
-// Enqueues copies of these.
-void copy(const ErrorPiece& from, const ErrorPiece& to, int group_size, const Stream& stream);
+// Points to `header`.
+void append(SavedHeader& header, std::vector<HopState>& to);
+[[nodiscard]] std::string error_key(const ErrorPlace& place, std::string_view kind);
+struct ErrorKey {
+  ErrorPlace place;  // without a count
+  std::string kind;
+};
+// Nothing for a key of the hop as a whole; UsageError for what is no key.
+[[nodiscard]] std::optional<ErrorKey> parse_error_key(const std::string& key);
+
+// Whether replica `now` of `replicas` takes over errors of replica `before` of `replicas_before`:
+// where the replicas are intervals of one line, these two overlap.
+[[nodiscard]] bool takes_over(std::int64_t before, std::int64_t replicas_before, std::int64_t now,
+                              std::int64_t replicas);
+
+class SavedState {
+ public:
+  // Copies it. UsageError unless it is a state that LocoHop has saved.
+  explicit SavedState(std::span<const HopState> state);
+
+  [[nodiscard]] const SavedHeader& header() const { return header_; }
+
+  struct Wanted {
+    std::int64_t replicas = 0;
+    std::int64_t group_size = 0;
+    double err_beta = 0.0;
+    bool as_values = false;  // else codes and scales
+  };
+  // The errors of a place in a hop of that kind; zero where some are not known, `*missing` counts
+  // these elements. Codes are kept as they are where replicas and groups are the same; otherwise
+  // they are decoded, and coded anew. A replica that covers several old ones takes their sum, one
+  // that covers a part takes that part; another beta leaves what is owed, e / (1 - beta), alone.
+  [[nodiscard]] SavedErrors errors_of(const ErrorPlace& place, const Wanted& wanted,
+                                      std::int64_t* missing) const;
+  void scale(float factor);
+  // A parameter that is not among those, where there is one.
+  [[nodiscard]] std::optional<std::string> stranger(std::span<const std::string> parameters) const;
+
+ private:
+  // Of one parameter and replica, by offset.
+  using Row = std::map<std::int64_t, SavedErrors>;
+  struct Found {
+    const SavedErrors* errors = nullptr;
+    std::int64_t group_begin = 0;
+    std::int64_t group_end = 0;
+  };
+  [[nodiscard]] const Row* row_of(const std::string& parameter, int replica) const;
+  [[nodiscard]] Found find(const Row& row, std::int64_t element) const;
+  std::int64_t add_decoded(const Row* row, std::int64_t begin, std::span<float> to, float factor,
+                           std::optional<float> weight, bool is_first) const;
+
+  SavedHeader header_;
+  std::map<std::pair<std::string, int>, Row> rows_;
+};
 
 }  // namespace hsdp::quant

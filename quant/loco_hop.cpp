@@ -1,14 +1,17 @@
 #include "quant/loco_hop.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstdio>
+#include <mutex>
+#include <optional>
 #include <utility>
 
-#include "hsdp/device/copy.h"
 #include "hsdp/error.h"
-#include "hsdp/kernels/scale_and_cast.h"
-#include "quant/error_state.h"
+#include "quant/hop_errors.h"
+#include "quant/hop_figures.h"
 #include "quant/hop_state.h"
 #include "quant/loco_exchange.h"
 
@@ -24,31 +27,35 @@ ExchangeFormats formats_of(const LocoOptions& options) {
           {options.gather.value_or(code), options.group_size, options.scale_dtype}};
 }
 
-// A state in memory of its own.
-class KeptState {
- public:
-  KeptState() = default;
-  KeptState(std::span<const HopState> state, bool is_whole_) : is_whole(is_whole_) {
-    for (HopState one : state) {
-      memory_.emplace_back(one.data.device, one.data.size_in_bytes());
-      Stream stream = Stream::create(one.data.device, "hsdp-loco");
-      stream.run([to = memory_.back().data(), from = one.data, inside = stream.inside_task()] {
-        copy_bytes(to, from.data, from.size_in_bytes(), inside);
-      });
-      stream.synchronize();
-      one.data.data = memory_.back().data();
-      state_.push_back(std::move(one));
+std::vector<std::string> names_of(const HopPlan& plan) {
+  std::vector<std::string> names;
+  for (const HopParameter& parameter : plan.parameters) names.push_back(parameter.name);
+  return names;
+}
+
+std::vector<GroupMap> maps_of(std::span<const LocoWindow> windows) {
+  std::vector<GroupMap> maps;
+  for (const LocoWindow& window : windows) maps.push_back(window.map);
+  return maps;
+}
+
+void require_patterns_match(const LocoOptions& options, const HopPlan& plan) {
+  for (const std::string& pattern : options.exclude) {
+    LocoOptions one;
+    one.exclude = {pattern};
+    if (std::ranges::any_of(plan.parameters, [&one](const HopParameter& parameter) {
+          return is_excluded(one, parameter.name);
+        })) {
+      continue;
     }
+    throw UsageError({.where = "loco: exclude",
+                      .expected = "names or patterns of parameters",
+                      .got = "'" + pattern + "', which matches none",
+                      .remedy = "the first parameter is '" +
+                                (plan.parameters.empty() ? "" : plan.parameters.front().name) +
+                                "'"});
   }
-  [[nodiscard]] std::span<const HopState> state() const { return state_; }
-  [[nodiscard]] bool empty() const { return state_.empty(); }
-
-  bool is_whole = false;  // has to have all that the hop keeps
-
- private:
-  std::vector<HopState> state_;
-  std::vector<Buffer> memory_;
-};
+}
 
 }  // namespace
 
@@ -56,7 +63,12 @@ struct LocoHop::Parts {
   struct BucketWindows {
     std::size_t first = 0;
     std::size_t end = 0;
-    bool excluded = false;
+    bool is_excluded = false;              // all of it
+    std::vector<ParameterRange> excluded;  // of it, else: rows of replica_hook have both
+  };
+  struct Kept {
+    SavedState state;
+    bool strict = true;
   };
 
   explicit Parts(LocoOptions options_)
@@ -67,31 +79,50 @@ struct LocoHop::Parts {
     return options.reset_T > 0 && steps > 0 && steps % options.reset_T == 0;
   }
   [[nodiscard]] bool is_plain(int bucket) const {
-    return warms_up() || buckets[static_cast<std::size_t>(bucket)].excluded;
+    return warms_up() || buckets[static_cast<std::size_t>(bucket)].is_excluded;
   }
-  void make_errors(const HopPlan& plan);
-  // With the number of this replica when the errors were last in use.
-  [[nodiscard]] std::vector<ErrorPiece> pieces() const;
-  [[nodiscard]] std::vector<HopState> state();
-  void put_back();
+  [[nodiscard]] bool takes_figures() const {
+    return options.error_every > 0 && steps % options.error_every == 0;
+  }
+  [[nodiscard]] std::vector<LocoWindow> lay_out(const HopPlan& plan);
+  [[nodiscard]] std::unique_ptr<HopErrors> new_errors(const HopPlan& plan) const;
+  void require_same_replica() const;
+  void move_errors();
+  Event sum_plainly(const HopBucket& bucket, const TensorView& data, const Event& ready);
+  void take_figures();
+
+  // Between steps.
+  void require_no_step(const char* what) const;
+  [[nodiscard]] HopErrors* current() const { return before ? before.get() : errors.get(); }
+  [[nodiscard]] SavedHeader make_header() const {
+    return {steps, replicas, options.group_size, options.err_beta};
+  }
+  void put_back(const Kept& from);
 
   LocoOptions options;
   ExchangeFormats formats;
-  std::int64_t steps = 0;
-  std::uint32_t scaled = 0;  // names the factors of scale_errors()
+  std::atomic<std::int64_t> steps = 0;
+  std::atomic<bool> in_step = false;  // something was reduced, and how it ends is not known yet
+  std::uint32_t scaled = 0;           // names the factors of scale_errors()
   Reduction reduction = Reduction::kExact;
-  std::vector<BucketWindows> buckets;
-  std::unique_ptr<LocoExchange> exchange;
-  std::unique_ptr<ErrorStates> scattered;  // null: no error feedback
-  std::unique_ptr<ErrorStates> gathered;   // null: none, or bf16
-  MemoryCount::Held held;
   std::vector<std::string> names;
-  Device device;
+  std::vector<BucketWindows> buckets;
+  std::vector<std::uint32_t> repeats;  // of each bucket, in the step under way
   Communicator scatter;
   Communicator gather;
   int replica = 0;
-  KeptState kept;                      // until it can be put back
-  std::vector<std::uint32_t> repeats;  // of each bucket, in the step under way
+  int replicas = 0;                   // 0: never bound
+  std::unique_ptr<HopErrors> errors;  // null: no error feedback
+  // Those of the buckets before, until the first reduction of these ones, when all replicas are
+  // there to exchange what changes its owner.
+  std::unique_ptr<HopErrors> before;
+  std::optional<Kept> kept;  // until bind()
+  HopFigures figures;
+  bool has_warned = false;
+  std::mutex mutex;  // of the next
+  std::vector<QuantizationError> quantization_error;
+  SavedHeader header;  // what state() points to
+  std::unique_ptr<LocoExchange> exchange;
 };
 
 LocoHop::LocoHop(LocoOptions options) {
@@ -110,7 +141,8 @@ std::string LocoHop::describe() const { return quant::describe(parts_->options);
 // Ranks whose errors have come apart learn it here.
 std::string LocoHop::word() const {
   std::string text = std::to_string(parts_->steps) + " steps";
-  if (parts_->scaled != 0) text += ", scaled " + std::to_string(parts_->scaled % 100'000);
+  if (parts_->scaled != 0) text += ", x" + std::to_string(parts_->scaled % 1000);
+  if (parts_->before) text += ", moved";
   return text;
 }
 
@@ -122,96 +154,84 @@ int LocoHop::bucket_class(const HopParameter& parameter) const {
   return is_excluded(parts_->options, parameter.name) ? 1 : 0;
 }
 
-// The gathered half's errors are of as many elements as any replica may own.
-void LocoHop::Parts::make_errors(const HopPlan& plan) {
-  scattered.reset();
-  gathered.reset();
-  held.reset();
-  if (!options.error_feedback) return;
-  std::vector<ErrorStates::Extent> sent;
-  std::vector<ErrorStates::Extent> owned;
-  for (const LocoWindow& window : exchange->windows()) {
-    sent.push_back({window.map.element_count(), window.map.group_count()});
-    ErrorStates::Extent most;
-    for (int r = 0; r < plan.replicate_size; ++r) {
-      const GroupMap::Begin& begin = window.map.begin(r);
-      const GroupMap::Begin& end = window.map.begin(r + 1);
-      most.elements = std::max<std::int64_t>(most.elements, end.position - begin.position);
-      most.groups = std::max<std::int64_t>(most.groups, end.group - begin.group);
+std::vector<LocoWindow> LocoHop::Parts::lay_out(const HopPlan& plan) {
+  const std::int64_t window_elements =
+      plan.device.type == DeviceType::kHost ? kHostWindowElements : kCudaWindowElements;
+  std::vector<LocoWindow> windows;
+  buckets.clear();
+  for (const std::vector<ParameterRange>& ranges : plan.ranges) {
+    BucketWindows bucket{.first = windows.size()};
+    std::vector<ParameterRange> quantized;
+    for (const ParameterRange& range : ranges) {
+      const std::string& name = names[static_cast<std::size_t>(range.parameter)];
+      if (range.count > 0) {
+        (quant::is_excluded(options, name) ? bucket.excluded : quantized).push_back(range);
+      }
     }
-    owned.push_back(most);
+    bucket.is_excluded = quantized.empty() && !bucket.excluded.empty();
+    for (std::vector<ParameterRange>& runs :
+         cut_into_windows(quantized, options.group_size, window_elements)) {
+      windows.emplace_back(std::move(runs), formats, plan.replicate_size, plan.device);
+    }
+    bucket.end = windows.size();
+    buckets.push_back(std::move(bucket));
   }
-  const bool feeds_back_gathered = formats.gathered.code != Code::kBf16;
-  if (!feeds_back_gathered) owned.clear();
-  scattered = std::make_unique<ErrorStates>(options.error_dtype, sent, plan.device);
-  gathered = std::make_unique<ErrorStates>(options.error_dtype, owned, plan.device);
-  held = MemoryCount(plan.memory)
-             .hold(MemoryKind::kReplicaHop, 2 * (ErrorStates::bytes(options.error_dtype, sent) +
-                                                 ErrorStates::bytes(options.error_dtype, owned)));
+  repeats.assign(buckets.size(), 0);
+  return windows;
+}
+
+std::unique_ptr<HopErrors> LocoHop::Parts::new_errors(const HopPlan& plan) const {
+  if (!options.error_feedback) return nullptr;
+  const HopErrors::Kind kind{.dtype = options.error_dtype,
+                             .group_size = options.group_size,
+                             .beta = options.err_beta,
+                             .gathered = formats.gathered.code != Code::kBf16};
+  return std::make_unique<HopErrors>(kind, plan, names, maps_of(exchange->windows()));
 }
 
 void LocoHop::prepare(const HopPlan& plan) {
-  for (const std::string& pattern : parts_->options.exclude) {
-    LocoOptions one;
-    one.exclude = {pattern};
-    if (std::ranges::none_of(plan.parameters, [&one](const HopParameter& parameter) {
-          return is_excluded(one, parameter.name);
-        })) {
-      throw UsageError({.where = "loco: exclude",
-                        .expected = "names or patterns of parameters",
-                        .got = "'" + pattern + "', which matches none",
-                        .remedy = "the first parameter is '" +
-                                  (plan.parameters.empty() ? "" : plan.parameters.front().name) +
-                                  "'"});
-    }
-  }
-  const std::int64_t window_elements =
-      plan.device.type == DeviceType::kHost ? kHostWindowElements : kCudaWindowElements;
-  std::vector<Parts::BucketWindows> buckets;
-  std::vector<LocoWindow> windows;
-  for (const std::vector<ParameterRange>& ranges : plan.ranges) {
-    Parts::BucketWindows bucket{.first = windows.size()};
-    const auto whole =
-        std::ranges::find_if(ranges, [](const auto& range) { return range.count > 0; });
-    bucket.excluded =
-        whole != ranges.end() &&
-        bucket_class(plan.parameters[static_cast<std::size_t>(whole->parameter)]) != 0;
-    if (!bucket.excluded) {
-      for (std::vector<ParameterRange>& runs :
-           cut_into_windows(ranges, parts_->options.group_size, window_elements)) {
-        windows.emplace_back(std::move(runs), parts_->formats, plan.replicate_size, plan.device);
-      }
-    }
-    bucket.end = windows.size();
-    buckets.push_back(bucket);
-  }
-  if (parts_->scattered != nullptr && parts_->kept.empty()) {
-    parts_->kept = KeptState(parts_->state(), false);
-  }
-  parts_->exchange =
-      std::make_unique<LocoExchange>(std::move(windows), parts_->formats, plan.device, plan.memory);
-  parts_->buckets = std::move(buckets);
-  parts_->repeats.assign(parts_->buckets.size(), 0);
-  parts_->reduction = plan.reduction;
-  parts_->names.clear();
-  for (const HopParameter& parameter : plan.parameters) parts_->names.push_back(parameter.name);
-  parts_->device = plan.device;
-  parts_->make_errors(plan);
-  if (parts_->scatter) {
-    parts_->exchange->bind(parts_->scatter, parts_->gather);
-    parts_->put_back();
-  }
+  Parts& parts = *parts_;
+  require_patterns_match(parts.options, plan);
+  if (parts.exchange) parts.exchange->finish();
+  if (parts.errors && parts.steps > 0 && !parts.before) parts.before = std::move(parts.errors);
+  parts.errors.reset();
+  parts.exchange.reset();
+  parts.names = names_of(plan);
+  parts.reduction = plan.reduction;
+  parts.exchange =
+      std::make_unique<LocoExchange>(parts.lay_out(plan), parts.formats, plan.device, plan.memory);
+  parts.errors = parts.new_errors(plan);
+  parts.figures = HopFigures(parts.names, maps_of(parts.exchange->windows()), plan.device);
+  if (!parts.scatter) return;
+  if (parts.errors) parts.errors->set_replica(parts.replica);
+  parts.exchange->bind(parts.scatter, parts.gather);
 }
 
 void LocoHop::bind(Communicator scatter, Communicator gather) {
   Parts& parts = *parts_;
   parts.scatter = std::move(scatter);
   parts.gather = std::move(gather);
-  if (parts.exchange == nullptr) return;  // prepare() failed
+  if (!parts.exchange) return;  // prepare() failed
   parts.exchange->bind(parts.scatter, parts.gather);
   if (!parts.scatter) return;
   parts.replica = parts.scatter.rank();
-  parts.put_back();
+  parts.replicas = parts.scatter.size();
+  if (parts.errors) parts.errors->set_replica(parts.replica);
+  if (!parts.kept) return parts.require_same_replica();
+  parts.put_back(*parts.kept);
+  parts.kept.reset();
+}
+
+void LocoHop::Parts::require_same_replica() const {
+  if (!before || (before->replica() == replica && before->replicas() == replicas)) return;
+  const auto text = [](int one, int of) {
+    return "replica " + std::to_string(one) + " of " + std::to_string(of);
+  };
+  throw UsageError(
+      {.where = "loco",
+       .expected = "the " + text(before->replica(), before->replicas()) + " whose errors it keeps",
+       .got = text(replica, replicas),
+       .remedy = "make another LocoHop, and load what all ranks have saved"});
 }
 
 bool LocoHop::means(int bucket, float mean_divisor) const {
@@ -224,148 +244,183 @@ bool LocoHop::means(int bucket, float mean_divisor) const {
                     .remedy = "choose another factor or scale"});
 }
 
+// Collective over the replicas.
+void LocoHop::Parts::move_errors() {
+  if (!before) return;
+  const SavedState saved = before->joined(gather, make_header());
+  errors->load(saved, false);
+  before.reset();
+}
+
+Event LocoHop::Parts::sum_plainly(const HopBucket& bucket, const TensorView& data,
+                                  const Event& ready) {
+  AllReduce args;
+  args.data = data;
+  args.wire = bucket.arithmetic.wire;
+  args.send_exponent = bucket.arithmetic.send_exponent;
+  args.total_exponent = bucket.arithmetic.total_exponent;
+  args.divisor = bucket.arithmetic.divisor;
+  args.nonfinite = bucket.nonfinite;
+  args.bucket = bucket.bucket;
+  args.reduction = reduction;
+  return exchange->all_reduce(args, ready);
+}
+
 Event LocoHop::reduce(const HopBucket& bucket, Stream& stream) {
   Parts& parts = *parts_;
+  parts.in_step = true;
+  parts.move_errors();
   const Event ready = stream.record();
   if (parts.is_plain(bucket.bucket)) {
-    AllReduce args;
-    args.data = bucket.data;
-    args.wire = bucket.arithmetic.wire;
-    args.send_exponent = bucket.arithmetic.send_exponent;
-    args.total_exponent = bucket.arithmetic.total_exponent;
-    args.divisor = bucket.arithmetic.divisor;
-    args.nonfinite = bucket.nonfinite;
-    args.bucket = bucket.bucket;
-    args.reduction = parts.reduction;
-    return parts.exchange->all_reduce(args, ready);
+    return parts.sum_plainly(bucket, bucket.data, ready);
   }
   const auto number = static_cast<std::size_t>(bucket.bucket);
-  const LocoExchange::Arguments arguments{.bucket = bucket,
-                                          .beta = static_cast<float>(parts.options.err_beta),
-                                          .dithers = parts.options.stochastic_error,
-                                          .seed = parts.options.seed,
-                                          .step = static_cast<std::uint32_t>(parts.steps),
-                                          .repeat = parts.repeats[number]++};
-  const bool cleared = parts.starts_afresh();
-  for (std::size_t w = parts.buckets[number].first; w < parts.buckets[number].end; ++w) {
+  const Parts::BucketWindows& windows = parts.buckets[number];
+  for (const ParameterRange& range : windows.excluded) {
+    parts.sum_plainly(bucket, bucket.data.slice(range.offset, range.count), ready);
+  }
+  LocoExchange::Arguments arguments{.bucket = bucket,
+                                    .beta = static_cast<float>(parts.options.err_beta),
+                                    .dithers = parts.options.stochastic_error,
+                                    .seed = parts.options.seed,
+                                    .step = static_cast<std::uint32_t>(parts.steps),
+                                    .repeat = parts.repeats[number]++};
+  for (std::size_t w = windows.first; w < windows.end; ++w) {
     LocoExchange::Errors errors;
-    if (parts.scattered != nullptr) {
-      errors.scattered = parts.scattered->next(w, cleared, parts.exchange->encode_stream());
-    }
-    if (parts.gathered != nullptr && parts.formats.gathered.code != Code::kBf16) {
-      errors.gathered = parts.gathered->next(w, cleared, parts.exchange->sum_stream());
+    if (parts.errors) errors = parts.errors->next(w, parts.starts_afresh(), *parts.exchange);
+    if (parts.takes_figures()) {
+      const HopFigures::Window figures = parts.figures.next(w);
+      arguments.scattered_figures = figures.scattered;
+      arguments.gathered_figures = figures.gathered;
     }
     parts.exchange->reduce(w, arguments, errors, ready);
   }
-  return parts.exchange->decoded();
+  return parts.exchange->decoded();  // after the plain sums, which the first window came behind
 }
 
 void LocoHop::end_step(const StepEnd& end) {
   Parts& parts = *parts_;
-  if (end.outcome == StepOutcome::kDropped) parts.exchange->finish();
   const bool clean = end.outcome == StepOutcome::kClean;
-  for (ErrorStates* const errors : {parts.scattered.get(), parts.gathered.get()}) {
-    if (errors == nullptr) continue;
-    if (clean && parts.starts_afresh()) errors->clear_unwritten(parts.exchange->encode_stream());
-    clean ? errors->commit() : errors->drop();
+  const bool takes_figures = clean && parts.takes_figures();
+  const bool waits = end.outcome == StepOutcome::kDropped || takes_figures;
+  if (waits && parts.exchange) parts.exchange->finish();
+  if (takes_figures) {
+    parts.take_figures();
+  } else {
+    parts.figures.drop();
   }
+  if (parts.errors) parts.errors->end_step(clean, parts.starts_afresh(), *parts.exchange);
   if (clean) ++parts.steps;
   std::ranges::fill(parts.repeats, 0U);
+  parts.in_step = false;
 }
 
-std::vector<ErrorPiece> LocoHop::Parts::pieces() const {
-  std::vector<ErrorPiece> all;
-  const auto add = [&](std::vector<ErrorPiece> pieces) {
-    all.insert(all.end(), pieces.begin(), pieces.end());
+void LocoHop::Parts::take_figures() {
+  std::vector<QuantizationError> taken = figures.take(replica);
+  if (taken.empty()) return;
+  const auto error_of = [](const QuantizationError& one) {
+    return std::max(one.scattered, one.gathered);
   };
-  if (scattered == nullptr) return all;
-  const bool has_gathered = formats.gathered.code != Code::kBf16;
-  for (std::size_t w = 0; w < exchange->windows().size(); ++w) {
-    const GroupMap& map = exchange->windows()[w].map;
-    add(pieces_of(map.tiles(), options.group_size, false, scattered->state(w)));
-    if (!has_gathered) continue;
-    add(pieces_of(map.tiles(replica), options.group_size, true, gathered->state(w)));
+  const QuantizationError& worst = *std::ranges::max_element(taken, {}, error_of);
+  if (error_of(worst) > kHighError && !std::exchange(has_warned, true)) {
+    std::fprintf(stderr,
+                 "hsdp: loco: '%s': quantization changed its gradient by %.2f of its norm in step "
+                 "%lld (0.08 to 0.17 is usual); exclude it, or take smaller groups or 8 bits\n",
+                 worst.parameter.c_str(), error_of(worst), static_cast<long long>(steps.load()));
   }
-  return all;
+  const std::scoped_lock lock(mutex);
+  quantization_error = std::move(taken);
 }
 
-std::vector<HopState> LocoHop::Parts::state() {
-  std::vector<HopState> all;
-  all.push_back({-1, "steps", 0, {&steps, 1, Dtype::kI64, {}}});
-  for (const ErrorPiece& piece : pieces()) append(piece, options.group_size, device, all);
-  return all;
+std::vector<QuantizationError> LocoHop::quantization_error() const {
+  const std::scoped_lock lock(parts_->mutex);
+  return parts_->quantization_error;
 }
 
-// Checks all of it before the first copy.
-void LocoHop::Parts::put_back() {
-  if (kept.empty()) return;
-  const KeptState state = std::exchange(kept, {});
-  const std::vector<ErrorPiece> from = pieces_from(state.state(), options.group_size);
-  const std::vector<ErrorPiece> to = pieces();
-  Stream stream = Stream::create(device, "hsdp-loco");
-  for (const bool copies : {false, true}) {
-    for (const ErrorPiece& target : to) {
-      std::int64_t count = 0;
-      for (const ErrorPiece& source : from) {
-        count += common_elements(source, target, options.group_size);
-        if (copies)
-          stream.run([&] { copy(source, target, options.group_size, stream.inside_task()); });
-      }
-      if (!state.is_whole || count == target.count) continue;
-      throw UsageError({.where = "loco: load_state",
-                        .expected = "errors of all " + std::to_string(target.count) +
-                                    " elements from " + std::to_string(target.flat_offset) +
-                                    " of '" + names[static_cast<std::size_t>(target.parameter)] +
-                                    "'" + (target.gathered ? ", gathered half" : ""),
-                        .got = std::to_string(count),
-                        .remedy = "load what the same rank of an equal mesh has saved"});
-    }
+void LocoHop::Parts::require_no_step(const char* what) const {
+  if (in_step) {
+    throw UsageError({.where = std::string("loco: ") + what,
+                      .expected = "to be called between steps",
+                      .got = "a step whose end is not known yet",
+                      .remedy = "read the step's result first"});
   }
-  stream.synchronize();
-  for (const HopState& one : state.state()) {
-    if (one.parameter < 0 && one.kind == "steps")
-      steps = *static_cast<const std::int64_t*>(one.data.data);
-  }
+  if (exchange) exchange->finish();  // errors that are being cleared
 }
 
 std::vector<HopState> LocoHop::state() {
-  if (!parts_->exchange) return {};
-  return parts_->state();
+  Parts& parts = *parts_;
+  parts.require_no_step("state");
+  if (parts.replicas == 0) return {};
+  parts.header = parts.make_header();
+  std::vector<HopState> all;
+  if (const HopErrors* const errors = parts.current()) all = errors->state();
+  append(parts.header, all);
+  return all;
 }
 
-void LocoHop::load_state(std::span<const HopState> state) {
-  static_cast<void>(pieces_from(state, parts_->options.group_size));
-  if (std::ranges::none_of(state, [](const HopState& one) { return one.kind == "steps"; })) {
-    throw UsageError({.where = "loco: load_state",
-                      .expected = "a state that LocoHop has saved",
-                      .got = "one without steps"});
+void LocoHop::load_state(std::span<const HopState> state, bool strict) {
+  Parts& parts = *parts_;
+  parts.require_no_step("load_state");
+  Parts::Kept from{SavedState(state), strict};
+  if (parts.scatter && parts.exchange) {
+    parts.put_back(from);
+    parts.kept.reset();
+  } else {
+    parts.kept = std::move(from);
   }
-  parts_->kept = KeptState(state, true);
-  if (parts_->scatter) parts_->put_back();
+}
+
+void LocoHop::Parts::put_back(const Kept& from) {
+  const std::optional<std::string> stranger = from.state.stranger(names);
+  if (from.strict && stranger) {
+    throw UsageError({.where = "loco: load_state",
+                      .expected = "errors of this model's parameters",
+                      .got = "those of '" + *stranger + "', which it has not",
+                      .remedy = "load what this model has saved, or with strict=False"});
+  }
+  if (errors) errors->load(from.state, from.strict);
+  steps = from.state.header().steps;
+  scaled = 0;
+  before.reset();
+}
+
+std::vector<std::string> LocoHop::keys_to_load(std::span<const SavedKey> keys) const {
+  const Parts& parts = *parts_;
+  const HopErrors* const errors = parts.errors.get();
+  std::int64_t replicas = 1;
+  for (const SavedKey& one : keys) {
+    const std::optional<ErrorKey> key = parse_error_key(one.key);
+    if (key) replicas = std::max<std::int64_t>(replicas, key->place.replica + 1);
+  }
+  std::vector<std::string> wanted;
+  for (const SavedKey& one : keys) {
+    std::optional<ErrorKey> key = parse_error_key(one.key);
+    if (!key || !errors || !parts.scatter) {
+      wanted.push_back(one.key);
+      continue;
+    }
+    if (key->kind == "scales") continue;  // with their codes
+    key->place.count = one.count;
+    if (!errors->takes_over(key->place, replicas)) continue;
+    wanted.push_back(one.key);
+    if (key->kind == "codes") wanted.push_back(error_key(key->place, "scales"));
+  }
+  return wanted;
 }
 
 void LocoHop::scale_errors(float factor) {
+  Parts& parts = *parts_;
   if (!std::isfinite(factor)) {
     throw UsageError({.where = "loco: scale_errors",
                       .expected = "a finite factor",
                       .got = std::to_string(factor)});
   }
-  Parts& parts = *parts_;
+  parts.require_no_step("scale_errors");
+  if (parts.kept) parts.kept->state.scale(factor);
+  HopErrors* const errors = parts.current();
+  if (errors == nullptr || parts.replicas == 0) return;
   parts.scaled = parts.scaled * 31U + std::bit_cast<std::uint32_t>(factor);
-  Stream stream = Stream::create(parts.device, "hsdp-loco");
-  for (const ErrorPiece& piece : parts.pieces()) {
-    kernels::ScaleAndCast args;
-    args.multiplier = factor;
-    args.count = piece.count;
-    args.out = piece.errors.values;
-    if (piece.errors.values == nullptr) {
-      args.count = group_count(piece, parts.options.group_size);
-      args.out = piece.errors.scales;
-    }
-    args.in = args.out;
-    stream.run([args, inside = stream.inside_task()] { kernels::scale_and_cast(args, inside); });
-  }
-  stream.synchronize();
+  errors->scale(factor);
 }
 
 }  // namespace hsdp::quant

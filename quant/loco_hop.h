@@ -14,16 +14,19 @@
 // step that is dropped or overflows leaves no trace in them. They count optimizer steps.
 //
 // Threads and ownership are those of ReplicaHop; the calls that it does not have come between
-// steps, on the thread that drives the owner.
+// steps, on the thread that drives the owner. A hop that is given to another owner takes its errors
+// along, if it is the same replica there.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "hsdp/replica_hop.h"
 #include "quant/loco_options.h"
+#include "quant/quantization_error.h"
 
 namespace hsdp::quant {
 
@@ -41,6 +44,11 @@ class LocoHop final : public ReplicaHop {
   // Multiplies all errors by a finite factor, the same on every rank, where a step was clipped much
   // harder than usual: else they deliver the unclipped rest of a spike over the next steps.
   void scale_errors(float factor);
+  // How much quantization has changed the gradients of a step, on this rank: of the last clean one
+  // of those that figures were taken in, every error_every steps. Above kHighError it is written
+  // to stderr, too, once for each hop.
+  [[nodiscard]] std::vector<QuantizationError> quantization_error() const;
+  static constexpr double kHighError = 0.3;
 
   // ReplicaHop
   [[nodiscard]] std::string describe() const override;
@@ -54,12 +62,22 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] bool means(int bucket, float mean_divisor) const override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
   void end_step(const StepEnd& end) override;
-  // "steps" of the hop, and of every parameter "codes" and "scales" or "values", and the same under
-  // "gather/" for what this replica owns of the gathered half. Of an owner that is set up.
+  // Keys and dtypes are those of quant/hop_state.h. Empty before bind().
   [[nodiscard]] std::vector<HopState> state() override;
-  // A state of the same parameters, options and replica count; other buckets will do where they
-  // leave the gathered half with the same replicas. UsageError otherwise, and nothing has changed.
-  void load_state(std::span<const HopState> state) override;
+  // A state of any replica count, shard count, group size, error_dtype or err_beta, as long as this
+  // rank's parameters are in it; with other counts, buckets or owners it takes all ranks' states
+  // together. The same replicas, groups and dtype go on with the same bits. Before bind() it is
+  // kept until then. UsageError, and nothing has changed, while a step is under way or where it
+  // does not fit; not `strict`: parameters it does not have start from zero, others are left out.
+  void load_state(std::span<const HopState> state) override { load_state(state, true); }
+  void load_state(std::span<const HopState> state, bool strict);
+  // Of the keys of a state that all ranks have saved, and their element counts: what this rank's
+  // load_state() needs. Before bind(): all.
+  struct SavedKey {
+    std::string key;
+    std::int64_t count = 0;
+  };
+  [[nodiscard]] std::vector<std::string> keys_to_load(std::span<const SavedKey> keys) const;
 
  private:
   struct Parts;

@@ -7,7 +7,9 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <random>
+#include <span>
 
 #include "hsdp/error.h"
 #include "quant/loco_exchange.h"
@@ -29,11 +31,32 @@ struct Configuration {
   std::vector<std::int64_t> counts;
   std::vector<std::vector<ParameterRange>> buckets;
   int steps = 4;
+  bool mixed = false;  // excluded parameters share buckets with others, as in rows of replica_hook
 };
 
 template <class T>
 T one_of(std::mt19937& random, const std::vector<T>& choices) {
   return choices[random() % choices.size()];
+}
+
+// Excluded ones in buckets of their own, unless mixed; large ones may be cut over two, at groups.
+void cut_into_buckets(Configuration& made, std::mt19937& random) {
+  std::map<int, std::vector<ParameterRange>> buckets;
+  for (std::size_t p = 0; p < made.counts.size(); ++p) {
+    const bool apart = !made.mixed && is_excluded(made.options, made.names[p]);
+    const std::int64_t cut =
+        std::min(made.counts[p], static_cast<std::int64_t>(random() % 4) * made.options.group_size);
+    for (const auto& [begin, end] : {std::pair{std::int64_t{0}, cut}, {cut, made.counts[p]}}) {
+      if (begin == end) continue;
+      std::vector<ParameterRange>& bucket =
+          buckets[(apart ? 10 : 0) + static_cast<int>(random() % 3)];
+      std::int64_t offset = static_cast<std::int64_t>(random() % 3);  // a gap
+      if (!bucket.empty()) offset += bucket.back().offset + bucket.back().count;
+      bucket.push_back({static_cast<int>(p), offset, end - begin, begin});
+    }
+  }
+  made.buckets.clear();
+  for (auto& [number, ranges] : buckets) made.buckets.push_back(std::move(ranges));
 }
 
 Configuration random_configuration(std::mt19937& random) {
@@ -52,6 +75,7 @@ Configuration random_configuration(std::mt19937& random) {
   options.stochastic_error = options.error_dtype == Dtype::kU8 && random() % 3 == 0;
   options.seed = random();
   if (random() % 3 == 0) options.exclude = {"*norm*"};
+  made.mixed = random() % 2 == 0;
   made.replicas = 2 + static_cast<int>(random() % 4);
   made.steps = 3 + static_cast<int>(random() % 4);
   const std::size_t count = 1 + random() % 5;
@@ -61,22 +85,7 @@ Configuration random_configuration(std::mt19937& random) {
     made.counts.push_back(
         static_cast<std::int64_t>(1 + random() % (random() % 2 == 0 ? 40 : 3000)));
   }
-  // Excluded ones in buckets of their own; large ones may be cut over two, at groups.
-  std::map<int, std::vector<ParameterRange>> buckets;
-  for (std::size_t p = 0; p < count; ++p) {
-    const bool plain = is_excluded(options, made.names[p]);
-    const std::int64_t cut =
-        std::min(made.counts[p], static_cast<std::int64_t>(random() % 4) * options.group_size);
-    for (const auto& [begin, end] : {std::pair{std::int64_t{0}, cut}, {cut, made.counts[p]}}) {
-      if (begin == end) continue;
-      std::vector<ParameterRange>& bucket =
-          buckets[(plain ? 10 : 0) + static_cast<int>(random() % 3)];
-      std::int64_t offset = static_cast<std::int64_t>(random() % 3);  // a gap
-      if (!bucket.empty()) offset += bucket.back().offset + bucket.back().count;
-      bucket.push_back({static_cast<int>(p), offset, end - begin, begin});
-    }
-  }
-  for (auto& [number, ranges] : buckets) made.buckets.push_back(std::move(ranges));
+  cut_into_buckets(made, random);
   return made;
 }
 
@@ -172,6 +181,7 @@ std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step
       bucket.bucket = number;
       bucket.data = {memory[b].data(), std::ssize(memory[b]), Dtype::kF32, {}};
       bucket.arithmetic.mean_divisor = reduction.divisor;
+      if (made.mixed) bucket.arithmetic.divisor = reduction.divisor;
       bucket.nonfinite = &nonfinite;
       if (k == 0) static_cast<void>(hop.means(number, reduction.divisor));
       events.push_back(hop.reduce(bucket, stream));
@@ -191,13 +201,16 @@ std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step
   return sums;
 }
 
-// Plain sums of all reductions, as all_reduce forms them.
-Floats plain_sum(const Step& step, std::size_t parameter) {
+// Plain sums of all reductions, as all_reduce forms them; means where rows are mixed.
+Floats plain_sum(const Configuration& made, const Step& step, std::size_t parameter) {
   Floats all;
   for (const Reduction& reduction : step.reductions) {
     Floats total = reduction.sums[0][parameter];
     for (std::size_t r = 1; r < reduction.sums.size(); ++r) {
       for (std::size_t i = 0; i < total.size(); ++i) total[i] += reduction.sums[r][parameter][i];
+    }
+    if (made.mixed) {
+      for (float& value : total) value = value / reduction.divisor;
     }
     if (all.empty()) {
       all = total;
@@ -208,6 +221,58 @@ Floats plain_sum(const Step& step, std::size_t parameter) {
   return all;
 }
 
+LocoReference reference_of(const Configuration& made) {
+  std::vector<LocoReference::Parameter> parameters;
+  for (std::size_t p = 0; p < made.names.size(); ++p) {
+    parameters.push_back({made.names[p], {0, made.counts[p]}, static_cast<int>(p)});
+  }
+  return {made.options, made.replicas, std::move(parameters)};
+}
+
+// What all replicas end a step with, and how it ends.
+struct Expected {
+  std::vector<Floats> means;
+  StepOutcome outcome = StepOutcome::kClean;
+};
+
+Expected run_step(LocoReference& reference, const Configuration& made, const Step& step) {
+  Expected expected;
+  for (const Reduction& reduction : step.reductions) {
+    expected.means = reference.reduce(reduction.sums, reduction.divisor);
+  }
+  for (std::size_t p = 0; p < expected.means.size(); ++p) {
+    if (reference.is_plain(p)) expected.means[p] = plain_sum(made, step, p);
+  }
+  if (step.drops) {
+    expected.outcome = StepOutcome::kDropped;
+  } else if (!is_finite(expected.means)) {
+    expected.outcome = StepOutcome::kOverflow;
+  }
+  reference.end_step(expected.outcome == StepOutcome::kClean);
+  if (step.scale != 1.0F) reference.scale_errors(step.scale);
+  return expected;
+}
+
+// The same by the hop on one replica; false, and a test failure, where a bit differs.
+bool run_and_compare(LocoHop& hop, const Configuration& made, const Step& step, int replica,
+                     const Expected& expected, const std::string& label) {
+  std::atomic<std::uint32_t> nonfinite = 0;
+  const std::vector<Floats> found = run_step(hop, made, step, replica, nonfinite);
+  for (std::size_t p = 0; p < found.size(); ++p) {
+    for (std::size_t i = 0; i < found[p].size(); ++i) {
+      if (same(found[p][i], expected.means[p][i])) continue;
+      ADD_FAILURE() << label << ", " << made.names[p] << "[" << i << "]: " << found[p][i] << " for "
+                    << expected.means[p][i] << "; " << describe(made.options) << ", "
+                    << made.replicas << " replicas";
+      return false;
+    }
+  }
+  EXPECT_TRUE(expected.outcome != StepOutcome::kClean || nonfinite == 0);
+  hop.end_step({0, expected.outcome, ""});
+  if (step.scale != 1.0F) hop.scale_errors(step.scale);
+  return true;
+}
+
 class LocoHopOn : public ::testing::TestWithParam<test::Path> {};
 
 TEST_P(LocoHopOn, EqualsTheReference) {
@@ -215,47 +280,17 @@ TEST_P(LocoHopOn, EqualsTheReference) {
   for (int round = 0; round < 60; ++round) {
     const Configuration made = random_configuration(random);
     const std::vector<Step> steps = random_steps(made, random);
-    std::vector<LocoReference::Parameter> parameters;
-    for (std::size_t p = 0; p < made.names.size(); ++p) {
-      parameters.push_back({made.names[p], {0, made.counts[p]}, static_cast<int>(p)});
-    }
-    LocoReference reference(made.options, made.replicas, parameters);
-    std::vector<std::vector<Floats>> expected;
-    std::vector<StepOutcome> outcomes;
-    for (const Step& step : steps) {
-      std::vector<Floats> means;
-      for (const Reduction& reduction : step.reductions) {
-        means = reference.reduce(reduction.sums, reduction.divisor);
-      }
-      for (std::size_t p = 0; p < means.size(); ++p) {
-        if (reference.is_plain(p)) means[p] = plain_sum(step, p);
-      }
-      outcomes.push_back(step.drops          ? StepOutcome::kDropped
-                         : !is_finite(means) ? StepOutcome::kOverflow
-                                             : StepOutcome::kClean);
-      reference.end_step(outcomes.back() == StepOutcome::kClean);
-      if (step.scale != 1.0F) reference.scale_errors(step.scale);
-      expected.push_back(std::move(means));
-    }
+    LocoReference reference = reference_of(made);
+    std::vector<Expected> expected;
+    for (const Step& step : steps) expected.push_back(run_step(reference, made, step));
     test::run_world({.size = made.replicas, .path = GetParam()}, [&](Communicator& world) {
       LocoHop hop(made.options);
       const HopPlan plan = plan_of(made);
       hop.prepare(plan);
       hop.bind(world, world.split(0, world.rank()));
       for (std::size_t s = 0; s < steps.size(); ++s) {
-        std::atomic<std::uint32_t> nonfinite = 0;
-        const std::vector<Floats> found = run_step(hop, made, steps[s], world.rank(), nonfinite);
-        for (std::size_t p = 0; p < found.size(); ++p) {
-          for (std::size_t i = 0; i < found[p].size(); ++i) {
-            if (same(found[p][i], expected[s][p][i])) continue;
-            FAIL() << "round " << round << ", step " << s << ", " << made.names[p] << "[" << i
-                   << "]: " << found[p][i] << " for " << expected[s][p][i] << "; "
-                   << describe(made.options) << ", " << made.replicas << " replicas";
-          }
-        }
-        EXPECT_TRUE(outcomes[s] != StepOutcome::kClean || nonfinite == 0);
-        hop.end_step({static_cast<std::int64_t>(s), outcomes[s], ""});
-        if (steps[s].scale != 1.0F) hop.scale_errors(steps[s].scale);
+        const std::string label = "round " + std::to_string(round) + ", step " + std::to_string(s);
+        if (!run_and_compare(hop, made, steps[s], world.rank(), expected[s], label)) return;
       }
       EXPECT_EQ(hop.steps(), reference.steps());
       hop.bind({}, {});
@@ -279,6 +314,174 @@ TEST(LocoHop, KeepsWhatEveryHopKeeps) {
   }
   test::check_hop_contract(make({.bits = 8, .gather = Code::kBf16}), {2, 2});
   test::check_hop_contract(make({.error_feedback = false}), {2, 2});
+}
+
+// Another cut into buckets in the middle of a run, as when parameters are frozen.
+TEST(LocoHop, TakesItsErrorsAlongToOtherBuckets) {
+  std::mt19937 random(12);
+  for (int round = 0; round < 40; ++round) {
+    Configuration made = random_configuration(random);
+    const std::vector<Step> steps = random_steps(made, random);
+    std::vector<Configuration> cuts;
+    for (std::size_t s = 0; s < steps.size(); ++s) {
+      if (random() % 3 != 0) cut_into_buckets(made, random);
+      cuts.push_back(made);
+    }
+    LocoReference reference = reference_of(made);
+    std::vector<Expected> expected;
+    for (const Step& step : steps) expected.push_back(run_step(reference, made, step));
+    test::run_world({.size = made.replicas}, [&](Communicator& world) {
+      LocoHop hop(made.options);
+      Communicator gather = world.split(0, world.rank());
+      std::vector<HopPlan> plans;
+      for (const Configuration& cut : cuts) plans.push_back(plan_of(cut));
+      for (std::size_t s = 0; s < steps.size(); ++s) {
+        const std::string label = "round " + std::to_string(round) + ", step " + std::to_string(s);
+        hop.prepare(plans[s]);
+        if (s == 0) hop.bind(world, gather);
+        if (s == 2) {  // another owner, of the same replicas
+          hop.bind({}, {});
+          hop.prepare(plans[s]);
+          hop.bind(world, gather);
+        }
+        if (!run_and_compare(hop, cuts[s], steps[s], world.rank(), expected[s], label)) return;
+      }
+      hop.bind({}, {});
+    });
+    if (HasFailure()) return;
+  }
+}
+
+// A state in memory of its own.
+struct OwnState {
+  std::map<std::string, std::vector<std::byte>> memory;
+  std::vector<HopState> state;
+
+  void add(std::span<const HopState> from) {
+    for (HopState one : from) {
+      const auto* const bytes = static_cast<const std::byte*>(one.data.data);
+      std::vector<std::byte>& kept = memory[one.key];
+      const bool is_new = kept.empty();
+      kept.assign(bytes, bytes + one.data.size_in_bytes());
+      one.data.data = kept.data();
+      if (is_new) state.push_back(one);
+    }
+  }
+};
+
+// Runs some steps, and more of them in another world from what was saved: with other replicas,
+// buckets, groups, betas and kinds of errors.
+TEST(LocoHop, LoadsWhatAnotherOneHasSaved) {
+  std::mt19937 random(13);
+  for (int round = 0; round < 60; ++round) {
+    Configuration made = random_configuration(random);
+    made.options.error_feedback = true;
+    const std::vector<Step> steps = random_steps(made, random);
+    Configuration next = made;
+    if (random() % 2 == 0) next.replicas = 2 + static_cast<int>(random() % 4);
+    if (random() % 3 == 0) next.options.group_size = one_of(random, std::vector{32, 64, 96});
+    if (random() % 3 == 0) next.options.err_beta = one_of(random, std::vector{0.0, 0.5, 0.9});
+    if (random() % 3 == 0) {
+      next.options.error_dtype = one_of(random, std::vector{Dtype::kU8, Dtype::kF32});
+      next.options.stochastic_error = false;
+    }
+    cut_into_buckets(next, random);
+    const std::vector<Step> more = random_steps(next, random);
+    const bool before_bind = random() % 2 == 0;
+
+    LocoReference reference = reference_of(made);
+    std::vector<Expected> expected;
+    for (const Step& step : steps) expected.push_back(run_step(reference, made, step));
+    LocoReference other = reference_of(next);
+    other.load(reference);
+    std::vector<Expected> expected_more;
+    for (const Step& step : more) expected_more.push_back(run_step(other, next, step));
+
+    OwnState all;
+    std::mutex mutex;
+    const std::string label = "round " + std::to_string(round);
+    test::run_world({.size = made.replicas}, [&](Communicator& world) {
+      LocoHop hop(made.options);
+      const HopPlan plan = plan_of(made);
+      hop.prepare(plan);
+      hop.bind(world, world.split(0, world.rank()));
+      for (std::size_t s = 0; s < steps.size(); ++s) {
+        if (!run_and_compare(hop, made, steps[s], world.rank(), expected[s], label)) return;
+      }
+      const std::scoped_lock lock(mutex);
+      all.add(hop.state());
+      hop.bind({}, {});
+    });
+    if (HasFailure()) return;
+    test::run_world({.size = next.replicas}, [&](Communicator& world) {
+      LocoHop hop(next.options);
+      const HopPlan plan = plan_of(next);
+      if (before_bind) hop.load_state(all.state);
+      hop.prepare(plan);
+      hop.bind(world, world.split(0, world.rank()));
+      if (!before_bind) {  // what this rank needs will do
+        std::vector<LocoHop::SavedKey> keys;
+        for (const HopState& one : all.state) keys.push_back({one.key, one.data.count});
+        const std::vector<std::string> wanted = hop.keys_to_load(keys);
+        std::vector<HopState> part = all.state;
+        std::erase_if(part, [&](const HopState& one) {
+          return std::ranges::find(wanted, one.key) == wanted.end();
+        });
+        hop.load_state(part);
+      }
+      EXPECT_EQ(hop.steps(), reference.steps());
+      for (std::size_t s = 0; s < more.size(); ++s) {
+        const std::string then = label + ", step " + std::to_string(s) + " after loading";
+        if (!run_and_compare(hop, next, more[s], world.rank(), expected_more[s], then)) return;
+      }
+      hop.bind({}, {});
+    });
+    if (HasFailure()) return;
+  }
+}
+
+// One group: a 7 and 63 times `rest`; the same on both replicas. Its errors after one step.
+std::vector<QuantizationError> errors_with(float rest, std::int64_t every = 1) {
+  Configuration made;
+  made.options.error_every = every;
+  made.names = {"layer.weight"};
+  made.counts = {64};
+  made.buckets = {{{0, 0, 64, 0}}};
+  Step step;
+  step.reductions.push_back({{2, {Floats(64, rest)}}, 1.0F});
+  for (std::vector<Floats>& sums : step.reductions[0].sums) sums[0][0] = 7.0F;
+  std::vector<QuantizationError> errors;
+  test::run_world({.size = 2}, [&](Communicator& world) {
+    LocoHop hop(made.options);
+    const HopPlan plan = plan_of(made);
+    hop.prepare(plan);
+    hop.bind(world, world.split(0, world.rank()));
+    std::atomic<std::uint32_t> nonfinite = 0;
+    run_step(hop, made, step, world.rank(), nonfinite);
+    EXPECT_TRUE(hop.quantization_error().empty());
+    EXPECT_THROW(static_cast<void>(hop.state()), UsageError);
+    EXPECT_THROW(hop.scale_errors(0.5F), UsageError);
+    hop.end_step({0, StepOutcome::kClean, ""});
+    if (world.rank() == 0) errors = hop.quantization_error();
+    hop.bind({}, {});
+  });
+  return errors;
+}
+
+TEST(LocoHop, SaysHowMuchItChanges) {
+  std::vector<QuantizationError> errors = errors_with(1.25F);  // 7, and 1 for the rest
+  ASSERT_EQ(errors.size(), 1U);
+  EXPECT_EQ(errors[0].parameter, "layer.weight");
+  EXPECT_NEAR(errors[0].scattered, std::sqrt(63 * 0.0625 / (49 + 63 * 1.5625)), 1e-6);
+  EXPECT_EQ(errors[0].gathered, 0.0);  // 14 and 2 are 7 and 1 again
+  EXPECT_TRUE(errors_with(1.25F, 0).empty());
+  testing::internal::CaptureStderr();
+  errors = errors_with(0.5F);
+  EXPECT_NEAR(errors[0].scattered, std::sqrt(63 * 0.25 / (49 + 63 * 0.25)), 1e-6);
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(text.find("'layer.weight': quantization changed its gradient by 0.49 of its norm"),
+            std::string::npos)
+      << text;
 }
 
 TEST(LocoHop, RefusesAPatternThatMatchesNothing) {

@@ -40,8 +40,7 @@ std::vector<test::StepCase> some_steps(test::MeshShape shape) {
 
 void read_state(LocoHop& hop, Outcome& outcome) {
   for (const HopState& one : hop.state()) {
-    outcome.names.push_back(std::to_string(one.parameter) + " " + one.kind + " " +
-                            std::to_string(one.flat_offset));
+    outcome.names.push_back(one.key);
     const auto* const begin = static_cast<const std::byte*>(one.data.data);
     outcome.state.emplace_back(begin, begin + one.data.size_in_bytes());
   }

@@ -73,7 +73,7 @@ void FakeHop::prepare(const HopPlan& plan) {
     error.resize(static_cast<std::size_t>(element_count(parameter.shape)));
     bytes += std::ssize(error) * static_cast<std::int64_t>(sizeof(float));
   }
-  for (const auto& [piece, values] : loaded_) put_back(piece);
+  for (const auto& [key, values] : loaded_) put_back(key, values);
   loaded_.clear();
   held_ = nullptr;
   held_ = MemoryCount(plan.memory).hold(MemoryKind::kReplicaHop, bytes);
@@ -176,13 +176,14 @@ void FakeHop::end_step(const StepEnd& end) {
   next_.clear();
 }
 
+// Keys are "{parameter}/o{flat offset}".
 std::vector<HopState> FakeHop::state() {
   std::vector<HopState> all;
   for (const std::vector<ParameterRange>& bucket : plan_->ranges) {
     for (const ParameterRange& range : bucket) {
-      all.push_back({range.parameter, "error", range.flat_offset,
-                     view_of(errors_.at(parameter(range).name), Dtype::kF32)
-                         .slice(range.flat_offset, range.count)});
+      const std::string& name = parameter(range).name;
+      all.push_back({name + "/o" + std::to_string(range.flat_offset),
+                     view_of(errors_.at(name), Dtype::kF32).slice(range.flat_offset, range.count)});
     }
   }
   return all;
@@ -190,22 +191,20 @@ std::vector<HopState> FakeHop::state() {
 
 void FakeHop::load_state(std::span<const HopState> state) {
   for (const HopState& piece : state) {
-    if (piece.kind != "error") throw UsageError("fake hop: expected errors, got " + piece.kind);
+    const std::span values(static_cast<const float*>(piece.data.data),
+                           static_cast<std::size_t>(piece.data.count));
     if (plan_ != nullptr) {
-      put_back(piece);
-      continue;
+      put_back(piece.key, values);
+    } else {
+      loaded_[piece.key] = std::vector(values.begin(), values.end());
     }
-    const auto* const values = static_cast<const float*>(piece.data.data);
-    auto& [kept, memory] =
-        loaded_.emplace_back(piece, std::vector(values, values + piece.data.count));
-    kept.data.data = memory.data();
   }
 }
 
-void FakeHop::put_back(const HopState& piece) {
-  const HopParameter& of = plan_->parameters.at(static_cast<std::size_t>(piece.parameter));
-  std::copy_n(static_cast<const float*>(piece.data.data), piece.data.count,
-              errors_.at(of.name).begin() + piece.flat_offset);
+void FakeHop::put_back(const std::string& key, std::span<const float> errors) {
+  const std::size_t slash = key.rfind('/');
+  std::ranges::copy(errors,
+                    errors_.at(key.substr(0, slash)).begin() + std::stoll(key.substr(slash + 2)));
 }
 
 }  // namespace hsdp::test

@@ -64,7 +64,7 @@ class FakeHop final : public ReplicaHop {
     return plan_->parameters[static_cast<std::size_t>(range.parameter)];
   }
   void finish_streams();
-  void put_back(const HopState& piece);
+  void put_back(const std::string& key, std::span<const float> errors);
   void encode(Exchange& exchange);
   void count(int change);
 
@@ -78,7 +78,7 @@ class FakeHop final : public ReplicaHop {
   Errors errors_;  // after the last clean step
   Errors next_;    // in this step
   // What was loaded before prepare().
-  std::vector<std::pair<HopState, std::vector<float>>> loaded_;
+  std::map<std::string, std::vector<float>> loaded_;
   MemoryCount::Held held_;
   std::vector<StepEnd> ends_;
   int in_flight_ = 0;

@@ -200,6 +200,64 @@ void LocoReference::scale_errors(float factor) {
   }
 }
 
+void LocoReference::load(const LocoReference& from) {
+  steps_ = from.steps_;
+  const double owed = (1.0 - options_.err_beta) / (1.0 - from.options_.err_beta);
+  const float factor =
+      options_.err_beta == from.options_.err_beta ? 1.0F : static_cast<float>(owed);
+  const bool had_values = from.options_.error_dtype == Dtype::kF32;
+  const bool has_values = options_.error_dtype == Dtype::kF32;
+  const bool same_groups =
+      !had_values && !has_values && options_.group_size == from.options_.group_size;
+  const int before = from.replicas_;
+  for (int j = 0; j <= replicas_; ++j) {
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      Errors& to = errors_[static_cast<std::size_t>(j)][p];
+      const auto old_errors = [&](int r) {
+        Errors errors = from.errors_[static_cast<std::size_t>(r)][p];
+        for (float& value : had_values ? errors.codes : errors.scales) value = value * factor;
+        return errors;
+      };
+      const bool is_gathered = j == replicas_;
+      const bool keeps = is_gathered || before == replicas_;
+      if (keeps && same_groups) {
+        to = old_errors(is_gathered ? before : j);
+        continue;
+      }
+      Floats values;
+      for (int r = 0; r <= before; ++r) {
+        if (keeps && r != (is_gathered ? before : j)) continue;
+        if (!keeps && r == before) continue;
+        const int covered =
+            std::min((r + 1) * replicas_, (j + 1) * before) - std::max(r * replicas_, j * before);
+        if (!keeps && covered <= 0) continue;
+        const Errors errors = old_errors(r);
+        const bool is_first = values.empty();
+        values.resize(errors.codes.size());
+        for (std::size_t i = 0; i < values.size(); ++i) {
+          float value = errors.codes[i] * errors.scales[i];
+          if (!keeps) value = value * static_cast<float>(covered);
+          values[i] = is_first ? value : values[i] + value;
+        }
+      }
+      if (!keeps) {
+        for (float& value : values) value = value / static_cast<float>(replicas_);
+      }
+      if (has_values) {
+        to = {values, Floats(values.size(), 1.0F)};
+        continue;
+      }
+      for (const auto& [begin, end] : groups_of(parameters_[p], options_.group_size)) {
+        const Coded group = coded({values.begin() + begin, values.begin() + end}, 127, false);
+        for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+          to.codes[i] = static_cast<float>(group.codes[i - static_cast<std::size_t>(begin)]);
+          to.scales[i] = group.scale;
+        }
+      }
+    }
+  }
+}
+
 void LocoReference::end_step(bool clean) {
   if (clean) {
     if (!next_.empty()) errors_ = std::move(next_);

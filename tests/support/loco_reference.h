@@ -26,6 +26,8 @@ class LocoReference {
   std::vector<Floats> reduce(const std::vector<std::vector<Floats>>& sums, float divisor);
   void end_step(bool clean);
   void scale_errors(float factor);
+  // Goes on from errors of the same parameters, whatever the options and the replicas.
+  void load(const LocoReference& from);
 
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   [[nodiscard]] bool is_plain(std::size_t parameter) const;

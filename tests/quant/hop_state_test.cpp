@@ -1,0 +1,142 @@
+// Saved errors: what is no state is refused, and what fits only in part says so. That loading gives
+// the right bits is in loco_hop_test.cpp.
+#include "quant/hop_state.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "hsdp/error.h"
+
+namespace hsdp::quant {
+namespace {
+
+// Errors of 100 elements of "a/b" from element 32 on, of replica 1 of 2, in groups of 64.
+struct SomeState {
+  SavedHeader header{.steps = 5, .replicas = 2, .group_size = 64, .err_beta = 0.75};
+  std::vector<std::int8_t> codes = std::vector<std::int8_t>(100, 3);
+  std::vector<float> scales{0.5F, 2.0F, 4.0F};
+  std::vector<HopState> state;
+
+  SomeState() {
+    for (int i = 0; i < 100; ++i) {
+      codes[static_cast<std::size_t>(i)] = static_cast<std::int8_t>(i - 50);
+    }
+    append(header, state);
+    state.push_back({"a/b/r1/o32/codes", {codes.data(), 100, Dtype::kU8, {}}});
+    state.push_back({"a/b/r1/o32/scales", {scales.data(), 3, Dtype::kF32, {}}});
+  }
+  SomeState(const SomeState&) = delete;
+  SomeState& operator=(const SomeState&) = delete;
+  ~SomeState() = default;
+
+  HopState& operator[](const std::string& key) {
+    for (HopState& one : state) {
+      if (one.key == key) return one;
+    }
+    return state.emplace_back();
+  }
+};
+
+std::string refused(const std::function<void(SomeState&)>& spoil) {
+  SomeState some;
+  spoil(some);
+  try {
+    const SavedState state(some.state);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(SavedState, NamesWhatIsWrong) {
+  EXPECT_EQ(refused([](SomeState&) {}), "");
+  const auto expect = [](const std::string& text, const std::function<void(SomeState&)>& spoil) {
+    const std::string got = refused(spoil);
+    EXPECT_NE(got.find(text), std::string::npos) << got;
+  };
+  expect("'steps' in it", [](SomeState& s) { s["steps"].key = "step"; });
+  expect("'replicas' from 1", [](SomeState& s) { s.header.replicas = 0; });
+  expect("multiple of 32", [](SomeState& s) { s.header.group_size = 100; });
+  expect("'err_beta'", [](SomeState& s) { s.header.err_beta = 1.0; });
+  expect("'steps' to be one i64", [](SomeState& s) { s["steps"].data.dtype = Dtype::kF64; });
+  expect("errors of 1 replicas", [](SomeState& s) { s.header.replicas = 1; });
+  expect("3 of 'a/b/r1/o32/scales' beside its 100 codes, got 2",
+         [](SomeState& s) { s["a/b/r1/o32/scales"].data.count = 2; });
+  expect("got 0", [](SomeState& s) { s["a/b/r1/o32/scales"].key = "a/b/r1/o33/scales"; });
+  expect("in u8, got f32", [](SomeState& s) {
+    s["a/b/r1/o32/codes"].data = {s.scales.data(), 3, Dtype::kF32, {}};
+  });
+  expect("either codes or values", [](SomeState& s) {
+    s.state.push_back({"a/b/r1/o32/values", {s.scales.data(), 3, Dtype::kF32, {}}});
+  });
+  expect("finite numbers",
+         [](SomeState& s) { s.scales[1] = std::numeric_limits<float>::infinity(); });
+  for (const std::string key :
+       {"a/b/r1/o32/code", "a/b/r-1/o32/codes", "a/b/r1/32/codes", "a/b/r1/o/codes", "x/codes",
+        "a/r1/o99999999999999999999/codes", "a/r99999999/o0/codes", "a/r1/o0x/codes"}) {
+    expect("keys like", [&](SomeState& s) { s["a/b/r1/o32/codes"].key = key; });
+  }
+}
+
+TEST(SavedState, GivesWhatItHas) {
+  const SomeState some;
+  const SavedState state(some.state);
+  EXPECT_EQ(state.header().steps, 5);
+  std::int64_t missing = 0;
+  const SavedState::Wanted same{.replicas = 2, .group_size = 64, .err_beta = 0.75};
+  // As it is, from a group on.
+  SavedErrors errors = state.errors_of({"a/b", 1, 64, 68}, same, &missing);
+  EXPECT_EQ(missing, 0);
+  EXPECT_EQ(errors.scales, (std::vector{2.0F, 4.0F}));
+  EXPECT_EQ(errors.codes.front(), -18);
+  EXPECT_EQ(errors.codes.back(), 49);
+  // Decoded, half of what is owed with another beta; four elements are not there.
+  SavedState::Wanted wanted = same;
+  wanted.as_values = true;
+  wanted.err_beta = 0.875;
+  errors = state.errors_of({"a/b", 1, 30, 6}, wanted, &missing);
+  EXPECT_EQ(missing, 2);
+  EXPECT_EQ(errors.values, (std::vector{0.0F, 0.0F, -12.5F, -12.25F, -12.0F, -11.75F}));
+  // Of another replica, of the gathered half, of another parameter: nothing.
+  for (const ErrorPlace& place :
+       {ErrorPlace{"a/b", 0, 32, 10}, ErrorPlace{"a/b", ErrorPlace::kGathered, 32, 10},
+        ErrorPlace{"a", 1, 32, 10}}) {
+    missing = 0;
+    errors = state.errors_of(place, same, &missing);
+    EXPECT_EQ(missing, 10);
+    EXPECT_EQ(errors.codes, std::vector<std::int8_t>(10, 0));
+  }
+  EXPECT_EQ(state.stranger(std::vector<std::string>{"b", "a"}), "a/b");
+  EXPECT_EQ(state.stranger(std::vector<std::string>{"a/b"}), std::nullopt);
+}
+
+TEST(SavedState, KeysAreThereAndBack) {
+  for (const ErrorPlace& place :
+       {ErrorPlace{"layers.0.weight", 3, 1 << 20, 0}, ErrorPlace{"a/r1/o2/codes", 0, 0, 0},
+        ErrorPlace{"w", ErrorPlace::kGathered, 64, 0}}) {
+    const auto key = parse_error_key(error_key(place, "scales"));
+    ASSERT_TRUE(key);
+    EXPECT_EQ(key->place.parameter, place.parameter);
+    EXPECT_EQ(key->place.replica, place.replica);
+    EXPECT_EQ(key->place.flat_offset, place.flat_offset);
+    EXPECT_EQ(key->kind, "scales");
+  }
+  EXPECT_FALSE(parse_error_key("steps"));
+}
+
+TEST(SavedState, ReplicasTakeOverWhatTheyCover) {
+  EXPECT_TRUE(takes_over(0, 2, 1, 4));
+  EXPECT_FALSE(takes_over(0, 2, 2, 4));
+  EXPECT_TRUE(takes_over(3, 4, 1, 2));
+  EXPECT_TRUE(takes_over(1, 3, 0, 2));
+  EXPECT_TRUE(takes_over(1, 3, 1, 2));
+  EXPECT_FALSE(takes_over(2, 3, 0, 2));
+}
+
+}  // namespace
+}  // namespace hsdp::quant

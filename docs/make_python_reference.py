@@ -23,6 +23,7 @@ SECTIONS: dict[str, list[str]] = {
         "Reducer", "Step", "Microbatch", "Parameter", "Slice", "ReducerStats", "clip_grad_norm_",
         "ReplicaHop", "PlainHop",
     ],
+    "Quantization": ["quant"],
     "PyTorch": ["broadcast_parameters", "torch"],
     "Arrays": ["Array"],
     "Snapshots": [
@@ -123,7 +124,9 @@ def describe_class(name: str, kind: type, level: int = 3) -> list[str]:
     bases = [base.__name__ for base in kind.__bases__ if is_public(base)]
     title = f"{'#' * level} `{name}`" + (f" (an `{bases[0]}`)" if bases else "")
     has_fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
-    made_here = "__init__" in vars(kind) and name in ("Reducer", "torch.GradScaler")
+    made_here = "__init__" in vars(kind) and name in (
+        "Reducer", "quant.LocoHop", "torch.GradScaler"
+    )
     lines = [title, ""]
     if made_here:
         lines += [f"    {name}{signature(kind)}", ""]

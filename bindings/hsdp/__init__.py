@@ -12,7 +12,7 @@ from typing import Any as _Any
 
 import numpy as _numpy  # before the extension: it is the one thing that must be there
 
-from hsdp import plot
+from hsdp import plot, quant
 from hsdp._hsdp import PlainHop, ReplicaHop, __version__
 from hsdp.array import Array
 from hsdp.communicator import Communicator
@@ -66,6 +66,7 @@ __all__ = [
     "init_mesh",
     "job_size",
     "plot",
+    "quant",
     "read_snapshot",
     "write_snapshot",
 ]

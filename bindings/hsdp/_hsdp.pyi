@@ -95,6 +95,33 @@ class PlainHop(ReplicaHop):
     @property
     def dtype(self) -> str | None: ...
 
+class LocoHop(ReplicaHop):
+    """`hsdp.quant.LocoHop` has its options and says what they mean."""
+
+    def __init__(
+        self,
+        bits: int,
+        group_size: int,
+        scale_dtype: str,
+        err_beta: float,
+        reset_steps: int,
+        error_dtype: str,
+        gather: str | None,
+        error_feedback: bool,
+        exclude: list[str],
+        plain_dtype: str | None,
+        warmup_steps: int,
+        stochastic_error: bool,
+        seed: int,
+        error_every: int,
+    ) -> None: ...
+    def steps_so_far(self) -> int: ...
+    def scale(self, factor: float) -> None: ...
+    def errors_by_parameter(self) -> list[tuple[str, float, float]]: ...
+    def state(self) -> dict[str, np.ndarray[Any, Any]]: ...
+    def load(self, state: dict[str, Any], strict: bool) -> None: ...
+    def keys_to_load(self, keys: list[tuple[str, int]]) -> list[str]: ...
+
 class RowReducer:
     """Gradients that something else has scattered, summed over backwards and replicas.
 

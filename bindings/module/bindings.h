@@ -10,6 +10,7 @@ void bind_mesh(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_row_reducer(pybind11::module_& module);  // after bind_reducer
+void bind_loco_hop(pybind11::module_& module);     // after bind_reducer
 void bind_snapshot(pybind11::module_& module);
 void bind_compare(pybind11::module_& module);
 

@@ -14,6 +14,7 @@ PYBIND11_MODULE(_hsdp, module) {
   hsdp::python::bind_communicator(module);
   hsdp::python::bind_reducer(module);
   hsdp::python::bind_row_reducer(module);
+  hsdp::python::bind_loco_hop(module);
   hsdp::python::bind_snapshot(module);
   hsdp::python::bind_compare(module);
 }

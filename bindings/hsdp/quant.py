@@ -1,0 +1,170 @@
+"""Quantized replica hops: fewer bits between replicas. docs/loco.md says when they pay."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from hsdp import _hsdp
+from hsdp.dtypes import DtypeLike, dtype_text, optional_dtype_text
+from hsdp.errors import UsageError
+
+__all__ = ["LocoHop", "QuantizationError"]
+
+
+class QuantizationError(NamedTuple):
+    """By how much of its norm quantization has changed a parameter's gradient on this rank; 0.08 to
+    0.17 is usual with 4 bits.
+    """
+
+    #: what this replica sent
+    scattered: float
+    #: of the sums that this replica sent back to all; 0 where it had none to
+    gathered: float
+
+
+class LocoHop(_hsdp.LocoHop):
+    """Sends 4 or 8 bits an element between replicas, and feeds back what rounding leaves over.
+
+        hop = hsdp.quant.LocoHop()
+        reducer = hsdp.Reducer(mesh, replica_hop=hop)              # or, for an FSDP2 model:
+        handle = hsdp.torch.replica_hook(model, mesh, hop)
+
+    All ranks pass the same options. A hop belongs to one Reducer or replica_hook. Every replica
+    ends with the same bits. The method is LoCo (Xie et al., arXiv 2407.04480); DeepSpeed's options
+    will do: `LocoHop(**config["zeropp_loco_param"])`.
+
+    - `bits`: of a code on the way to its owner: 4 or 8.
+    - `group_size`: elements that share a scale, a multiple of 32 up to 4096.
+    - `scale_dtype`: "bf16" or "f32".
+    - `err_beta`: the weight of the old error, from 0 to below 1.
+    - `reset_T`: the errors start from zero every so many steps; 0: never.
+    - `error_dtype`: how errors are kept: "int8" or "f32".
+    - `gather`: the way back: "int4", "int8" or "bf16" (which keeps no error); None: as `bits`.
+    - `error_feedback`: False quantizes without it.
+    - `exclude`: parameters that travel unquantized: names, or patterns of fnmatch.
+    - `plain_dtype`: what those travel in; None: the Reducer's `replica_dtype`.
+    - `warmup_steps`: first steps that travel unquantized.
+    - `stochastic_error`, `seed`: int8 errors are rounded stochastically.
+    - `error_every`: steps between figures for `quantization_error`; 0: never.
+
+    Raises UsageError for options that cannot be used. Calls come between steps.
+    """
+
+    def __init__(
+        self,
+        bits: int = 4,
+        group_size: int = 64,
+        scale_dtype: DtypeLike = "bf16",
+        err_beta: float = 0.8,
+        reset_T: int = 1024,  # noqa: N803 - DeepSpeed's name
+        error_dtype: DtypeLike = "int8",
+        gather: DtypeLike | None = None,
+        error_feedback: bool = True,
+        exclude: str | Iterable[str] = (),
+        plain_dtype: DtypeLike | None = None,
+        warmup_steps: int = 0,
+        stochastic_error: bool = False,
+        seed: int = 0,
+        error_every: int = 16,
+    ) -> None:
+        if not 0 <= int(seed) < 2**64:
+            raise UsageError(f"loco: seed: expected 0 to 2^64 - 1, got {seed}")
+        super().__init__(
+            int(bits),
+            int(group_size),
+            dtype_text(scale_dtype),
+            float(err_beta),
+            int(reset_T),
+            dtype_text(error_dtype),
+            optional_dtype_text(gather),
+            bool(error_feedback),
+            [exclude] if isinstance(exclude, str) else list(exclude),
+            optional_dtype_text(plain_dtype),
+            int(warmup_steps),
+            bool(stochastic_error),
+            int(seed),
+            int(error_every),
+        )
+
+    def __repr__(self) -> str:
+        return f"LocoHop({self.describe()})"
+
+    @property
+    def steps(self) -> int:
+        """Clean steps so far: those that neither overflowed nor were dropped."""
+        return self.steps_so_far()
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiplies what is still owed, with the same factor on every rank.
+
+        For a step that was clipped much harder than usual: the errors keep the unclipped rest of a
+        spike and would deliver it over the next steps. min(1, clip coefficient / its running mean)
+        is a good factor.
+        """
+        self.scale(float(factor))
+
+    def quantization_error(self) -> dict[str, QuantizationError]:
+        """By parameter, of the last clean step in which it was taken, every `error_every` steps.
+
+        A parameter above 0.3 is also named on stderr, once: exclude it, or take smaller groups.
+        """
+        return {
+            name: QuantizationError(scattered, gathered)
+            for name, scattered, gathered in self.errors_by_parameter()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's errors, as copies in host memory: torch tensors where torch is imported, else
+        NumPy arrays. Empty before the Reducer is prepared, and with one replica.
+
+        Keys name parameter, replica and place, so all ranks' may be saved together, as torch's DCP
+        does: `dcp.save({"hop": hop.state_dict()}, checkpoint_id=folder)`. int8 codes are in uint8.
+        """
+        state = self.state()
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return state
+        return {key: torch.from_numpy(array) for key, array in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes errors back; before the Reducer's first step, or between steps.
+
+        With the same options, mesh and buckets a rank loads its own, and goes on with the same
+        bits. Otherwise it takes all ranks' together (a union of their dicts will do): another
+        number of replicas or shards, `group_size`, `error_dtype` or `err_beta` is converted, so that
+        what is owed survives. With `strict` all parameters on both sides have to match; else new
+        ones start from zero. Raises UsageError when it does not fit, as late as the Reducer's first
+        step if it is loaded before that; nothing has changed then.
+        """
+        self.load(dict(state), bool(strict))
+
+    def state_dict_for(self, metadata: Any, prefix: str = "") -> dict[str, Any]:
+        """Empty tensors to load a checkpoint into that ranks of any mesh have saved with DCP.
+
+            saved = dcp.FileSystemReader(folder)
+            state = {"hop": hop.state_dict_for(saved.read_metadata(), prefix="hop.")}
+            dcp.load(state, storage_reader=saved)
+            hop.load_state_dict(state["hop"])
+
+        What this rank needs once the Reducer is prepared; before that, all. `prefix` is what DCP has
+        put before the keys.
+        """
+        import torch
+
+        saved = {
+            key.removeprefix(prefix): value
+            for key, value in metadata.state_dict_metadata.items()
+            if key.startswith(prefix)
+        }
+        if "steps" not in saved:
+            raise UsageError(
+                f"loco: state_dict_for: expected '{prefix}steps' among the checkpoint's keys, got "
+                f"{len(metadata.state_dict_metadata)} others; give the prefix that it was saved with"
+            )
+        sizes = [(key, value.size.numel()) for key, value in saved.items()]
+        return {
+            key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+            for key in self.keys_to_load(sizes)
+        }

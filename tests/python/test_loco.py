@@ -1,0 +1,325 @@
+"""LocoHop between processes: what a user of NumPy does with it. Its bits are tested in C++."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Launcher
+
+import hsdp
+from hsdp.quant import LocoHop
+
+COUNTS = {"norm": 33, "large": 4100, "tail": 700}
+MICROBATCHES = 2
+
+
+def gradients(step: int, microbatch: int, rank: int) -> dict[str, np.ndarray[Any, Any]]:
+    always, make = (np.random.default_rng(seed) for seed in ([rank], [step, microbatch, rank]))
+    return {
+        name: (always.standard_normal(n) + make.standard_normal(n) / 2).astype(np.float32)
+        for name, n in COUNTS.items()
+    }
+
+
+def make_reducer(mesh: hsdp.Mesh, hop: LocoHop, **options: Any) -> hsdp.Reducer:
+    reducer = hsdp.Reducer(mesh, replica_hop=hop, **options)
+    for name, n in COUNTS.items():
+        reducer.register(name, (n,))
+    return reducer
+
+
+def run(reducer: hsdp.Reducer, step: int) -> dict[str, np.ndarray[Any, Any]]:
+    """One step; this rank's shards of the mean."""
+    for m in range(MICROBATCHES):
+        with reducer.microbatch(last=m == MICROBATCHES - 1):
+            for name, g in gradients(step, m, reducer.mesh.rank).items():
+                reducer.gradient_ready(name, g)
+    return {name: np.array(reducer.shard(name)) for name in COUNTS}
+
+
+def mean_of(step: int, ranks: int) -> dict[str, np.ndarray[Any, Any]]:
+    """In float64."""
+    total = {name: np.zeros(n) for name, n in COUNTS.items()}
+    for m in range(MICROBATCHES):
+        for rank in range(ranks):
+            for name, g in gradients(step, m, rank).items():
+                total[name] += g / ranks
+    return total
+
+
+def run_and_measure() -> dict[str, Any]:
+    with hsdp.init_mesh(2, 2) as mesh:
+        hop = LocoHop(exclude="norm", error_every=1)
+        reducer = make_reducer(mesh, hop, replica_dtype="f32")
+        errors, sent, given = [], 0.0, 0.0
+        for step in range(20):
+            shards = run(reducer, step)
+            mean = mean_of(step, mesh.size)
+            part = reducer.slice("large")
+            wanted = mean["large"][part.offset : part.offset + part.count]
+            errors.append(float(np.linalg.norm(shards["large"] - wanted) / np.linalg.norm(wanted)))
+            sent, given = sent + shards["large"], given + wanted
+            part = reducer.slice("norm")
+            norm = mean["norm"][part.offset : part.offset + part.count]
+            np.testing.assert_allclose(shards["norm"], norm, rtol=1e-5, atol=1e-6)
+        owed = float(np.linalg.norm(sent - given) / np.linalg.norm(given))
+        figures = {name: list(error) for name, error in hop.quantization_error().items()}
+        stats = reducer.stats()
+        bits = {name: shard.tobytes().hex() for name, shard in shards.items()}
+        return {
+            "errors": errors, "owed": owed, "figures": figures, "steps": hop.steps,
+            "bits": bits, "replica": mesh.replica, "shard": mesh.shard_rank,
+            "bytes": stats.replica_hop_bytes, "state": stats.replica_hop_state_bytes,
+            "hop": stats.replica_hop, "found_inf": reducer.found_inf(),
+        }
+
+
+def test_what_is_sent_adds_up(ranks: Launcher) -> None:
+    found = ranks(4, run_and_measure)
+    for f in found:
+        assert f["steps"] == 20 and not f["found_inf"] and f["hop"].startswith("loco 4 bit")
+        assert all(0.05 < error < 0.3 for error in f["errors"])
+        assert f["owed"] < min(f["errors"]) / 3
+        assert all(0.05 < error < 0.2 for pair in f["figures"].values() for error in pair if error)
+        assert f["state"] > 0 and f["bytes"] > 0
+    assert {name for f in found for name in f["figures"]} == {"large", "tail"}
+    for a in found:
+        for b in found:
+            if a["shard"] == b["shard"]:
+                assert a["bits"] == b["bits"]
+
+
+def run_and_save(folder: str, replicate: int, shard: int) -> str:
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        hop = LocoHop(reset_T=0)
+        assert hop.state_dict() == {}
+        reducer = make_reducer(mesh, hop, bucket_bytes=4096)
+        for step in range(4):
+            run(reducer, step)
+            if step == 2:
+                np.savez(pathlib.Path(folder) / f"{mesh.rank}.npz", **hop.state_dict())
+        return str({name: shard.tobytes().hex() for name, shard in run(reducer, 4).items()})
+
+
+def resume(folder: str, replicate: int, shard: int, early: bool) -> str:
+    """From this rank's own file."""
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        hop = LocoHop(reset_T=0)
+        reducer = make_reducer(mesh, hop, bucket_bytes=4096)
+        if not early:
+            reducer.prepare()
+        with np.load(pathlib.Path(folder) / f"{mesh.rank}.npz") as state:
+            hop.load_state_dict(state)
+        run(reducer, 3)
+        assert hop.steps == 4
+        return str({name: shard.tobytes().hex() for name, shard in run(reducer, 4).items()})
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (3, 1)])
+def test_a_resumed_run_has_the_same_bits(
+    ranks: Launcher, tmp_path: pathlib.Path, replicate: int, shard: int
+) -> None:
+    size, folder = replicate * shard, str(tmp_path)
+    bits = ranks(size, run_and_save, folder, replicate, shard)
+    for early in (True, False):
+        assert ranks(size, resume, folder, replicate, shard, early) == bits
+
+
+def all_states(folder: str) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for file in sorted(pathlib.Path(folder).glob("*.npz")):
+        with np.load(file) as one:
+            state.update({key: one[key] for key in one})
+    return state
+
+
+def owed(state: dict[str, Any]) -> dict[str, Any]:
+    """What a state still owes, both halves, of elements."""
+    total = {name: np.zeros(n) for name, n in COUNTS.items()}
+    for key, codes in state.items():
+        if not key.endswith("/codes"):
+            continue
+        name, _, offset, _ = key.rsplit("/", 3)
+        begin = int(offset[1:])
+        groups = (np.arange(begin, begin + len(codes)) // 64) - begin // 64
+        scales = state[key.removesuffix("codes") + "scales"]
+        total[name][begin : begin + len(codes)] += codes.view(np.int8) * scales[groups]
+    return total
+
+
+def resume_elsewhere(folder: str, into: str, replicate: int, shard: int) -> list[str]:
+    """On another mesh, with other buckets, from all files."""
+    messages = []
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        hop = LocoHop(reset_T=0)
+        reducer = make_reducer(mesh, hop, bucket_bytes=8192)
+        reducer.prepare()
+        state = all_states(folder)
+        part = {key: value for key, value in state.items() if not key.startswith("tail")}
+        for wrong in (part, {**state, "other/r0/o0/values": np.zeros(3, np.float32)}):
+            try:
+                hop.load_state_dict(wrong)
+            except hsdp.UsageError as error:
+                messages.append(str(error))
+            hop.load_state_dict(wrong, strict=False)
+        hop.load_state_dict(state)
+        np.savez(pathlib.Path(into) / f"{mesh.rank}.npz", **hop.state_dict())
+        run(reducer, 3)
+    return messages
+
+
+def test_other_meshes_owe_the_same(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    ranks(4, run_and_save, str(before), 4, 1)
+    for replicate, shard in [(2, 2), (4, 1), (3, 1), (2, 1)]:
+        into = tmp_path / f"{replicate}x{shard}"
+        into.mkdir()
+        messages = ranks(replicate * shard, resume_elsewhere, str(before), str(into), replicate, shard)
+        assert "elements from 0 of 'tail'" in messages[0][0] and "all ranks" in messages[0][0]
+        assert "'other', which it has not" in messages[0][1]
+        after = owed(all_states(str(into)))
+        for name, errors in owed(all_states(str(before))).items():
+            np.testing.assert_allclose(after[name], errors, atol=np.abs(errors).max() / 50)
+
+
+def mistakes() -> list[str]:
+    texts = []
+
+    def expect(kind: type[Exception], call: Any) -> None:
+        try:
+            call()
+        except kind as error:
+            texts.append(str(error))
+        else:
+            texts.append("nothing raised")
+
+    expect(hsdp.UsageError, lambda: LocoHop(bits=3))
+    expect(hsdp.UsageError, lambda: LocoHop(group_size=40))
+    expect(hsdp.UsageError, lambda: LocoHop(gather="int2"))
+    expect(hsdp.UsageError, lambda: LocoHop(seed=-1))
+    expect(TypeError, lambda: LocoHop(beta=0.8))  # type: ignore[call-arg]
+    with hsdp.init_mesh(2, 1) as mesh:
+        hop = LocoHop(exclude=("*bias",))
+        expect(hsdp.UsageError, make_reducer(mesh, hop).prepare)
+        hop = LocoHop(plain_dtype="bf16")
+        expect(hsdp.UsageError, lambda: make_reducer(mesh, hop, replica_dtype="f32").prepare())
+        hop = LocoHop()
+        reducer = make_reducer(mesh, hop)
+        reducer.prepare()
+        expect(hsdp.UsageError, make_reducer(mesh, hop).prepare)
+        expect(hsdp.UsageError, lambda: hop.scale_errors(float("nan")))
+        expect(hsdp.UsageError, lambda: hop.load_state_dict({"steps": np.zeros(1, np.int64)}))
+        hop.scale_errors(0.5 + mesh.rank)
+        expect(hsdp.MismatchError, lambda: run(reducer, 0))
+    with hsdp.init_mesh(2, 1) as mesh:
+        hop = LocoHop(err_beta=0.5 + mesh.rank / 4)
+        expect(hsdp.MismatchError, lambda: make_reducer(mesh, hop))
+    return texts
+
+
+def test_mistakes_are_named(ranks: Launcher) -> None:
+    texts = ranks(2, mistakes)[0]
+    for text, words in zip(
+        texts,
+        [
+            "bits: expected 4 or 8, got 3", "multiple of 32", "'int4', 'int8' or 'bf16'", "seed",
+            "beta", "'*bias', which matches none", "which the replica_hop sends", "got a second",
+            "finite factor",
+            "'replicas' in it", "x", "beta 0.5",
+        ],
+        strict=True,
+    ):
+        assert words in text, text
+
+
+def overflow_and_clip() -> dict[str, Any]:
+    """f16 with loss scaling: a step that overflows leaves no trace; a spike's errors are scaled."""
+    with hsdp.init_mesh(2, 2) as mesh:
+        hops = [LocoHop(), LocoHop()]
+        plain, other = (make_f16(mesh, hop) for hop in hops)
+        for reducer in (plain, other):
+            f16_step(reducer, 0)
+        f16_step(other, 1, spoiled=True)
+        found = [other.found_inf(), hops[1].steps]
+        same = [f16_step(plain, 2), f16_step(other, 2)]
+        hops[0].scale_errors(0.0)
+        owed_now = [float(np.abs(v).max()) for k, v in hops[0].state_dict().items() if "scales" in k]
+        return {"found": found, "same": same[0] == same[1], "owed": max(owed_now)}
+
+
+def make_f16(mesh: hsdp.Mesh, hop: LocoHop) -> hsdp.Reducer:
+    reducer = hsdp.Reducer(mesh, replica_hop=hop)
+    reducer.register("a", (1000,), dtype="f16")
+    reducer.register("b", (300,), dtype="f16", group="late")
+    reducer.set_loss_scale(1024.0)
+    return reducer
+
+
+def f16_step(reducer: hsdp.Reducer, step: int, spoiled: bool = False) -> str:
+    for m in range(2):
+        reducer.set_requires_all_reduce(m == 1, "late")
+        make = np.random.default_rng([step, m, reducer.mesh.rank])
+        with reducer.microbatch():
+            for name, n in (("a", 1000), ("b", 300)):
+                gradient = make.standard_normal(n).astype(np.float16)
+                if spoiled and reducer.mesh.rank == 3 and m == 1:
+                    gradient[7] = np.inf
+                reducer.gradient_ready(name, gradient)
+    return str([np.array(reducer.shard(name)).tobytes().hex() for name in ("a", "b")])
+
+
+def test_overflows_leave_no_trace(ranks: Launcher) -> None:
+    for found in ranks(4, overflow_and_clip):
+        assert found == {"found": [True, 1], "same": True, "owed": 0.0}
+
+
+def changed_factor() -> str:
+    """A group that is all twice in a step: means are added, so the factor stands."""
+    with hsdp.init_mesh(2, 1) as mesh:
+        reducer = make_f16(mesh, LocoHop())
+        reducer.set_requires_all_reduce(False)
+        reducer.set_requires_all_reduce(True, "late")
+        with reducer.microbatch():
+            reducer.gradient_ready("a", np.ones(1000, np.float16))
+            reducer.gradient_ready("b", np.ones(300, np.float16))
+        try:
+            reducer.set_gradient_divide_factor(7.0)
+        except hsdp.UsageError as error:
+            return str(error)
+        return "nothing raised"
+
+
+def test_the_factor_stands_after_the_first_hop(ranks: Launcher) -> None:
+    assert "factor" in ranks(2, changed_factor)[0]
+
+
+def one_replica() -> dict[str, Any]:
+    with hsdp.init_mesh(1, 2) as mesh:
+        hop = LocoHop()
+        reducer = make_reducer(mesh, hop)
+        for step in range(2):
+            shards = run(reducer, step)
+        part, mean = reducer.slice("large"), mean_of(1, mesh.size)
+        wanted = mean["large"][part.offset : part.offset + part.count]
+        np.testing.assert_allclose(shards["large"], wanted, rtol=1e-5, atol=1e-6)
+        hop.scale_errors(0.5)
+        stats = reducer.stats()
+        return {
+            "state": list(hop.state_dict()), "bytes": stats.replica_hop_bytes,
+            "memory": stats.replica_hop_state_bytes,
+        }
+
+
+def test_one_replica_costs_nothing(ranks: Launcher) -> None:
+    for found in ranks(2, one_replica):
+        assert found == {"state": [], "bytes": 0, "memory": 0}
+
+
+def test_options_of_deepspeed_will_do() -> None:
+    config = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+    hop = LocoHop(**config["zeropp_loco_param"])  # type: ignore[arg-type]
+    assert repr(hop) == "LocoHop(loco 4 bit, groups of 64 bf16, beta 0.8, T 1024)"

@@ -328,4 +328,8 @@ std::int64_t RowReducer::kept_bytes() const {
 
 std::int64_t RowReducer::all_reduce_count() const { return parts_->reduce_count; }
 
+std::int64_t RowReducer::replica_hop_bytes() const {
+  return parts_->owner ? parts_->owner->wire_bytes() : 0;
+}
+
 }  // namespace hsdp

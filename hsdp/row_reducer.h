@@ -99,7 +99,8 @@ class RowReducer {
   [[nodiscard]] std::int64_t count(int group) const;  // of elements in its rows
   [[nodiscard]] bool keeps(int group) const;
   [[nodiscard]] std::int64_t kept_bytes() const;
-  [[nodiscard]] std::int64_t all_reduce_count() const;  // rows that went over the replicas
+  [[nodiscard]] std::int64_t all_reduce_count() const;   // rows that went over the replicas
+  [[nodiscard]] std::int64_t replica_hop_bytes() const;  // that the hop's groups were given to send
 
  private:
   struct Parts;

@@ -127,6 +127,7 @@ class RowReducerHandle {
   [[nodiscard]] bool keeps(int group) const { return rows().keeps(group); }
   [[nodiscard]] std::int64_t kept_bytes() const { return rows().kept_bytes(); }
   [[nodiscard]] std::int64_t all_reduce_count() const { return rows().all_reduce_count(); }
+  [[nodiscard]] std::int64_t replica_hop_bytes() const { return rows().replica_hop_bytes(); }
 
  private:
   [[nodiscard]] RowReducer& rows() const {
@@ -181,7 +182,8 @@ void bind_row_reducer(py::module_& module) {
       .def("keeps", &RowReducerHandle::keeps)
       .def_property_readonly("begins_step", &RowReducerHandle::begins_step)
       .def_property_readonly("kept_bytes", &RowReducerHandle::kept_bytes)
-      .def_property_readonly("all_reduce_count", &RowReducerHandle::all_reduce_count);
+      .def_property_readonly("all_reduce_count", &RowReducerHandle::all_reduce_count)
+      .def_property_readonly("replica_hop_bytes", &RowReducerHandle::replica_hop_bytes);
 }
 
 }  // namespace hsdp::python

@@ -15,6 +15,16 @@ def test_train_gpt(tmp_path: pathlib.Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_train_gpt_loco(tmp_path: pathlib.Path) -> None:
+    picture = tmp_path / "loco.png"
+    for more in ([], ["--fsdp2"]):
+        output = run(
+            4, EXAMPLES / "train_gpt_loco.py", "--steps", "25", "--plot", str(picture), *more
+        )
+        assert re.search(r"LoCo +0\.2[67]", output), output
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_beside_fsdp2() -> None:
     output = run(4, EXAMPLES / "beside_fsdp2.py")
     assert "ok  bf16, beside FSDP2" in output

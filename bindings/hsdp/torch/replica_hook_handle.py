@@ -65,6 +65,11 @@ class ReplicaHookHandle:
         """How often gradients of a module went over the replicas."""
         return self._rows.all_reduce_count
 
+    @property
+    def replica_hop_bytes(self) -> int:
+        """What the hop has sent from this rank; an all-reduce counts twice."""
+        return self._rows.replica_hop_bytes
+
     def pending_module_of(self, parameter: torch.Tensor) -> str | None:
         """The module of the parameter when it waits for the step's last backward; else None."""
         for index, group in enumerate(self._groups):

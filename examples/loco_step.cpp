@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int kSteps = 50;
-constexpr std::int64_t kCount = 256 * 1024;
+constexpr std::int64_t kCount = 262'144;  // 256 * 1024
 
 // A direction that all steps have in common, and noise; a rank's own.
 class Gradients {

@@ -119,7 +119,7 @@ struct RowReducer::Parts {
   reducer::RowSteps steps;
   std::optional<reducer::HopOwner> owner;  // where there are several replicas
   std::shared_ptr<RowContent> content = std::make_shared<RowContent>();
-  bool must_prepare = false;  // the hop, for other parameters
+  std::string prepared;  // the content that the hop is prepared for
   std::int64_t reduce_count = 0;
 };
 
@@ -176,7 +176,8 @@ void RowReducer::Parts::check(const RowGroup& group, std::string_view what,
 
 // Once the last step has ended for it.
 void RowReducer::Parts::prepare_hop() {
-  if (!std::exchange(must_prepare, false)) return;
+  if (!owner || prepared == content->word()) return;
+  prepared = content->word();
   outcome.guard(reducer::kNoStep, [&] { owner->prepare(hop_plan()); });
   outcome.rethrow_failure("replica hop");
 }
@@ -222,6 +223,7 @@ RowReducer::RowReducer(const Mesh& mesh, std::vector<RowGroup> groups,
   parts_ = std::make_unique<Parts>(reducer::make_groups(mesh), std::move(groups), std::move(hop));
   if (parts_->is_alone()) return;
   parts_->owner.emplace(parts_->ranks, parts_->hop, [this] { return parts_->hop_plan(); });
+  parts_->prepared = parts_->content->word();
   parts_->steps.add_party(parts_->hop);
   parts_->steps.add_party(parts_->content);
 }
@@ -247,7 +249,6 @@ void RowReducer::set_groups(std::vector<RowGroup> groups) {
     if (groups[g].count != of.count) parts_->sums.release(g);
     of = std::move(groups[g]);
   }
-  parts_->must_prepare = parts_->owner.has_value();
 }
 
 bool RowReducer::begins_step() const { return parts_->steps.begins_step(); }

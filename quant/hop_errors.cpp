@@ -241,16 +241,47 @@ SavedState HopErrors::joined(Communicator& replicas, SavedHeader header) const {
   return SavedState(all);
 }
 
-bool HopErrors::takes_over(const ErrorPlace& place, std::int64_t replicas) const {
-  return std::ranges::any_of(pieces(), [&](const Piece& piece) {
-    if (piece.gathered != (place.replica == ErrorPlace::kGathered)) return false;
-    if (piece.flat_offset >= place.flat_offset + place.count ||
-        place.flat_offset >= piece.flat_offset + piece.count ||
-        names_[static_cast<std::size_t>(piece.parameter)] != place.parameter) {
-      return false;
+HopErrors::Places HopErrors::places() const {
+  Places places;
+  for (const Piece& piece : pieces()) {
+    const ErrorPlace place = place_of(piece);
+    places[place.parameter].push_back(place);
+  }
+  return places;
+}
+
+void HopErrors::require_fits(const HopErrors& now) const {
+  const auto refuse = [](const std::string& expected, const std::string& got) {
+    throw UsageError({.where = "loco",
+                      .expected = expected,
+                      .got = got,
+                      .remedy = "make another LocoHop, and load what all ranks have saved"});
+  };
+  const auto replica_text = [](const HopErrors& errors) {
+    return "replica " + std::to_string(errors.replica_) + " of " + std::to_string(errors.replicas_);
+  };
+  if (now.replica_ != replica_ || now.replicas_ != replicas_) {
+    refuse("the " + replica_text(*this) + " whose errors it keeps", replica_text(now));
+  }
+  const Places had = places();
+  for (const auto& [name, wanted] : now.places()) {
+    const auto found = had.find(name);
+    if (found == had.end()) continue;
+    std::int64_t missing = 0;
+    for (const ErrorPlace& place : wanted) {
+      if (place.replica == ErrorPlace::kGathered) continue;
+      missing += place.count;
+      for (const ErrorPlace& one : found->second) {
+        const std::int64_t begin = std::max(place.flat_offset, one.flat_offset);
+        const std::int64_t end =
+            std::min(place.flat_offset + place.count, one.flat_offset + one.count);
+        if (one.replica == place.replica && begin < end) missing -= end - begin;
+      }
     }
-    return piece.gathered || quant::takes_over(place.replica, replicas, replica_, replicas_);
-  });
+    if (missing == 0) continue;
+    refuse("the part of '" + name + "' whose errors it keeps",
+           "another one, with " + std::to_string(missing) + " elements that it has none of");
+  }
 }
 
 }  // namespace hsdp::quant

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -47,8 +48,12 @@ class HopErrors {
   void load(const SavedState& saved, bool all);
   // Collective over `replicas`: this replica's errors, and the gathered half's of all.
   [[nodiscard]] SavedState joined(Communicator& replicas, SavedHeader header) const;
-  // Whether any are of that place in a hop of so many replicas.
-  [[nodiscard]] bool takes_over(const ErrorPlace& place, std::int64_t replicas) const;
+  // Where this replica's errors lie, by parameter.
+  using Places = std::map<std::string, std::vector<ErrorPlace>>;
+  [[nodiscard]] Places places() const;
+  // UsageError unless it has been the same replica, and has errors of all that `now` sends of the
+  // parameters that they have in common.
+  void require_fits(const HopErrors& now) const;
 
  private:
   // Errors of a run of a parameter, and where they are kept.

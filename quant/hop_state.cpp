@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <set>
+#include <iterator>
 
 #include "hsdp/device/copy.h"
 #include "hsdp/error.h"
@@ -13,6 +13,7 @@ namespace hsdp::quant {
 namespace {
 
 constexpr std::int64_t kMostOffset = std::int64_t{1} << 60;
+constexpr std::int64_t kMostReplicas = 1 << 16;
 constexpr std::string_view kGatherPart = "gather";
 
 [[noreturn]] void refuse(const std::string& expected, const std::string& got,
@@ -77,7 +78,7 @@ SavedHeader header_of(std::span<const HopState> state) {
     return value;
   };
   header.steps = read("steps", 0, kMostOffset);
-  header.replicas = read("replicas", 1, std::int64_t{1} << 20);
+  header.replicas = read("replicas", 1, kMostReplicas);
   header.group_size = read("group_size", kLeastGroupSize, kMostGroupSize);
   require_valid(GroupFormat{.group_size = static_cast<int>(header.group_size)});
   header.err_beta = one_number<double>(find("err_beta"), Dtype::kF64);
@@ -140,7 +141,7 @@ std::optional<ErrorKey> parse_error_key(const std::string& key) {
   const std::string_view half = take_last(left);
   const std::optional<std::int64_t> replica =
       half == kGatherPart ? ErrorPlace::kGathered : number_after('r', half);
-  if (!offset || !replica || *replica > (std::int64_t{1} << 20) ||
+  if (!offset || !replica || *replica >= kMostReplicas ||
       (kind != "codes" && kind != "scales" && kind != "values")) {
     refuse("keys like 'name/r0/o0/codes' or 'name/gather/o0/values'", "'" + key + "'");
   }
@@ -173,6 +174,7 @@ SavedState::SavedState(std::span<const HopState> state) : header_(header_of(stat
     }
   }
   for (auto& [name, row] : rows_) {
+    std::int64_t end = 0;
     for (auto& [offset, errors] : row) {
       if (!errors.codes.empty() && !errors.values.empty()) {
         refuse("either codes or values", "both at '" + error_key(errors.place, "values") + "'");
@@ -187,6 +189,13 @@ SavedState::SavedState(std::span<const HopState> state) : header_(header_of(stat
                    "' beside its " + std::to_string(errors.place.count) + " codes",
                std::to_string(errors.scales.size()));
       }
+      if (errors.place.count == 0 || offset < end) {
+        refuse("errors of each element once", "'" + error_key(errors.place, "...") + "' with " +
+                                                  std::to_string(errors.place.count) +
+                                                  " elements, and others up to element " +
+                                                  std::to_string(end));
+      }
+      end = offset + errors.place.count;
     }
   }
 }
@@ -208,33 +217,31 @@ SavedState::Found SavedState::find(const Row& row, std::int64_t element) const {
           std::min(end, group_end_after(element, size))};
 }
 
-// to (+)= errors * factor (* weight), from element `begin` on; returns how many were not found.
-std::int64_t SavedState::add_decoded(const Row* row, std::int64_t begin, std::span<float> to,
-                                     float factor, std::optional<float> weight,
-                                     bool is_first) const {
+std::int64_t SavedState::add_decoded(const Source& source, std::int64_t begin, float factor,
+                                     bool is_first, std::span<float> to) const {
+  if (is_first) std::ranges::fill(to, 0.0F);
+  if (source.row == nullptr) return std::ssize(to);
   std::int64_t missing = 0;
   for (std::int64_t i = 0; i < std::ssize(to);) {
-    const Found found = row == nullptr ? Found{} : find(*row, begin + i);
-    const std::int64_t end = found.errors == nullptr
-                                 ? i + 1
-                                 : std::min<std::int64_t>(std::ssize(to), found.group_end - begin);
+    const Found found = find(*source.row, begin + i);
+    if (found.errors == nullptr) {
+      ++missing;
+      ++i;
+      continue;
+    }
+    const SavedErrors& errors = *found.errors;
+    const std::int64_t first = errors.place.flat_offset;
+    const std::int64_t end = std::min<std::int64_t>(std::ssize(to), found.group_end - begin);
+    float scale = 0.0F;
+    if (errors.values.empty()) {
+      const std::int64_t group = (begin + i) / header_.group_size - first / header_.group_size;
+      scale = errors.scales[static_cast<std::size_t>(group)] * factor;
+    }
     for (; i < end; ++i) {
-      float value = 0.0F;
-      if (found.errors == nullptr) {
-        ++missing;
-      } else {
-        const SavedErrors& errors = *found.errors;
-        const std::int64_t at = begin + i - errors.place.flat_offset;
-        if (errors.values.empty()) {
-          const std::int64_t group =
-              (begin + i) / header_.group_size - errors.place.flat_offset / header_.group_size;
-          value = decoded(errors.codes[static_cast<std::size_t>(at)],
-                          errors.scales[static_cast<std::size_t>(group)] * factor);
-        } else {
-          value = errors.values[static_cast<std::size_t>(at)] * factor;
-        }
-      }
-      if (weight) value *= *weight;
+      const auto at = static_cast<std::size_t>(begin + i - first);
+      float value =
+          errors.values.empty() ? decoded(errors.codes[at], scale) : errors.values[at] * factor;
+      if (source.weight) value *= *source.weight;
       float& sum = to[static_cast<std::size_t>(i)];
       sum = is_first ? value : sum + value;
     }
@@ -242,59 +249,56 @@ std::int64_t SavedState::add_decoded(const Row* row, std::int64_t begin, std::sp
   return missing;
 }
 
+std::vector<SavedState::Source> SavedState::sources_of(const ErrorPlace& place,
+                                                       std::int64_t replicas) const {
+  const std::int64_t before = header_.replicas;
+  if (place.replica == ErrorPlace::kGathered || before == replicas) {
+    return {{row_of(place.parameter, place.replica), {}}};
+  }
+  std::vector<Source> sources;
+  for (int r = 0; r < before; ++r) {
+    if (!takes_over(r, before, place.replica, replicas)) continue;
+    const std::int64_t covered = std::min((r + 1) * replicas, (place.replica + 1) * before) -
+                                 std::max(r * replicas, place.replica * before);
+    sources.push_back({row_of(place.parameter, r), static_cast<float>(covered)});
+  }
+  return sources;
+}
+
 SavedErrors SavedState::errors_of(const ErrorPlace& place, const Wanted& wanted,
                                   std::int64_t* missing) const {
   const float factor = header_.err_beta == wanted.err_beta
                            ? 1.0F
                            : static_cast<float>((1.0 - wanted.err_beta) / (1.0 - header_.err_beta));
-  const bool gathered = place.replica == ErrorPlace::kGathered;
-  const bool same_replicas = gathered || header_.replicas == wanted.replicas;
-  struct Source {
-    const Row* row = nullptr;
-    std::optional<float> weight;
-  };
-  std::vector<Source> sources;
-  if (same_replicas) {
-    sources.push_back({row_of(place.parameter, place.replica), {}});
-  } else {
-    const std::int64_t before = header_.replicas;
-    const std::int64_t now = wanted.replicas;
-    for (int r = 0; r < before; ++r) {
-      if (!takes_over(r, before, place.replica, now)) continue;
-      const std::int64_t covered = std::min((r + 1) * now, (place.replica + 1) * before) -
-                                   std::max(r * now, place.replica * before);
-      sources.push_back({row_of(place.parameter, r), static_cast<float>(covered)});
-    }
-  }
+  const std::vector<Source> sources = sources_of(place, wanted.replicas);
+  const bool is_one = !sources.front().weight;
   SavedErrors result{.place = place};
-  const std::int64_t end = place.flat_offset + place.count;
-  if (wanted.as_values) {
-    result.values.resize(static_cast<std::size_t>(place.count));
-  } else {
-    result.codes.resize(static_cast<std::size_t>(place.count));
-  }
+  const auto count = static_cast<std::size_t>(place.count);
+  result.codes.resize(wanted.as_values ? 0 : count);
+  result.values.resize(wanted.as_values ? count : 0);
   std::vector<float> values;
+  const std::int64_t end = place.flat_offset + place.count;
   for (std::int64_t begin = place.flat_offset; begin < end;) {
     const std::int64_t group_end = std::min(end, group_end_after(begin, wanted.group_size));
     const auto at = static_cast<std::size_t>(begin - place.flat_offset);
-    const auto count = static_cast<std::size_t>(group_end - begin);
-    const Found same = same_replicas && sources[0].row != nullptr && !wanted.as_values
-                           ? find(*sources[0].row, begin)
-                           : Found{};
+    const auto size = static_cast<std::size_t>(group_end - begin);
+    const bool may_copy = is_one && sources.front().row != nullptr && !wanted.as_values;
+    const Found same = may_copy ? find(*sources.front().row, begin) : Found{};
     if (same.errors != nullptr && same.errors->values.empty() && same.group_begin == begin &&
         same.group_end == group_end) {
-      const std::int64_t from = begin - same.errors->place.flat_offset;
-      std::copy_n(same.errors->codes.begin() + from, count, result.codes.data() + at);
-      const std::int64_t group =
-          begin / header_.group_size - same.errors->place.flat_offset / header_.group_size;
+      const std::int64_t first = same.errors->place.flat_offset;
+      std::copy_n(same.errors->codes.begin() + (begin - first), size, result.codes.data() + at);
+      const std::int64_t group = begin / header_.group_size - first / header_.group_size;
       result.scales.push_back(same.errors->scales[static_cast<std::size_t>(group)] * factor);
     } else {
-      values.resize(count);
-      for (std::size_t s = 0; s < sources.size(); ++s) {
-        *missing += add_decoded(sources[s].row, begin, values, factor, sources[s].weight, s == 0);
+      values.resize(size);
+      bool is_first = true;
+      for (const Source& source : sources) {
+        *missing += add_decoded(source, begin, factor, is_first, values);
+        is_first = false;
       }
-      if (!same_replicas) {
-        for (float& value : values) value /= static_cast<float>(wanted.replicas);
+      for (float& value : values) {
+        if (!is_one) value /= static_cast<float>(wanted.replicas);
       }
       if (wanted.as_values) {
         std::ranges::copy(values, result.values.data() + at);
@@ -304,6 +308,8 @@ SavedErrors SavedState::errors_of(const ErrorPlace& place, const Wanted& wanted,
     }
     begin = group_end;
   }
+  require_finite(error_key(place, wanted.as_values ? "values" : "scales"),
+                 wanted.as_values ? result.values : result.scales);
   return result;
 }
 
@@ -316,12 +322,37 @@ void SavedState::scale(float factor) {
   }
 }
 
-std::optional<std::string> SavedState::stranger(std::span<const std::string> parameters) const {
-  const std::set<std::string_view> known(parameters.begin(), parameters.end());
+void SavedState::require_parts_of(const std::map<std::string, std::int64_t>& parameters) const {
   for (const auto& [name, row] : rows_) {
-    if (!known.contains(name.first)) return name.first;
+    const auto found = parameters.find(name.first);
+    const std::string what = "errors of '" + name.first + "'";
+    if (found == parameters.end()) {
+      refuse("errors of this model's parameters", what + ", which it has not",
+             "load what this model has saved, or with strict=False");
+    }
+    const ErrorPlace& last = std::prev(row.end())->second.place;
+    if (last.flat_offset + last.count > found->second) {
+      refuse(what + ", which has " + std::to_string(found->second) + " elements",
+             "some of element " + std::to_string(last.flat_offset + last.count - 1),
+             "load what this model has saved, or with strict=False");
+    }
   }
-  return std::nullopt;
+}
+
+void SavedState::append_to(std::vector<HopState>& state) {
+  append(header_, state);
+  const auto add = [&state](const ErrorPlace& place, std::string_view kind, auto& numbers,
+                            Dtype dtype) {
+    if (numbers.empty()) return;
+    state.push_back({error_key(place, kind), {numbers.data(), std::ssize(numbers), dtype, {}}});
+  };
+  for (auto& [name, row] : rows_) {
+    for (auto& [offset, errors] : row) {
+      add(errors.place, "codes", errors.codes, Dtype::kU8);
+      add(errors.place, "scales", errors.scales, Dtype::kF32);
+      add(errors.place, "values", errors.values, Dtype::kF32);
+    }
+  }
 }
 
 }  // namespace hsdp::quant

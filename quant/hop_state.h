@@ -80,13 +80,16 @@ class SavedState {
   };
   // The errors of a place in a hop of that kind; zero where some are not known, `*missing` counts
   // these elements. Codes are kept as they are where replicas and groups are the same; otherwise
-  // they are decoded, and coded anew. A replica that covers several old ones takes their sum, one
-  // that covers a part takes that part; another beta leaves what is owed, e / (1 - beta), alone.
+  // they are decoded, and coded anew; UsageError where that leaves fp32's range. A replica that
+  // covers several old ones takes their sum, one that covers a part takes that part; another beta
+  // leaves what is owed, e / (1 - beta), alone.
   [[nodiscard]] SavedErrors errors_of(const ErrorPlace& place, const Wanted& wanted,
                                       std::int64_t* missing) const;
   void scale(float factor);
-  // A parameter that is not among those, where there is one.
-  [[nodiscard]] std::optional<std::string> stranger(std::span<const std::string> parameters) const;
+  // UsageError unless all of it is of those parameters, which have so many elements.
+  void require_parts_of(const std::map<std::string, std::int64_t>& parameters) const;
+  // Appends what it was made of, in its own memory.
+  void append_to(std::vector<HopState>& state);
 
  private:
   // Of one parameter and replica, by offset.
@@ -96,10 +99,18 @@ class SavedState {
     std::int64_t group_begin = 0;
     std::int64_t group_end = 0;
   };
+  // What a place's errors are made of: the sum of each row times its weight.
+  struct Source {
+    const Row* row = nullptr;     // null: not known
+    std::optional<float> weight;  // none: 1
+  };
   [[nodiscard]] const Row* row_of(const std::string& parameter, int replica) const;
+  [[nodiscard]] std::vector<Source> sources_of(const ErrorPlace& place,
+                                               std::int64_t replicas) const;
   [[nodiscard]] Found find(const Row& row, std::int64_t element) const;
-  std::int64_t add_decoded(const Row* row, std::int64_t begin, std::span<float> to, float factor,
-                           std::optional<float> weight, bool is_first) const;
+  // to (+)= source * factor, from element `begin` on; returns how many were not found.
+  std::int64_t add_decoded(const Source& source, std::int64_t begin, float factor, bool is_first,
+                           std::span<float> to) const;
 
   SavedHeader header_;
   std::map<std::pair<std::string, int>, Row> rows_;

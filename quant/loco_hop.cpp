@@ -5,8 +5,10 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "hsdp/error.h"
@@ -39,24 +41,6 @@ std::vector<GroupMap> maps_of(std::span<const LocoWindow> windows) {
   return maps;
 }
 
-void require_patterns_match(const LocoOptions& options, const HopPlan& plan) {
-  for (const std::string& pattern : options.exclude) {
-    LocoOptions one;
-    one.exclude = {pattern};
-    if (std::ranges::any_of(plan.parameters, [&one](const HopParameter& parameter) {
-          return is_excluded(one, parameter.name);
-        })) {
-      continue;
-    }
-    throw UsageError({.where = "loco: exclude",
-                      .expected = "names or patterns of parameters",
-                      .got = "'" + pattern + "', which matches none",
-                      .remedy = "the first parameter is '" +
-                                (plan.parameters.empty() ? "" : plan.parameters.front().name) +
-                                "'"});
-  }
-}
-
 }  // namespace
 
 struct LocoHop::Parts {
@@ -84,9 +68,10 @@ struct LocoHop::Parts {
   [[nodiscard]] bool takes_figures() const {
     return options.error_every > 0 && steps % options.error_every == 0;
   }
+  void require_patterns_match(const HopPlan& plan);
   [[nodiscard]] std::vector<LocoWindow> lay_out(const HopPlan& plan);
   [[nodiscard]] std::unique_ptr<HopErrors> new_errors(const HopPlan& plan) const;
-  void require_same_replica() const;
+  void take_errors_along();
   void move_errors();
   Event sum_plainly(const HopBucket& bucket, const TensorView& data, const Event& ready);
   void take_figures();
@@ -95,7 +80,8 @@ struct LocoHop::Parts {
   void require_no_step(const char* what) const;
   [[nodiscard]] HopErrors* current() const { return before ? before.get() : errors.get(); }
   [[nodiscard]] SavedHeader make_header() const {
-    return {steps, replicas, options.group_size, options.err_beta};
+    return {steps, current() ? current()->replicas() : replicas, options.group_size,
+            options.err_beta};
   }
   void put_back(const Kept& from);
 
@@ -106,17 +92,19 @@ struct LocoHop::Parts {
   std::uint32_t scaled = 0;           // names the factors of scale_errors()
   Reduction reduction = Reduction::kExact;
   std::vector<std::string> names;
+  std::map<std::string, std::int64_t> counts;  // elements of each
+  std::set<std::string> matched;               // patterns
   std::vector<BucketWindows> buckets;
   std::vector<std::uint32_t> repeats;  // of each bucket, in the step under way
   Communicator scatter;
   Communicator gather;
-  int replica = 0;
   int replicas = 0;                   // 0: never bound
   std::unique_ptr<HopErrors> errors;  // null: no error feedback
   // Those of the buckets before, until the first reduction of these ones, when all replicas are
   // there to exchange what changes its owner.
   std::unique_ptr<HopErrors> before;
-  std::optional<Kept> kept;  // until bind()
+  std::atomic<bool> moves = false;  // so it was when the step began
+  std::optional<Kept> kept;         // loaded before bind(), until the first reduction
   HopFigures figures;
   bool has_warned = false;
   std::mutex mutex;  // of the next
@@ -134,7 +122,10 @@ LocoHop::~LocoHop() = default;
 
 const LocoOptions& LocoHop::options() const { return parts_->options; }
 
-std::int64_t LocoHop::steps() const { return parts_->steps; }
+std::int64_t LocoHop::steps() const {
+  const Parts& parts = *parts_;
+  return parts.kept && !parts.scatter ? parts.kept->state.header().steps : parts.steps.load();
+}
 
 std::string LocoHop::describe() const { return quant::describe(parts_->options); }
 
@@ -142,7 +133,7 @@ std::string LocoHop::describe() const { return quant::describe(parts_->options);
 std::string LocoHop::word() const {
   std::string text = std::to_string(parts_->steps) + " steps";
   if (parts_->scaled != 0) text += ", x" + std::to_string(parts_->scaled % 1000);
-  if (parts_->before) text += ", moved";
+  if (parts_->moves) text += ", moved";
   return text;
 }
 
@@ -152,6 +143,26 @@ std::int64_t LocoHop::slice_multiple() const { return parts_->options.group_size
 
 int LocoHop::bucket_class(const HopParameter& parameter) const {
   return is_excluded(parts_->options, parameter.name) ? 1 : 0;
+}
+
+// Once: what they matched may be frozen later.
+void LocoHop::Parts::require_patterns_match(const HopPlan& plan) {
+  for (const std::string& pattern : options.exclude) {
+    LocoOptions one;
+    one.exclude = {pattern};
+    if (std::ranges::any_of(plan.parameters, [&one](const HopParameter& parameter) {
+          return quant::is_excluded(one, parameter.name);
+        })) {
+      matched.insert(pattern);
+    }
+    if (matched.contains(pattern)) continue;
+    throw UsageError({.where = "loco: exclude",
+                      .expected = "names or patterns of parameters",
+                      .got = "'" + pattern + "', which matches none",
+                      .remedy = "the first parameter is '" +
+                                (plan.parameters.empty() ? "" : plan.parameters.front().name) +
+                                "'"});
+  }
 }
 
 std::vector<LocoWindow> LocoHop::Parts::lay_out(const HopPlan& plan) {
@@ -191,20 +202,24 @@ std::unique_ptr<HopErrors> LocoHop::Parts::new_errors(const HopPlan& plan) const
 
 void LocoHop::prepare(const HopPlan& plan) {
   Parts& parts = *parts_;
-  require_patterns_match(parts.options, plan);
+  parts.require_patterns_match(plan);
   if (parts.exchange) parts.exchange->finish();
   if (parts.errors && parts.steps > 0 && !parts.before) parts.before = std::move(parts.errors);
   parts.errors.reset();
   parts.exchange.reset();
   parts.names = names_of(plan);
+  parts.counts.clear();
+  for (const HopParameter& parameter : plan.parameters) {
+    parts.counts[parameter.name] = element_count(parameter.shape);
+  }
   parts.reduction = plan.reduction;
   parts.exchange =
       std::make_unique<LocoExchange>(parts.lay_out(plan), parts.formats, plan.device, plan.memory);
   parts.errors = parts.new_errors(plan);
   parts.figures = HopFigures(parts.names, maps_of(parts.exchange->windows()), plan.device);
   if (!parts.scatter) return;
-  if (parts.errors) parts.errors->set_replica(parts.replica);
   parts.exchange->bind(parts.scatter, parts.gather);
+  parts.take_errors_along();
 }
 
 void LocoHop::bind(Communicator scatter, Communicator gather) {
@@ -214,27 +229,22 @@ void LocoHop::bind(Communicator scatter, Communicator gather) {
   if (!parts.exchange) return;  // prepare() failed
   parts.exchange->bind(parts.scatter, parts.gather);
   if (!parts.scatter) return;
-  parts.replica = parts.scatter.rank();
+  parts.take_errors_along();
   parts.replicas = parts.scatter.size();
-  if (parts.errors) parts.errors->set_replica(parts.replica);
-  if (!parts.kept) return parts.require_same_replica();
-  parts.put_back(*parts.kept);
-  parts.kept.reset();
 }
 
-void LocoHop::Parts::require_same_replica() const {
-  if (!before || (before->replica() == replica && before->replicas() == replicas)) return;
-  const auto text = [](int one, int of) {
-    return "replica " + std::to_string(one) + " of " + std::to_string(of);
-  };
-  throw UsageError(
-      {.where = "loco",
-       .expected = "the " + text(before->replica(), before->replicas()) + " whose errors it keeps",
-       .got = text(replica, replicas),
-       .remedy = "make another LocoHop, and load what all ranks have saved"});
+void LocoHop::Parts::take_errors_along() {
+  if (errors) errors->set_replica(scatter.rank());
+  if (kept) {
+    put_back(*kept);
+  } else if (before) {
+    before->require_fits(*errors);
+  }
+  moves = before != nullptr;
 }
 
 bool LocoHop::means(int bucket, float mean_divisor) const {
+  parts_->in_step = true;
   if (parts_->is_plain(bucket)) return false;
   const float magnitude = std::abs(mean_divisor);
   if (magnitude >= 0x1p-100F && magnitude <= 0x1p100F) return true;
@@ -269,6 +279,7 @@ Event LocoHop::Parts::sum_plainly(const HopBucket& bucket, const TensorView& dat
 Event LocoHop::reduce(const HopBucket& bucket, Stream& stream) {
   Parts& parts = *parts_;
   parts.in_step = true;
+  parts.kept.reset();
   parts.move_errors();
   const Event ready = stream.record();
   if (parts.is_plain(bucket.bucket)) {
@@ -312,11 +323,12 @@ void LocoHop::end_step(const StepEnd& end) {
   if (parts.errors) parts.errors->end_step(clean, parts.starts_afresh(), *parts.exchange);
   if (clean) ++parts.steps;
   std::ranges::fill(parts.repeats, 0U);
+  parts.moves = parts.before != nullptr;
   parts.in_step = false;
 }
 
 void LocoHop::Parts::take_figures() {
-  std::vector<QuantizationError> taken = figures.take(replica);
+  std::vector<QuantizationError> taken = figures.take(scatter.rank());
   if (taken.empty()) return;
   const auto error_of = [](const QuantizationError& one) {
     return std::max(one.scattered, one.gathered);
@@ -342,7 +354,7 @@ void LocoHop::Parts::require_no_step(const char* what) const {
     throw UsageError({.where = std::string("loco: ") + what,
                       .expected = "to be called between steps",
                       .got = "a step whose end is not known yet",
-                      .remedy = "read the step's result first"});
+                      .remedy = "read the step's result first, or call finish()"});
   }
   if (exchange) exchange->finish();  // errors that are being cleared
 }
@@ -350,9 +362,13 @@ void LocoHop::Parts::require_no_step(const char* what) const {
 std::vector<HopState> LocoHop::state() {
   Parts& parts = *parts_;
   parts.require_no_step("state");
+  std::vector<HopState> all;
+  if (parts.kept && !parts.scatter) {
+    parts.kept->state.append_to(all);
+    return all;
+  }
   if (parts.replicas == 0) return {};
   parts.header = parts.make_header();
-  std::vector<HopState> all;
   if (const HopErrors* const errors = parts.current()) all = errors->state();
   append(parts.header, all);
   return all;
@@ -365,62 +381,71 @@ void LocoHop::load_state(std::span<const HopState> state, bool strict) {
   if (parts.scatter && parts.exchange) {
     parts.put_back(from);
     parts.kept.reset();
+    parts.moves = false;
   } else {
     parts.kept = std::move(from);
   }
+  parts.scaled = 0;
 }
 
 void LocoHop::Parts::put_back(const Kept& from) {
-  const std::optional<std::string> stranger = from.state.stranger(names);
-  if (from.strict && stranger) {
-    throw UsageError({.where = "loco: load_state",
-                      .expected = "errors of this model's parameters",
-                      .got = "those of '" + *stranger + "', which it has not",
-                      .remedy = "load what this model has saved, or with strict=False"});
-  }
+  if (from.strict) from.state.require_parts_of(counts);
   if (errors) errors->load(from.state, from.strict);
   steps = from.state.header().steps;
-  scaled = 0;
   before.reset();
 }
 
 std::vector<std::string> LocoHop::keys_to_load(std::span<const SavedKey> keys) const {
-  const Parts& parts = *parts_;
-  const HopErrors* const errors = parts.errors.get();
+  const HopErrors* const errors = parts_->scatter ? parts_->errors.get() : nullptr;
+  const HopErrors::Places places = errors ? errors->places() : HopErrors::Places();
   std::int64_t replicas = 1;
+  std::map<std::string, std::int64_t> counts;
   for (const SavedKey& one : keys) {
     const std::optional<ErrorKey> key = parse_error_key(one.key);
-    if (key) replicas = std::max<std::int64_t>(replicas, key->place.replica + 1);
+    if (!key) continue;
+    replicas = std::max<std::int64_t>(replicas, key->place.replica + 1);
+    if (key->kind != "scales") counts[error_key(key->place, "")] = one.count;
   }
+  const auto overlaps = [&](const ErrorPlace& saved, const ErrorPlace& own) {
+    if (std::max(saved.flat_offset, own.flat_offset) >=
+        std::min(saved.flat_offset + saved.count, own.flat_offset + own.count)) {
+      return false;
+    }
+    const bool is_gathered = saved.replica == ErrorPlace::kGathered;
+    if (is_gathered || own.replica == ErrorPlace::kGathered) return saved.replica == own.replica;
+    return takes_over(saved.replica, replicas, own.replica, errors->replicas());
+  };
   std::vector<std::string> wanted;
   for (const SavedKey& one : keys) {
     std::optional<ErrorKey> key = parse_error_key(one.key);
-    if (!key || !errors || !parts.scatter) {
-      wanted.push_back(one.key);
-      continue;
+    bool is_wanted = !key || errors == nullptr;
+    if (!is_wanted) {
+      key->place.count = counts[error_key(key->place, "")];  // of codes beside their scales
+      const auto own = places.find(key->place.parameter);
+      is_wanted =
+          own != places.end() && std::ranges::any_of(own->second, [&](const ErrorPlace& place) {
+            return overlaps(key->place, place);
+          });
     }
-    if (key->kind == "scales") continue;  // with their codes
-    key->place.count = one.count;
-    if (!errors->takes_over(key->place, replicas)) continue;
-    wanted.push_back(one.key);
-    if (key->kind == "codes") wanted.push_back(error_key(key->place, "scales"));
+    if (is_wanted) wanted.push_back(one.key);
   }
   return wanted;
 }
 
 void LocoHop::scale_errors(float factor) {
   Parts& parts = *parts_;
-  if (!std::isfinite(factor)) {
+  if (!(std::abs(factor) <= 1.0F)) {
     throw UsageError({.where = "loco: scale_errors",
-                      .expected = "a finite factor",
+                      .expected = "a factor of magnitude at most 1",
                       .got = std::to_string(factor)});
   }
   parts.require_no_step("scale_errors");
-  if (parts.kept) parts.kept->state.scale(factor);
-  HopErrors* const errors = parts.current();
-  if (errors == nullptr || parts.replicas == 0) return;
+  if (!parts.kept && parts.replicas == 0) return;  // there are none yet
   parts.scaled = parts.scaled * 31U + std::bit_cast<std::uint32_t>(factor);
-  errors->scale(factor);
+  if (parts.kept) parts.kept->state.scale(factor);
+  if (const HopErrors* const errors = parts.replicas > 0 ? parts.current() : nullptr) {
+    errors->scale(factor);
+  }
 }
 
 }  // namespace hsdp::quant

@@ -15,7 +15,7 @@
 //
 // Threads and ownership are those of ReplicaHop; the calls that it does not have come between
 // steps, on the thread that drives the owner. A hop that is given to another owner takes its errors
-// along, if it is the same replica there.
+// along; UsageError if it is another replica there, or has other parts of the same parameters.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,9 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] const LocoOptions& options() const;
   // Clean steps so far.
   [[nodiscard]] std::int64_t steps() const;
-  // Multiplies all errors by a finite factor, the same on every rank, where a step was clipped much
-  // harder than usual: else they deliver the unclipped rest of a spike over the next steps.
+  // Multiplies all errors by a factor of magnitude at most 1, the same on every rank, where a step
+  // was clipped much harder than usual: else they deliver the unclipped rest of a spike over the
+  // next steps.
   void scale_errors(float factor);
   // How much quantization has changed the gradients of a step, on this rank: of the last clean one
   // of those that figures were taken in, every error_every steps. Above kHighError it is written
@@ -62,7 +63,7 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] bool means(int bucket, float mean_divisor) const override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
   void end_step(const StepEnd& end) override;
-  // Keys and dtypes are those of quant/hop_state.h. Empty before bind().
+  // Keys and dtypes are those of quant/hop_state.h. Empty before bind(), unless it was loaded.
   [[nodiscard]] std::vector<HopState> state() override;
   // A state of any replica count, shard count, group size, error_dtype or err_beta, as long as this
   // rank's parameters are in it; with other counts, buckets or owners it takes all ranks' states

@@ -49,7 +49,8 @@ class LocoHop(_hsdp.LocoHop):
     - `stochastic_error`, `seed`: int8 errors are rounded stochastically.
     - `error_every`: steps between figures for `quantization_error`; 0: never.
 
-    Raises UsageError for options that cannot be used. Calls come between steps.
+    Raises UsageError for options that cannot be used. Calls come between steps: after the result
+    of the last one was read, or, with replica_hook, after `handle.finish()`.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class LocoHop(_hsdp.LocoHop):
         return self.steps_so_far()
 
     def scale_errors(self, factor: float) -> None:
-        """Multiplies what is still owed, with the same factor on every rank.
+        """Multiplies what is still owed, with the same factor on every rank; at most 1.
 
         For a step that was clipped much harder than usual: the errors keep the unclipped rest of a
         spike and would deliver it over the next steps. min(1, clip coefficient / its running mean)
@@ -117,7 +118,8 @@ class LocoHop(_hsdp.LocoHop):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors, as copies in host memory: torch tensors where torch is imported, else
-        NumPy arrays. Empty before the Reducer is prepared, and with one replica.
+        NumPy arrays. Empty before the Reducer is prepared, unless it was loaded, and with one
+        replica.
 
         Keys name parameter, replica and place, so all ranks' may be saved together, as torch's DCP
         does: `dcp.save({"hop": hop.state_dict()}, checkpoint_id=folder)`. int8 codes are in uint8.

@@ -213,7 +213,7 @@ def mistakes() -> list[str]:
         expect(hsdp.UsageError, make_reducer(mesh, hop).prepare)
         expect(hsdp.UsageError, lambda: hop.scale_errors(float("nan")))
         expect(hsdp.UsageError, lambda: hop.load_state_dict({"steps": np.zeros(1, np.int64)}))
-        hop.scale_errors(0.5 + mesh.rank)
+        hop.scale_errors(0.5 + mesh.rank / 2)
         expect(hsdp.MismatchError, lambda: run(reducer, 0))
     with hsdp.init_mesh(2, 1) as mesh:
         hop = LocoHop(err_beta=0.5 + mesh.rank / 4)
@@ -228,7 +228,7 @@ def test_mistakes_are_named(ranks: Launcher) -> None:
         [
             "bits: expected 4 or 8, got 3", "multiple of 32", "'int4', 'int8' or 'bf16'", "seed",
             "beta", "'*bias', which matches none", "which the replica_hop sends", "got a second",
-            "finite factor",
+            "at most 1",
             "'replicas' in it", "x", "beta 0.5",
         ],
         strict=True,

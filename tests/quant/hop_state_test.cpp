@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <limits>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -74,6 +76,12 @@ TEST(SavedState, NamesWhatIsWrong) {
   expect("either codes or values", [](SomeState& s) {
     s.state.push_back({"a/b/r1/o32/values", {s.scales.data(), 3, Dtype::kF32, {}}});
   });
+  expect("of each element once", [](SomeState& s) {
+    s.state.push_back({"a/b/r1/o131/values", {s.scales.data(), 3, Dtype::kF32, {}}});
+  });
+  expect("with 0 elements", [](SomeState& s) {
+    s.state.push_back({"a/b/r1/o132/values", {s.scales.data(), 0, Dtype::kF32, {}}});
+  });
   expect("finite numbers",
          [](SomeState& s) { s.scales[1] = std::numeric_limits<float>::infinity(); });
   for (const std::string key :
@@ -111,8 +119,49 @@ TEST(SavedState, GivesWhatItHas) {
     EXPECT_EQ(missing, 10);
     EXPECT_EQ(errors.codes, std::vector<std::int8_t>(10, 0));
   }
-  EXPECT_EQ(state.stranger(std::vector<std::string>{"b", "a"}), "a/b");
-  EXPECT_EQ(state.stranger(std::vector<std::string>{"a/b"}), std::nullopt);
+}
+
+TEST(SavedState, KnowsWhoseItIs) {
+  const SomeState some;
+  const SavedState state(some.state);
+  EXPECT_NO_THROW(state.require_parts_of({{"a/b", 132}, {"c", 1}}));
+  const auto refused = [&](const std::map<std::string, std::int64_t>& parameters) {
+    try {
+      state.require_parts_of(parameters);
+    } catch (const UsageError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_NE(refused({{"b", 132}}).find("'a/b', which it has not"), std::string::npos);
+  EXPECT_NE(refused({{"a/b", 131}}).find("131 elements, got some of element 131"),
+            std::string::npos);
+}
+
+TEST(SavedState, IsWhatItWasMadeOf) {
+  const SomeState some;
+  SavedState state(some.state);
+  std::vector<HopState> again;
+  state.append_to(again);
+  ASSERT_EQ(again.size(), some.state.size());
+  for (std::size_t i = 0; i < again.size(); ++i) {
+    EXPECT_EQ(again[i].key, some.state[i].key);
+    ASSERT_EQ(again[i].data.size_in_bytes(), some.state[i].data.size_in_bytes());
+    EXPECT_EQ(
+        std::memcmp(again[i].data.data, some.state[i].data.data, again[i].data.size_in_bytes()), 0);
+  }
+  state.scale(0.5F);
+  EXPECT_EQ(static_cast<const float*>(again.back().data.data)[1], 1.0F);
+}
+
+TEST(SavedState, RefusesWhatLeavesTheRange) {
+  SomeState some;
+  some.header.err_beta = 1.0 - 0x1p-50;
+  some.scales[0] = 1e30F;
+  const SavedState state(some.state);
+  std::int64_t missing = 0;
+  EXPECT_THROW(static_cast<void>(state.errors_of({"a/b", 1, 32, 32}, {2, 64, 0.0}, &missing)),
+               UsageError);
 }
 
 TEST(SavedState, KeysAreThereAndBack) {

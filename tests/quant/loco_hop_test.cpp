@@ -4,19 +4,23 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <random>
 #include <span>
+#include <thread>
 
 #include "hsdp/error.h"
+#include "hsdp/reducer.h"
 #include "quant/loco_exchange.h"
 #include "tests/comm/rank_threads.h"
 #include "tests/kernels/hostile_value.h"
 #include "tests/support/hop_contract.h"
 #include "tests/support/loco_reference.h"
+#include "tests/support/thread_ranks.h"
 
 namespace hsdp::quant {
 namespace {
@@ -482,6 +486,146 @@ TEST(LocoHop, SaysHowMuchItChanges) {
   EXPECT_NE(text.find("'layer.weight': quantization changed its gradient by 0.49 of its norm"),
             std::string::npos)
       << text;
+}
+
+// A hop with errors of one parameter of 256 elements, on replica `rank` of `world`; the whole of
+// it, or another part.
+struct Used {
+  explicit Used(Communicator& world, LocoOptions options = {}) : hop(std::move(options)) {
+    made.names = {"layer.weight"};
+    made.counts = {256};
+    made.buckets = {{{0, 0, 128, 0}}};
+    made.replicas = world.size();
+    plan = plan_of(made);
+    gather = world.split(0, world.rank());
+    hop.prepare(plan);
+    hop.bind(world, gather);
+    Step step;
+    step.reductions.push_back({{static_cast<std::size_t>(world.size()), {Floats(256, 1.3F)}}});
+    std::atomic<std::uint32_t> nonfinite = 0;
+    run_step(hop, made, step, world.rank(), nonfinite);
+    hop.end_step({0, StepOutcome::kClean, ""});
+    hop.bind({}, {});
+  }
+  Configuration made;
+  HopPlan plan;
+  Communicator gather;
+  LocoHop hop;
+};
+
+TEST(LocoHop, RefusesAnotherPlaceThatItHasNoErrorsOf) {
+  test::run_world({.size = 2}, [](Communicator& world) {
+    Used used(world);
+    // As another cut, or another shard count, would do.
+    used.made.buckets = {{{0, 0, 128, 128}}};
+    HopPlan other = plan_of(used.made);
+    used.hop.prepare(other);
+    try {
+      used.hop.bind(world, used.gather);
+      ADD_FAILURE() << "expected a UsageError";
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find("the part of 'layer.weight'"), std::string::npos)
+          << error.what();
+    }
+    used.hop.bind({}, {});
+    // Another number of replicas, and what the message says to do.
+    other.replicate_size = 1;
+    used.hop.prepare(other);
+    Communicator alone = world.split(world.rank(), 0);
+    EXPECT_THROW(used.hop.bind(alone, alone), UsageError);
+    used.hop.bind({}, {});
+    for (const HopState& one : used.hop.state()) {
+      if (one.key != "replicas") continue;
+      EXPECT_EQ(*static_cast<const std::int64_t*>(one.data.data), 2);
+    }
+    LocoHop fresh;
+    fresh.load_state(used.hop.state());
+    EXPECT_EQ(fresh.steps(), 1);
+    EXPECT_EQ(fresh.state().size(), used.hop.state().size());
+    fresh.prepare(used.plan);
+    fresh.bind(world, used.gather);
+    EXPECT_EQ(fresh.steps(), 1);
+    fresh.bind({}, {});
+  });
+}
+
+TEST(LocoHop, SaysInItsWordThatItsErrorsMove) {
+  test::run_world({.size = 2}, [](Communicator& world) {
+    Used used(world);
+    EXPECT_EQ(used.hop.word(), "1 steps");
+    used.hop.prepare(used.plan);
+    used.hop.bind(world, used.gather);
+    EXPECT_EQ(used.hop.word(), "1 steps, moved");
+    Step step;
+    step.reductions.push_back({{2, {Floats(256, 1.3F)}}});
+    std::atomic<std::uint32_t> nonfinite = 0;
+    run_step(used.hop, used.made, step, world.rank(), nonfinite);
+    EXPECT_EQ(used.hop.word(), "1 steps, moved");  // the same all through the step
+    used.hop.end_step({0, StepOutcome::kDropped, ""});
+    EXPECT_EQ(used.hop.word(), "1 steps");
+    used.hop.scale_errors(0.5F);
+    EXPECT_LE(used.hop.word().size(), StepParty::kMaxWordBytes);
+    EXPECT_NE(used.hop.word(), "1 steps");
+    used.hop.bind({}, {});
+  });
+}
+
+// The next Reducer's first buckets go out while one rank is still in its backward.
+TEST(LocoHop, GoesToAnotherReducer) {
+  const auto second_step = [](bool changes) {
+    std::vector<Floats> means(2);
+    test::run_mesh({2, 1}, [&](const Mesh& mesh) {
+      const auto hop = std::make_shared<LocoHop>();
+      const auto make = [&] {
+        auto reducer = std::make_unique<Reducer>(
+            mesh, ReducerOptions{.bucket_bytes = 4096, .replica_hop = hop});
+        for (const char* const name : {"a", "b"}) {
+          reducer->register_parameter({.name = name, .shape = {1024}});
+        }
+        return reducer;
+      };
+      std::unique_ptr<Reducer> reducer = make();
+      for (int step = 0; step < 2; ++step) {
+        if (step == 1 && changes) {
+          reducer.reset();
+          reducer = make();
+        }
+        Floats gradient(1024);
+        for (std::size_t i = 0; i < gradient.size(); ++i) {
+          gradient[i] = std::sin(static_cast<float>(i * (mesh.rank() + 1U)));
+        }
+        reducer->begin_microbatch({.last = true});
+        for (const char* const name : {"a", "b"}) {
+          if (mesh.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+          reducer->gradient_ready(name, {.data = gradient.data(), .shape = {1024}});
+        }
+        reducer->end_microbatch();
+        const TensorView mean = reducer->shard("a");
+        const auto* const values = static_cast<const float*>(mean.data);
+        means[static_cast<std::size_t>(mesh.rank())] = Floats(values, values + mean.count);
+      }
+      EXPECT_EQ(hop->steps(), 2);
+    });
+    return means;
+  };
+  EXPECT_EQ(second_step(true), second_step(false));
+}
+
+TEST(LocoHop, LetsWhatItExcludesBeFrozen) {
+  test::run_world({.size = 2}, [](Communicator& world) {
+    HopPlan plan;
+    plan.parameters = {{"norm", {32}}, {"weight", {64}}};
+    plan.ranges = {{{0, 0, 32, 0}, {1, 32, 64, 0}}};
+    plan.replicate_size = 2;
+    LocoHop hop({.exclude = {"norm"}});
+    hop.prepare(plan);
+    hop.bind(world, world.split(0, world.rank()));
+    HopPlan frozen = plan;
+    frozen.parameters = {{"weight", {64}}};
+    frozen.ranges = {{{0, 0, 64, 0}}};
+    EXPECT_NO_THROW(hop.prepare(frozen));
+    hop.bind({}, {});
+  });
 }
 
 TEST(LocoHop, RefusesAPatternThatMatchesNothing) {

@@ -457,6 +457,24 @@ TEST(RowReducer, TakesOtherParametersBetweenSteps) {
   });
 }
 
+// As where they were frozen and no longer are: only a rank whose backward came between saw it.
+TEST(RowReducer, TheSameParametersAgainAreNoChange) {
+  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+    FakeHop::Options options;
+    int prepared = 0;
+    options.on = [&prepared](std::string_view place) { prepared += place == "prepare" ? 1 : 0; };
+    const auto hop = std::make_shared<FakeHop>(options);
+    Modules modules(mesh, hop);
+    modules.step({0});
+    if (mesh.rank() == 0) {
+      modules.rows.set_groups(frozen_modules());
+      modules.rows.set_groups(two_modules());
+    }
+    modules.step({1});
+    EXPECT_EQ(prepared, 1);
+  });
+}
+
 TEST(RowReducer, OtherParametersOnOneRankAreAMismatch) {
   run_mesh(
       kTwoByOne,

@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "hsdp/error.h"
+#include "hsdp/snapshot/block_checksums.h"
 #include "hsdp/snapshot/parameter_reader.h"
 #include "hsdp/snapshot/snapshot_file_writer.h"
 #include "hsdp/snapshot/snapshot_files.h"
@@ -231,6 +232,46 @@ void Snapshot::read(std::size_t parameter, int replica, std::int64_t begin,
 void Snapshot::read(std::size_t parameter, int replica, std::int64_t begin,
                     std::span<double> out) const {
   read_elements(*this, parameter, replica, begin, out);
+}
+
+int Snapshot::file_count() const { return static_cast<int>(files_->files.size()); }
+
+namespace {
+
+const SnapshotFile& file_of(const std::vector<SnapshotFile>& files, int number) {
+  if (number >= 0 && number < std::ssize(files)) return files[static_cast<std::size_t>(number)];
+  throw UsageError({.where = "snapshot: hop state",
+                    .expected = "a file below " + std::to_string(files.size()),
+                    .got = std::to_string(number)});
+}
+
+}  // namespace
+
+std::vector<Snapshot::StateArray> Snapshot::hop_state(int file) const {
+  std::vector<StateArray> arrays;
+  for (const SnapshotSlice& array : file_of(files_->files, file).header().hop_state) {
+    arrays.push_back({array.name, array.data_dtype, array.count});
+  }
+  return arrays;
+}
+
+void Snapshot::read_hop_state(int file, std::size_t number, std::span<std::byte> out) const {
+  const SnapshotFile& from = file_of(files_->files, file);
+  const std::vector<SnapshotSlice>& arrays = from.header().hop_state;
+  if (number >= arrays.size() || out.size() != arrays[number].data_bytes()) {
+    throw UsageError(
+        {.where = "snapshot: hop state",
+         .expected =
+             "one of " + std::to_string(arrays.size()) + " arrays, and as many bytes as it has",
+         .got = "array " + std::to_string(number) + ", " + std::to_string(out.size()) + " bytes"});
+  }
+  const comm::UniqueFd fd = from.reopen();
+  std::vector<std::byte> buffer(kChecksumBlockBytes);
+  for (std::size_t block = 0; !out.empty(); ++block) {
+    const auto bytes = from.read_block(fd.get(), arrays[number], block, buffer);
+    std::ranges::copy(bytes, out.begin());
+    out = out.subspan(bytes.size());
+  }
 }
 
 }  // namespace hsdp

@@ -12,6 +12,7 @@
 // calls, or by set_hdf5_gate(). Nothing else here enters HDF5, reading included.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -27,7 +28,8 @@
 
 namespace hsdp {
 
-constexpr int kSnapshotSchemaVersion = 1;
+// The newest; a file says the oldest that has all it holds.
+constexpr int kSnapshotSchemaVersion = 2;
 
 class ParameterReader;
 
@@ -67,10 +69,18 @@ struct SnapshotEntry {
 using Hdf5Gate = std::function<void(const std::function<void()>& enter)>;
 void set_hdf5_gate(Hdf5Gate gate);
 
+// An array that one rank keeps beside the gradients: of its replica hop's state (HopState). `data`
+// is f32, f64, i64 or u8, contiguous, in host memory. Keys are like names of parameters.
+struct SnapshotState {
+  std::string key;
+  ConstTensorView data;
+};
+
 // Writes one rank's file now: `path/rank_00003.h5` (the directory is made), or `path` itself when
 // it ends in .h5 and the snapshot has one file. Blocks until it is durable.
 void write_snapshot_file(const std::filesystem::path& path, const SnapshotInfo& info,
-                         std::span<const SnapshotEntry> entries);
+                         std::span<const SnapshotEntry> entries,
+                         std::span<const SnapshotState> hop_state = {});
 
 // Writes plain named arrays (layout "full": every entry is a whole parameter) as one file, or as
 // this rank's file when `path` is a directory. An empty info.id is replaced by a random one.
@@ -101,7 +111,8 @@ class SnapshotWriter {
   // Throws SnapshotError at once for what can be known at once (no such directory, no permission)
   // and rethrows the error of an earlier background write.
   void submit(const std::filesystem::path& path, const SnapshotInfo& info,
-              std::span<const SnapshotEntry> entries);
+              std::span<const SnapshotEntry> entries,
+              std::span<const SnapshotState> hop_state = {});
   // Waits until everything submitted is durable; throws the first error.
   void flush();
 
@@ -135,6 +146,17 @@ class Snapshot {
   // `replica` holds it (partials: divided by f s), reassembled from shards, in fp64 or fp32.
   void read(std::size_t parameter, int replica, std::int64_t begin, std::span<float> out) const;
   void read(std::size_t parameter, int replica, std::int64_t begin, std::span<double> out) const;
+
+  // The replica hop's state as the rank of that file has kept it; without data.
+  struct StateArray {
+    std::string key;
+    Dtype dtype = Dtype::kF32;
+    std::int64_t count = 0;
+  };
+  [[nodiscard]] int file_count() const;
+  [[nodiscard]] std::vector<StateArray> hop_state(int file) const;
+  // All of hop_state(file)[array], into as many bytes.
+  void read_hop_state(int file, std::size_t array, std::span<std::byte> out) const;
 
  private:
   Snapshot() = default;

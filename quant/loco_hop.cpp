@@ -354,7 +354,8 @@ void LocoHop::Parts::require_no_step(const char* what) const {
     throw UsageError({.where = std::string("loco: ") + what,
                       .expected = "to be called between steps",
                       .got = "a step whose end is not known yet",
-                      .remedy = "read the step's result first, or call finish()"});
+                      .remedy = "read the step's result first, or call finish(); after a "
+                                "drop, a moment later"});
   }
   if (exchange) exchange->finish();  // errors that are being cleared
 }

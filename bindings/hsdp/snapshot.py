@@ -95,6 +95,20 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
 
         return torch.from_numpy(self.read(name, replica))
 
+    def hop_state(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
+        """The state of the replica hop that was saved with the gradients, of a rank or of all.
+
+        A hop takes it back: `hop.load_state_dict(snapshot.hop_state(mesh.rank))` on an equal mesh
+        with equal buckets, else `hop.load_state_dict(snapshot.hop_state())`. Empty where the hop
+        has none, and in partials.
+        """
+        files = range(self._handle.file_count) if rank is None else [int(rank)]
+        return {
+            key: self._handle.read_hop_state(file, i).numpy()
+            for file in files
+            for i, (key, _, _) in enumerate(self._handle.hop_state(file))
+        }
+
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         return self.read(name)
 

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/module/memory.h"
+
 namespace hsdp::python {
 
 void bind_errors(pybind11::module_& module);
@@ -13,5 +15,18 @@ void bind_row_reducer(pybind11::module_& module);  // after bind_reducer
 void bind_loco_hop(pybind11::module_& module);     // after bind_reducer
 void bind_snapshot(pybind11::module_& module);
 void bind_compare(pybind11::module_& module);
+
+// All of them.
+inline void bind_parts(pybind11::module_& module) {
+  bind_errors(module);
+  bind_memory(module);
+  bind_mesh(module);
+  bind_communicator(module);
+  bind_reducer(module);
+  bind_row_reducer(module);
+  bind_loco_hop(module);
+  bind_snapshot(module);
+  bind_compare(module);
+}
 
 }  // namespace hsdp::python

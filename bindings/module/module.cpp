@@ -3,18 +3,9 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/module/bindings.h"
-#include "bindings/module/memory.h"
 
 PYBIND11_MODULE(_hsdp, module) {
   module.doc() = "The C++ library behind the package hsdp.";
   module.attr("__version__") = HSDP_VERSION;
-  hsdp::python::bind_errors(module);
-  hsdp::python::bind_memory(module);
-  hsdp::python::bind_mesh(module);
-  hsdp::python::bind_communicator(module);
-  hsdp::python::bind_reducer(module);
-  hsdp::python::bind_row_reducer(module);
-  hsdp::python::bind_loco_hop(module);
-  hsdp::python::bind_snapshot(module);
-  hsdp::python::bind_compare(module);
+  hsdp::python::bind_parts(module);
 }

@@ -102,6 +102,25 @@ Memory read(const Snapshot& self, std::size_t parameter, int replica, std::int64
   });
 }
 
+// [(key, dtype, count)] of a file.
+py::list hop_state(const Snapshot& self, int file) {
+  py::list result;
+  for (const Snapshot::StateArray& array : self.hop_state(file)) {
+    result.append(py::make_tuple(array.key, std::string(name(array.dtype)), array.count));
+  }
+  return result;
+}
+
+Memory read_hop_state(const Snapshot& self, int file, std::size_t number) {
+  return call_interruptibly([self, file, number] {
+    const Snapshot::StateArray array = self.hop_state(file).at(number);
+    Memory memory = Memory::zeros(array.count, array.dtype);
+    self.read_hop_state(
+        file, number, {static_cast<std::byte*>(memory.view().data), memory.view().size_in_bytes()});
+    return memory;
+  });
+}
+
 // h5py lets the GIL go in calls of HDF5 and keeps others out by a lock of its own. Whoever holds it
 // may hold it long: Ctrl-C ends the wait.
 class LockOfH5py {
@@ -187,6 +206,9 @@ void bind_snapshot(py::module_& module) {
       .def("info", [](const Snapshot& self) { return info_dict(self.info()); })
       .def("parameters", parameters)
       .def_property_readonly("copy_count", &Snapshot::copy_count)
+      .def_property_readonly("file_count", &Snapshot::file_count)
+      .def("hop_state", hop_state)
+      .def("read_hop_state", read_hop_state)
       .def("read", read);
 }
 

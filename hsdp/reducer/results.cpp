@@ -439,17 +439,24 @@ std::vector<SnapshotEntry> Results::snapshot_entries() const {
 }
 
 // Points the entries at a copy of their data in the host's memory, which it returns.
-std::vector<std::byte> Results::copy_to_host(std::vector<SnapshotEntry>& entries) {
+std::vector<std::byte> Results::copy_to_host(std::vector<SnapshotEntry>& entries,
+                                             std::vector<SnapshotState>& hop_state) {
+  std::vector<ConstTensorView*> views;
+  views.reserve(entries.size() + hop_state.size());
+  for (SnapshotEntry& entry : entries) views.push_back(&entry.data);
+  for (SnapshotState& array : hop_state) {
+    if (array.data.device.type != DeviceType::kHost) views.push_back(&array.data);
+  }
   std::size_t size = 0;
-  for (const SnapshotEntry& entry : entries) size += entry.data.size_in_bytes();
+  for (const ConstTensorView* const view : views) size += view->size_in_bytes();
   std::vector<std::byte> copy(size);
   run_now(Scope::kThisRank, [&](Stream& stream) {
     std::byte* place = copy.data();
-    for (SnapshotEntry& entry : entries) {
-      copy_bytes(place, entry.data.data, entry.data.size_in_bytes(), stream);
-      entry.data.data = place;
-      entry.data.device = {};
-      place += entry.data.size_in_bytes();
+    for (ConstTensorView* const view : views) {
+      copy_bytes(place, view->data, view->size_in_bytes(), stream);
+      view->data = place;
+      view->device = {};
+      place += view->size_in_bytes();
     }
   });
   groups_.world.wait(steps_.caller().record());
@@ -482,9 +489,15 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   info.engine = groups_.world.engine_name();
   info.partial = ledger.pending();
   std::vector<SnapshotEntry> entries = snapshot_entries();
+  std::vector<SnapshotState> hop_state;
+  if (groups_.replicate.size() > 1 && !info.partial) {
+    for (const HopState& one : options_.replica_hop->state()) {
+      hop_state.push_back({one.key, one.data});
+    }
+  }
   std::vector<std::byte> copy;
-  if (!groups_.on_host()) copy = copy_to_host(entries);
-  snapshots_.submit(path, info, entries);
+  if (!groups_.on_host()) copy = copy_to_host(entries, hop_state);
+  snapshots_.submit(path, info, entries, hop_state);
 }
 
 }  // namespace hsdp::reducer

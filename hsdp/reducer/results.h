@@ -76,7 +76,8 @@ class Results {
                       std::string_view call) const;
   [[nodiscard]] TensorView carry(int parameter) const;
   [[nodiscard]] std::vector<SnapshotEntry> snapshot_entries() const;
-  [[nodiscard]] std::vector<std::byte> copy_to_host(std::vector<SnapshotEntry>& entries);
+  [[nodiscard]] std::vector<std::byte> copy_to_host(std::vector<SnapshotEntry>& entries,
+                                                    std::vector<SnapshotState>& hop_state);
 
   const ReducerOptions& options_;
   ParameterTable& parameters_;

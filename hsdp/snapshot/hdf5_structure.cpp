@@ -79,7 +79,11 @@ Handle float16_type(std::size_t exponent_bits, std::size_t bias) {
 Handle data_type(Dtype dtype) {
   if (dtype == Dtype::kBf16) return float16_type(8, 127);
   if (dtype == Dtype::kF16) return float16_type(5, 15);
-  return {H5Tcopy(dtype == Dtype::kF64 ? H5T_IEEE_F64LE : H5T_IEEE_F32LE), H5Tclose, "copy a type"};
+  const hid_t type = dtype == Dtype::kF64   ? H5T_IEEE_F64LE
+                     : dtype == Dtype::kI64 ? H5T_STD_I64LE
+                     : dtype == Dtype::kU8  ? H5T_STD_U8LE
+                                            : H5T_IEEE_F32LE;
+  return {H5Tcopy(type), H5Tclose, "copy a type"};
 }
 
 void write_attribute(hid_t object, const char* key, hid_t type, hid_t space, const void* value) {
@@ -121,7 +125,7 @@ void write_shape(hid_t object, const Shape& shape) {
 void write_info(hid_t root, const SnapshotHeader& header) {
   const SnapshotInfo& info = header.info;
   write_text(root, "format", "hsdp snapshot");
-  write_whole(root, "schema_version", kSnapshotSchemaVersion);
+  write_whole(root, "schema_version", schema_version(header));
   write_text(root, "id", info.id);
   write_whole(root, "step", info.step);
   write_whole(root, "replicate_size", info.replicate_size);
@@ -203,6 +207,17 @@ void add_dataset(hid_t group, hid_t properties, std::size_t index, SnapshotSlice
   slice.data_offset = slice.count == 0 ? 0 : file_offset(dataset.get());
 }
 
+void add_state(hid_t group, hid_t properties, SnapshotSlice& array) {
+  Handle type = data_type(array.data_dtype);
+  Handle space = data_space(array);
+  Handle dataset(H5Dcreate2(group, link_name(array.name).c_str(), type.get(), space.get(),
+                            H5P_DEFAULT, properties, H5P_DEFAULT),
+                 H5Dclose, "create a dataset");
+  write_text(dataset.get(), "key", array.name);
+  write_whole(dataset.get(), "first_block", static_cast<std::int64_t>(array.first_block));
+  array.data_offset = array.count == 0 ? 0 : file_offset(dataset.get());
+}
+
 std::uint64_t add_checksum_table(hid_t root, hid_t properties, std::uint64_t block_count) {
   const std::array<hsize_t, 1> extent{block_count};
   Handle space(H5Screate_simple(1, extent.data(), nullptr), H5Sclose, "create a space");
@@ -242,9 +257,9 @@ herr_t unshare_image(void* /*image*/) { return 0; }
 // is needed stays in the file as zeros, less costs memory only.
 std::size_t estimate_metadata_bytes(const SnapshotHeader& header) {
   std::size_t bytes = 8192;
-  for (const SnapshotSlice& slice : header.slices) {
+  for_each_slice(header, [&bytes](const SnapshotSlice& slice) {
     bytes += 1024 + 2 * slice.name.size() + sizeof(std::int64_t) * slice.shape.size();
-  }
+  });
   return bytes;
 }
 
@@ -291,6 +306,13 @@ void write_structure(SnapshotHeader& header, std::size_t user_block_bytes, FileI
                  H5Gclose, "create a group");
     for (std::size_t i = 0; i < header.slices.size(); ++i) {
       add_dataset(group.get(), properties.get(), i, header.slices[i]);
+    }
+    if (!header.hop_state.empty()) {
+      Handle arrays(H5Gcreate2(file.get(), "hop_state", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT),
+                    H5Gclose, "create a group");
+      for (SnapshotSlice& array : header.hop_state) {
+        add_state(arrays.get(), properties.get(), array);
+      }
     }
   }
   file.close("write the structure");

@@ -19,14 +19,18 @@ namespace {
 
 constexpr std::size_t kMinUserBlockBytes = 512;
 
+void require_on_host(const std::string& name, const ConstTensorView& data) {
+  if (data.device.type != DeviceType::kHost) {
+    throw UsageError("snapshot: data of '" + printable(name) + "' must be in host memory, got " +
+                     to_string(data.device));
+  }
+  if (data.count > 0 && data.data == nullptr) {
+    throw UsageError("snapshot: data of '" + printable(name) + "' is a null pointer");
+  }
+}
+
 SnapshotSlice to_slice(const SnapshotEntry& entry) {
-  if (entry.data.device.type != DeviceType::kHost) {
-    throw UsageError("snapshot: data of '" + printable(entry.name) +
-                     "' must be in host memory, got " + to_string(entry.data.device));
-  }
-  if (entry.data.count > 0 && entry.data.data == nullptr) {
-    throw UsageError("snapshot: data of '" + printable(entry.name) + "' is a null pointer");
-  }
+  require_on_host(entry.name, entry.data);
   SnapshotSlice slice;
   slice.name = entry.name;
   slice.shape = entry.shape;
@@ -35,6 +39,16 @@ SnapshotSlice to_slice(const SnapshotEntry& entry) {
   slice.data_dtype = entry.data.dtype;
   slice.offset = entry.offset;
   slice.count = entry.data.count;
+  return slice;
+}
+
+SnapshotSlice to_slice(const SnapshotState& array) {
+  require_on_host(array.key, array.data);
+  SnapshotSlice slice;
+  slice.name = array.key;
+  slice.shape = {array.data.count};
+  slice.data_dtype = array.data.dtype;
+  slice.count = array.data.count;
   return slice;
 }
 
@@ -62,7 +76,7 @@ std::vector<std::filesystem::path> make_folder(const std::filesystem::path& path
 std::size_t user_block_bytes(SnapshotHeader header) {
   constexpr auto kLongest = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
   header.checksums_offset = kLongest;
-  for (SnapshotSlice& slice : header.slices) slice.data_offset = kLongest;
+  for_each_slice(header, [](SnapshotSlice& slice) { slice.data_offset = kLongest; });
   const std::size_t json_bytes = encode_json(header).size();
   if (json_bytes > kMaxHeaderJsonBytes) {
     throw UsageError("snapshot: names and shapes take " + std::to_string(json_bytes) +
@@ -111,19 +125,20 @@ std::span<const std::byte> bytes_of(const ConstTensorView& view) {
 
 SnapshotFileWriter SnapshotFileWriter::open(const std::filesystem::path& path,
                                             const SnapshotInfo& info,
-                                            std::span<const SnapshotEntry> entries) {
+                                            std::span<const SnapshotEntry> entries,
+                                            std::span<const SnapshotState> hop_state) {
   SnapshotHeader header;
   header.info = info;
   if (!names_a_file(path) && info.replicate_size > 0 && info.shard_size > 0 &&
       info.replicate_size <= kMaxSnapshotRanks / info.shard_size) {
     header.file_count = info.replicate_size * info.shard_size;
   }
-  for (const SnapshotEntry& entry : entries) {
-    SnapshotSlice slice = to_slice(entry);
+  for (const SnapshotEntry& entry : entries) header.slices.push_back(to_slice(entry));
+  for (const SnapshotState& array : hop_state) header.hop_state.push_back(to_slice(array));
+  for_each_slice(header, [&header](SnapshotSlice& slice) {
     slice.first_block = header.block_count;
-    header.block_count += checksum_block_count(entry.data.size_in_bytes());
-    header.slices.push_back(std::move(slice));
-  }
+    header.block_count += checksum_block_count(slice.data_bytes());
+  });
   if (const auto fault = find_fault(header)) throw UsageError("snapshot: " + *fault);
   const std::size_t front_bytes = user_block_bytes(header);
   std::vector<std::filesystem::path> grown_folders;
@@ -142,25 +157,33 @@ void SnapshotFileWriter::write(std::span<const std::span<const std::byte>> data)
 
   const std::string json = encode_json(header_);
   HeaderPrefix prefix;
+  prefix.schema_version = schema_version(header_);
   prefix.json_bytes = static_cast<std::uint32_t>(json.size());
   prefix.file_bytes = structure_.file_bytes;
   prefix.structure_checksum = write_structure(
       structure_, structure_ranges(header_, kHeaderPrefixBytes + json.size(), prefix.file_bytes),
       file_);
-  for (std::size_t i = 0; i < data.size(); ++i) {
-    file_.write_at(header_.slices[i].data_offset, data[i]);
-  }
+  auto next = data.begin();
+  for_each_slice(header_,
+                 [&](const SnapshotSlice& slice) { file_.write_at(slice.data_offset, *next++); });
   file_.write_at(kHeaderPrefixBytes, std::as_bytes(std::span(json)));
   file_.write_at(0, encode_prefix(prefix, json));
   for (const std::filesystem::path& folder : grown_folders_) sync_folder(folder);
   file_.commit();
 }
 
-void write_snapshot_file(const std::filesystem::path& path, const SnapshotInfo& info,
-                         std::span<const SnapshotEntry> entries) {
+std::vector<std::span<const std::byte>> all_bytes(std::span<const SnapshotEntry> entries,
+                                                  std::span<const SnapshotState> hop_state) {
   std::vector<std::span<const std::byte>> data;
   for (const SnapshotEntry& entry : entries) data.push_back(bytes_of(entry.data));
-  SnapshotFileWriter::open(path, info, entries).write(data);
+  for (const SnapshotState& array : hop_state) data.push_back(bytes_of(array.data));
+  return data;
+}
+
+void write_snapshot_file(const std::filesystem::path& path, const SnapshotInfo& info,
+                         std::span<const SnapshotEntry> entries,
+                         std::span<const SnapshotState> hop_state) {
+  SnapshotFileWriter::open(path, info, entries, hop_state).write(all_bytes(entries, hop_state));
 }
 
 void write_snapshot(const std::filesystem::path& path, SnapshotInfo info,

@@ -20,9 +20,10 @@ class SnapshotFileWriter {
  public:
   // UsageError for impossible facts; SnapshotError when the folder or file cannot be made.
   static SnapshotFileWriter open(const std::filesystem::path& path, const SnapshotInfo& info,
-                                 std::span<const SnapshotEntry> entries);
+                                 std::span<const SnapshotEntry> entries,
+                                 std::span<const SnapshotState> hop_state);
 
-  // `data` holds the bytes of the entries, in their order.
+  // `data` holds the bytes of the entries and of the state's arrays, in their order.
   void write(std::span<const std::span<const std::byte>> data);
 
  private:
@@ -40,5 +41,8 @@ class SnapshotFileWriter {
 
 [[nodiscard]] std::string rank_file_name(int rank);
 [[nodiscard]] std::span<const std::byte> bytes_of(const ConstTensorView& view);
+// As SnapshotFileWriter::write() takes them.
+[[nodiscard]] std::vector<std::span<const std::byte>> all_bytes(
+    std::span<const SnapshotEntry> entries, std::span<const SnapshotState> hop_state);
 
 }  // namespace hsdp

@@ -118,6 +118,25 @@ std::optional<std::string> find_slice_fault(const SnapshotSlice& slice, bool ful
   return std::nullopt;
 }
 
+std::optional<std::string> find_state_fault(const SnapshotSlice& array) {
+  if (array.name.empty() || array.name.size() > kMaxNameBytes) {
+    return "a key of the hop's state must have 1 to " + std::to_string(kMaxNameBytes) + " bytes";
+  }
+  const std::string where = "hop state '" + printable(array.name) + "': ";
+  if (array.count < 0 || array.count > kMaxElements) {
+    return where + "impossible count " + std::to_string(array.count);
+  }
+  switch (array.data_dtype) {
+    case Dtype::kF32:
+    case Dtype::kF64:
+    case Dtype::kI64:
+    case Dtype::kU8:
+      return std::nullopt;
+    default:
+      return where + "data must be f32, f64, i64 or u8, got " + std::string(name(array.data_dtype));
+  }
+}
+
 }  // namespace
 
 std::string replica_dtype_text(const SnapshotInfo& info) {
@@ -153,6 +172,13 @@ std::optional<std::string> find_fault(const SnapshotHeader& header) {
       return "parameter '" + printable(slice.name) + "' occurs twice";
     }
   }
+  std::unordered_set<std::string_view> keys;
+  for (const SnapshotSlice& array : header.hop_state) {
+    if (auto fault = find_state_fault(array)) return fault;
+    if (!keys.insert(array.name).second) {
+      return "hop state '" + printable(array.name) + "' occurs twice";
+    }
+  }
   return std::nullopt;
 }
 
@@ -185,8 +211,8 @@ HeaderPrefix decode_prefix(std::span<const std::byte> bytes) {
   prefix.file_bytes = load<std::uint64_t>(bytes, 16);
   prefix.structure_checksum = load<std::uint64_t>(bytes, 24);
   prefix.header_checksum = load<std::uint64_t>(bytes, 32);
-  if (prefix.schema_version != kSnapshotSchemaVersion) {
-    throw SnapshotError("unsupported schema version: expected " +
+  if (prefix.schema_version < 1 || prefix.schema_version > kSnapshotSchemaVersion) {
+    throw SnapshotError("unsupported schema version: expected 1 to " +
                         std::to_string(kSnapshotSchemaVersion) + ", got " +
                         std::to_string(prefix.schema_version) +
                         "; use the release of hsdp that wrote it");
@@ -197,10 +223,10 @@ HeaderPrefix decode_prefix(std::span<const std::byte> bytes) {
 std::vector<ByteRange> structure_ranges(const SnapshotHeader& header, std::uint64_t header_bytes,
                                         std::uint64_t file_bytes) {
   std::vector<ByteRange> data;
-  for (const SnapshotSlice& slice : header.slices) {
+  for_each_slice(header, [&data](const SnapshotSlice& slice) {
     if (slice.count != 0)
       data.push_back({slice.data_offset, slice.data_offset + slice.data_bytes()});
-  }
+  });
   std::sort(data.begin(), data.end(),
             [](const ByteRange& x, const ByteRange& y) { return x.begin < y.begin; });
   data.push_back({file_bytes, file_bytes});

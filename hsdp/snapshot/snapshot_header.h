@@ -47,9 +47,23 @@ struct SnapshotHeader {
   SnapshotInfo info;
   int file_count = 1;
   std::vector<SnapshotSlice> slices;
+  // Arrays of the replica hop's state, as slices that are whole: the name is the key.
+  std::vector<SnapshotSlice> hop_state;
   std::uint64_t checksums_offset = 0;  // of the table of block checksums in the file
   std::size_t block_count = 0;
 };
+
+// Calls visit(slice) for all that has data in the file, in the order of its blocks.
+template <typename Header, typename Visit>
+void for_each_slice(Header& header, Visit visit) {
+  for (auto& slice : header.slices) visit(slice);
+  for (auto& slice : header.hop_state) visit(slice);
+}
+
+// The oldest version that has all that it holds.
+[[nodiscard]] inline std::uint32_t schema_version(const SnapshotHeader& header) {
+  return header.hop_state.empty() ? 1 : 2;
+}
 
 // The fixed part, before the JSON text.
 struct HeaderPrefix {

@@ -105,6 +105,17 @@ SnapshotSlice decode_slice(const json& object) {
   return slice;
 }
 
+SnapshotSlice decode_state(const json& object) {
+  if (!object.is_object()) refuse("hop_state");
+  SnapshotSlice array;
+  array.name = get_text(object, "key");
+  array.data_dtype = get_dtype(object, "dtype");
+  array.count = get_whole(object, "count");
+  array.shape = {array.count};
+  array.data_offset = static_cast<std::uint64_t>(get_whole(object, "data_offset"));
+  return array;
+}
+
 json parse(std::string_view text) {
   const json::parser_callback_t bound_depth = [](int depth, json::parse_event_t, json&) {
     if (depth > kMaxDepth) throw SnapshotError("header nests too deeply");
@@ -121,14 +132,14 @@ json parse(std::string_view text) {
 
 // Data and checksum table inside the file; block numbers follow from the order.
 void place_blocks(SnapshotHeader& header, std::uint64_t file_bytes) {
-  for (SnapshotSlice& slice : header.slices) {
+  for_each_slice(header, [&](SnapshotSlice& slice) {
     slice.first_block = header.block_count;
     const std::uint64_t bytes = slice.data_bytes();
     if (slice.data_offset > file_bytes || bytes > file_bytes - slice.data_offset) {
       throw SnapshotError("data of '" + printable(slice.name) + "' lies outside of the file");
     }
     header.block_count += checksum_block_count(bytes);
-  }
+  });
   const std::uint64_t table_bytes = header.block_count * sizeof(std::uint64_t);
   if (header.checksums_offset > file_bytes || table_bytes > file_bytes - header.checksums_offset) {
     throw SnapshotError("the checksum table lies outside of the file");
@@ -144,6 +155,13 @@ ordered_json to_json(const SnapshotSlice& slice) {
           {"offset", slice.offset},
           {"count", slice.count},
           {"data_offset", slice.data_offset}};
+}
+
+ordered_json state_json(const SnapshotSlice& array) {
+  return {{"key", array.name},
+          {"dtype", name(array.data_dtype)},
+          {"count", array.count},
+          {"data_offset", array.data_offset}};
 }
 
 }  // namespace
@@ -185,6 +203,10 @@ std::string encode_json(const SnapshotHeader& header) {
     for (std::size_t i = 0; i < header.slices.size(); ++i) {
       text += (i == 0 ? "\n" : ",\n") + to_json(header.slices[i]).dump();
     }
+    if (!header.hop_state.empty()) text += "\n],\"hop_state\":[";
+    for (std::size_t i = 0; i < header.hop_state.size(); ++i) {
+      text += (i == 0 ? "\n" : ",\n") + state_json(header.hop_state[i]).dump();
+    }
     return text + "\n]}\n";
   } catch (const json::exception&) {
     throw UsageError("snapshot: names must be valid UTF-8");
@@ -204,6 +226,11 @@ SnapshotHeader decode_json(std::string_view text, std::uint64_t file_bytes) {
   if (!parameters.is_array()) refuse("parameters");
   header.slices.reserve(parameters.size());
   for (const json& parameter : parameters) header.slices.push_back(decode_slice(parameter));
+  if (root.contains("hop_state")) {
+    const json& arrays = field(root, "hop_state");
+    if (!arrays.is_array()) refuse("hop_state");
+    for (const json& array : arrays) header.hop_state.push_back(decode_state(array));
+  }
   if (const auto fault = find_fault(header)) throw SnapshotError("impossible header: " + *fault);
   place_blocks(header, file_bytes);
   return header;

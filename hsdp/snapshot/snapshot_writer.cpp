@@ -55,17 +55,18 @@ struct DataCopy {
   std::vector<std::span<const std::byte>> parts;
 };
 
-std::size_t total_bytes(std::span<const SnapshotEntry> entries) {
+using Parts = std::vector<std::span<const std::byte>>;
+
+std::size_t total_bytes(const Parts& parts) {
   std::size_t total = 0;
-  for (const SnapshotEntry& entry : entries) total += entry.data.size_in_bytes();
+  for (const auto& part : parts) total += part.size();
   return total;
 }
 
-DataCopy copy_data(std::span<const SnapshotEntry> entries, Memory memory) {
+DataCopy copy_data(const Parts& parts, Memory memory) {
   DataCopy copy{std::move(memory), {}};
   std::byte* place = copy.memory.data();
-  for (const SnapshotEntry& entry : entries) {
-    const auto bytes = bytes_of(entry.data);
+  for (const auto& bytes : parts) {
     if (!bytes.empty()) std::memcpy(place, bytes.data(), bytes.size());
     copy.parts.emplace_back(place, bytes.size());
     place += bytes.size();
@@ -183,10 +184,12 @@ SnapshotWriter::SnapshotWriter(MemoryCount count)
 SnapshotWriter::~SnapshotWriter() = default;
 
 void SnapshotWriter::submit(const std::filesystem::path& path, const SnapshotInfo& info,
-                            std::span<const SnapshotEntry> entries) {
+                            std::span<const SnapshotEntry> entries,
+                            std::span<const SnapshotState> hop_state) {
   queue_->rethrow_earlier_error();
-  SnapshotFileWriter file = SnapshotFileWriter::open(path, info, entries);
-  queue_->push({std::move(file), copy_data(entries, queue_->memory(total_bytes(entries)))});
+  SnapshotFileWriter file = SnapshotFileWriter::open(path, info, entries, hop_state);
+  const Parts parts = all_bytes(entries, hop_state);
+  queue_->push({std::move(file), copy_data(parts, queue_->memory(total_bytes(parts)))});
 }
 
 void SnapshotWriter::flush() { queue_->flush(); }

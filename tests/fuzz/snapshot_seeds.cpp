@@ -15,9 +15,10 @@ namespace {
 using hsdp::Dtype;
 
 void write_seed(const std::filesystem::path& folder, const std::string& name,
-                const hsdp::SnapshotInfo& info, const std::vector<hsdp::SnapshotEntry>& entries) {
+                const hsdp::SnapshotInfo& info, const std::vector<hsdp::SnapshotEntry>& entries,
+                const std::vector<hsdp::SnapshotState>& hop_state = {}) {
   const std::filesystem::path path = folder / (name + ".h5");
-  hsdp::write_snapshot_file(path, info, entries);
+  hsdp::write_snapshot_file(path, info, entries, hop_state);
   std::filesystem::copy_file(path, folder / (name + "_sealed"),
                              std::filesystem::copy_options::overwrite_existing);
   std::ofstream(folder / (name + "_sealed"), std::ios::binary | std::ios::app) << '\1';
@@ -38,6 +39,9 @@ void write_seeds(const std::filesystem::path& folder) {
   entries[2] = {"d", {2}, Dtype::kF64, Dtype::kF32, 0, {doubles.data(), 2, Dtype::kF64}};
   entries[3] = {"none", {0}, Dtype::kF32, Dtype::kF32, 0, {nullptr, 0, Dtype::kF32}};
   write_seed(folder, "full", info, entries);
+  write_seed(
+      folder, "hop_state", info, entries,
+      {{"w/r0/o0/values", {data.data(), 6, Dtype::kF32}}, {"steps", {nullptr, 0, Dtype::kI64}}});
   info.layout = "flat";
   info.partial = true;
   info.divide_factor = 3;

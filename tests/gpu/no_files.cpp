@@ -10,7 +10,8 @@ class SnapshotWriter::Queue {};
 SnapshotWriter::SnapshotWriter(MemoryCount /*count*/) {}
 SnapshotWriter::~SnapshotWriter() = default;
 void SnapshotWriter::submit(const std::filesystem::path& path, const SnapshotInfo& /*info*/,
-                            std::span<const SnapshotEntry> /*entries*/) {
+                            std::span<const SnapshotEntry> /*entries*/,
+                            std::span<const SnapshotState> /*hop_state*/) {
   throw SnapshotError("snapshot: cannot write " + path.string() + ": built without files");
 }
 void SnapshotWriter::flush() {}

@@ -9,7 +9,6 @@
 
 #include "bindings/module/bindings.h"
 #include "bindings/module/caller_stream.h"
-#include "bindings/module/memory.h"
 #include "bindings/module/mesh_handle.h"
 #include "cuda_stand_in.h"
 #include "device_world.h"
@@ -92,13 +91,6 @@ void bind_stand_in(py::module_ module) {
 
 PYBIND11_MODULE(_hsdp, module) {
   module.attr("__version__") = HSDP_VERSION;
-  hsdp::python::bind_errors(module);
-  hsdp::python::bind_memory(module);
-  hsdp::python::bind_mesh(module);
-  hsdp::python::bind_communicator(module);
-  hsdp::python::bind_reducer(module);
-  hsdp::python::bind_row_reducer(module);
-  hsdp::python::bind_snapshot(module);
-  hsdp::python::bind_compare(module);
+  hsdp::python::bind_parts(module);
   bind_stand_in(module.def_submodule("stand_in"));
 }

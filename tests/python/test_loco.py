@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import pathlib
+import random
+import subprocess
+import time
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher
+from conftest import Launcher, program
 
 import hsdp
 from hsdp.quant import LocoHop
@@ -126,6 +131,44 @@ def test_a_resumed_run_has_the_same_bits(
     bits = ranks(size, run_and_save, folder, replicate, shard)
     for early in (True, False):
         assert ranks(size, resume, folder, replicate, shard, early) == bits
+
+
+def run_and_snapshot(folder: str) -> str:
+    with hsdp.init_mesh(2, 2) as mesh:
+        hop = LocoHop(reset_T=0)
+        reducer = make_reducer(mesh, hop, bucket_bytes=4096)
+        for step in range(3):
+            run(reducer, step)
+        reducer.save_snapshot(folder, 2)
+        reducer.flush()
+        run(reducer, 3)
+        return str({name: shard.tobytes().hex() for name, shard in run(reducer, 4).items()})
+
+
+def resume_from_snapshot(folder: str) -> str:
+    with hsdp.init_mesh(2, 2) as mesh:
+        hop = LocoHop(reset_T=0)
+        reducer = make_reducer(mesh, hop, bucket_bytes=4096)
+        hop.load_state_dict(hsdp.read_snapshot(folder).hop_state(mesh.rank))
+        run(reducer, 3)
+        return str({name: shard.tobytes().hex() for name, shard in run(reducer, 4).items()})
+
+
+def test_snapshots_have_the_errors(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "loco"
+    bits = ranks(4, run_and_snapshot, str(folder))
+    assert ranks(4, resume_from_snapshot, str(folder)) == bits
+    snapshot = hsdp.read_snapshot(folder)
+    assert snapshot.info.quantizes and snapshot.hop_state(3).keys() < snapshot.hop_state().keys()
+    assert snapshot.hop_state()["steps"].tolist() == [3]
+    # With another run of the same gradients, by the plain hop: reported, and judged if asked to.
+    plain = tmp_path / "plain"
+    hsdp.write_snapshot(plain, {name: mean.astype(np.float32) for name, mean in mean_of(2, 4).items()})
+    check = [program("hsdp_check"), str(folder), str(plain)]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 2 and "not judged: 3 parameters" in done.stdout, done.stdout
+    assert subprocess.run([*check, "--rtol", "1e-3"], capture_output=True).returncode == 1
+    assert subprocess.run([*check, "--atol", "1"], capture_output=True).returncode == 0
 
 
 def all_states(folder: str) -> dict[str, Any]:
@@ -323,3 +366,96 @@ def test_options_of_deepspeed_will_do() -> None:
     config = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
     hop = LocoHop(**config["zeropp_loco_param"])  # type: ignore[arg-type]
     assert repr(hop) == "LocoHop(loco 4 bit, groups of 64 bf16, beta 0.8, T 1024)"
+
+
+class Boom(Exception):
+    pass
+
+
+def digest(hop: LocoHop) -> str:
+    """Once it is known how the last step ended: after a drop of this rank's that takes a moment."""
+    end = time.monotonic() + 30
+    while True:
+        try:
+            arrays = hop.state_dict()
+            break
+        except hsdp.UsageError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    state = sorted((key, np.array(value).tobytes()) for key, value in arrays.items())
+    return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def drop_anywhere(seed: int) -> list[bool]:
+    """One rank or another raises in the middle of steps: the errors are as before, on all ranks."""
+    moments = random.Random(seed)
+    found = []
+    with hsdp.init_mesh(2, 2) as mesh:
+        hop = LocoHop(reset_T=3)
+        reducer = make_reducer(mesh, hop, bucket_bytes=2048)
+        run(reducer, 0)
+        for trial in range(16):
+            before = digest(hop), hop.steps
+            dropper, microbatch = moments.randrange(mesh.size), moments.randrange(MICROBATCHES)
+            parameter = moments.randrange(len(COUNTS) + 1)
+            try:
+                with reducer.step():
+                    for m in range(MICROBATCHES):
+                        with reducer.microbatch(last=m == MICROBATCHES - 1):
+                            ready = gradients(trial, m, mesh.rank).items()
+                            for p, (name, gradient) in enumerate(ready):
+                                if (mesh.rank, m, p) == (dropper, microbatch, parameter):
+                                    raise Boom
+                                reducer.gradient_ready(name, gradient)
+                            if (mesh.rank, m, len(COUNTS)) == (dropper, microbatch, parameter):
+                                raise Boom
+                    reducer.shard("norm")
+                found.append(False)
+            except (Boom, hsdp.StepAbortedError):
+                found.append((digest(hop), hop.steps) == before)
+            if trial % 4 == 3:
+                run(reducer, 100 + trial)
+    return found
+
+
+def test_a_drop_at_any_moment_leaves_the_errors_alone(ranks: Launcher) -> None:
+    for found in ranks(4, drop_anywhere, 1):
+        assert found == [True] * 16
+
+
+def lose_a_rank(seed: int) -> list[str]:
+    """What every step leaves; with a seed rank 2 dies in the fourth one. The last one is what the
+    others hold then.
+    """
+    moments = random.Random(seed)
+    microbatch, parameter = moments.randrange(MICROBATCHES), moments.randrange(len(COUNTS))
+    mesh = hsdp.init_mesh(3, 1)
+    hop = LocoHop()
+    reducer = make_reducer(mesh, hop, bucket_bytes=2048)
+    left = []
+    try:
+        for step in range(5):
+            for m in range(MICROBATCHES):
+                with reducer.microbatch(last=m == MICROBATCHES - 1):
+                    for p, (name, gradient) in enumerate(gradients(step, m, mesh.rank).items()):
+                        if seed and (mesh.rank, step, m, p) == (2, 3, microbatch, parameter):
+                            os._exit(0)
+                        reducer.gradient_ready(name, gradient)
+            reducer.shard("norm")
+            left.append(digest(hop))
+    except hsdp.Error:
+        reducer.close()
+        left.append(f"{hop.steps} {digest(hop)}")
+    return left
+
+
+def test_a_lost_rank_leaves_the_errors_of_one_step_or_the_next(ranks: Launcher) -> None:
+    whole = ranks(3, lose_a_rank, 0)
+    for seed in (1, 2, 3):
+        found = ranks.start(3, lose_a_rank, seed).wait(may_fail=True)
+        assert found[2] is None
+        for rank in range(2):
+            *before, last = found[rank]
+            steps, held = last.split()
+            assert before == whole[rank][:3] and int(steps) in (3, 4)
+            assert held == whole[rank][int(steps) - 1]

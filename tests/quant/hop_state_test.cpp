@@ -4,11 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <map>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -162,6 +164,51 @@ TEST(SavedState, RefusesWhatLeavesTheRange) {
   std::int64_t missing = 0;
   EXPECT_THROW(static_cast<void>(state.errors_of({"a/b", 1, 32, 32}, {2, 64, 0.0}, &missing)),
                UsageError);
+}
+
+// Whatever comes, a UsageError or errors that fit what was asked for.
+TEST(SavedState, SurvivesAnything) {
+  std::mt19937 random(5);
+  const auto number = [&random](std::size_t end) { return random() % end; };
+  int accepted = 0;
+  for (int round = 0; round < 4'000; ++round) {
+    SomeState some;
+    for (std::size_t change = 1 + number(3); change > 0; --change) {
+      HopState& one = some.state[number(some.state.size())];
+      switch (number(6)) {
+        case 0:
+          one.key[number(one.key.size())] = "/o0r1-codes"[number(11)];
+          break;
+        case 1:
+          one.data.count =
+              static_cast<std::int64_t>(number(static_cast<std::size_t>(one.data.count) + 1));
+          break;
+        case 2:
+          one.data.dtype = Dtype::kU8;
+          break;
+        case 3:
+          some.header.group_size = 32 * static_cast<std::int64_t>(number(130));
+          some.header.replicas = static_cast<std::int64_t>(number(70'000));
+          break;
+        case 4:
+          some.scales[number(3)] = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
+          break;
+        default:
+          one.key.insert(number(one.key.size()), 1, static_cast<char>(number(256)));
+      }
+    }
+    try {
+      const SavedState state(some.state);
+      std::int64_t missing = 0;
+      const SavedErrors errors = state.errors_of(
+          {"a/b", static_cast<int>(number(3)) - 1, 30, 110},
+          {2 + static_cast<std::int64_t>(number(4)), 96, 0.5, number(2) == 0}, &missing);
+      EXPECT_EQ(std::ssize(errors.codes) + std::ssize(errors.values), 110);
+      ++accepted;
+    } catch (const UsageError&) {  // as it should be
+    }
+  }
+  EXPECT_GT(accepted, 200);
 }
 
 TEST(SavedState, KeysAreThereAndBack) {

@@ -239,9 +239,10 @@ class HostileHeader : public ::testing::Test {
 };
 
 TEST_F(HostileHeader, OfAnotherSchemaIsNamed) {
-  bytes_[8] = 2;
+  bytes_[8] = 3;
   write_bytes(path(), bytes_);
-  EXPECT_THAT(refusal(folder_ / "s"), HasSubstr("unsupported schema version: expected 1, got 2"));
+  EXPECT_THAT(refusal(folder_ / "s"),
+              HasSubstr("unsupported schema version: expected 1 to 2, got 3"));
 }
 
 TEST_F(HostileHeader, WithImpossibleNumbersIsRefused) {

@@ -276,7 +276,80 @@ TEST_F(Hdf5View, ConvertsSixteenBitFloats) {
   EXPECT_EQ(floats("gradients/f16", shape), (std::vector<float>{1, -2.5F, kInf, 0x1p-24F}));
 }
 
-// How the golden file was made: --gtest_also_run_disabled_tests.
+// Arrays of a hop's state, more than a block of them.
+struct SomeHopState {
+  std::vector<float> values = std::vector<float>(70'000, 0.25F);
+  std::vector<std::uint8_t> codes{1, 2, 255};
+  std::int64_t steps = 12;
+  double beta = 0.8;
+  std::vector<SnapshotState> arrays{{"a/b/r0/o0/values", {values.data(), 70'000, Dtype::kF32}},
+                                    {"w/gather/o64/codes", {codes.data(), 3, Dtype::kU8}},
+                                    {"none", {nullptr, 0, Dtype::kF32}},
+                                    {"steps", {&steps, 1, Dtype::kI64}},
+                                    {"err_beta", {&beta, 1, Dtype::kF64}}};
+};
+
+TEST(Snapshot, KeepsTheStateOfAHop) {
+  const TemporaryDirectory folder;
+  const SomeHopState state;
+  const std::vector<NamedGradient> gradients{{"w", {3, 2}, {0.5F, -1, 1.5F, -2, 2.5F, -3}}};
+  SnapshotInfo info = mesh_info(1, 2, "flat");
+  for (info.rank = 0; info.rank < 2; ++info.rank) {
+    const auto arrays = std::span(state.arrays).first(info.rank == 0 ? 5 : 0);
+    write_snapshot_file(folder / "s", info, slices_of(gradients, info), arrays);
+  }
+  const Snapshot snapshot = Snapshot::open(folder / "s");
+  ASSERT_EQ(snapshot.file_count(), 2);
+  EXPECT_TRUE(snapshot.hop_state(1).empty());
+  const auto arrays = snapshot.hop_state(0);
+  ASSERT_EQ(arrays.size(), state.arrays.size());
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    const SnapshotState& expected = state.arrays[i];
+    EXPECT_EQ(arrays[i].key, expected.key);
+    EXPECT_EQ(arrays[i].dtype, expected.data.dtype);
+    ASSERT_EQ(arrays[i].count, expected.data.count);
+    std::vector<std::byte> bytes(expected.data.size_in_bytes());
+    snapshot.read_hop_state(0, i, bytes);
+    if (!bytes.empty()) {
+      EXPECT_EQ(std::memcmp(bytes.data(), expected.data.data, bytes.size()), 0);
+    }
+  }
+  std::vector<float> first(6);
+  snapshot.read(0, 0, 0, first);
+  EXPECT_EQ(first, gradients[0].data);
+  std::vector<std::byte> few(2);
+  EXPECT_THROW(snapshot.read_hop_state(0, 1, few), UsageError);
+  EXPECT_THROW(snapshot.read_hop_state(0, 5, few), UsageError);
+  EXPECT_THROW(static_cast<void>(snapshot.hop_state(2)), UsageError);
+}
+
+TEST(Snapshot, RefusesAStateThatItCannotHold) {
+  const TemporaryDirectory folder;
+  const std::vector<std::uint16_t> halves{1};
+  const SnapshotInfo info = mesh_info(1, 1, "flat");
+  const auto refused = [&](const std::vector<SnapshotState>& arrays) {
+    return error_of([&] { write_snapshot_file(folder / "s.h5", info, {}, arrays); });
+  };
+  EXPECT_THAT(refused({{"h", {halves.data(), 1, Dtype::kF16}}}),
+              HasSubstr("f32, f64, i64 or u8, got f16"));
+  EXPECT_THAT(refused({{"", {nullptr, 0, Dtype::kF32}}}), HasSubstr("must have 1 to 4096 bytes"));
+  EXPECT_THAT(refused({{"x", {nullptr, 0, Dtype::kF32}}, {"x", {nullptr, 0, Dtype::kF32}}}),
+              HasSubstr("'x' occurs twice"));
+  EXPECT_THAT(refused({{"x", {nullptr, 1, Dtype::kF32}}}), HasSubstr("null pointer"));
+}
+
+TEST_F(Hdf5View, ShowsTheStateOfAHop) {
+  const TemporaryDirectory folder;
+  const SomeHopState state;
+  write_snapshot_file(folder / "s.h5", mesh_info(1, 1, "full"), {}, state.arrays);
+  ASSERT_NO_FATAL_FAILURE(open(folder / "s.h5"));
+  std::vector<hsize_t> shape;
+  EXPECT_EQ(floats("hop_state/a%2Fb%2Fr0%2Fo0%2Fvalues", shape), state.values);
+  EXPECT_EQ(floats("hop_state/w%2Fgather%2Fo64%2Fcodes", shape), (std::vector<float>{1, 2, 255}));
+  EXPECT_EQ(floats("hop_state/steps", shape), std::vector<float>{12});
+}
+
+// How the golden file of the newest version was made: --gtest_also_run_disabled_tests.
 TEST(Snapshot, DISABLED_WritesTheGoldenFile) {
   const std::vector<NamedGradient> gradients{
       {"layer/weight", {3, 2}, {0.5F, -1, 1.5F, -2, 2.5F, -3}}, {"scale", {}, {0x1p-149F}}};
@@ -286,11 +359,26 @@ TEST(Snapshot, DISABLED_WritesTheGoldenFile) {
   for (info.rank = 0; info.rank < 2; ++info.rank) {
     auto entries = slices_of(gradients, info, Dtype::kBf16);
     for (SnapshotEntry& entry : entries) entry.dtype = Dtype::kBf16;
-    write_snapshot_file(std::filesystem::path(HSDP_GOLDEN_DIR) / "schema_1", info, entries);
+    const std::vector<float> values{0.25F, -1};
+    const SnapshotState state{"scale/r0/o0/values", {values.data(), 2, Dtype::kF32}};
+    write_snapshot_file(std::filesystem::path(HSDP_GOLDEN_DIR) / "schema_2", info, entries,
+                        {&state, 1});
   }
 }
 
-// Files of schema version 1 stay readable. When this fails, a new schema version is due.
+TEST(Snapshot, ReadsTheGoldenFileOfVersion2) {
+  const Snapshot snapshot = Snapshot::open(std::filesystem::path(HSDP_GOLDEN_DIR) / "schema_2");
+  for (int file = 0; file < 2; ++file) {
+    const auto arrays = snapshot.hop_state(file);
+    ASSERT_EQ(arrays.size(), 1U);
+    EXPECT_EQ(arrays[0].key, "scale/r0/o0/values");
+    std::vector<float> values(2);
+    snapshot.read_hop_state(file, 0, std::as_writable_bytes(std::span(values)));
+    EXPECT_EQ(values, (std::vector<float>{0.25F, -1}));
+  }
+}
+
+// Files of every version stay readable. When this fails, a new schema version is due.
 TEST(Snapshot, ReadsTheGoldenFile) {
   const Snapshot snapshot = Snapshot::open(std::filesystem::path(HSDP_GOLDEN_DIR) / "schema_1");
   EXPECT_EQ(snapshot.info().id, "00112233445566778899aabbccddeeff");

@@ -29,32 +29,32 @@ NOISE = 0.02  # nats; other batches or another seed change the loss by more
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.to_qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.to_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, _ = x.shape
-        qkv = self.to_qkv(self.norm1(x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
+        rows, length, width = x.shape
+        qkv = self.to_qkv(self.norm1(x)).view(rows, length, 3, HEADS, width // HEADS)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + self.mlp(self.norm2(x))
 
 
 class Gpt(nn.Module):
-    def __init__(self, characters: int) -> None:
+    def __init__(self, characters: int, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.embed = nn.Embedding(characters, WIDTH)
-        self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, characters, bias=False)
+        self.embed = nn.Embedding(characters, width)
+        self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, characters, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.head.weight = self.embed.weight  # tied: reduced once
 

@@ -1,5 +1,5 @@
 // The errors of both halves of a hop: of all windows that it sends, and on their way back of those
-// that this replica owns.
+// that this replica owns [Note: who keeps which error].
 //
 // Used between steps by one thread, in a step by the one that enqueues reductions.
 #pragma once

@@ -2,10 +2,16 @@
 // it.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <functional>
+#include <mutex>
+#include <optional>
 #include <random>
 #include <vector>
 
+#include "quant/hop_state.h"
 #include "quant/loco_hop.h"
 #include "tests/comm/rank_threads.h"
 
@@ -17,6 +23,48 @@ constexpr std::int64_t kCount = 1024;
 constexpr int kSteps = 4000;
 
 using Floats = std::vector<float>;
+
+// Steps of a hop of one parameter, on every replica by a thread: `gradient(step, x, g)` says what
+// this replica gives, and gets what has arrived in the step before; `done` sees the hop at the end.
+struct Course {
+  LocoOptions options;
+  int replicas = 2;
+  std::int64_t count = kCount;
+  int steps = 0;
+  float divisor = 1.0F;
+};
+using Gradient =
+    std::function<void(int replica, int step, const Floats& arrived, Floats& gradient)>;
+using Done = std::function<void(int replica, LocoHop& hop, const Floats& arrived)>;
+
+void run_steps(const Course& run, const Gradient& gradient, const Done& done) {
+  HopPlan plan;
+  plan.parameters = {{"x", {run.count}}};
+  plan.ranges = {{{0, 0, run.count, 0}}};
+  plan.wires = {Dtype::kF32};
+  plan.replicate_size = run.replicas;
+  test::run_world({.size = run.replicas}, [&](Communicator& world) {
+    LocoHop hop(run.options);
+    hop.prepare(plan);
+    hop.bind(world, world.split(0, world.rank()));
+    Floats arrived(static_cast<std::size_t>(run.count));
+    Floats given(arrived.size());
+    std::atomic<std::uint32_t> nonfinite = 0;
+    Stream stream = Stream::inline_host();
+    for (int step = 0; step < run.steps; ++step) {
+      gradient(world.rank(), step, arrived, given);
+      arrived = given;
+      HopBucket bucket;
+      bucket.data = {arrived.data(), run.count, Dtype::kF32, {}};
+      bucket.arithmetic.mean_divisor = run.divisor;
+      bucket.nonfinite = &nonfinite;
+      hop.reduce(bucket, stream).wait();
+      hop.end_step({step, StepOutcome::kClean, ""});
+    }
+    done(world.rank(), hop, arrived);
+    hop.bind({}, {});
+  });
+}
 
 // Replica n has f_n(x) = |x - b_n|^2 / 2, and the b_n lie three times as far apart as their mean
 // from zero: gradients that do not vanish at the solution. Returns |x - mean b| / |mean b|.
@@ -32,45 +80,29 @@ double distance_from_solution(const LocoOptions& options, bool decays) {
       solution[i] += target[i] / static_cast<double>(kReplicas);
     }
   }
-  HopPlan plan;
-  plan.parameters = {{"x", {kCount}}};
-  plan.ranges = {{{0, 0, kCount, 0}}};
-  plan.wires = {Dtype::kF32};
-  plan.replicate_size = kReplicas;
-  double distance = 0.0;
-  test::run_world({.size = kReplicas}, [&](Communicator& world) {
-    LocoHop hop(options);
-    hop.prepare(plan);
-    hop.bind(world, world.split(0, world.rank()));
-    const Floats& target = targets[static_cast<std::size_t>(world.rank())];
-    std::vector<double> x(kCount);
-    Floats gradient(kCount);
-    std::atomic<std::uint32_t> nonfinite = 0;
-    Stream stream = Stream::inline_host();
-    for (int step = 0; step < kSteps; ++step) {
-      for (std::size_t i = 0; i < x.size(); ++i) {
-        gradient[i] = static_cast<float>(x[i]) - target[i];
-      }
-      HopBucket bucket;
-      bucket.data = {gradient.data(), kCount, Dtype::kF32, {}};
-      bucket.arithmetic.mean_divisor = kReplicas;
-      bucket.nonfinite = &nonfinite;
-      hop.reduce(bucket, stream).wait();
-      hop.end_step({step, StepOutcome::kClean, ""});
-      const double rate = decays ? 0.1 / (1 + 0.005 * step) : 0.1;
-      for (std::size_t i = 0; i < x.size(); ++i) x[i] -= rate * gradient[i];
-    }
-    hop.bind({}, {});
-    if (world.rank() != 0) return;
-    double missed = 0.0;
-    double all = 0.0;
-    for (std::size_t i = 0; i < x.size(); ++i) {
-      missed += (x[i] - solution[i]) * (x[i] - solution[i]);
-      all += solution[i] * solution[i];
-    }
-    distance = std::sqrt(missed / all);
-  });
-  return distance;
+  std::vector<std::vector<double>> xs(kReplicas, std::vector<double>(kCount));
+  const auto update = [&](int replica, int steps, const Floats& arrived) {
+    const double rate = decays ? 0.1 / (1 + 0.005 * (steps - 1)) : 0.1;
+    std::vector<double>& x = xs[static_cast<std::size_t>(replica)];
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] -= rate * arrived[i];
+  };
+  run_steps(
+      {options, kReplicas, kCount, kSteps, kReplicas},
+      [&](int replica, int step, const Floats& arrived, Floats& gradient) {
+        if (step > 0) update(replica, step, arrived);
+        const auto r = static_cast<std::size_t>(replica);
+        for (std::size_t i = 0; i < gradient.size(); ++i) {
+          gradient[i] = static_cast<float>(xs[r][i]) - targets[r][i];
+        }
+      },
+      [&](int replica, LocoHop&, const Floats& arrived) { update(replica, kSteps, arrived); });
+  double missed = 0.0;
+  double all = 0.0;
+  for (std::size_t i = 0; i < solution.size(); ++i) {
+    missed += (xs[0][i] - solution[i]) * (xs[0][i] - solution[i]);
+    all += solution[i] * solution[i];
+  }
+  return std::sqrt(missed / all);
 }
 
 TEST(Convergence, IsFiveTimesNearerAndTwentyTimesWithADecayingRate) {
@@ -79,6 +111,117 @@ TEST(Convergence, IsFiveTimesNearerAndTwentyTimesWithADecayingRate) {
   plain.error_feedback = false;
   EXPECT_LE(5 * distance_from_solution(loco, false), distance_from_solution(plain, false));
   EXPECT_LE(20 * distance_from_solution(loco, true), distance_from_solution(plain, true));
+}
+
+// What a hop's state still owes, in units of gradients.
+void add_owed(LocoHop& hop, std::vector<double>& owed) {
+  const std::vector<HopState> state = hop.state();
+  for (const HopState& one : state) {
+    const std::optional<ErrorKey> key = parse_error_key(one.key);
+    if (!key || key->kind == "scales") continue;
+    const auto begin = static_cast<std::size_t>(key->place.flat_offset);
+    const auto* const scales = std::ranges::find_if(state, [&](const HopState& other) {
+                                 return other.key == error_key(key->place, "scales");
+                               }).base();
+    for (std::size_t i = 0; i < static_cast<std::size_t>(one.data.count); ++i) {
+      double value = 0.0;
+      if (key->kind == "values") {
+        value = static_cast<const float*>(one.data.data)[i];
+      } else {
+        const auto group = (begin + i) / 64 - begin / 64;
+        value = static_cast<const std::int8_t*>(one.data.data)[i] *
+                static_cast<double>(static_cast<const float*>(scales->data.data)[group]);
+      }
+      owed[begin + i] += value / (1.0 - hop.options().err_beta);
+    }
+  }
+}
+
+// What was given, what arrived of it and what is owed after some steps.
+struct Account {
+  explicit Account(std::int64_t count)
+      : given(static_cast<std::size_t>(count)), arrived(given), owed(given) {}
+  std::vector<double> given;
+  std::vector<double> arrived;
+  std::vector<double> owed;
+};
+
+Account account_of(const Course& run, const Gradient& gradient) {
+  Account account(run.count);
+  std::mutex mutex;
+  const auto take = [&](int replica, const Floats& arrived) {
+    if (replica != 0) return;
+    for (std::size_t i = 0; i < arrived.size(); ++i) account.arrived[i] += arrived[i];
+  };
+  run_steps(
+      run,
+      [&](int replica, int step, const Floats& arrived, Floats& given) {
+        if (step > 0) take(replica, arrived);
+        gradient(replica, step, arrived, given);
+        const std::scoped_lock lock(mutex);
+        for (std::size_t i = 0; i < given.size(); ++i) account.given[i] += given[i];
+      },
+      [&](int replica, LocoHop& hop, const Floats& arrived) {
+        take(replica, arrived);
+        const std::scoped_lock lock(mutex);
+        add_owed(hop, account.owed);
+      });
+  return account;
+}
+
+TEST(Account, WhatArrivedAndWhatIsOwedIsWhatWasGiven) {
+  for (const double beta : {0.0, 0.5, 0.8, 0.95}) {
+    std::vector<std::mt19937> random{std::mt19937(1), std::mt19937(2), std::mt19937(3)};
+    const Course run{{.err_beta = beta, .reset_T = 0, .error_dtype = Dtype::kF32}, 3, 436, 50};
+    const Account account = account_of(run, [&](int replica, int, const Floats&, Floats& given) {
+      std::normal_distribution<float> normal;
+      for (float& value : given) value = normal(random[static_cast<std::size_t>(replica)]);
+    });
+    for (std::size_t i = 0; i < account.given.size(); ++i) {
+      EXPECT_NEAR(account.arrived[i] + account.owed[i], account.given[i], 1e-3) << beta;
+    }
+  }
+}
+
+// One large element, and small ones that four bits do not see beside it: they come all the same.
+TEST(Account, SmallValuesBesideALargeOneArrive) {
+  for (const float small : {1e-3F, 2e-3F, 5e-3F, 0.01F, 0.03F, 0.05F}) {
+    const auto give = [&](int, int, const Floats&, Floats& given) {
+      std::ranges::fill(given, small);
+      given[0] = 1.0F;
+    };
+    const Account plain = account_of({{.error_feedback = false}, 2, 64, 3}, give);
+    for (std::size_t i = 1; i < 64; ++i) EXPECT_EQ(plain.arrived[i], 0.0);
+    const Account loco = account_of({{.reset_T = 0}, 2, 64, 1500}, give);
+    for (std::size_t i = 1; i < 64; ++i) {
+      EXPECT_NEAR((loco.arrived[i] + loco.owed[i]) / loco.given[i], 1.0, 1e-3) << small;
+      EXPECT_GT(loco.arrived[i], 0.7 * loco.given[i]) << small;
+    }
+  }
+}
+
+// Errors in int8 lose what is far smaller than the rest of their group; stochastic rounding keeps
+// it on average.
+TEST(Account, StochasticRoundingKeepsTheSmallestErrors) {
+  const auto kept = [](bool stochastic) {
+    const Account account =
+        account_of({{.reset_T = 0, .stochastic_error = stochastic}, 2, 64, 1000},
+                   [](int, int, const Floats&, Floats& given) {
+                     for (std::size_t i = 0; i < given.size(); ++i) {
+                       const auto place = static_cast<float>(i) / 63.0F;
+                       given[i] = std::pow(10.0F, 4.0F * place - 4.0F);
+                     }
+                   });
+    double arrived = 0.0;
+    double given = 0.0;
+    for (std::size_t i = 0; i < 16; ++i) {
+      arrived += account.arrived[i] + account.owed[i];
+      given += account.given[i];
+    }
+    return arrived / given;
+  };
+  EXPECT_LT(kept(false), 0.6);
+  EXPECT_NEAR(kept(true), 1.0, 0.05);
 }
 
 }  // namespace

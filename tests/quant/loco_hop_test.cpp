@@ -80,7 +80,7 @@ Configuration random_configuration(std::mt19937& random) {
   options.seed = random();
   if (random() % 3 == 0) options.exclude = {"*norm*"};
   made.mixed = random() % 2 == 0;
-  made.replicas = 2 + static_cast<int>(random() % 4);
+  made.replicas = 2 + static_cast<int>(random() % 7);
   made.steps = 3 + static_cast<int>(random() % 4);
   const std::size_t count = 1 + random() % 5;
   for (std::size_t p = 0; p < count; ++p) {
@@ -626,6 +626,23 @@ TEST(LocoHop, LetsWhatItExcludesBeFrozen) {
     EXPECT_NO_THROW(hop.prepare(frozen));
     hop.bind({}, {});
   });
+}
+
+TEST(LocoHop, CountsItsMemory) {
+  HopPlan plan;
+  plan.parameters = {{"layer.weight", {8192}}};
+  plan.ranges = {{{0, 0, 8192, 0}}};
+  plan.replicate_size = 2;
+  const auto bytes_of = [&plan](const LocoOptions& options) {
+    LocoHop hop(options);
+    hop.prepare(plan);
+    return plan.memory.of(MemoryKind::kReplicaHop).live;
+  };
+  // 1.0625 an element and for each that it owns, twice.
+  EXPECT_EQ(bytes_of({}), 2 * (8192 + 4096) * 17 / 16);
+  EXPECT_EQ(bytes_of({.error_dtype = Dtype::kF32}), 2 * (8192 + 4096) * 4);
+  EXPECT_EQ(bytes_of({.gather = Code::kBf16}), 2 * 8192 * 17 / 16);
+  EXPECT_EQ(bytes_of({.error_feedback = false}), 0);
 }
 
 TEST(LocoHop, RefusesAPatternThatMatchesNothing) {

@@ -61,13 +61,17 @@ def run(program, arguments):
     ranks = []
     for rank, end in enumerate(ENDS):
         environment = dict(os.environ, RANK=str(rank), WORLD_SIZE="2", HSDP_ADDR=ADDRESSES[0],
-                           HSDP_PORT=str(PORT), HSDP_SECRET="slow link", HSDP_JOB=end,
-                           HSDP_TRANSPORT="tcp", LOCAL_RANK="0")
+                           HSDP_PORT=str(PORT), HSDP_SECRET="slow link", HSDP_JOB="slow link",
+                           HSDP_TRANSPORT="tcp")
         ranks.append(subprocess.Popen(["ip", "netns", "exec", end, program, *arguments], env=environment,
                                       stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        sys.exit("slow_link: a rank failed")
+    outputs = []
+    for rank in ranks:
+        outputs.append(rank.communicate(timeout=900)[0])
+        if rank.returncode:
+            for other in ranks:
+                other.kill()
+            sys.exit("slow_link: a rank failed")
     found = {}
     for line in outputs[0].splitlines():
         word, *fields = line.split()

@@ -15,7 +15,8 @@
 
 namespace hsdp::quant {
 
-// `count` elements that start an odd number of elements after an aligned address, between guards.
+// `count` elements that start an odd number of elements after an aligned address, between guards;
+// bytes of messages at an even address, as they have to.
 template <class T>
 class Guarded {
  public:
@@ -34,7 +35,7 @@ class Guarded {
   }
 
  private:
-  static constexpr std::size_t kGuard = 65;
+  static constexpr std::size_t kGuard = std::is_same_v<T, std::byte> ? 66 : 65;
   static constexpr unsigned char kFill = 0xa5;
   std::vector<T> values_;
 };

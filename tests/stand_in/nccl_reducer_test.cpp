@@ -192,12 +192,15 @@ TEST(NcclGatherLane, ATaskMayComeAfterThatOfAnotherLane) {
 TEST(NcclGatherLane, AnErrorInATaskReachesAllRanksWithItsText) {
   StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
   step.schedule = {Sync::kAll};
+  // A peer's GPU may still read it when its rank has given up.
+  std::vector<std::vector<float>> memory(4, std::vector<float>(2));
   run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
     GpuRank rank(reducer, step, mesh);
     static_cast<void>(rank.run_step());
     const std::unique_ptr<GatherLane> lane = reducer.make_lane("gather");
-    std::vector<float> ranks(2, static_cast<float>(mesh.rank()));
+    std::vector<float>& ranks = memory[static_cast<std::size_t>(mesh.rank())];
+    std::ranges::fill(ranks, static_cast<float>(mesh.rank()));
     const TensorView whole{ranks.data(), 2, Dtype::kF32, mesh.device()};
     const auto gather = [whole](Communicator& shard_group, Stream& stream) {
       shard_group.all_gather(whole.slice(shard_group.rank(), 1), whole, stream);

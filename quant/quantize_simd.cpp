@@ -44,9 +44,6 @@ using simd::VI;
 using simd::VU;
 using DI8 = hn::Rebind<std::int8_t, DF>;  // as many lanes as DF
 using DU8 = hn::Rebind<std::uint8_t, DF>;
-using DU64 = hn::Repartition<std::uint64_t, DF>;
-using DU32Half = hn::Rebind<std::uint32_t, DU64>;  // half as many
-using DU8Half = hn::Rebind<std::uint8_t, DU64>;
 
 constexpr std::size_t kLanes = hn::MaxLanes(DF());
 // All group sizes are multiples of it; its vectors give the loops independent work.
@@ -98,12 +95,19 @@ HWY_INLINE VI load_int8(const std::int8_t* codes) {
   return hn::PromoteTo(DI(), hn::LoadU(DI8(), codes));
 }
 
-// kLanes halves of bytes, as they are.
-HWY_INLINE VU load_halves(const std::uint8_t* codes) {
-  const auto wide = hn::PromoteTo(DU64(), hn::PromoteTo(DU32Half(), hn::LoadU(DU8Half(), codes)));
-  const auto apart = hn::And(hn::Or(wide, hn::ShiftLeft<28>(wide)),
-                             hn::Set(DU64(), std::uint64_t{0x0000000f0000000fU}));
-  return hn::BitCast(DU(), apart);
+// kLanes bytes, each to a lane: in an order from which InterleaveLower and InterleaveUpper, which
+// work within blocks of four lanes, make vectors of consecutive elements.
+HWY_INLINE VU load_pairs(const std::uint8_t* codes) {
+  auto bytes = hn::LoadU(DU8(), codes);
+  if constexpr (kLanes > 4) {
+    constexpr std::size_t kHalf = kLanes / 2;
+    alignas(16) std::uint8_t order[kLanes];
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      order[lane] = static_cast<std::uint8_t>(lane / 4 * 2 + lane % 2 + (lane % 4 < 2 ? 0 : kHalf));
+    }
+    bytes = hn::TableLookupBytes(bytes, hn::Load(DU8(), order));
+  }
+  return hn::PromoteTo(DU(), bytes);
 }
 
 // Rounded to an integer where the last place of a float is worth 1: the low byte is the code, in
@@ -137,9 +141,23 @@ struct Codes<Code::kInt4> {
     explicit HWY_INLINE Decoder(float scale) : by(hn::Set(DF(), scale)) {
       if constexpr (kLanes == 16) by = hn::Mul(hn::Iota(DF(), -8.0F), by);
     }
-    HWY_INLINE VF load(const std::byte* chunk, std::size_t vector) const {
-      const VU halves =
-          load_halves(reinterpret_cast<const std::uint8_t*>(chunk) + vector * kLanes / 2);
+    // Even and odd elements apart, so that rows are added before they are put in order.
+    HWY_INLINE void load(const std::byte* chunk, VF (&values)[kVectors]) const {
+      const auto* const from = reinterpret_cast<const std::uint8_t*>(chunk);
+      for (std::size_t k = 0; k < kVectors; k += 2) {
+        const VU pairs = load_pairs(from + k * kLanes / 2);
+        values[k] = decode(hn::And(pairs, hn::Set(DU(), 15)));
+        values[k + 1] = decode(hn::ShiftRight<4>(pairs));
+      }
+    }
+    static HWY_INLINE void put_in_order(VF (&values)[kVectors]) {
+      for (std::size_t k = 0; k < kVectors; k += 2) {
+        const VF even = values[k];
+        values[k] = hn::InterleaveLower(DF(), even, values[k + 1]);
+        values[k + 1] = hn::InterleaveUpper(DF(), even, values[k + 1]);
+      }
+    }
+    HWY_INLINE VF decode(VU halves) const {
       if constexpr (kLanes == 16) {
         return hn::TableLookupLanes(by, hn::IndicesFromVec(DF(), halves));
       } else {
@@ -160,10 +178,13 @@ struct Codes<Code::kInt8> {
   static constexpr std::size_t kChunkBytes = kChunk;
   struct Decoder {
     explicit HWY_INLINE Decoder(float scale) : by(hn::Set(DF(), scale)) {}
-    HWY_INLINE VF load(const std::byte* chunk, std::size_t vector) const {
-      return decoded_vector(
-          load_int8(reinterpret_cast<const std::int8_t*>(chunk) + vector * kLanes), by);
+    HWY_INLINE void load(const std::byte* chunk, VF (&values)[kVectors]) const {
+      const auto* const from = reinterpret_cast<const std::int8_t*>(chunk);
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        values[k] = decoded_vector(load_int8(from + k * kLanes), by);
+      }
     }
+    static HWY_INLINE void put_in_order(VF (&/*values*/)[kVectors]) {}
     VF by;
   };
   static HWY_INLINE void store(const VU (&bits)[kVectors], std::byte* chunk) {
@@ -276,14 +297,15 @@ struct FromReceived {
       const std::byte* row = codes + begin + i / kChunk * Codes<kCode>::kChunkBytes;
       const std::byte* row_scales = scales;
       VF h[kVectors];
-      const Decoder first(load_scale(row_scales, group, scale_dtype));
-      for (std::size_t k = 0; k < kVectors; ++k) h[k] = first.load(row, k);
+      Decoder(load_scale(row_scales, group, scale_dtype)).load(row, h);
       for (std::size_t r = 1; r < count; ++r) {
         row += distance;
         row_scales += distance;
-        const Decoder decoder(load_scale(row_scales, group, scale_dtype));
-        for (std::size_t k = 0; k < kVectors; ++k) h[k] = hn::Add(h[k], decoder.load(row, k));
+        VF more[kVectors];
+        Decoder(load_scale(row_scales, group, scale_dtype)).load(row, more);
+        for (std::size_t k = 0; k < kVectors; ++k) h[k] = hn::Add(h[k], more[k]);
       }
+      Decoder::put_in_order(h);
       visit(i, h);
     }
   }
@@ -699,9 +721,10 @@ HWY_INLINE bool dequantize_whole(const Dequantize& args, const GroupTile& tile,
          i += kChunk, codes += Codes<kCode>::kChunkBytes, to += kChunk) {
       hwy::Prefetch(to + kAheadElements);
       hwy::Prefetch(to + kAheadElements + 16);
-      for (std::size_t k = 0; k < kVectors; ++k) {
-        hn::StoreU(decoder.load(codes, k), DF(), to + k * kLanes);
-      }
+      VF values[kVectors];
+      decoder.load(codes, values);
+      decoder.put_in_order(values);
+      for (std::size_t k = 0; k < kVectors; ++k) hn::StoreU(values[k], DF(), to + k * kLanes);
     }
   }
   return marked;

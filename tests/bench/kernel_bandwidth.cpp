@@ -1,13 +1,15 @@
 // Prints the memory traffic of every kernel beside what the same reads and writes cost at the
 // bandwidth of a scan, a copy and a fill without arithmetic, all measured in the same rounds, for
-// each SIMD target or the one in HSDP_KERNELS.
+// each SIMD target or the one in HSDP_KERNELS. With several threads each has a core and arrays of
+// its own, and all run the same kernel at a time; what is printed is the slowest one's.
 //
-//   kernel_bandwidth [MiB of fp32 an array, default 64 [part of a kernel's name]]
+//   kernel_bandwidth [MiB of fp32 an array, default 64 [part of a kernel's name [threads]]]
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
 #include <algorithm>
+#include <barrier>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,7 +17,9 @@
 #include <ctime>
 #include <functional>
 #include <limits>
+#include <list>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "hsdp/device/buffer.h"
@@ -24,6 +28,7 @@
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/simd_target.h"
 #include "hsdp/kernels/sum_rows.h"
+#include "measurement.h"
 #include "quant/quantize.h"
 
 namespace {
@@ -45,7 +50,7 @@ struct Case {
   double best_s = std::numeric_limits<double>::max();
 };
 
-volatile double sink = 0.0;  // keeps results alive
+thread_local volatile double sink = 0.0;  // keeps results alive
 
 struct Arrays {
   explicit Arrays(std::int64_t elements) : count(elements) {
@@ -214,6 +219,7 @@ struct Quantized {
         layout(map, {}),
         codes(hsdp::Device{}, static_cast<std::size_t>(2 * map.element_count())),
         scales(hsdp::Device{}, static_cast<std::size_t>(8 * map.group_count())),
+        figures(map.tiles().size()),
         messages(hsdp::Device{}, static_cast<std::size_t>(kMessages * distance())) {}
   [[nodiscard]] hsdp::quant::Message message(int r) const {
     return {layout.format(), messages.data() + r * distance(), 0, layout.rows().data()};
@@ -232,17 +238,16 @@ struct Quantized {
   hsdp::quant::MessageLayout layout;
   Buffer codes;
   Buffer scales;
+  std::vector<hsdp::quant::TileFigures> figures;
   Buffer messages;
 };
 
-void add_quantization(std::vector<Case>& cases, const Quantized& memory) {
+void add_quantization(std::vector<Case>& cases, Quantized& memory) {
   const auto n = static_cast<double>(memory.map.element_count());
   const auto message = static_cast<double>(memory.layout.cut().count());
   const double error = n + 4.0 * static_cast<double>(memory.map.group_count());
   const auto* const values = static_cast<const float*>(memory.arrays->at(0));
   static const hsdp::quant::Dither kDither{1, 2, 3};
-  static std::vector<hsdp::quant::TileFigures> figures;
-  figures.resize(memory.map.tiles().size());
   const auto sender = [&memory, values](bool feeds_back) {
     hsdp::quant::Quantize args{.tiles = memory.map.tiles(), .values = values, .factor = 0.25F};
     if (feeds_back) {
@@ -260,9 +265,9 @@ void add_quantization(std::vector<Case>& cases, const Quantized& memory) {
                      args.dither = &kDither;
                      quantize(args);
                    }});
-  cases.push_back({"  with figures", 4 * n + error, message + error, [=] {
+  cases.push_back({"  with figures", 4 * n + error, message + error, [=, &memory] {
                      hsdp::quant::Quantize args = sender(true);
-                     args.figures = figures.data();
+                     args.figures = memory.figures.data();
                      quantize(args);
                    }});
   for (const int rows : {2, 8}) {
@@ -289,12 +294,49 @@ double thread_s() {
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
-void measure(std::vector<Case>& cases, int rounds) {
-  for (int round = 0; round < rounds; ++round) {
-    for (Case& one : cases) {
-      const double start_s = thread_s();
-      one.run();
-      one.best_s = std::min(one.best_s, thread_s() - start_s);
+// What one thread works on.
+struct Workplace {
+  explicit Workplace(std::int64_t elements) : arrays(elements), quantized(arrays) {}
+
+  Arrays arrays;
+  Quantized quantized;
+  std::vector<Case> cases;
+};
+
+void prepare(Workplace& place, const std::string& wanted) {
+  std::vector<Case>& cases = place.cases;
+  cases.clear();
+  add_baselines(cases, place.arrays);
+  add_sums(cases, place.arrays);
+  add_casts(cases, place.arrays);
+  add_scales_and_norms(cases, place.arrays);
+  add_quantization(cases, place.quantized);
+  const auto unwanted = [&](const Case& one) { return one.name.find(wanted) == std::string::npos; };
+  cases.erase(std::remove_if(cases.begin() + kBaselines, cases.end(), unwanted), cases.end());
+}
+
+// The slowest thread's cases are the first ones then.
+void measure(std::list<Workplace>& places, int rounds) {
+  std::barrier together(static_cast<std::ptrdiff_t>(places.size()));
+  std::vector<std::thread> threads;
+  for (Workplace& place : places) {
+    threads.emplace_back([&, rank = static_cast<int>(threads.size())] {
+      if (places.size() > 1) hsdp::bench::pin_to_core(rank);
+      for (int round = 0; round < rounds; ++round) {
+        for (Case& one : place.cases) {
+          together.arrive_and_wait();
+          const double start_s = thread_s();
+          one.run();
+          one.best_s = std::min(one.best_s, thread_s() - start_s);
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<Case>& slowest = places.front().cases;
+  for (const Workplace& place : places) {
+    for (std::size_t i = 0; i < slowest.size(); ++i) {
+      slowest[i].best_s = std::max(slowest[i].best_s, place.cases[i].best_s);
     }
   }
 }
@@ -313,27 +355,21 @@ double roofline_s(const Case& one, const std::vector<Case>& cases) {
 int main(int argc, char** argv) {
   const std::int64_t mebibytes = argc > 1 ? std::max(1L, std::atol(argv[1])) : 64;
   const std::string wanted = argc > 2 ? argv[2] : "";
-  const Arrays arrays((mebibytes << 20U) / 4);
-  const Quantized quantized(arrays);
+  const int threads = argc > 3 ? std::max(1, std::atoi(argv[3])) : 1;
+  std::list<Workplace> places;
+  for (int i = 0; i < threads; ++i) places.emplace_back((mebibytes << 20U) / 4);
   const int rounds = static_cast<int>(std::clamp<std::int64_t>(1024 / mebibytes, 5, 200));
   const std::string chosen = hsdp::kernels::simd_target();
   for (const std::string& target : hsdp::kernels::simd_targets()) {
     const bool only_one = std::getenv("HSDP_KERNELS") != nullptr;
     if (only_one ? target != chosen : target == "scalar") continue;
     hsdp::kernels::force_simd_target(target);
-    std::vector<Case> cases;
-    add_baselines(cases, arrays);
-    add_sums(cases, arrays);
-    add_casts(cases, arrays);
-    add_scales_and_norms(cases, arrays);
-    add_quantization(cases, quantized);
-    const auto unwanted = [&](const Case& one) {
-      return one.name.find(wanted) == std::string::npos;
-    };
-    cases.erase(std::remove_if(cases.begin() + kBaselines, cases.end(), unwanted), cases.end());
-    measure(cases, rounds);
-    std::printf("%s, arrays of %lld MiB, best of %d\n%-40s %8s %8s %10s\n", target.c_str(),
-                static_cast<long long>(mebibytes), rounds, "", "GB/s", "of limit", "of memcpy");
+    for (Workplace& place : places) prepare(place, wanted);
+    measure(places, rounds);
+    const std::vector<Case>& cases = places.front().cases;
+    std::printf("%s, arrays of %lld MiB, %d threads, best of %d\n%-40s %8s %8s %10s\n",
+                target.c_str(), static_cast<long long>(mebibytes), threads, rounds, "", "GB/s",
+                "of limit", "of memcpy");
     for (const Case& one : cases) {
       const double bytes_per_s = (one.read_bytes + one.written_bytes) / one.best_s;
       const Case& memcpy_case = cases[kBaselines - 1];

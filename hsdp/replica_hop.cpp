@@ -4,11 +4,7 @@
 
 namespace hsdp {
 
-void PlainHop::bind(Communicator scatter, Communicator /*gather*/) {
-  replicas_ = std::move(scatter);
-}
-
-Event PlainHop::reduce(const HopBucket& bucket, Stream& stream) {
+AllReduce plain_sum(const HopBucket& bucket, Reduction reduction) {
   AllReduce args;
   args.data = bucket.data;
   args.wire = bucket.arithmetic.wire;
@@ -17,8 +13,16 @@ Event PlainHop::reduce(const HopBucket& bucket, Stream& stream) {
   args.divisor = bucket.arithmetic.divisor;
   args.nonfinite = bucket.nonfinite;
   args.bucket = bucket.bucket;
-  args.reduction = reduction_;
-  replicas_.all_reduce(args, stream);
+  args.reduction = reduction;
+  return args;
+}
+
+void PlainHop::bind(Communicator scatter, Communicator /*gather*/) {
+  replicas_ = std::move(scatter);
+}
+
+Event PlainHop::reduce(const HopBucket& bucket, Stream& stream) {
+  replicas_.all_reduce(plain_sum(bucket, reduction_), stream);
   return {};  // in a task of the stream: done, or in its order
 }
 

@@ -122,6 +122,9 @@ class ReplicaHop : public StepParty {
   std::atomic_flag owned_;
 };
 
+// The all-reduce that sums a bucket as it is, in its arithmetic's wire dtype.
+[[nodiscard]] AllReduce plain_sum(const HopBucket& bucket, Reduction reduction);
+
 // The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of rule 3.
 // Has no state.
 class PlainHop final : public ReplicaHop {

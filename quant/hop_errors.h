@@ -33,7 +33,6 @@ class HopErrors {
             std::vector<GroupMap> maps);
 
   void set_replica(int replica) { replica_ = replica; }
-  [[nodiscard]] int replica() const { return replica_; }
   [[nodiscard]] int replicas() const { return replicas_; }
 
   [[nodiscard]] LocoExchange::Errors next(std::size_t window, bool cleared,

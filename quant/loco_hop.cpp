@@ -73,7 +73,6 @@ struct LocoHop::Parts {
   [[nodiscard]] std::unique_ptr<HopErrors> new_errors(const HopPlan& plan) const;
   void take_errors_along();
   void move_errors();
-  Event sum_plainly(const HopBucket& bucket, const TensorView& data, const Event& ready);
   void take_figures();
 
   // Between steps.
@@ -262,20 +261,6 @@ void LocoHop::Parts::move_errors() {
   before.reset();
 }
 
-Event LocoHop::Parts::sum_plainly(const HopBucket& bucket, const TensorView& data,
-                                  const Event& ready) {
-  AllReduce args;
-  args.data = data;
-  args.wire = bucket.arithmetic.wire;
-  args.send_exponent = bucket.arithmetic.send_exponent;
-  args.total_exponent = bucket.arithmetic.total_exponent;
-  args.divisor = bucket.arithmetic.divisor;
-  args.nonfinite = bucket.nonfinite;
-  args.bucket = bucket.bucket;
-  args.reduction = reduction;
-  return exchange->all_reduce(args, ready);
-}
-
 Event LocoHop::reduce(const HopBucket& bucket, Stream& stream) {
   Parts& parts = *parts_;
   parts.in_step = true;
@@ -283,12 +268,14 @@ Event LocoHop::reduce(const HopBucket& bucket, Stream& stream) {
   parts.move_errors();
   const Event ready = stream.record();
   if (parts.is_plain(bucket.bucket)) {
-    return parts.sum_plainly(bucket, bucket.data, ready);
+    return parts.exchange->all_reduce(plain_sum(bucket, parts.reduction), ready);
   }
   const auto number = static_cast<std::size_t>(bucket.bucket);
   const Parts::BucketWindows& windows = parts.buckets[number];
   for (const ParameterRange& range : windows.excluded) {
-    parts.sum_plainly(bucket, bucket.data.slice(range.offset, range.count), ready);
+    AllReduce sum = plain_sum(bucket, parts.reduction);
+    sum.data = bucket.data.slice(range.offset, range.count);
+    static_cast<void>(parts.exchange->all_reduce(sum, ready));
   }
   LocoExchange::Arguments arguments{.bucket = bucket,
                                     .beta = static_cast<float>(parts.options.err_beta),

@@ -190,12 +190,19 @@ Handle dataset_properties() {
   return properties;
 }
 
-void add_dataset(hid_t group, hid_t properties, std::size_t index, SnapshotSlice& slice) {
+// Empty, and where its data will lie.
+Handle make_dataset(hid_t group, hid_t properties, SnapshotSlice& slice) {
   Handle type = data_type(slice.data_dtype);
   Handle space = data_space(slice);
   Handle dataset(H5Dcreate2(group, link_name(slice.name).c_str(), type.get(), space.get(),
                             H5P_DEFAULT, properties, H5P_DEFAULT),
                  H5Dclose, "create a dataset");
+  slice.data_offset = slice.count == 0 ? 0 : file_offset(dataset.get());
+  return dataset;
+}
+
+void add_dataset(hid_t group, hid_t properties, std::size_t index, SnapshotSlice& slice) {
+  Handle dataset = make_dataset(group, properties, slice);
   write_text(dataset.get(), "name", slice.name);
   write_whole(dataset.get(), "index", static_cast<std::int64_t>(index));
   write_shape(dataset.get(), slice.shape);
@@ -204,18 +211,12 @@ void add_dataset(hid_t group, hid_t properties, std::size_t index, SnapshotSlice
   write_whole(dataset.get(), "offset", slice.offset);
   write_whole(dataset.get(), "count", slice.count);
   write_whole(dataset.get(), "first_block", static_cast<std::int64_t>(slice.first_block));
-  slice.data_offset = slice.count == 0 ? 0 : file_offset(dataset.get());
 }
 
 void add_state(hid_t group, hid_t properties, SnapshotSlice& array) {
-  Handle type = data_type(array.data_dtype);
-  Handle space = data_space(array);
-  Handle dataset(H5Dcreate2(group, link_name(array.name).c_str(), type.get(), space.get(),
-                            H5P_DEFAULT, properties, H5P_DEFAULT),
-                 H5Dclose, "create a dataset");
+  Handle dataset = make_dataset(group, properties, array);
   write_text(dataset.get(), "key", array.name);
   write_whole(dataset.get(), "first_block", static_cast<std::int64_t>(array.first_block));
-  array.data_offset = array.count == 0 ? 0 : file_offset(dataset.get());
 }
 
 std::uint64_t add_checksum_table(hid_t root, hid_t properties, std::uint64_t block_count) {

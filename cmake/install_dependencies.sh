@@ -14,7 +14,7 @@ for group in "$@"; do
     fuzz) packages="$packages clang" ;;
     mpi) packages="$packages openmpi-bin libopenmpi-dev mpich libmpich-dev" ;;
     bench) packages="$packages openmpi-bin libopenmpi-dev mpich libmpich-dev libgloo-dev
-      hdf5-tools" ;;
+      hdf5-tools iproute2" ;;
     *) echo "install_dependencies: unknown group '$group': use build, mpi, lint, fuzz or bench" >&2
        exit 2 ;;
   esac

@@ -195,6 +195,17 @@ def torch_steps(samples: Samples) -> Iterator[Claim]:
                 samples.value("torch_overhead_per_parameter_us"), 10.0, "", at_most=True)
 
 
+def slow_link(samples: Samples) -> Iterator[Claim]:
+    """A step of 16 Mi elements between two replicas, 1 Gbit/s apart."""
+    f32, bf16, plain4, loco = (samples.value(f"slow_link_1000_{hop}_ms")
+                               for hop in ("f32", "bf16", "plain4", "loco"))
+    detail = "" if loco is None else f"1 Gbit/s, {loco:.0f} ms"
+    yield Claim("step over a slow link: f32 hop / LoCo", quotient(f32, loco), 6.0, detail)
+    yield Claim("step over a slow link: bf16 hop / LoCo", quotient(bf16, loco), 3.0, detail)
+    yield Claim("step over a slow link: LoCo / plain 4 bit", quotient(loco, plain4), 1.05, detail,
+                at_most=True)
+
+
 def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
     """`has` tells whether a size was asked for."""
     shared = {64 * KIB: 1.5, MIB: 4.0, 16 * MIB: 4.0, 64 * MIB: 4.0, 256 * MIB: 3.5}
@@ -222,4 +233,5 @@ def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
     found += step_memory(samples)
     found += snapshots(samples)
     found += torch_steps(samples)
+    found += slow_link(samples)
     return found

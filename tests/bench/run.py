@@ -22,6 +22,7 @@ import claims as rules
 from beside_torch import BesideTorch
 from programs import (IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP, Program,
                       Report)
+from slow_link import SlowLink
 from snapshots import Snapshots
 
 SIZES = {"64K": 64 << 10, "1M": 1 << 20, "16M": 16 << 20, "64M": 64 << 20, "256M": 256 << 20}
@@ -46,6 +47,8 @@ STEP_PROGRAMS = [
     Program("openmpi_step", "peer_openmpi_step", "openmpi"),
     Program("ours_step", "ours_step", "hsdp_run"),
 ]
+# What measures itself, in a run of its own.
+PARTS = {"snapshots": Snapshots, "torch": BesideTorch, "slow_link": SlowLink}
 
 
 @dataclasses.dataclass
@@ -157,30 +160,15 @@ def measure(launcher: Launcher, runs: List[Run], rounds: int) -> "tuple[rules.Sa
     return samples, errors
 
 
-def measure_snapshots(build: pathlib.Path, samples: rules.Samples, errors: List[str],
-                      skipped: Dict[str, str]) -> None:
-    snapshots = Snapshots(build)
-    reason = snapshots.missing()
+def measure_part(name: str, part: "Snapshots | BesideTorch | SlowLink", rounds: int,
+                 samples: rules.Samples, errors: List[str], skipped: Dict[str, str]) -> None:
+    reason = part.missing()
     if reason:
-        skipped["snapshots"] = reason
-        print(f"not measured: snapshots: {reason}")
+        skipped[name] = reason
+        print(f"not measured: {name}: {reason}")
         return
-    report = snapshots.measure()
-    samples.add(report)
-    if report.error:
-        errors.append(f"ours: {report.error}")
-
-
-def measure_torch(build: pathlib.Path, rounds: int, samples: rules.Samples, errors: List[str],
-                  skipped: Dict[str, str]) -> None:
-    torch = BesideTorch(build)
-    reason = torch.missing()
-    if reason:
-        skipped["torch"] = reason
-        print(f"not measured: torch: {reason}")
-        return
-    show_progress("steps in torch")
-    report = torch.measure(rounds)
+    show_progress(name)
+    report = part.measure(rounds)
     show_progress("")
     samples.add(report)
     if report.error:
@@ -258,9 +246,8 @@ def parse_arguments(arguments: List[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default=",".join(SIZES), help="of " + ",".join(SIZES))
     parser.add_argument("--only", default="", help="systems to run, comma separated; default all")
-    parser.add_argument("--no-steps", action="store_true", help="leave the step benchmark out")
-    parser.add_argument("--no-snapshots", action="store_true", help="leave the snapshots out")
-    parser.add_argument("--no-torch", action="store_true", help="leave torch, FSDP2 and DDP out")
+    parser.add_argument("--without", nargs="+", choices=["steps", *PARTS], default=[],
+                        help="what to leave out")
     parser.add_argument("--strict", action="store_true", help="a missed claim is a failure")
     parsed = parser.parse_args(arguments)
     unknown = [size for size in parsed.sizes.split(",") if size not in SIZES]
@@ -278,7 +265,7 @@ def main(arguments: List[str]) -> int:
     notes: Dict[str, object] = {"machine": machine(launcher), "rounds": asked.rounds}
     runs = []
     skipped: Dict[str, str] = {}
-    for run in plan_of_round(sizes, not asked.no_steps):
+    for run in plan_of_round(sizes, "steps" not in asked.without):
         reason = launcher.missing(run.program)
         if only and run.program.system not in only:
             continue
@@ -289,10 +276,9 @@ def main(arguments: List[str]) -> int:
     for system, reason in skipped.items():
         print(f"not measured: {system}: {reason}")
     samples, errors = measure(launcher, runs, asked.rounds)
-    if not asked.no_snapshots and not only:
-        measure_snapshots(asked.build, samples, errors, skipped)
-    if not asked.no_torch and not only:
-        measure_torch(asked.build, asked.rounds, samples, errors, skipped)
+    for name, part in PARTS.items():
+        if not only and name not in asked.without:
+            measure_part(name, part(asked.build), asked.rounds, samples, errors, skipped)
     found = rules.claims(samples, lambda size: size in sizes)
 
     table = times_table(samples, sizes)

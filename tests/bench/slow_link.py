@@ -5,30 +5,34 @@ The namespaces are joined by a veth pair whose ends are shaped by tc's token buc
 is one run, in which the hops take turns. Prints a table: the time of a step with each hop, as ratios.
 Needs root, iproute2 and two cores.
 
-Usage: slow_link.py --build build/bench [--rates 100 1000 ...] [--json FILE]      rates in Mbit/s, 0: unshaped
+Usage: slow_link.py --build build/bench [--rates 100 1000 ...] [--rounds N]
 """
 
 import argparse
-import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+from typing import Dict, Iterable, Optional
+
+from programs import Report
 
 ENDS = ("hsdp-a", "hsdp-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29577
+TIMEOUT_S = 600
 HOPS = ("f32", "bf16", "plain4", "loco")
 
 
-def ip(*arguments, check=True):
-    subprocess.run(["ip", *arguments], check=check, capture_output=not check)
+def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=not check, text=True)
 
 
 class Link:
     """Two namespaces and what joins them, while the block runs."""
 
-    def __enter__(self):
+    def __enter__(self) -> "Link":
         self.__exit__()
         for end in ENDS:
             ip("netns", "add", end)
@@ -40,11 +44,11 @@ class Link:
             ip("-n", end, "link", "set", device, "up")
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for end in ENDS:
             ip("netns", "del", end, check=False)
 
-    def shape(self, mbit):
+    def shape(self, mbit: int) -> None:
         """Both directions; 0: not at all."""
         for end, device in zip(ENDS, ("veth-a", "veth-b")):
             tc = ["tc", "-n", end, "qdisc"]
@@ -56,59 +60,88 @@ class Link:
                                 str(burst), "latency", "50ms"], check=True)
 
 
-def run(program, arguments):
-    """The lines of rank 0: hop -> (milliseconds, bytes)."""
-    ranks = []
-    for rank, end in enumerate(ENDS):
-        environment = dict(os.environ, RANK=str(rank), WORLD_SIZE="2", HSDP_ADDR=ADDRESSES[0],
-                           HSDP_PORT=str(PORT), HSDP_SECRET="slow link", HSDP_JOB="slow link",
-                           HSDP_TRANSPORT="tcp")
-        ranks.append(subprocess.Popen(["ip", "netns", "exec", end, program, *arguments], env=environment,
-                                      stdout=subprocess.PIPE, text=True))
-    outputs = []
-    for rank in ranks:
-        outputs.append(rank.communicate(timeout=900)[0])
-        if rank.returncode:
-            for other in ranks:
-                other.kill()
-            sys.exit("slow_link: a rank failed")
-    found = {}
-    for line in outputs[0].splitlines():
-        word, *fields = line.split()
-        if word == "hop":
-            found[fields[0]] = (float(fields[2]), int(fields[3]))
-    return found
+class SlowLink:
+    """ours_hop of a build folder, over links of several rates."""
+
+    def __init__(self, build: pathlib.Path):
+        self._program = build.resolve() / "tests" / "bench" / "ours_hop"
+
+    def missing(self) -> Optional[str]:
+        if not self._program.is_file():
+            return "ours_hop was not built"
+        if not all(map(shutil.which, ("ip", "tc"))):
+            return "ip and tc (iproute2) are not installed"
+        tried = ip("netns", "add", ENDS[0], check=False)
+        if tried.returncode != 0:
+            return f"no network namespace: {tried.stderr.strip()}"
+        ip("netns", "del", ENDS[0])
+        return None
+
+    def measure(self, rounds: int, rates: Iterable[int] = (1000,)) -> Report:
+        """Values: slow_link_<Mbit/s>_<hop>_ms."""
+        report = Report()
+        with Link() as link:
+            for mbit in rates:
+                link.shape(mbit)
+                for hop, milliseconds in self._run(rounds, report).items():
+                    report.values[f"slow_link_{mbit}_{hop}_ms"] = milliseconds
+                if report.error:
+                    break
+        return report
+
+    def _run(self, rounds: int, report: Report) -> Dict[str, float]:
+        ranks = []
+        try:
+            for rank, end in enumerate(ENDS):
+                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2",
+                               "HSDP_ADDR": ADDRESSES[0], "HSDP_PORT": str(PORT),
+                               "HSDP_SECRET": "slow link", "HSDP_JOB": "slow link",
+                               "HSDP_TRANSPORT": "tcp"}
+                ranks.append(subprocess.Popen(
+                    ["ip", "netns", "exec", end, str(self._program), f"--rounds={rounds}"],
+                    env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            report.error = f"slow link: no end within {TIMEOUT_S} s"
+            return {}
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for rank, output in zip(ranks, outputs):
+            if rank.returncode != 0:
+                report.error = f"slow link: status {rank.returncode}: {output.strip()[-800:]}"
+        lines = [line.split() for line in outputs[0].splitlines() if line.startswith("hop ")]
+        return {line[1]: float(line[3]) for line in lines}
 
 
-def row(mbit, found):
-    times = {hop: found[hop][0] for hop in HOPS}
-    rate = f"{mbit} Mbit/s" if mbit else "unshaped"
-    return (f"| {rate} | {times['f32']:.0f} | {times['bf16']:.0f} | {times['plain4']:.0f} | "
-            f"{times['loco']:.0f} | {times['f32'] / times['loco']:.2f} | "
-            f"{times['bf16'] / times['loco']:.2f} | {times['loco'] / times['plain4']:.2f} |")
+def row(mbit: int, values: Dict[str, float]) -> str:
+    f32, bf16, plain4, loco = (values[f"slow_link_{mbit}_{hop}_ms"] for hop in HOPS)
+    return (f"| {f'{mbit} Mbit/s' if mbit else 'unshaped'} | {f32:.0f} | {bf16:.0f} | {plain4:.0f} | "
+            f"{loco:.0f} | {f32 / loco:.2f} | {bf16 / loco:.2f} | {loco / plain4:.2f} |")
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--build", type=pathlib.Path, required=True)
-    parser.add_argument("--rates", type=int, nargs="*", default=[100, 300, 1000, 2500, 5000, 10000, 0])
-    parser.add_argument("--mebielements", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
+    parser.add_argument("--rates", type=int, nargs="*", help="in Mbit/s; 0: unshaped",
+                        default=[100, 300, 1000, 2500, 5000, 10000, 0])
+    parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
-    program = str((asked.build / "tests" / "bench" / "ours_hop").resolve())
-    all_found = {}
+    slow_link = SlowLink(asked.build)
+    reason = slow_link.missing()
+    if reason:
+        print(f"slow_link: {reason}", file=sys.stderr)
+        return 1
     print("| link | f32, ms | bf16, ms | plain 4 bit, ms | LoCo, ms | f32 / LoCo | bf16 / LoCo | LoCo / plain |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    with Link() as link:
-        for mbit in asked.rates:
-            link.shape(mbit)
-            found = run(program, [f"--mebielements={asked.mebielements}", f"--rounds={asked.rounds}"])
-            all_found[mbit] = found
-            print(row(mbit, found), flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps(all_found, indent=1))
+    for mbit in asked.rates:
+        report = slow_link.measure(asked.rounds, [mbit])
+        if report.error:
+            print(f"slow_link: {report.error}", file=sys.stderr)
+            return 1
+        print(row(mbit, report.values), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -69,6 +69,16 @@ class Claims(unittest.TestCase):
         for claim in (lost_in_noise, other):
             self.assertEqual("not measured", found[claim].verdict)
 
+    def test_slow_link(self):
+        times = {"f32": 700, "bf16": 250, "plain4": 100, "loco": 100}
+        samples = samples_of(("".join(f"value slow_link_1000_{hop}_ms {time}\n"
+                                      for hop, time in times.items()), "slow_link"))
+        found = self.verdicts(samples)
+        for claim, ratio, verdict in (("f32 hop / LoCo", 7, "held"), ("bf16 hop / LoCo", 2.5, "MISSED"),
+                                      ("LoCo / plain 4 bit", 1, "held")):
+            claim = found[f"step over a slow link: {claim}"]
+            self.assertEqual((ratio, verdict), (claim.ratio, claim.verdict))
+
     def test_peer_ratio(self):
         name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"
         for ours, verdict in ((10, "held"), (11, "MISSED")):

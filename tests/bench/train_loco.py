@@ -5,7 +5,7 @@ They learn the source text of Python's standard library, character by character.
 batches, so the hops are compared pair by pair. Says how the loss on files that were not trained on differs from
 the bf16 hop's: the mean over the seeds and its 95 % interval (Student's t).
 
-Usage: hsdp_run -n 2 python tests/bench/train_loco.py [--seeds 6] [--sizes small large] [--json FILE]
+Usage: hsdp_run -n 2 python tests/bench/train_loco.py [--seeds 6] [--sizes small large] [--json FILE] [--plot FILE]
 """
 
 import argparse
@@ -34,10 +34,10 @@ SKIPPED = {"test", "tests", "site-packages", "dist-packages"}
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # by seeds
 
 
-def make_hop(name):
+def make_hop(name, error_every=0):
     if name == "bf16":
         return hsdp.PlainHop("bf16")
-    return hsdp.quant.LocoHop(error_feedback=name == "LoCo", error_every=0)
+    return hsdp.quant.LocoHop(error_feedback=name == "LoCo", error_every=error_every)
 
 
 class Text:
@@ -66,14 +66,14 @@ def loss_of(model, rows):
     return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(mesh, text, size, hop, seed):
+def train(mesh, text, size, hop, seed, watch=lambda step: None):
     width, layers, steps, rate = SIZES[size]
     torch.manual_seed(seed)
     model = train_gpt.Gpt(text.character_count, width, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (WARM_UP * steps), 0.5 + 0.5 * math.cos(math.pi * step / steps)))
-    reducer = hsdp.Reducer(mesh, reduce_dtype="bf16", replica_hop=make_hop(hop))
+    reducer = hsdp.Reducer(mesh, reduce_dtype="bf16", replica_hop=hop)
     reducer.attach(model)
     for step in range(steps):
         rows = text.rows(text.trained, BATCH, 1_000_000 * seed + step).chunk(mesh.size)[mesh.rank]
@@ -83,6 +83,7 @@ def train(mesh, text, size, hop, seed):
         reducer.gather_gradients()
         optimizer.step()
         schedule.step()
+        watch(step)
     reducer.close()
     with torch.no_grad():
         return loss_of(model, text.rows(text.held, 2048, 7)).item()
@@ -100,22 +101,55 @@ def report(size, losses):
               flush=True)
 
 
+def plot_errors(mesh, text, path):
+    """quantization_error() of all parameters, while the small one trains."""
+    hop = make_hop("LoCo", error_every=16)
+    steps, found = [], []
+
+    def watch(step):
+        if step % 16 == 0:
+            steps.append(step)
+            found.append(sorted(max(one) for one in hop.quantization_error().values()))
+
+    train(mesh, text, "small", hop, 1, watch)
+    if mesh.rank != 0:
+        return
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+    rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hsdp", "path.simplify_threshold": 0.5})
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.fill_between(steps, [row[0] for row in found], [row[-1] for row in found], color="#33658a", alpha=0.25,
+                      linewidth=0, label="from the least to the most of all parameters")
+    axes.plot(steps, [statistics.median(row) for row in found], color="#33658a", linewidth=1.2, label="median")
+    axes.axhline(0.3, color="#b5482f", linewidth=1, linestyle="--", label="named on stderr")
+    axes.set(xlabel="step", ylabel="quantization error / norm", ylim=(0, 0.35))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", ncols=3, fontsize=8)
+    figure.savefig(path, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    print(f"least {min(row[0] for row in found):.3f}, most {max(row[-1] for row in found):.3f}: {path}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--sizes", nargs="*", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path, help="instead: draw what quantization changes")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     text = Text()
     found = {}
     with hsdp.init_mesh(replicate=2, shard=1) as mesh:
+        if asked.plot:
+            plot_errors(mesh, text, asked.plot)
+            return
         for size in asked.sizes:
             found[size] = {hop: [] for hop in HOPS}
             for seed in range(1, asked.seeds + 1):
                 for hop in HOPS:
                     begin = time.monotonic()
-                    found[size][hop].append(train(mesh, text, size, hop, seed))
+                    found[size][hop].append(train(mesh, text, size, make_hop(hop), seed))
                     if mesh.rank == 0:
                         print(f"{size} seed {seed} {hop}: {found[size][hop][-1]:.4f} ({time.monotonic() - begin:.0f} s)",
                               flush=True)

@@ -1,9 +1,10 @@
 // What the replica all-reduce does to one bucket's shard. PlainHop is the default; quant::LocoHop
 // is another implementation.
 //
-// A hop has one owner at a time, a Reducer or a replica_hook, and is not used where there is one
-// replica. The owner calls prepare() and bind() when it is set up, then means() and reduce() for
-// every bucket of a step, in one order on all ranks, and end_step() [Note: a replica hop].
+// A hop has one owner at a time, a Reducer or a replica_hook. Where there is one replica it is not
+// used: the owner calls set_unused() and nothing else. Else it calls prepare() and bind() when it
+// is set up, then means() and reduce() for every bucket of a step, in one order on all ranks, and
+// end_step() [Note: a replica hop].
 //
 // Threads: reduce() and end_step() run on threads of the owner's, one call at a time; the rest on
 // the thread that drives the owner, and bind({}, {}) on the one that destroys it. means() and
@@ -95,6 +96,8 @@ class ReplicaHop : public StepParty {
   // went wrong before. Every step has ended by then.
   virtual void bind(Communicator scatter, Communicator gather) = 0;
   [[nodiscard]] virtual bool needs_gather_group() const { return true; }  // equal on all ranks
+  // There is one replica, so nothing is owed to others.
+  virtual void set_unused() {}
 
   // Whether that bucket's outputs in this step are means, each divided by f s as it comes: the
   // Reducer then adds them, where a group is all several times in a step, and divides nothing.

@@ -221,7 +221,10 @@ RowReducer::RowReducer(const Mesh& mesh, std::vector<RowGroup> groups,
   Communicator world = mesh.world();
   compare_models(groups, *hop, world);
   parts_ = std::make_unique<Parts>(reducer::make_groups(mesh), std::move(groups), std::move(hop));
-  if (parts_->is_alone()) return;
+  if (parts_->is_alone()) {
+    parts_->hop->set_unused();
+    return;
+  }
   parts_->owner.emplace(parts_->ranks, parts_->hop, [this] { return parts_->hop_plan(); });
   parts_->prepared = parts_->content->word();
   parts_->steps.add_party(parts_->hop);

@@ -97,7 +97,7 @@ struct LocoHop::Parts {
   std::vector<std::uint32_t> repeats;  // of each bucket, in the step under way
   Communicator scatter;
   Communicator gather;
-  int replicas = 0;                   // 0: never bound
+  int replicas = 0;                   // 0: never bound; 1: unused
   std::unique_ptr<HopErrors> errors;  // null: no error feedback
   // Those of the buckets before, until the first reduction of these ones, when all replicas are
   // there to exchange what changes its owner.
@@ -114,6 +114,8 @@ struct LocoHop::Parts {
 
 LocoHop::LocoHop(LocoOptions options) {
   require_valid(options);
+  std::ranges::sort(options.exclude);
+  options.exclude.erase(std::ranges::unique(options.exclude).begin(), options.exclude.end());
   parts_ = std::make_unique<Parts>(std::move(options));
 }
 
@@ -131,8 +133,12 @@ std::string LocoHop::describe() const { return quant::describe(parts_->options);
 // Ranks whose errors have come apart learn it here.
 std::string LocoHop::word() const {
   std::string text = std::to_string(parts_->steps) + " steps";
-  if (parts_->scaled != 0) text += ", x" + std::to_string(parts_->scaled % 1000);
-  if (parts_->moves) text += ", moved";
+  if (parts_->scaled != 0) {
+    char factors[16];
+    std::snprintf(factors, sizeof factors, " x%08x", parts_->scaled);
+    text += factors;
+  }
+  if (parts_->moves) text += " moved";
   return text;
 }
 
@@ -232,6 +238,18 @@ void LocoHop::bind(Communicator scatter, Communicator gather) {
   parts.replicas = parts.scatter.size();
 }
 
+void LocoHop::set_unused() {
+  Parts& parts = *parts_;
+  if (parts.scatter) return;  // somebody else, who has several replicas, uses it
+  if (parts.kept) parts.steps = parts.kept->state.header().steps;
+  parts.kept.reset();
+  parts.before.reset();
+  parts.errors.reset();
+  parts.exchange.reset();
+  parts.moves = false;
+  parts.replicas = 1;
+}
+
 void LocoHop::Parts::take_errors_along() {
   if (errors) errors->set_replica(scatter.rank());
   if (kept) {
@@ -249,7 +267,7 @@ bool LocoHop::means(int bucket, float mean_divisor) const {
   if (magnitude >= 0x1p-100F && magnitude <= 0x1p100F) return true;
   throw UsageError({.where = "loco: divide factor times loss scale",
                     .expected = "a magnitude from 2^-100 to 2^100",
-                    .got = std::to_string(mean_divisor),
+                    .got = number_text(mean_divisor),
                     .remedy = "choose another factor or scale"});
 }
 
@@ -341,8 +359,8 @@ void LocoHop::Parts::require_no_step(const char* what) const {
     throw UsageError({.where = std::string("loco: ") + what,
                       .expected = "to be called between steps",
                       .got = "a step whose end is not known yet",
-                      .remedy = "read the step's result first, or call finish(); after a "
-                                "drop, a moment later"});
+                      .remedy = "read the step's result or call finish() first, after a drop too; "
+                                "close() where the world has failed"});
   }
   if (exchange) exchange->finish();  // errors that are being cleared
 }
@@ -366,7 +384,9 @@ void LocoHop::load_state(std::span<const HopState> state, bool strict) {
   Parts& parts = *parts_;
   parts.require_no_step("load_state");
   Parts::Kept from{SavedState(state), strict};
-  if (parts.scatter && parts.exchange) {
+  if (parts.replicas == 1) {
+    parts.steps = from.state.header().steps;
+  } else if (parts.scatter && parts.exchange) {
     parts.put_back(from);
     parts.kept.reset();
     parts.moves = false;
@@ -377,8 +397,9 @@ void LocoHop::load_state(std::span<const HopState> state, bool strict) {
 }
 
 void LocoHop::Parts::put_back(const Kept& from) {
+  const bool is_of_one = from.state.header().replicas == 1;  // which owes nothing
   if (from.strict) from.state.require_parts_of(counts);
-  if (errors) errors->load(from.state, from.strict);
+  if (errors) errors->load(from.state, from.strict && !is_of_one);
   steps = from.state.header().steps;
   before.reset();
 }
@@ -406,8 +427,8 @@ std::vector<std::string> LocoHop::keys_to_load(std::span<const SavedKey> keys) c
   std::vector<std::string> wanted;
   for (const SavedKey& one : keys) {
     std::optional<ErrorKey> key = parse_error_key(one.key);
-    bool is_wanted = !key || errors == nullptr;
-    if (!is_wanted) {
+    bool is_wanted = !key || (errors == nullptr && parts_->replicas != 1);
+    if (!is_wanted && errors != nullptr) {
       key->place.count = counts[error_key(key->place, "")];  // of codes beside their scales
       const auto own = places.find(key->place.parameter);
       is_wanted =
@@ -428,8 +449,8 @@ void LocoHop::scale_errors(float factor) {
                       .got = std::to_string(factor)});
   }
   parts.require_no_step("scale_errors");
-  if (!parts.kept && parts.replicas == 0) return;  // there are none yet
-  parts.scaled = parts.scaled * 31U + std::bit_cast<std::uint32_t>(factor);
+  if (!parts.kept && parts.replicas <= 1) return;                                // there are none
+  parts.scaled = parts.scaled * 31U + std::bit_cast<std::uint32_t>(factor) + 1;  // never 0 at first
   if (parts.kept) parts.kept->state.scale(factor);
   if (const HopErrors* const errors = parts.replicas > 0 ? parts.current() : nullptr) {
     errors->scale(factor);

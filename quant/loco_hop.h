@@ -60,10 +60,12 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] int bucket_class(const HopParameter& parameter) const override;
   void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
+  void set_unused() override;  // gives up all errors
   [[nodiscard]] bool means(int bucket, float mean_divisor) const override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
   void end_step(const StepEnd& end) override;
-  // Keys and dtypes are those of quant/hop_state.h. Empty before bind(), unless it was loaded.
+  // Keys and dtypes are those of quant/hop_state.h. Empty before bind(), unless it was loaded; with
+  // one replica, what is of the hop as a whole.
   [[nodiscard]] std::vector<HopState> state() override;
   // A state of any replica count, shard count, group size, error_dtype or err_beta, as long as this
   // rank's parameters are in it; with other counts, buckets or owners it takes all ranks' states

@@ -10,32 +10,40 @@
 namespace hsdp::quant {
 namespace {
 
+constexpr std::size_t kMostDescription = 127;
+
 void require(bool holds, const char* option, const std::string& expected, const std::string& got) {
   if (holds) return;
   throw UsageError(
       {.where = std::string("loco: ") + option, .expected = expected, .got = got, .remedy = ""});
 }
 
-std::string number_text(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.9g", value);
-  return text;
-}
-
-// FNV-1a: names the patterns in few bytes.
-std::string digest(const std::vector<std::string>& patterns) {
+// FNV-1a: names long text in few bytes.
+std::string digest(std::string_view text_of) {
   std::uint64_t hash = 0xcbf29ce484222325U;
-  for (const std::string& pattern : patterns) {
-    for (const char c : pattern + '\n') {
-      hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
-    }
+  for (const char c : text_of) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
   }
   char text[17];
   std::snprintf(text, sizeof text, "%08x", static_cast<unsigned>(hash ^ hash >> 32));
   return text;
 }
 
+// "3 patterns, 7bd5de72"
+std::string text_of(const std::vector<std::string>& patterns) {
+  std::string all;
+  for (const std::string& pattern : patterns) all += pattern + '\n';
+  return std::to_string(patterns.size()) + (patterns.size() == 1 ? " pattern " : " patterns ") +
+         digest(all);
+}
+
 }  // namespace
+
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
+}
 
 void require_valid(const LocoOptions& options) {
   require(options.bits == 4 || options.bits == 8, "bits", "4 or 8", std::to_string(options.bits));
@@ -61,7 +69,9 @@ std::string describe(const LocoOptions& options) {
   std::string text = "loco " + std::to_string(options.bits) + " bit, groups of " +
                      std::to_string(options.group_size) + " " +
                      std::string(hsdp::name(options.scale_dtype));
-  if (options.gather) text += ", gather " + std::string(name(*options.gather));
+  const Code code = options.bits == 4 ? Code::kInt4 : Code::kInt8;
+  if (options.gather.value_or(code) != code)
+    text += ", gather " + std::string(name(*options.gather));
   if (options.error_feedback) {
     text += ", beta " + number_text(options.err_beta) + ", T " + std::to_string(options.reset_T);
     if (options.error_dtype == Dtype::kF32) text += ", f32";
@@ -70,9 +80,11 @@ std::string describe(const LocoOptions& options) {
     text += ", no error";
   }
   if (options.warmup_steps > 0) text += ", warm-up " + std::to_string(options.warmup_steps);
-  if (!options.exclude.empty()) text += ", exclude " + digest(options.exclude);
+  if (!options.exclude.empty()) text += ", exclude " + text_of(options.exclude);
   if (options.plain_dtype) text += ", plain " + std::string(hsdp::name(*options.plain_dtype));
-  return text;
+  if (text.size() <= kMostDescription) return text;
+  const std::string rest = "... " + digest(text);
+  return text.substr(0, kMostDescription - rest.size()) + rest;
 }
 
 bool is_excluded(const LocoOptions& options, const std::string& name) {

@@ -32,6 +32,9 @@ struct LocoOptions {
 // UsageError that names the option unless they can be used.
 void require_valid(const LocoOptions& options);
 
+// "0.8": what tells it from other floats.
+[[nodiscard]] std::string number_text(double value);
+
 // Equal options give equal text, at most 127 bytes.
 [[nodiscard]] std::string describe(const LocoOptions& options);
 

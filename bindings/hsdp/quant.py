@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from hsdp import _hsdp
 from hsdp.dtypes import DtypeLike, dtype_text, optional_dtype_text
@@ -24,6 +25,42 @@ class QuantizationError(NamedTuple):
     gathered: float
 
 
+def _refuse(option: str, expected: str, got: object) -> NoReturn:
+    raise UsageError(f"loco: {option}: expected {expected}, got {got!r}")
+
+
+def _whole(option: str, value: Any, below: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        _refuse(option, "a whole number", value)
+    if isinstance(value, bool) or not 0 <= number < below:
+        _refuse(option, f"a whole number from 0 to below {below}", value)
+    return number
+
+
+def _number(option: str, value: Any) -> float:
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+        _refuse(option, "a number", value)
+    return float(value)
+
+
+def _flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
+        _refuse(option, "True or False", value)
+    return bool(value)
+
+
+def _patterns(exclude: Any) -> list[str]:
+    if isinstance(exclude, str):
+        return [exclude]
+    if isinstance(exclude, Iterable):
+        patterns = list(exclude)
+        if all(isinstance(pattern, str) for pattern in patterns):
+            return patterns
+    _refuse("exclude", "names or patterns of parameters", exclude)
+
+
 class LocoHop(_hsdp.LocoHop):
     """Sends 4 or 8 bits an element between replicas, and feeds back what rounding leaves over.
 
@@ -31,8 +68,8 @@ class LocoHop(_hsdp.LocoHop):
         reducer = hsdp.Reducer(mesh, replica_hop=hop)              # or, for an FSDP2 model:
         handle = hsdp.torch.replica_hook(model, mesh, hop)
 
-    All ranks pass the same options. A hop belongs to one Reducer or replica_hook. Every replica
-    ends with the same bits. The method is LoCo (Xie et al., arXiv 2407.04480); DeepSpeed's options
+    All ranks pass the same options. A hop belongs to one Reducer or replica_hook, until that is
+    closed. Every replica ends with the same bits. The method is LoCo (Xie et al., arXiv 2407.04480); DeepSpeed's options
     will do: `LocoHop(**config["zeropp_loco_param"])`.
 
     - `bits`: of a code on the way to its owner: 4 or 8.
@@ -70,23 +107,21 @@ class LocoHop(_hsdp.LocoHop):
         seed: int = 0,
         error_every: int = 16,
     ) -> None:
-        if not 0 <= int(seed) < 2**64:
-            raise UsageError(f"loco: seed: expected 0 to 2^64 - 1, got {seed}")
         super().__init__(
-            int(bits),
-            int(group_size),
+            _whole("bits", bits, 2**31),
+            _whole("group_size", group_size, 2**31),
             dtype_text(scale_dtype),
-            float(err_beta),
-            int(reset_T),
+            _number("err_beta", err_beta),
+            _whole("reset_T", reset_T, 2**63),
             dtype_text(error_dtype),
             optional_dtype_text(gather),
-            bool(error_feedback),
-            [exclude] if isinstance(exclude, str) else list(exclude),
+            _flag("error_feedback", error_feedback),
+            _patterns(exclude),
             optional_dtype_text(plain_dtype),
-            int(warmup_steps),
-            bool(stochastic_error),
-            int(seed),
-            int(error_every),
+            _whole("warmup_steps", warmup_steps, 2**63),
+            _flag("stochastic_error", stochastic_error),
+            _whole("seed", seed, 2**64),
+            _whole("error_every", error_every, 2**63),
         )
 
     def __repr__(self) -> str:
@@ -118,8 +153,8 @@ class LocoHop(_hsdp.LocoHop):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors, as copies in host memory: torch tensors where torch is imported, else
-        NumPy arrays. Empty before the Reducer is prepared, unless it was loaded, and with one
-        replica.
+        NumPy arrays. Empty before the Reducer is prepared, unless it was loaded; with one replica
+        there are no errors.
 
         Keys name parameter, replica and place, so all ranks' may be saved together, as torch's DCP
         does: `dcp.save({"hop": hop.state_dict()}, checkpoint_id=folder)`. int8 codes are in uint8.

@@ -36,8 +36,17 @@ std::optional<quant::Code> gather_code(const std::optional<std::string>& text) {
                     .got = "'" + *text + "'"});
 }
 
+Dtype dtype_of(const char* option, const std::string& text, const std::string& choices) {
+  try {
+    return parse_dtype(text);
+  } catch (const UsageError&) {
+    throw UsageError(
+        {.where = std::string("loco: ") + option, .expected = choices, .got = "'" + text + "'"});
+  }
+}
+
 Dtype error_dtype(const std::string& text) {
-  return text == "int8" ? Dtype::kU8 : parse_dtype(text);
+  return text == "int8" ? Dtype::kU8 : dtype_of("error_dtype", text, "'int8' or 'f32'");
 }
 
 std::shared_ptr<LocoHop> make_hop(int bits, int group_size, const std::string& scale_dtype,
@@ -51,14 +60,15 @@ std::shared_ptr<LocoHop> make_hop(int bits, int group_size, const std::string& s
   LocoOptions options;
   options.bits = bits;
   options.group_size = group_size;
-  options.scale_dtype = parse_dtype(scale_dtype);
+  options.scale_dtype = dtype_of("scale_dtype", scale_dtype, "'bf16' or 'f32'");
   options.err_beta = err_beta;
   options.reset_T = reset_steps;
   options.error_dtype = error_dtype(errors);
   options.gather = gather_code(gather);
   options.error_feedback = error_feedback;
   options.exclude = std::move(exclude);
-  if (plain_dtype) options.plain_dtype = parse_dtype(*plain_dtype);
+  if (plain_dtype)
+    options.plain_dtype = dtype_of("plain_dtype", *plain_dtype, "'f32', 'bf16' or 'f16'");
   options.warmup_steps = warmup_steps;
   options.stochastic_error = stochastic_error;
   options.seed = seed;

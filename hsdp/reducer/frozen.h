@@ -42,6 +42,10 @@ class Frozen {
   [[nodiscard]] Collector& collector() { return *collector_; }
   [[nodiscard]] bool sends_f16() const { return sends_f16_; }  // on either hop
   [[nodiscard]] std::int64_t replica_hop_bytes() const { return hop_ ? hop_->wire_bytes() : 0; }
+  // When all steps have ended; nothing is reduced any more.
+  void let_go_of_hop() {
+    if (hop_) hop_->let_go();
+  }
 
  private:
   std::optional<BucketLayout> layout_;

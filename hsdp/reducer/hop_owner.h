@@ -1,5 +1,5 @@
-// Who uses a replica hop: it has the hop, prepared and bound to groups of its own, for as long as
-// it lives. Then the hop is bound to no groups, and free for another one.
+// Who uses a replica hop: it has the hop, prepared and bound to groups of its own, until it lets go
+// of it or its life ends. Then the hop is bound to no groups, and free for another one.
 #pragma once
 
 #include <functional>
@@ -22,6 +22,7 @@ class HopOwner {
 
   // Local, between steps: other buckets.
   void prepare(HopPlan plan);
+  void let_go() { taken_.reset(); }
 
   // What the hop's groups were given to send: messages in the dtype that travels, an all-reduce's
   // twice.

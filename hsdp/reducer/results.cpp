@@ -490,7 +490,7 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   info.partial = ledger.pending();
   std::vector<SnapshotEntry> entries = snapshot_entries();
   std::vector<SnapshotState> hop_state;
-  if (groups_.replicate.size() > 1 && !info.partial) {
+  if (!info.partial) {
     for (const HopState& one : options_.replica_hop->state()) {
       hop_state.push_back({one.key, one.data});
     }

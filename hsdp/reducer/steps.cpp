@@ -48,6 +48,7 @@ void Steps::close() {
     frozen_->pipeline().drain();
   }
   end_cut_steps();
+  frozen_->let_go_of_hop();
 }
 
 void Steps::end_cut_steps() noexcept {
@@ -73,6 +74,8 @@ void Steps::prepare() {
   ledger_.set_group_count(parameters_.group_count());
   if (groups_.replicate.size() > 1) {
     agreement_.add_party(options_.replica_hop, ledger_.counts().begun_steps);
+  } else {
+    options_.replica_hop->set_unused();
   }
 }
 

@@ -26,22 +26,26 @@ HOPS = ("f32", "bf16", "plain4", "loco")
 
 
 def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-    return subprocess.run(["ip", *arguments], check=check, capture_output=not check, text=True)
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
 
 
 class Link:
     """Two namespaces and what joins them, while the block runs."""
 
     def __enter__(self) -> "Link":
-        self.__exit__()
-        for end in ENDS:
-            ip("netns", "add", end)
-        ip("link", "add", "veth-a", "netns", ENDS[0], "type", "veth", "peer", "name", "veth-b", "netns",
-           ENDS[1])
-        for end, device, address in zip(ENDS, ("veth-a", "veth-b"), ADDRESSES):
-            ip("-n", end, "address", "add", f"{address}/24", "dev", device)
-            ip("-n", end, "link", "set", "lo", "up")
-            ip("-n", end, "link", "set", device, "up")
+        self.__exit__()  # what a run that was killed has left
+        try:
+            for end in ENDS:
+                ip("netns", "add", end)
+            ip("link", "add", "veth-a", "netns", ENDS[0], "type", "veth", "peer", "name", "veth-b", "netns",
+               ENDS[1])
+            for end, device, address in zip(ENDS, ("veth-a", "veth-b"), ADDRESSES):
+                ip("-n", end, "address", "add", f"{address}/24", "dev", device)
+                ip("-n", end, "link", "set", "lo", "up")
+                ip("-n", end, "link", "set", device, "up")
+        except subprocess.CalledProcessError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,7 +61,7 @@ class Link:
                 # Enough for a millisecond, and for one packet as the kernel cuts them.
                 burst = max(mbit * 1000 // 8, 128 * 1024)
                 subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst",
-                                str(burst), "latency", "50ms"], check=True)
+                                str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
 
 
 class SlowLink:
@@ -71,10 +75,11 @@ class SlowLink:
             return "ours_hop was not built"
         if not all(map(shutil.which, ("ip", "tc"))):
             return "ip and tc (iproute2) are not installed"
-        tried = ip("netns", "add", ENDS[0], check=False)
-        if tried.returncode != 0:
-            return f"no network namespace: {tried.stderr.strip()}"
-        ip("netns", "del", ENDS[0])
+        try:
+            with Link() as link:
+                link.shape(1000)
+        except subprocess.CalledProcessError as error:
+            return f"no shaped link between two network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}"
         return None
 
     def measure(self, rounds: int, rates: Iterable[int] = (1000,)) -> Report:

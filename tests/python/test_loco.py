@@ -244,6 +244,12 @@ def mistakes() -> list[str]:
     expect(hsdp.UsageError, lambda: LocoHop(group_size=40))
     expect(hsdp.UsageError, lambda: LocoHop(gather="int2"))
     expect(hsdp.UsageError, lambda: LocoHop(seed=-1))
+    expect(hsdp.UsageError, lambda: LocoHop(bits=4.5))  # type: ignore[arg-type]
+    expect(hsdp.UsageError, lambda: LocoHop(reset_T=2**70))
+    expect(hsdp.UsageError, lambda: LocoHop(error_feedback="False"))  # type: ignore[arg-type]
+    expect(hsdp.UsageError, lambda: LocoHop(exclude=[1]))  # type: ignore[list-item]
+    expect(hsdp.UsageError, lambda: LocoHop(err_beta="x"))  # type: ignore[arg-type]
+    expect(hsdp.UsageError, lambda: LocoHop(scale_dtype="int4"))
     expect(TypeError, lambda: LocoHop(beta=0.8))  # type: ignore[call-arg]
     with hsdp.init_mesh(2, 1) as mesh:
         hop = LocoHop(exclude=("*bias",))
@@ -270,6 +276,8 @@ def test_mistakes_are_named(ranks: Launcher) -> None:
         texts,
         [
             "bits: expected 4 or 8, got 3", "multiple of 32", "'int4', 'int8' or 'bf16'", "seed",
+            "bits: expected a whole number, got 4.5", "reset_T", "error_feedback: expected True or False",
+            "exclude: expected names", "err_beta: expected a number", "scale_dtype: expected 'bf16' or 'f32'",
             "beta", "'*bias', which matches none", "which the replica_hop sends", "got a second",
             "at most 1",
             "'replicas' in it", "x", "beta 0.5",
@@ -357,9 +365,90 @@ def one_replica() -> dict[str, Any]:
         }
 
 
+HEADER = ["steps", "replicas", "group_size", "err_beta"]
+
+
 def test_one_replica_costs_nothing(ranks: Launcher) -> None:
     for found in ranks(2, one_replica):
-        assert found == {"state": [], "bytes": 0, "memory": 0}
+        assert found == {"state": HEADER, "bytes": 0, "memory": 0}
+
+
+def from_one_replica_to_two(folder: str) -> None:
+    """And back: what one owes to nobody."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        alone = LocoHop()
+        reducer = make_reducer(mesh, alone)
+        run(reducer, 0)
+        own = alone.state_dict()
+        alone.load_state_dict(own)
+        snapshot = pathlib.Path(folder) / "alone"
+        reducer.save_snapshot(snapshot, step=0)
+        reducer.close()
+        mesh.world.barrier()
+        assert set(hsdp.read_snapshot(snapshot).hop_state(mesh.rank)) == set(HEADER)
+    with hsdp.init_mesh(2, 1) as mesh:
+        hop = LocoHop()
+        hop.load_state_dict(own)
+        reducer = make_reducer(mesh, hop)
+        run(reducer, 0)
+        assert hop.steps == 1
+        state = hop.state_dict()
+        hop.load_state_dict(own)
+        assert hop.steps == 0 and not any(
+            np.any(errors) for key, errors in hop.state_dict().items() if key.endswith("codes")
+        )
+        reducer.close()
+    with hsdp.init_mesh(1, 2) as mesh:
+        for ready in (True, False):
+            hop = LocoHop()
+            reducer = make_reducer(mesh, hop)
+            if ready:
+                reducer.prepare()
+            hop.load_state_dict(state)
+            run(reducer, 1)
+            assert hop.steps == 1 and list(hop.state_dict()) == HEADER
+            reducer.close()
+
+
+def test_a_state_goes_to_one_replica_and_back(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    ranks(2, from_one_replica_to_two, str(tmp_path))
+
+
+def use_again() -> None:
+    """What a closed Reducer had is free; options may be given in any order."""
+    with hsdp.init_mesh(2, 1) as mesh:
+        patterns = ["n*", "tail"] if mesh.rank == 0 else ["tail", "n*", "tail"]
+        hop = LocoHop(exclude=patterns, gather=None if mesh.rank == 0 else "int4", seed=2**64 - 1,
+                      stochastic_error=True, plain_dtype="bf16", warmup_steps=10**15, err_beta=1 / 3)
+        first, second = make_reducer(mesh, hop), make_reducer(mesh, hop)
+        run(first, 0)
+        sent = first.stats().replica_hop_bytes
+        first.close()
+        run(second, 1)
+        assert hop.steps == 2 and first.stats().replica_hop_bytes == sent > 0
+
+
+def test_a_closed_reducer_has_let_go_of_its_hop(ranks: Launcher) -> None:
+    ranks(2, use_again)
+
+
+def scale_one_alone(factors: tuple[float, float]) -> str:
+    with hsdp.init_mesh(2, 1) as mesh:
+        hop = LocoHop()
+        reducer = make_reducer(mesh, hop)
+        run(reducer, 0)
+        if not np.isnan(factors[mesh.rank]):
+            hop.scale_errors(factors[mesh.rank])
+        try:
+            run(reducer, 1)
+        except hsdp.MismatchError as error:
+            return str(error)
+        return "nothing raised"
+
+
+@pytest.mark.parametrize("factors", [(0.2, 0.59), (0.0, float("nan")), (0.0625, 0.953125)])
+def test_other_factors_are_noticed(ranks: Launcher, factors: tuple[float, float]) -> None:
+    assert "1 steps x" in ranks(2, scale_one_alone, factors)[0]
 
 
 def test_options_of_deepspeed_will_do() -> None:

@@ -144,12 +144,12 @@ TEST(LocoHop, SaysInItsWordThatItsErrorsMove) {
     EXPECT_EQ(used.hop.word(), "1 steps");
     used.hop.prepare(used.plan);
     used.hop.bind(world, used.gather);
-    EXPECT_EQ(used.hop.word(), "1 steps, moved");
+    EXPECT_EQ(used.hop.word(), "1 steps moved");
     Step step;
     step.reductions.push_back({{2, {Floats(256, 1.3F)}}});
     std::atomic<std::uint32_t> nonfinite = 0;
     run_step(used.hop, used.made, step, world.rank(), nonfinite);
-    EXPECT_EQ(used.hop.word(), "1 steps, moved");  // the same all through the step
+    EXPECT_EQ(used.hop.word(), "1 steps moved");  // the same all through the step
     used.hop.end_step({0, StepOutcome::kDropped, ""});
     EXPECT_EQ(used.hop.word(), "1 steps");
     used.hop.scale_errors(0.5F);

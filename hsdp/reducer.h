@@ -125,8 +125,8 @@ class Reducer {
   // ranks agree on the step. Safe to call twice.
   void finish();
   void discard();  // drops it; no-op when none is pending
-  // As the destructor, and waits for snapshots; then every call but stats() is a UsageError, and the
-  // replica hop is free for another owner.
+  // As the destructor, and waits for snapshots; then every call but stats() is a UsageError, and
+  // the replica hop is free for another owner.
   void close();
 
   [[nodiscard]] TensorView shard(std::string_view name);  // fp32, writable, this rank's slice

@@ -115,7 +115,8 @@ struct LocoHop::Parts {
 LocoHop::LocoHop(LocoOptions options) {
   require_valid(options);
   std::ranges::sort(options.exclude);
-  options.exclude.erase(std::ranges::unique(options.exclude).begin(), options.exclude.end());
+  options.exclude.erase(std::unique(options.exclude.begin(), options.exclude.end()),
+                        options.exclude.end());
   parts_ = std::make_unique<Parts>(std::move(options));
 }
 

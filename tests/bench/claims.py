@@ -199,7 +199,8 @@ def slow_link(samples: Samples) -> Iterator[Claim]:
     """A step of 16 Mi elements between two replicas, 1 Gbit/s apart."""
     f32, bf16, plain4, loco = (samples.value(f"slow_link_1000_{hop}_ms")
                                for hop in ("f32", "bf16", "plain4", "loco"))
-    detail = "" if loco is None else f"1 Gbit/s, {loco:.0f} ms"
+    sleeps = samples.value("slow_link_sleeps")
+    detail = "" if loco is None else f"1 Gbit/s, {loco:.0f} ms" + (", the link sleeps" if sleeps else "")
     yield Claim("step over a slow link: f32 hop / LoCo", quotient(f32, loco), 6.0, detail)
     yield Claim("step over a slow link: bf16 hop / LoCo", quotient(bf16, loco), 3.0, detail)
     yield Claim("step over a slow link: LoCo / plain 4 bit", quotient(loco, plain4), 1.05, detail,

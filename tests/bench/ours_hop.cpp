@@ -1,5 +1,6 @@
 // One step of a Reducer on a 2x1 mesh for each of four replica hops, in turns: what goes between
 // two replicas decides the time when the link is slow. slow_link.py runs it over such a link.
+// --sleeping-mbit=N: over one of that rate inside the processes.
 //
 //   hop <name> <elements> <median_ms> <bytes a rank sends in a step>
 #include <algorithm>
@@ -9,9 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "hsdp/comm/world.h"
 #include "hsdp/reducer.h"
 #include "measurement.h"
 #include "quant/loco_hop.h"
+#include "sleeping_link.h"
 
 namespace {
 
@@ -54,7 +57,10 @@ int main(int argc, char** argv) {
   const hsdp::bench::Arguments arguments = hsdp::bench::parse_arguments(argc, argv);
   const int parameters = std::stoi(arguments.value("mebielements", "16"));
   const int rounds = std::stoi(arguments.value("rounds", "7"));
-  const hsdp::Mesh mesh = hsdp::init_mesh({.replicate = 2, .shard = 1});
+  const double sleeping_mbit = std::stod(arguments.value("sleeping-mbit", "0"));
+  hsdp::Communicator job = hsdp::connect_world();
+  if (sleeping_mbit > 0) job = hsdp::bench::behind_sleeping_link(job, sleeping_mbit * 1e6 / 8);
+  const hsdp::Mesh mesh(job, {.replicate = 2, .shard = 1});
   hsdp::bench::pin_to_core(mesh.rank());
   hsdp::Communicator world = mesh.world();
   std::vector<float> gradient(kParameterCount);

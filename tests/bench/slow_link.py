@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Measures the replica hops over slow links: a replica in each of two network namespaces.
 
-The namespaces are joined by a veth pair whose ends are shaped by tc's token bucket filter. Every rate
-is one run, in which the hops take turns. Prints a table: the time of a step with each hop, as ratios.
-Needs root, iproute2 and two cores.
+The namespaces are joined by a veth pair whose ends are shaped by tc's token bucket filter, for which
+it needs root and iproute2. Where that is not allowed, and with --sleeping, the replicas talk through
+shared memory and sleep for as long as a link would have taken (sleeping_link.h). Every rate is one
+run, in which the hops take turns. Prints a table: the time of a step with each hop, as ratios.
 
-Usage: slow_link.py --build build/bench [--rates 100 1000 ...] [--rounds N]
+Usage: slow_link.py --build build/bench [--sleeping] [--rates 100 1000 ...] [--rounds N]
 """
 
 import argparse
@@ -14,7 +15,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from typing import Dict, Iterable, Optional
+from typing import Dict, Iterable, List, Optional
 
 from programs import Report
 
@@ -30,10 +31,10 @@ def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
     return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
 
 
-class Link:
+class ShapedLink:
     """Two namespaces and what joins them, while the block runs."""
 
-    def __enter__(self) -> "Link":
+    def __enter__(self) -> "ShapedLink":
         self.__exit__()  # what a run that was killed has left
         try:
             for end in ENDS:
@@ -64,49 +65,87 @@ class Link:
                 subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst",
                                 str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
 
+    def start(self, rank: int, command: List[str]) -> subprocess.Popen:
+        return start(["ip", "netns", "exec", ENDS[rank], *command],
+                     {"RANK": str(rank), "WORLD_SIZE": "2", "HSDP_ADDR": ADDRESSES[0],
+                      "HSDP_PORT": str(PORT), "HSDP_SECRET": "slow link",
+                      "HSDP_JOB": "slow link", "HSDP_TRANSPORT": "tcp"})
+
+
+class SleepingLink:
+    """The same interface, inside the processes."""
+
+    def __init__(self) -> None:
+        self._mbit = 0
+
+    def __enter__(self) -> "SleepingLink":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def shape(self, mbit: int) -> None:
+        """Both directions; 0: not at all."""
+        self._mbit = mbit
+
+    def start(self, rank: int, command: List[str]) -> subprocess.Popen:
+        return start([*command, f"--sleeping-mbit={self._mbit}"],
+                     {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+                      "LOCAL_WORLD_SIZE": "2", "HSDP_JOB": f"slow link {os.getpid()}"})
+
+
+def start(command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def why_not_shaped() -> str:
+    """Empty where a shaped link can be had."""
+    if not all(map(shutil.which, ("ip", "tc"))):
+        return "ip and tc (iproute2) are not installed"
+    try:
+        with ShapedLink() as link:
+            link.shape(1000)
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+    return ""
+
 
 class SlowLink:
     """ours_hop of a build folder, over links of several rates."""
 
-    def __init__(self, build: pathlib.Path):
+    def __init__(self, build: pathlib.Path, sleeping: bool = False):
         self._program = build.resolve() / "tests" / "bench" / "ours_hop"
+        self._sleeping = sleeping
 
     def missing(self) -> Optional[str]:
-        if not self._program.is_file():
-            return "ours_hop was not built"
-        if not all(map(shutil.which, ("ip", "tc"))):
-            return "ip and tc (iproute2) are not installed"
-        try:
-            with Link() as link:
-                link.shape(1000)
-        except subprocess.CalledProcessError as error:
-            return f"no shaped link between two network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}"
-        return None
+        return None if self._program.is_file() else "ours_hop was not built"
 
     def measure(self, rounds: int, rates: Iterable[int] = (1000,)) -> Report:
-        """Values: slow_link_<Mbit/s>_<hop>_ms."""
+        """Values: slow_link_<Mbit/s>_<hop>_ms, and slow_link_sleeps as 0 or 1."""
+        if not self._sleeping:
+            reason = why_not_shaped()
+            self._sleeping = bool(reason)
+            if reason:
+                print(f"slow_link: the link sleeps, as none can be shaped: {reason}",
+                      file=sys.stderr)
         report = Report()
-        with Link() as link:
+        report.values["slow_link_sleeps"] = float(self._sleeping)
+        with SleepingLink() if self._sleeping else ShapedLink() as link:
             for mbit in rates:
                 link.shape(mbit)
-                for hop, milliseconds in self._run(rounds, report).items():
+                for hop, milliseconds in self._run(link, rounds, report).items():
                     report.values[f"slow_link_{mbit}_{hop}_ms"] = milliseconds
                 if report.error:
                     break
         return report
 
-    def _run(self, rounds: int, report: Report) -> Dict[str, float]:
-        ranks = []
+    def _run(self, link: "ShapedLink | SleepingLink", rounds: int, report: Report) -> Dict[str, float]:
+        ranks: List[subprocess.Popen] = []
+        command = [str(self._program), f"--rounds={max(rounds, LEAST_ROUNDS)}"]
         try:
-            for rank, end in enumerate(ENDS):
-                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2",
-                               "HSDP_ADDR": ADDRESSES[0], "HSDP_PORT": str(PORT),
-                               "HSDP_SECRET": "slow link", "HSDP_JOB": "slow link",
-                               "HSDP_TRANSPORT": "tcp"}
-                ranks.append(subprocess.Popen(
-                    ["ip", "netns", "exec", end, str(self._program),
-                     f"--rounds={max(rounds, LEAST_ROUNDS)}"],
-                    env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            for rank in range(2):
+                ranks.append(link.start(rank, command))
             outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
             report.error = f"slow link: no end within {TIMEOUT_S} s"
@@ -133,8 +172,9 @@ def main() -> int:
     parser.add_argument("--rates", type=int, nargs="*", help="in Mbit/s; 0: unshaped",
                         default=[100, 300, 1000, 2500, 5000, 10000, 0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sleeping", action="store_true", help="without network namespaces")
     asked = parser.parse_args()
-    slow_link = SlowLink(asked.build)
+    slow_link = SlowLink(asked.build, asked.sleeping)
     reason = slow_link.missing()
     if reason:
         print(f"slow_link: {reason}", file=sys.stderr)

@@ -4,10 +4,12 @@ import dataclasses
 import pathlib
 import tempfile
 import unittest
+import unittest.mock
 
 import claims
 import programs
 import run
+import slow_link
 
 
 def line(system="ours_shared", variant="v", op="all_reduce", dtype="f32", size=1 << 20, ranks=4,
@@ -78,6 +80,21 @@ class Claims(unittest.TestCase):
                                       ("LoCo / plain 4 bit", 1, "held")):
             claim = found[f"step over a slow link: {claim}"]
             self.assertEqual((ratio, verdict), (claim.ratio, claim.verdict))
+
+    def test_the_link_sleeps_where_none_can_be_shaped(self):
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder, "tests", "bench", "ours_hop")
+            program.parent.mkdir(parents=True)
+            program.write_text('#!/bin/sh\n[ "$RANK" = 0 ] && echo "hop loco 16 ${2#*=} 8"\n:\n',
+                               encoding="utf-8")
+            program.chmod(0o755)
+            link = slow_link.SlowLink(pathlib.Path(folder))
+            self.assertIsNone(link.missing())
+            with unittest.mock.patch.object(slow_link, "why_not_shaped", lambda: "no root"):
+                report = link.measure(1, [1000, 300])
+            self.assertFalse(report.error)
+            self.assertEqual({"slow_link_sleeps": 1, "slow_link_1000_loco_ms": 1000,
+                              "slow_link_300_loco_ms": 300}, report.values)
 
     def test_peer_ratio(self):
         name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"

@@ -1,0 +1,108 @@
+#include "sleeping_link.h"
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "hsdp/comm/engine.h"
+
+namespace hsdp::bench {
+namespace {
+
+// When a rank's link is done with what it was given.
+class Link {
+ public:
+  explicit Link(double bytes_per_s) : bytes_per_s_(bytes_per_s) {}
+
+  void carry(double bytes) {
+    using Clock = std::chrono::steady_clock;
+    const std::chrono::duration<double> time(bytes / bytes_per_s_);
+    std::unique_lock lock(mutex_);
+    free_at_ = std::max(free_at_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(time);
+    const Clock::time_point done = free_at_;
+    lock.unlock();
+    std::this_thread::sleep_until(done);
+  }
+
+ private:
+  const double bytes_per_s_;
+  std::mutex mutex_;
+  std::chrono::steady_clock::time_point free_at_{};
+};
+
+class SleepingEngine : public Communicator::Engine {
+ public:
+  SleepingEngine(std::shared_ptr<Communicator::Engine> engine, std::shared_ptr<Link> link)
+      : engine_(std::move(engine)),
+        link_(std::move(link)),
+        id_(engine_->group_id() + " behind a link") {}
+
+  [[nodiscard]] int rank() const override { return engine_->rank(); }
+  [[nodiscard]] const std::vector<int>& world_ranks() const override {
+    return engine_->world_ranks();
+  }
+  [[nodiscard]] Transport transport() const override { return engine_->transport(); }
+  [[nodiscard]] std::string_view name() const override { return engine_->name(); }
+  [[nodiscard]] const std::string& group_id() const override { return id_; }
+  [[nodiscard]] comm::Control& control() const override { return engine_->control(); }
+
+  void reduce_scatter(const ReduceScatter& args, Stream& stream) override {
+    engine_->reduce_scatter(args, stream);
+    carry(args.in.size_in_bytes(), stream);
+  }
+  void all_reduce(const AllReduce& args, Stream& stream) override {
+    engine_->all_reduce(args, stream);
+    const std::size_t element = size_bytes(args.wire.value_or(args.data.dtype));
+    carry(2 * static_cast<std::size_t>(args.data.count) * element, stream);
+  }
+  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                  Stream& stream) override {
+    engine_->all_gather(in, out, cut, bucket, stream);
+    carry(out.size_in_bytes(), stream);
+  }
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+                  Stream& stream) override {
+    engine_->all_to_all(in, out, cut, bucket, stream);
+    carry(in.size_in_bytes(), stream);
+  }
+  void broadcast(TensorView data, int root, Stream& stream) override {
+    engine_->broadcast(data, root, stream);
+    carry(data.size_in_bytes(), stream);
+  }
+  void barrier(Stream& stream) override { engine_->barrier(stream); }
+  [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override {
+    std::shared_ptr<Engine> part = engine_->split(color, key);
+    return part ? std::make_shared<SleepingEngine>(std::move(part), link_) : part;
+  }
+  [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override {
+    return engine_->allocate(count, dtype);
+  }
+  void wait(const Event& event) override { engine_->wait(event); }
+
+ private:
+  // A rank keeps its own row of a message.
+  void carry(std::size_t message_bytes, Stream& stream) {
+    const auto size = static_cast<double>(world_ranks().size());
+    const double bytes = static_cast<double>(message_bytes) * (size - 1) / size;
+    stream.run([link = link_, bytes] { link->carry(bytes); });
+  }
+
+  std::shared_ptr<Communicator::Engine> engine_;
+  std::shared_ptr<Link> link_;
+  std::string id_;
+};
+
+}  // namespace
+
+Communicator behind_sleeping_link(const Communicator& world, double bytes_per_s) {
+  return Communicator(
+      std::make_shared<SleepingEngine>(world.engine(), std::make_shared<Link>(bytes_per_s)));
+}
+
+}  // namespace hsdp::bench

@@ -2,15 +2,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
-#include "hsdp/comm/engine.h"
+#include "tests/support/engine_around.h"
 
 namespace hsdp::bench {
 namespace {
@@ -36,54 +35,47 @@ class Link {
   std::chrono::steady_clock::time_point free_at_{};
 };
 
-class SleepingEngine : public Communicator::Engine {
+class SleepingEngine : public test::EngineAround {
  public:
   SleepingEngine(std::shared_ptr<Communicator::Engine> engine, std::shared_ptr<Link> link)
-      : engine_(std::move(engine)),
+      : EngineAround(std::move(engine)),
         link_(std::move(link)),
-        id_(engine_->group_id() + " behind a link") {}
+        id_(inner()->group_id() + " behind a link") {}
 
-  [[nodiscard]] int rank() const override { return engine_->rank(); }
-  [[nodiscard]] const std::vector<int>& world_ranks() const override {
-    return engine_->world_ranks();
-  }
-  [[nodiscard]] Transport transport() const override { return engine_->transport(); }
-  [[nodiscard]] std::string_view name() const override { return engine_->name(); }
   [[nodiscard]] const std::string& group_id() const override { return id_; }
-  [[nodiscard]] comm::Control& control() const override { return engine_->control(); }
 
   void reduce_scatter(const ReduceScatter& args, Stream& stream) override {
-    engine_->reduce_scatter(args, stream);
+    inner()->reduce_scatter(args, stream);
     carry(args.in.size_in_bytes(), stream);
   }
   void all_reduce(const AllReduce& args, Stream& stream) override {
-    engine_->all_reduce(args, stream);
+    inner()->all_reduce(args, stream);
     const std::size_t element = size_bytes(args.wire.value_or(args.data.dtype));
     carry(2 * static_cast<std::size_t>(args.data.count) * element, stream);
   }
   void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                   Stream& stream) override {
-    engine_->all_gather(in, out, cut, bucket, stream);
+    inner()->all_gather(in, out, cut, bucket, stream);
     carry(out.size_in_bytes(), stream);
   }
   void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                   Stream& stream) override {
-    engine_->all_to_all(in, out, cut, bucket, stream);
+    inner()->all_to_all(in, out, cut, bucket, stream);
     carry(in.size_in_bytes(), stream);
   }
   void broadcast(TensorView data, int root, Stream& stream) override {
-    engine_->broadcast(data, root, stream);
+    inner()->broadcast(data, root, stream);
     carry(data.size_in_bytes(), stream);
   }
-  void barrier(Stream& stream) override { engine_->barrier(stream); }
+  void barrier(Stream& stream) override { inner()->barrier(stream); }
   [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override {
-    std::shared_ptr<Engine> part = engine_->split(color, key);
+    std::shared_ptr<Engine> part = inner()->split(color, key);
     return part ? std::make_shared<SleepingEngine>(std::move(part), link_) : part;
   }
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override {
-    return engine_->allocate(count, dtype);
+    return inner()->allocate(count, dtype);
   }
-  void wait(const Event& event) override { engine_->wait(event); }
+  void wait(const Event& event) override { inner()->wait(event); }
 
  private:
   // A rank keeps its own row of a message.
@@ -93,7 +85,6 @@ class SleepingEngine : public Communicator::Engine {
     stream.run([link = link_, bytes] { link->carry(bytes); });
   }
 
-  std::shared_ptr<Communicator::Engine> engine_;
   std::shared_ptr<Link> link_;
   std::string id_;
 };

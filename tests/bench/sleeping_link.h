@@ -9,7 +9,7 @@
 
 namespace hsdp::bench {
 
-// Collective. `bytes_per_s`: what a rank may send.
+// On every rank of it or on none. `bytes_per_s`: what a rank may send.
 [[nodiscard]] Communicator behind_sleeping_link(const Communicator& world, double bytes_per_s);
 
 }  // namespace hsdp::bench

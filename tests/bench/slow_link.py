@@ -17,12 +17,11 @@ import subprocess
 import sys
 from typing import Dict, Iterable, List, Optional
 
-from programs import Report
+from programs import Report, TIMEOUT_S
 
 ENDS = ("hsdp-a", "hsdp-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29577
-TIMEOUT_S = 600
 LEAST_ROUNDS = 9  # they are short, and single ones differ by a tenth
 HOPS = ("f32", "bf16", "plain4", "loco")
 
@@ -66,10 +65,9 @@ class ShapedLink:
                                 str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
 
     def start(self, rank: int, command: List[str]) -> subprocess.Popen:
-        return start(["ip", "netns", "exec", ENDS[rank], *command],
-                     {"RANK": str(rank), "WORLD_SIZE": "2", "HSDP_ADDR": ADDRESSES[0],
-                      "HSDP_PORT": str(PORT), "HSDP_SECRET": "slow link",
-                      "HSDP_JOB": "slow link", "HSDP_TRANSPORT": "tcp"})
+        return start(rank, ["ip", "netns", "exec", ENDS[rank], *command],
+                     {"HSDP_ADDR": ADDRESSES[0], "HSDP_PORT": str(PORT), "HSDP_SECRET": "slow link",
+                      "HSDP_TRANSPORT": "tcp"})
 
 
 class SleepingLink:
@@ -89,13 +87,14 @@ class SleepingLink:
         self._mbit = mbit
 
     def start(self, rank: int, command: List[str]) -> subprocess.Popen:
-        return start([*command, f"--sleeping-mbit={self._mbit}"],
-                     {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
-                      "LOCAL_WORLD_SIZE": "2", "HSDP_JOB": f"slow link {os.getpid()}"})
+        return start(rank, [*command, f"--sleeping-mbit={self._mbit}"],
+                     {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"})
 
 
-def start(command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
-    return subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE,
+def start(rank: int, command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2",
+                   "HSDP_JOB": f"slow link {os.getpid()}", **variables}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)
 
 
@@ -111,27 +110,30 @@ def why_not_shaped() -> str:
     return ""
 
 
+def choose_link() -> "ShapedLink | SleepingLink":
+    reason = why_not_shaped()
+    if not reason:
+        return ShapedLink()
+    print(f"slow_link: the link sleeps, as none can be shaped: {reason}", file=sys.stderr)
+    return SleepingLink()
+
+
 class SlowLink:
     """ours_hop of a build folder, over links of several rates."""
 
     def __init__(self, build: pathlib.Path, sleeping: bool = False):
         self._program = build.resolve() / "tests" / "bench" / "ours_hop"
-        self._sleeping = sleeping
+        self._link = SleepingLink() if sleeping else None  # else chosen by the first measure()
 
     def missing(self) -> Optional[str]:
         return None if self._program.is_file() else "ours_hop was not built"
 
     def measure(self, rounds: int, rates: Iterable[int] = (1000,)) -> Report:
         """Values: slow_link_<Mbit/s>_<hop>_ms, and slow_link_sleeps as 0 or 1."""
-        if not self._sleeping:
-            reason = why_not_shaped()
-            self._sleeping = bool(reason)
-            if reason:
-                print(f"slow_link: the link sleeps, as none can be shaped: {reason}",
-                      file=sys.stderr)
+        self._link = self._link or choose_link()
         report = Report()
-        report.values["slow_link_sleeps"] = float(self._sleeping)
-        with SleepingLink() if self._sleeping else ShapedLink() as link:
+        report.values["slow_link_sleeps"] = float(isinstance(self._link, SleepingLink))
+        with self._link as link:
             for mbit in rates:
                 link.shape(mbit)
                 for hop, milliseconds in self._run(link, rounds, report).items():

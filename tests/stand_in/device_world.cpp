@@ -6,65 +6,61 @@
 #include <memory>
 #include <utility>
 
-#include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
+#include "tests/support/engine_around.h"
 
 namespace hsdp::stand_in {
 namespace {
 
-class DeviceEngine : public Communicator::Engine {
+class DeviceEngine : public test::EngineAround {
  public:
   DeviceEngine(std::shared_ptr<Communicator::Engine> host, Device device)
-      : host_(std::move(host)), device_(device), group_id_(host_->group_id() + "/device") {}
+      : EngineAround(std::move(host)),
+        device_(device),
+        group_id_(inner()->group_id() + "/device") {}
 
-  [[nodiscard]] int rank() const override { return host_->rank(); }
-  [[nodiscard]] const std::vector<int>& world_ranks() const override {
-    return host_->world_ranks();
-  }
-  [[nodiscard]] Transport transport() const override { return host_->transport(); }
   [[nodiscard]] std::string_view name() const override { return "stand-in"; }
   [[nodiscard]] const std::string& group_id() const override { return group_id_; }
-  [[nodiscard]] comm::Control& control() const override { return host_->control(); }
 
   void reduce_scatter(const ReduceScatter& args, Stream& stream) override {
     ReduceScatter same = args;
     same.in.device = same.out.device = {};
-    enqueue_call(stream, [host = host_, same](Stream& now) { host->reduce_scatter(same, now); });
+    enqueue_call(stream, [host = inner(), same](Stream& now) { host->reduce_scatter(same, now); });
   }
   void all_reduce(const AllReduce& args, Stream& stream) override {
     AllReduce same = args;
     same.data.device = {};
-    enqueue_call(stream, [host = host_, same](Stream& now) { host->all_reduce(same, now); });
+    enqueue_call(stream, [host = inner(), same](Stream& now) { host->all_reduce(same, now); });
   }
   void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                   Stream& stream) override {
     in.device = out.device = {};
-    enqueue_call(stream, [host = host_, in, out, cut, bucket](Stream& now) {
+    enqueue_call(stream, [host = inner(), in, out, cut, bucket](Stream& now) {
       host->all_gather(in, out, cut, bucket, now);
     });
   }
   void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                   Stream& stream) override {
     in.device = out.device = {};
-    enqueue_call(stream, [host = host_, in, out, cut, bucket](Stream& now) {
+    enqueue_call(stream, [host = inner(), in, out, cut, bucket](Stream& now) {
       host->all_to_all(in, out, cut, bucket, now);
     });
   }
   void broadcast(TensorView data, int root, Stream& stream) override {
     data.device = {};
     enqueue_call(stream,
-                 [host = host_, data, root](Stream& now) { host->broadcast(data, root, now); });
+                 [host = inner(), data, root](Stream& now) { host->broadcast(data, root, now); });
   }
   void barrier(Stream& stream) override {
-    enqueue_call(stream, [host = host_](Stream& now) { host->barrier(now); });
+    enqueue_call(stream, [host = inner()](Stream& now) { host->barrier(now); });
   }
   [[nodiscard]] std::shared_ptr<Communicator::Engine> split(int color, int key) override {
-    std::shared_ptr<Communicator::Engine> part = host_->split(color, key);
+    std::shared_ptr<Communicator::Engine> part = inner()->split(color, key);
     if (part == nullptr) return nullptr;
     return std::make_shared<DeviceEngine>(std::move(part), device_);
   }
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override {
-    const SharedMemory memory = host_->allocate(count, dtype);
+    const SharedMemory memory = inner()->allocate(count, dtype);
     TensorView view = memory.view();
     view.device = device_;
     return SharedMemory(memory.owner(), view);
@@ -81,7 +77,6 @@ class DeviceEngine : public Communicator::Engine {
     });
   }
 
-  std::shared_ptr<Communicator::Engine> host_;
   Device device_;
   std::string group_id_;
 };

@@ -11,58 +11,50 @@
 #include "cuda_stand_in.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/optional_engines.h"
+#include "tests/support/engine_around.h"
 
 namespace hsdp::test {
 namespace {
 
 constexpr int kGpus = 8;
 
-class HostViews : public Communicator::Engine {
+class HostViews : public EngineAround {
  public:
   HostViews(std::shared_ptr<Communicator::Engine> nccl, Device device)
-      : nccl_(std::move(nccl)), device_(device) {}
-
-  [[nodiscard]] int rank() const override { return nccl_->rank(); }
-  [[nodiscard]] const std::vector<int>& world_ranks() const override {
-    return nccl_->world_ranks();
-  }
-  [[nodiscard]] Transport transport() const override { return nccl_->transport(); }
-  [[nodiscard]] std::string_view name() const override { return nccl_->name(); }
-  [[nodiscard]] const std::string& group_id() const override { return nccl_->group_id(); }
-  [[nodiscard]] comm::Control& control() const override { return nccl_->control(); }
+      : EngineAround(std::move(nccl)), device_(device) {}
 
   void reduce_scatter(const ReduceScatter& args, Stream& stream) override {
     ReduceScatter same = args;
     same.in.device = same.out.device = device_;
-    nccl_->reduce_scatter(same, stream);
+    inner()->reduce_scatter(same, stream);
   }
   void all_reduce(const AllReduce& args, Stream& stream) override {
     AllReduce same = args;
     same.data.device = device_;
-    nccl_->all_reduce(same, stream);
+    inner()->all_reduce(same, stream);
   }
   void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                   Stream& stream) override {
     in.device = out.device = device_;
-    nccl_->all_gather(in, out, cut, bucket, stream);
+    inner()->all_gather(in, out, cut, bucket, stream);
   }
   void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                   Stream& stream) override {
     in.device = out.device = device_;
-    nccl_->all_to_all(in, out, cut, bucket, stream);
+    inner()->all_to_all(in, out, cut, bucket, stream);
   }
   void broadcast(TensorView data, int root, Stream& stream) override {
     data.device = device_;
-    nccl_->broadcast(data, root, stream);
+    inner()->broadcast(data, root, stream);
   }
-  void barrier(Stream& stream) override { nccl_->barrier(stream); }
+  void barrier(Stream& stream) override { inner()->barrier(stream); }
   [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override {
-    auto part = nccl_->split(color, key);
+    auto part = inner()->split(color, key);
     if (part == nullptr) return nullptr;
     return std::make_shared<HostViews>(std::move(part), device_);
   }
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override {
-    const SharedMemory memory = nccl_->allocate(count, dtype);
+    const SharedMemory memory = inner()->allocate(count, dtype);
     TensorView view = memory.view();
     EXPECT_EQ(view.device, device_);
     view.device = {};
@@ -70,7 +62,6 @@ class HostViews : public Communicator::Engine {
   }
 
  private:
-  std::shared_ptr<Communicator::Engine> nccl_;
   Device device_;
 };
 

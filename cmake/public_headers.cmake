@@ -32,4 +32,5 @@ set(HSDP_PUBLIC_HEADERS
   quant/group_format.h
   quant/loco_hop.h
   quant/loco_options.h
-  quant/quantization_error.h)
+  quant/quantization_error.h
+  zero/coalesced_window.h)

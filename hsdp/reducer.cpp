@@ -74,6 +74,9 @@ void Reducer::set_requires_all_reduce(bool flag, const std::optional<std::string
   reducer::StepLedger& ledger = parts_->steps.ledger_for("set_requires_all_reduce");
   ledger.set_requires_all_reduce(flag, parts_->find_group(group));
 }
+void Reducer::set_partial_sync(Sync sync) {
+  parts_->steps.ledger_for("set_partial_sync").set_partial_sync(sync);
+}
 void Reducer::set_gradient_divide_factor(std::optional<double> factor) {
   parts_->steps.ledger_for("set_gradient_divide_factor").set_gradient_divide_factor(factor);
 }
@@ -115,6 +118,15 @@ Event Reducer::packed() {
 }
 void Reducer::reject_gradient(std::string_view message) { parts_->steps.reject_gradient(message); }
 void Reducer::end_microbatch() { parts_->steps.end_microbatch(); }
+void Reducer::begin_window(const WindowOptions& options) { parts_->steps.begin_window(options); }
+void Reducer::end_window(std::int64_t backwards) { parts_->steps.end_window(backwards); }
+std::vector<float> Reducer::local_sum(std::string_view name) {
+  return parts_->results.local_sum(parts_->parameters.find(name));
+}
+void Reducer::local_sum(std::string_view name, TensorView out) {
+  parts_->results.local_sum(parts_->parameters.find(name), out);
+}
+void Reducer::release_memory() { parts_->steps.release_memory(); }
 void Reducer::abandon_step(std::string_view reason) noexcept { parts_->steps.abandon(reason); }
 void Reducer::finish() { parts_->steps.finish(); }
 void Reducer::discard() { parts_->steps.discard(); }

@@ -21,14 +21,13 @@
 // waits for packed().
 // Threads: gradient_ready may be called from any thread during a microbatch; everything else from
 // one thread at a time. Reductions run on streams of the Reducer's own.
-// Collective: construction, the first begin_microbatch, microbatches, finish, discard, grad_norm,
-// clip_grad_norm, found_inf to memory, gather_*, make_lane and close are called by every rank of
-// the mesh in the same order.
-// Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
-// or failed to set the Reducer up (all stay usable). PeerLostError, TimeoutError, a MismatchError
-// but that of a set-up, and a RankError with the text of what failed on another rank end the
-// Reducer: every later call repeats the first of these, but for stats, close and reading the last
-// finished result.
+// Collective: construction, the first begin_microbatch, microbatches, windows, finish, discard,
+// grad_norm, clip_grad_norm, found_inf to memory, gather_*, make_lane and close are called by every
+// rank of the mesh in the same order. Errors: UsageError for misuse on this rank; StepAbortedError
+// when another rank dropped the step or failed to set the Reducer up (all stay usable).
+// PeerLostError, TimeoutError, a MismatchError but that of a set-up, and a RankError with the text
+// of what failed on another rank end the Reducer: every later call repeats the first of these, but
+// for stats, close and reading the last finished result.
 #pragma once
 
 #include <cstdint>
@@ -76,6 +75,9 @@ class Reducer {
   // As in FSDP2 the gradient sync flag sets the all-reduce flag too.
   void set_requires_gradient_sync(bool flag, const std::optional<std::string>& group = {});
   void set_requires_all_reduce(bool flag, const std::optional<std::string>& group = {});
+  // What last = false means: kShard, or kNone, as stage 1 of ZeRO keeps gradients whole and local
+  // until the step's end. Outside a microbatch, the same on every rank.
+  void set_partial_sync(Sync sync);
   // None restores the default. Outside a microbatch, until the step's last one begins; persists.
   void set_gradient_divide_factor(std::optional<double> factor);
   void set_loss_scale(double scale);  // between steps
@@ -112,6 +114,18 @@ class Reducer {
   // this message and drops the step. From any thread; no-op when no microbatch is open.
   void reject_gradient(std::string_view message);
   void end_microbatch();
+  // A window of several backward passes, however many, that are reduced once: one microbatch of the
+  // step. Nothing is exchanged inside of it, and ranks may run different numbers of passes. Calls
+  // of begin_microbatch and end_microbatch inside are allowed and do nothing else; flags that are
+  // set inside are undone at its end. zero::CoalescedWindow holds one over several Reducers.
+  void begin_window(const WindowOptions& options = {});
+  // `backwards`: how many passes each gradient that was handed over is the sum of; more than one
+  // with Accumulate::kGrad only.
+  void end_window(std::int64_t backwards = 1);
+  // What this rank has added up of a parameter's gradients, in a window or in microbatches with
+  // sync = none: not divided by anything. A copy, fp32, of the whole parameter.
+  [[nodiscard]] std::vector<float> local_sum(std::string_view name);
+  void local_sum(std::string_view name, TensorView out);  // f32 of the parameter's count
   // Drops the step on all ranks, in a microbatch or between two: this rank is idle at once and
   // sends zeros for what its peers wait for; they get a StepAbortedError with the reason (1 KiB of
   // it) at the end of their next microbatch that sends something. Waits for the previous
@@ -128,6 +142,10 @@ class Reducer {
   // As the destructor, and waits for snapshots; then every call but stats() is a UsageError, and
   // the replica hop is free for another owner.
   void close();
+
+  // Between steps: gives back what is kept for the next ones, local sums and mid-step totals. Waits
+  // for the ranks to agree on the last step; not collective.
+  void release_memory();
 
   [[nodiscard]] TensorView shard(std::string_view name);  // fp32, writable, this rank's slice
   // carry / (f s), a copy. Not while a group that was all earlier in the step holds totals.

@@ -20,6 +20,8 @@ enum class Sync : std::uint8_t { kNone, kShard, kAll };
 enum class Missing : std::uint8_t { kError, kZero };
 enum class Backwards : std::uint8_t { kOne, kMany };
 enum class AccumulateDtype : std::uint8_t { kF32, kParam };
+enum class Accumulate : std::uint8_t { kBuffer, kGrad };
+enum class AccumulateOn : std::uint8_t { kDevice, kHost };
 
 // A value of an option and its word, for Python, messages and snapshots.
 template <typename Value>
@@ -43,6 +45,12 @@ constexpr std::array<Choice<Backwards>, 2> choices(Backwards /*of*/) {
 constexpr std::array<Choice<AccumulateDtype>, 2> choices(AccumulateDtype /*of*/) {
   return {{{"f32", AccumulateDtype::kF32}, {"param", AccumulateDtype::kParam}}};
 }
+constexpr std::array<Choice<Accumulate>, 2> choices(Accumulate /*of*/) {
+  return {{{"buffer", Accumulate::kBuffer}, {"grad", Accumulate::kGrad}}};
+}
+constexpr std::array<Choice<AccumulateOn>, 2> choices(AccumulateOn /*of*/) {
+  return {{{"device", AccumulateOn::kDevice}, {"host", AccumulateOn::kHost}}};
+}
 template <typename Value>
 constexpr std::string_view word_of(Value value) {
   for (const auto& choice : choices(value)) {
@@ -62,7 +70,8 @@ struct ReducerOptions {
   std::optional<std::int64_t> bucket_bytes;  // wire bytes of a whole bucket; default: as below
   Missing missing = Missing::kError;
   Backwards backwards = Backwards::kOne;
-  AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of sync = none
+  AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of local sums
+  AccumulateOn accumulate_on = AccumulateOn::kDevice;        // kHost: pinned, beside a GPU
   std::string reduction = "exact";                           // or "native" (nccl only)
   std::shared_ptr<ReplicaHop> replica_hop;                   // default: a PlainHop
 };
@@ -78,6 +87,7 @@ void visit_fields(Options& options, Visit visit) requires
   visit("missing", options.missing);
   visit("backwards", options.backwards);
   visit("accumulate_dtype", options.accumulate_dtype);
+  visit("accumulate_on", options.accumulate_on);
   visit("reduction", options.reduction);
   visit("replica_hop", options.replica_hop);
 }
@@ -91,10 +101,24 @@ struct ParameterSpec {
 };
 
 // Which sync a microbatch runs: an explicit `sync` decides; else a group whose gradient sync is off
-// is none; else last = true means all and last = false shard; else the all-reduce flag decides.
+// is none; else last = true means all and last = false the partial sync
+// (Reducer::set_partial_sync); else the all-reduce flag decides.
 struct MicrobatchOptions {
   std::optional<bool> last;
   std::optional<Sync> sync;
+};
+
+// A window of backward passes that are reduced once.
+struct WindowOptions {
+  // True ends the step, false leaves it pending with the partial sync. None ends it, but for groups
+  // whose gradient sync is off.
+  std::optional<bool> last{};
+  // How many gradients each parameter gets, where this rank knows: it may be reduced as soon as its
+  // last one is there, and one more is an error.
+  std::optional<std::int64_t> backwards{};
+  // kBuffer: the Reducer adds them up. kGrad: the caller does, and hands each parameter's sum over.
+  Accumulate accumulate = Accumulate::kBuffer;
+  AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of the Reducer's local sums
 };
 
 // How long `keep_alive` of a gradient on a GPU is kept: until the GPU has read it, or, by an

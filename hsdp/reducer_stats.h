@@ -77,6 +77,7 @@ struct ReducerState {
   bool step_begun = false;      // it has neither ended nor been dropped
   std::int64_t microbatch = 0;  // of its microbatches, how many have ended
   bool pending = false;         // and are not in a result yet
+  bool window_open = false;     // in which microbatches only delimit
   bool word_under_way = false;  // the ranks have not agreed yet on what was said last
 };
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from hsdp.array import Array
+
 
 class Attachment(Protocol):
     """Follows a Reducer's microbatches; knows a framework's parameters and where gradients lie.
@@ -21,6 +23,20 @@ class Attachment(Protocol):
 
     def microbatch_began(self) -> None:
         """Raises when the microbatch cannot be; it is then dropped on every rank."""
+
+    def window_began(self, backwards: int | None) -> None:
+        """As `microbatch_began`, and its own framework adds up the gradients of the window's
+        passes: it hands over each parameter's sum, after so many passes or in the end.
+        """
+
+    def pass_ended(self) -> None:
+        """A microbatch that only delimits, in a window, has ended."""
+
+    def pass_count(self) -> int:
+        """Of how many passes what it hands over is the sum."""
+
+    def held_sum(self, name: str) -> Array | None:
+        """What a parameter's passes add up to so far, where its framework does that."""
 
     def microbatch_ending(self) -> None:
         """The last chance to hand gradients over."""

@@ -46,8 +46,11 @@ class Reducer(ReducerResults):
     - `bucket_bytes`: wire bytes that travel together; default 2 MiB on the host, which a cache
       holds between packing and summing, 32 MiB on GPUs.
     - `missing`: "error": each parameter gets one gradient per microbatch; "zero": holes are zeros.
-    - `backwards`: "many" adds the gradients of several backward passes within a microbatch.
+    - `backwards`: "many" adds the gradients of several backward passes within a microbatch, as
+      `hsdp.zero.coalesce_grad_reduction` does for a block.
     - `accumulate_dtype`: of the local sums of sync="none": "f32", or "param" for the gradient's.
+    - `accumulate_on`: where local sums lie: "device", or "host": in pinned memory beside a GPU,
+      whose own memory it spares; each gradient then crosses the bus.
     - `reduction`: "exact" (the same bits everywhere), or "native" (nccl only).
     - `replica_hop`: another way over the replicas, as `hsdp.quant.LocoHop`; None: the plain one.
 
@@ -77,6 +80,7 @@ class Reducer(ReducerResults):
         accumulate_dtype: str = "f32",
         reduction: str = "exact",
         replica_hop: _hsdp.ReplicaHop | None = None,
+        accumulate_on: str = "device",
     ) -> None:
         self._mesh = as_mesh(mesh)
         options = {
@@ -87,6 +91,7 @@ class Reducer(ReducerResults):
             "missing": missing,
             "backwards": backwards,
             "accumulate_dtype": accumulate_dtype,
+            "accumulate_on": accumulate_on,
             "reduction": reduction,
             "replica_hop": replica_hop,
         }
@@ -183,6 +188,13 @@ class Reducer(ReducerResults):
         """False: microbatches stop at the shard group. Counts where `last` is not given."""
         self._handle.set_requires_all_reduce(bool(flag), group)
 
+    def set_partial_sync(self, sync: str) -> None:
+        """What `last=False` means: "shard" reduce-scatters each microbatch, as stages 2 and 3 of
+        ZeRO do; "none" keeps gradients whole and local until the step's end, as stage 1 does.
+        Outside a microbatch; the same on every rank.
+        """
+        self._handle.set_partial_sync(sync)
+
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """What sums are divided by, for results and partials; None: the number of ranks that were
         summed over. Outside a microbatch, until the step's last one begins; stays until changed.
@@ -224,13 +236,21 @@ class Reducer(ReducerResults):
         `last=True` ends the step: the gradients are reduced over the replicas as well. `sync` says
         the same in full: "none" adds locally, "shard" reduce-scatters, "all" goes over the replicas
         and ends the step. With neither given the flags decide.
+
+        In a window (`hsdp.zero.coalesce_grad_reduction`) it only delimits: `last` and `sync` are
+        ignored.
         """
+        inside = self._handle.window_open()
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(None if last is None else bool(last), sync)
         )
+        if not inside:
+            self._began(lambda attachment: attachment.microbatch_began())
+
+    def _began(self, tell: Callable[[Attachment], None]) -> None:
         for i, attachment in enumerate(self._attachments):
             try:
-                attachment.microbatch_began()
+                tell(attachment)
             except BaseException as error:  # this one has told what it will not have
                 self._handle.abandon_step(str(error))
                 for before in self._attachments[:i]:
@@ -261,14 +281,44 @@ class Reducer(ReducerResults):
         Raises UsageError when a gradient is missing or was wrong (the step is dropped on every
         rank), StepAbortedError when another rank dropped it.
         """
+        if self._handle.window_open():
+            for attachment in self._attachments:
+                attachment.pass_ended()
+            self._handle.end_microbatch()
+        else:
+            self._end(self._handle.end_microbatch)
+
+    def _end(self, end: Callable[[], None]) -> None:
         try:
             for attachment in self._attachments:
                 attachment.microbatch_ending()
-            self._handle.end_microbatch()
+            end()
         except BaseException:
             self._ended(completed=False)
             raise
         self._ended(completed=True)
+
+    # The two halves of a window; hsdp.zero has the block.
+    def _begin_window(
+        self, last: bool | None, backwards: int | None, accumulate: str, accumulate_dtype: str
+    ) -> None:
+        if accumulate == "grad" and not self._attachments:
+            raise UsageError(
+                "zero: coalesce_grad_reduction: expected an attached model, whose p.grad holds the "
+                "sums with accumulate=\"grad\", got a Reducer without; call reducer.attach, or use "
+                "accumulate=\"buffer\""
+            )
+        self._hearing_of_drops(
+            lambda: self._handle.begin_window(last, backwards, accumulate, accumulate_dtype)
+        )
+        if accumulate == "grad":
+            self._began(lambda attachment: attachment.window_began(backwards))
+        else:
+            self._began(lambda attachment: attachment.microbatch_began())
+
+    def _end_window(self) -> None:
+        counts = [attachment.pass_count() for attachment in self._attachments]
+        self._end(lambda: self._handle.end_window(max(counts, default=1)))
 
     def abandon_step(self, reason: str = "it was abandoned") -> None:
         """Drops the step on every rank, in a microbatch or between two.
@@ -302,6 +352,12 @@ class Reducer(ReducerResults):
     def _step_dropped(self) -> None:
         for attachment in self._attachments:
             attachment.step_dropped()
+
+    def release_memory(self) -> None:
+        """Frees what is kept for later steps: the local sums of windows and of sync="none". Between
+        steps; each rank for itself. They are taken again when they are needed.
+        """
+        self._hearing_of_drops(self._handle.release_memory)
 
     def finish(self) -> None:
         """Completes a step whose microbatches are pending, without fresh gradients.

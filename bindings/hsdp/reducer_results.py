@@ -62,6 +62,20 @@ class ReducerResults:
         """
         return Array(self._handle.partial_shard(name))
 
+    def local_sum(self, name: str) -> Array:
+        """A copy of what this rank has added up of a parameter's gradients and not sent yet: fp32,
+        whole, of its shape, not divided by anything.
+
+        In a window (`hsdp.zero.coalesce_grad_reduction`), or when microbatches with sync="none" are
+        pending. UsageError where nothing is added up.
+        """
+        for attachment in self._attachments:
+            if name in attachment.parameter_names():
+                held = attachment.held_sum(name)
+                if held is not None:
+                    return held
+        return Array(self._handle.local_sum(name))
+
     def slice(self, name: str) -> Slice:
         """Where this rank's slice lies in the flattened parameter: offset and count, in elements.
 

@@ -34,7 +34,7 @@ class Step:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None:
-            self._reducer.abandon_step(_reason(kind, error))
+            self._reducer.abandon_step(reason_of("its block raised", error or kind()))
 
 
 class Microbatch:
@@ -65,10 +65,11 @@ class Microbatch:
         if kind is None:
             self._reducer.end_microbatch()
         else:
-            self._reducer.abandon_step(_reason(kind, error))
+            self._reducer.abandon_step(reason_of("its block raised", error or kind()))
 
 
-def _reason(kind: type[BaseException], error: BaseException | None) -> str:
-    text = f"its block raised {kind.__name__}"
-    detail = str(error).partition("\n")[0] if error is not None else ""
+def reason_of(what: str, error: BaseException) -> str:
+    """Why a step is dropped: what happened, and the first line of the error behind it."""
+    text = f"{what} {type(error).__name__}"
+    detail = str(error).partition("\n")[0]
     return f"{text}: {detail[:200]}" if detail else text

@@ -16,6 +16,7 @@
 #include "bindings/module/reducer_handle.h"
 #include "bindings/module/text_argument.h"
 #include "hsdp/error.h"
+#include "hsdp/kernels/cast_and_pack.h"
 
 namespace hsdp::python {
 namespace {
@@ -108,6 +109,15 @@ void begin_microbatch(Handle& self, std::optional<bool> last, const OptionalText
   self.begin_microbatch(options);
 }
 
+void begin_window(Handle& self, std::optional<bool> last, std::optional<std::int64_t> backwards,
+                  const std::string& accumulate, const std::string& accumulate_dtype) {
+  WindowOptions options{.last = last, .backwards = backwards};
+  options.accumulate = choose("accumulate", accumulate, choices(Accumulate{}));
+  options.accumulate_dtype =
+      choose("accumulate_dtype", accumulate_dtype, choices(AccumulateDtype{}));
+  self.call([options](Reducer& reducer) { reducer.begin_window(options); });
+}
+
 // A tensor by address, of the registered shape and dtype; strides in elements, or None.
 void gradient_of(Handle& self, int parameter, std::uintptr_t address, const py::object& strides,
                  py::object owner) {
@@ -144,6 +154,22 @@ Memory shard(Handle& self, py::handle name) {
 
 Memory partial_shard(Handle& self, py::handle name) {
   return self.partial_shard(text_argument(name, "reducer: partial_shard: name"));
+}
+
+Memory local_sum(Handle& self, py::handle name) {
+  return self.local_sum(text_argument(name, "reducer: local_sum: name"));
+}
+
+Memory copy_of(Handle& self, py::handle gradient) {
+  const ArrayArgument argument = array_argument(gradient, "reducer: gradient", self.caller());
+  Stream stream = self.caller().now();
+  const Memory copy = Memory::create(argument.view.count(), Dtype::kF32, stream);
+  kernels::CastAndPack args;
+  args.gradient = &argument.view;
+  args.count = argument.view.count();
+  args.out = copy.view().data;
+  kernels::cast_and_pack(args, stream);
+  return {copy.view(), argument.view.shape, std::make_shared<Memory>(copy), stream.record()};
 }
 
 py::tuple slice(const Handle& self, py::handle name) {
@@ -230,6 +256,10 @@ void bind_settings(Class& bound) {
            [](const Handle& self, bool flag, const OptionalText& group) {
              self.reducer().set_requires_all_reduce(flag, group);
            })
+      .def("set_partial_sync",
+           [](const Handle& self, const std::string& sync) {
+             self.reducer().set_partial_sync(choose("sync", sync, choices(Sync{})));
+           })
       .def("set_gradient_divide_factor",
            [](const Handle& self, std::optional<double> factor) {
              self.reducer().set_gradient_divide_factor(factor);
@@ -239,6 +269,7 @@ void bind_settings(Class& bound) {
       .def("stats", stats)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
+      .def("window_open", [](const Handle& self) { return self.reducer().state().window_open; })
       .def("is_collecting", [](const Handle& self) {
         return self.reducer().state().phase == ReducerState::Phase::kCollecting;
       });
@@ -257,6 +288,10 @@ void bind_step(Class& bound) {
       .def("pack_streams", pack_streams)
       .def("wait_packed", &Handle::wait_packed)
       .def("end_microbatch", &Handle::end_microbatch)
+      .def("begin_window", begin_window)
+      .def("end_window", &Handle::end_window)
+      .def("release_memory",
+           [](Handle& self) { self.call([](Reducer& reducer) { reducer.release_memory(); }); })
       .def("abandon_step",
            [](Handle& self, const std::string& reason) {
              self.call([reason](Reducer& reducer) { reducer.abandon_step(reason); });
@@ -269,6 +304,8 @@ void bind_step(Class& bound) {
 void bind_results(Class& bound) {
   bound.def("shard", shard)
       .def("partial_shard", partial_shard)
+      .def("local_sum", local_sum)
+      .def("copy_of", copy_of)
       .def("slice", slice)
       .def("gather_gradients", gather_gradients)
       .def("gather_parameters", gather_parameters)

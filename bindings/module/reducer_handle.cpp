@@ -106,9 +106,9 @@ void ReducerHandle::hand_over(int parameter, ArrayArgument argument, KeptUntil u
 }
 
 bool ReducerHandle::may_stay_here(bool is_local) const {
-  if (!is_local) return false;
   const ReducerState state = reducer().state();
-  return state.step_begun && !state.word_under_way;
+  if (state.window_open) return true;
+  return is_local && state.step_begun && !state.word_under_way;
 }
 
 void ReducerHandle::begin_microbatch(const MicrobatchOptions& options) {
@@ -119,7 +119,7 @@ void ReducerHandle::begin_microbatch(const MicrobatchOptions& options) {
   } else {
     call(begin);
   }
-  open_is_local_ = is_local;
+  if (!reducer().state().window_open) open_is_local_ = is_local;
 }
 
 void ReducerHandle::end_microbatch() {
@@ -129,6 +129,11 @@ void ReducerHandle::end_microbatch() {
   } else {
     call(end);
   }
+  if (overwritable_.exchange(false)) wait_packed();
+}
+
+void ReducerHandle::end_window(std::int64_t backwards) {
+  call([backwards](Reducer& its) { its.end_window(backwards); });
   if (overwritable_.exchange(false)) wait_packed();
 }
 
@@ -162,6 +167,15 @@ Memory ReducerHandle::partial_shard(const std::string& name) {
   call([name, memory](Reducer& reducer) { reducer.partial_shard(name, memory.view()); });
   memory.set_ready(caller_event());
   return memory;
+}
+
+Memory ReducerHandle::local_sum(const std::string& name) {
+  const std::vector<ParameterSpec>& specs = reducer().parameters();
+  const auto spec = std::ranges::find(specs, name, &ParameterSpec::name);
+  const Shape shape = spec == specs.end() ? Shape{} : spec->shape;
+  const Memory memory = Memory::create(element_count(shape), Dtype::kF32, caller_->now());
+  call([name, memory](Reducer& reducer) { reducer.local_sum(name, memory.view()); });
+  return {memory.view(), shape, std::make_shared<Memory>(memory), caller_event()};
 }
 
 Memory ReducerHandle::grad_norm() {

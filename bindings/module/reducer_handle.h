@@ -36,6 +36,7 @@ class ReducerHandle {
   // where the words of the microbatch before are still under way.
   void begin_microbatch(const MicrobatchOptions& options);
   void end_microbatch();
+  void end_window(std::int64_t backwards);
   // On a GPU: the caller's stream goes on after the gradients so far are packed.
   void wait_packed();
 
@@ -76,11 +77,13 @@ class ReducerHandle {
   // This rank's slice of the result; keeps the Reducer's memory alive.
   [[nodiscard]] Memory shard(const std::string& name);
   [[nodiscard]] Memory partial_shard(const std::string& name);
+  [[nodiscard]] Memory local_sum(const std::string& name);
   // One f64, where the mesh is.
   [[nodiscard]] Memory grad_norm();
   [[nodiscard]] CallerStream& caller() const { return *caller_; }
 
  private:
+  // Within a step a local microbatch waits for nobody, nor does one that only delimits in a window.
   [[nodiscard]] bool may_stay_here(bool is_local) const;
 
   class InUse {

@@ -65,9 +65,10 @@ std::shared_ptr<std::byte> allocate_host(std::size_t size) {
 
 }  // namespace
 
-Buffer::Buffer(Device device, std::size_t size) : size_(size), device_(device) {
+Buffer::Buffer(Device device, std::size_t size, Place place) : size_(size), device_(device) {
   if (device.type == DeviceType::kCuda) {
-    memory_ = allocate_cuda(device, size);
+    memory_ = place == Place::kPinnedHost ? allocate_cuda_pinned(device, size)
+                                          : allocate_cuda(device, size);
   } else if (size > 0) {
     memory_ = allocate_host(size);
   }

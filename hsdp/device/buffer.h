@@ -1,10 +1,11 @@
-// Owning, page-aligned, zero-initialised memory on one device.
+// Owning, page-aligned, zero-initialised memory of one device.
 //
 // Move-only. Host memory is touched when it is made, so that no page fault falls into a step.
 // Throws Error when there is no memory.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -14,8 +15,12 @@ namespace hsdp {
 
 class Buffer {
  public:
+  // kPinnedHost: in the host's memory, for kernels of a GPU that read and write it over its bus. On
+  // the host both are the same.
+  enum class Place : std::uint8_t { kDevice, kPinnedHost };
+
   Buffer() = default;
-  Buffer(Device device, std::size_t size);
+  Buffer(Device device, std::size_t size, Place place = Place::kDevice);
   Buffer(Buffer&& other) noexcept { swap(other); }
   Buffer& operator=(Buffer&& other) noexcept {
     Buffer(std::move(other)).swap(*this);

@@ -29,6 +29,9 @@ namespace hsdp {
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size,
                                                                const Stream& stream);
 
+// As allocate_cuda() in pinned memory of the host, which the device reaches at the same address.
+[[nodiscard]] std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t size);
+
 // A zero word of pinned host memory.
 [[nodiscard]] std::shared_ptr<std::atomic<std::uint32_t>> make_cuda_flag(Device device);
 

@@ -74,6 +74,13 @@ std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaStream_
           }};
 }
 
+void* allocate_pinned(Device device, std::size_t size) {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, size, cudaHostAllocPortable | cudaHostAllocMapped), device,
+             "allocate " + std::to_string(size) + " bytes of pinned host memory");
+  return memory;
+}
+
 // Words of pinned memory, one to a cache line, handed out again after use: pinning stops the GPU,
 // and so does unpinning.
 class FlagPool {
@@ -96,10 +103,7 @@ class FlagPool {
   static constexpr std::size_t kSpacingBytes = 64;
 
   void grow(Device device) {
-    void* slab = nullptr;
-    check_cuda(cudaHostAlloc(&slab, kSlabBytes, cudaHostAllocPortable | cudaHostAllocMapped),
-               device, "allocate " + std::to_string(kSlabBytes) + " bytes of pinned host memory");
-    auto* const bytes = static_cast<std::byte*>(slab);
+    auto* const bytes = static_cast<std::byte*>(allocate_pinned(device, kSlabBytes));
     for (std::size_t offset = 0; offset < kSlabBytes; offset += kSpacingBytes) {
       free_.push_back(new (bytes + offset) std::atomic<std::uint32_t>(0));
     }
@@ -125,6 +129,15 @@ std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size) {
   check_cuda(cudaMemsetAsync(memory.get(), 0, size, stream), device, "clear memory");
   check_cuda(cudaStreamSynchronize(stream), device, "clear memory");
   return memory;
+}
+
+std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t size) {
+  require_cuda(device);
+  if (size == 0) return nullptr;
+  const OnCudaDevice current(device);
+  auto* const memory = static_cast<std::byte*>(allocate_pinned(device, size));
+  std::memset(memory, 0, size);
+  return {memory, [](std::byte* data) { static_cast<void>(cudaFreeHost(data)); }};
 }
 
 std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size, const Stream& stream) {

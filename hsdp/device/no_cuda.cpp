@@ -24,6 +24,10 @@ std::shared_ptr<Stream::Queue> borrow_cuda_queue(Device device, void* /*native_h
 
 std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t /*size*/) { refuse(device); }
 
+std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t /*size*/) {
+  refuse(device);
+}
+
 std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t /*size*/, const Stream& stream) {
   refuse(stream.device());
 }

@@ -39,7 +39,7 @@ std::string options_text(const ReducerOptions& options) {
   return text;
 }
 
-void check_options(const ReducerOptions& options, std::string_view engine) {
+void check_options(const ReducerOptions& options, Device device, std::string_view engine) {
   for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
     if (dtype && !is_gradient_dtype(*dtype)) {
       throw UsageError({.where = "reducer",
@@ -64,6 +64,12 @@ void check_options(const ReducerOptions& options, std::string_view engine) {
     throw UsageError({.where = "reducer",
                       .expected = "bucket_bytes of at least 1",
                       .got = std::to_string(*options.bucket_bytes)});
+  }
+  if (options.accumulate_on == AccumulateOn::kHost && device.type == DeviceType::kHost) {
+    throw UsageError({.where = "reducer: accumulate_on",
+                      .expected = "'host' beside a GPU, whose memory it spares",
+                      .got = "a mesh on the cpu",
+                      .remedy = "leave it out"});
   }
   if (options.reduction != "exact" && options.reduction != "native") {
     throw UsageError({.where = "reducer",
@@ -104,7 +110,7 @@ AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicat
   AgreedOptions agreed{with_defaults(std::move(options), device), {}};
   std::string own;
   together(world, "make its Reducer", [&] {
-    check_options(agreed.options, world.engine_name());
+    check_options(agreed.options, device, world.engine_name());
     if (!agreed.options.replica_dtype) {
       agreed.options.replica_dtype = agreed.options.replica_hop->wire();
     }

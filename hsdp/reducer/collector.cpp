@@ -12,11 +12,12 @@ Collector::Collector(const Setting& setting)
       memory_(setting.memory),
       pipeline_(setting.pipeline),
       outcome_(setting.outcome),
-      many_backwards_(setting.many_backwards),
       pack_order_(setting.order),
       has_shard_hop_(layout_.shard_size() > 1),
       packs_(setting.device, setting.world),
       arrived_(static_cast<std::size_t>(parameters_.size())),
+      added_(arrived_.size()),
+      accepted_(arrived_.size()),
       accumulated_(arrived_.size()),
       kept_(arrived_.size()),
       states_(layout_.buckets().size()),
@@ -39,7 +40,7 @@ BucketRun Collector::buckets_of(int parameter) const {
 
 // True when a fresh gradient of that parameter is added locally instead of being packed.
 bool Collector::accumulates(int parameter) const {
-  return group_of(parameter).sync == Sync::kNone || many_backwards_;
+  return group_of(parameter).sync == Sync::kNone || plan_->intake.adds;
 }
 
 void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
@@ -48,6 +49,8 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   open_ = true;
   plan_ = std::move(plan);
   std::ranges::fill(arrived_, 0);
+  std::ranges::fill(added_, 0);
+  std::ranges::fill(accepted_, 0);
   order_.clear();
   next_slot_ = next_launch_ = 0;
   unpacked_ = 0;
@@ -76,23 +79,40 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
   const auto p = static_cast<std::size_t>(parameter);
   Lock lock(mutex_);
   if (!open_) return true;  // another thread has dropped the step
-  if (arrived_[p] != 0 && !many_backwards_) return false;
+  const std::int64_t most = plan_->intake.most;
+  if (most != Intake::kAnyNumber && arrived_[p] >= most) return false;
   ++arrived_[p];
-  if (accumulates(parameter)) {
-    add_locally(lock, parameter, gradient, owner, produced);
-    wake_waiter();
+  if (!accumulates(parameter)) {
+    kept_[p] = {gradient, std::move(owner), produced, false, 0, 0};
+    if (plan_->packs_late) {
+      retain(kept_[p]);
+    } else {
+      accept(lock, parameter);
+    }
     return true;
   }
-  kept_[p] = {gradient, std::move(owner), produced, false, 0, 0};
-  accept(lock, parameter);
+  add_locally(lock, parameter, gradient, owner, produced);
+  if (open_) {
+    // Another thread may have counted its gradient and not have added it yet.
+    const bool is_complete = ++added_[p] == most;
+    const bool sends = group_of(parameter).sync != Sync::kNone && !plan_->packs_late;
+    if (is_complete && sends) accept_sum(lock, parameter, false, packs_.record(kNoSlot));
+  }
+  wake_waiter();
   return true;
+}
+
+void Collector::accept_sum(Lock& lock, int parameter, bool hole, const Event& produced) {
+  static const StridedView kNothing;
+  kept_[static_cast<std::size_t>(parameter)] = {kNothing, {}, produced, hole, 0, 0};
+  accept(lock, parameter);
 }
 
 void Collector::add_locally(Lock& lock, int parameter, const StridedView& gradient,
                             const GradientOwner& owner, const Event& produced) {
   run_unlocked(lock, [&] {
     Lock repeats(repeats_mutex_, std::defer_lock);
-    if (many_backwards_) repeats.lock();
+    if (plan_->intake.most != 1) repeats.lock();
     packs_.wait(kNoSlot, produced);
     accumulate(parameter, {&gradient, {}, false});
     packs_.hold(owner);
@@ -128,6 +148,7 @@ void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
 void Collector::accept(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   Kept& kept = kept_[p];
+  accepted_[p] = 1;
   const BucketRun buckets = buckets_of(parameter);
   kept.unpacked_pieces = buckets.count();
   if (buckets.count() == 0) kept = {};  // no elements: nothing to keep
@@ -183,13 +204,15 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
       waits = true;
     }
   }
-  Kept& kept = kept_[p];
-  if (waits && kept.gradient.data != nullptr) {
-    kept.bytes = kept.gradient.count() * static_cast<std::int64_t>(size_bytes(kept.gradient.dtype));
-    retained_bytes_ += kept.bytes;
-    peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
-  }
+  if (waits) retain(kept_[p]);
   for (const Piece& piece : now) pack(lock, piece);
+}
+
+void Collector::retain(Kept& kept) {
+  if (kept.gradient.data == nullptr || kept.bytes > 0) return;
+  kept.bytes = kept.gradient.count() * static_cast<std::int64_t>(size_bytes(kept.gradient.dtype));
+  retained_bytes_ += kept.bytes;
+  peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
 }
 
 // `gradient` is the caller's copy of the kept view: drop() may clear that one while a pack is under
@@ -311,7 +334,6 @@ void Collector::set_counts_of(std::shared_ptr<const MicrobatchPlan> plan) {
 }
 
 void Collector::fill_holes() {
-  static const StridedView kNothing;
   packs_.join();
   for (int parameter = 0; parameter < parameters_.size(); ++parameter) {
     const auto p = static_cast<std::size_t>(parameter);
@@ -325,11 +347,13 @@ void Collector::fill_holes() {
       run_unlocked(lock, [&] { accumulate(parameter, {nullptr, {}, true}); });
       continue;
     }
-    const bool packed_on_arrival = arrived_[p] != 0 && !many_backwards_;
-    if (packed_on_arrival) continue;
+    if (accepted_[p] != 0) continue;
     arrived_[p] = 1;
-    kept_[p] = {kNothing, {}, {}, hole || accumulated_[p] == 0, 0, 0};
-    accept(lock, parameter);
+    if (kept_[p].gradient.data != nullptr) {  // it waited for the words
+      accept(lock, parameter);
+    } else {
+      accept_sum(lock, parameter, hole || accumulated_[p] == 0);
+    }
   }
 }
 
@@ -394,6 +418,12 @@ std::vector<int> Collector::drop() {
   lock.unlock();
   packs_.wait_idle();  // may read what is let go of after it
   return unsent;
+}
+
+std::optional<TensorView> Collector::local_sum(int parameter) const {
+  const std::scoped_lock lock(mutex_);
+  if (accumulated_[static_cast<std::size_t>(parameter)] == 0) return std::nullopt;
+  return memory_.accumulator(parameter);
 }
 
 void Collector::clear_accumulators() {

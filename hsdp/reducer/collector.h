@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -39,7 +40,6 @@ class Collector {
     Outcome& outcome;
     Communicator& world;
     Device device;
-    bool many_backwards = false;
     PackOrder order = PackOrder::kAhead;
   };
   explicit Collector(const Setting& setting);
@@ -47,8 +47,8 @@ class Collector {
   // Opens a microbatch.
   void begin(std::shared_ptr<const MicrobatchPlan> plan);
 
-  // False when that parameter has arrived before and repeats are not allowed; nothing changed then.
-  // The gradient is read after `produced`.
+  // False when that parameter has all the gradients that it may get; nothing changed then. The
+  // gradient is read after `produced`.
   [[nodiscard]] bool arrive(int parameter, const StridedView& gradient, GradientOwner owner,
                             const Event& produced);
 
@@ -57,7 +57,8 @@ class Collector {
   [[nodiscard]] std::vector<std::int64_t> backward_counts(int group_count) const;
   // The open microbatch's plan with other counts, before anything is packed by them.
   void set_counts_of(std::shared_ptr<const MicrobatchPlan> plan);
-  // Counts parameters without a gradient as zeros, and sends the local sums of repeats.
+  // Counts parameters without a gradient as zeros, and packs what was not to be packed before:
+  // local sums, and gradients that waited for the words.
   void fill_holes();
   // Packs what was kept until `done`, which is called with the lock held and looked at after every
   // change; notify() makes it look again.
@@ -83,6 +84,10 @@ class Collector {
   [[nodiscard]] std::vector<Event> record_packs() { return packs_.record_each(); }
   // Packs of the next microbatch come after `event`.
   void wait_for(const Event& event) { packs_.wait_on_all(event); }
+  // Blocks until the device has packed and added everything so far.
+  void wait_idle() { packs_.wait_idle(); }
+  // That parameter's local sum: valid on the stream of what arrives next. None: nothing was added.
+  [[nodiscard]] std::optional<TensorView> local_sum(int parameter) const;
   void notify();
 
   [[nodiscard]] std::int64_t retained_bytes() const;
@@ -127,6 +132,10 @@ class Collector {
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
   void accept(Lock& lock, int parameter);
+  // Its local sum, or nothing, is all there is; after `produced`.
+  void accept_sum(Lock& lock, int parameter, bool hole, const Event& produced = {});
+  // Counts it as a gradient that is kept by reference.
+  void retain(Kept& kept);
   // Runs `pack` without the lock; an error is a fault of the open microbatch, or ends the world
   // when this rank has told the others that all is well.
   void run_unlocked(Lock& lock, const std::function<void()>& pack);
@@ -153,7 +162,6 @@ class Collector {
   GradientMemory& memory_;
   BucketPipeline& pipeline_;
   Outcome& outcome_;
-  const bool many_backwards_;
   const PackOrder pack_order_;
   const bool has_shard_hop_;
   PackStreams packs_;
@@ -162,10 +170,12 @@ class Collector {
   std::condition_variable changed_;
   const Done* done_ = nullptr;  // of the thread in pack_until()
   bool awaits_quiet_ = false;
-  std::mutex repeats_mutex_;  // many_backwards: two threads may add to one accumulator
+  std::mutex repeats_mutex_;  // of several gradients: two threads may add to one accumulator
   bool open_ = false;
   std::shared_ptr<const MicrobatchPlan> plan_;
   std::vector<std::int64_t> arrived_;  // gradients in this microbatch
+  std::vector<std::int64_t> added_;    // those of them that are in the local sum
+  std::vector<char> accepted_;         // it will be packed, or is
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;
   std::vector<BucketState> states_;

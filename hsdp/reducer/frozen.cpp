@@ -80,7 +80,7 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
   together(world, "lay out its buckets", [&] {
     layout_ = setting.parameters.make_layout(groups.shard.size());
     memory_.emplace(setting.parameters, *layout_, groups.shard.rank(), groups.device,
-                    options.accumulate_dtype, setting.memory);
+                    options.accumulate_on, setting.memory);
   });
   sends_f16_ = options.replica_dtype == Dtype::kF16 ||
                std::ranges::find(layout_->buckets(), Dtype::kF16, &Bucket::wire_dtype) !=
@@ -95,9 +95,9 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
     pipeline_.emplace(BucketPipeline::Setting{*layout_, *memory_, setting.outcome,
                                               setting.agreement, groups, options.replica_hop,
                                               reduction_of(options), issuer});
-    collector_.emplace(Collector::Setting{
-        setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome, world, groups.device,
-        options.backwards == Backwards::kMany, pack_order(groups.device, groups.shard.size())});
+    collector_.emplace(Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_,
+                                          setting.outcome, world, groups.device,
+                                          pack_order(groups.device, groups.shard.size())});
     pipeline_->set_collector(*collector_);
   });
   outcome_.set_on_change([this] { collector_->notify(); });

@@ -15,13 +15,13 @@ std::int64_t next_aligned(std::int64_t value, std::int64_t alignment) {
 }  // namespace
 
 GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
-                               int shard_rank, Device device, AccumulateDtype accumulate_dtype,
+                               int shard_rank, Device device, AccumulateOn accumulate_on,
                                MemoryCount count)
     : parameters_(parameters),
       layout_(layout),
       slices_(static_cast<std::size_t>(parameters.size())),
       device_(device),
-      accumulate_dtype_(accumulate_dtype),
+      accumulate_on_(accumulate_on),
       count_(std::move(count)) {
   place_rows(shard_rank);
 }
@@ -46,20 +46,20 @@ void GradientMemory::place_rows(int shard_rank) {
   }
 }
 
-void GradientMemory::hold(MemoryKind kind, std::size_t bytes) {
-  held_.push_back(count_.hold(kind, static_cast<std::int64_t>(bytes)));
+MemoryCount::Held GradientMemory::hold(MemoryKind kind, std::size_t bytes) {
+  return count_.hold(kind, static_cast<std::int64_t>(bytes));
 }
 
 void GradientMemory::allocate_carry(Communicator& replicate_group) {
   carry_ = replicate_group.allocate(carry_count_, Dtype::kF32);
-  hold(MemoryKind::kCarry, carry_.view().size_in_bytes());
+  held_.push_back(hold(MemoryKind::kCarry, carry_.view().size_in_bytes()));
 }
 
 void GradientMemory::allocate_staging(Communicator& shard_group) {
   if (layout_.shard_size() == 1) return;
   for (SharedMemory& slot : staging_) {
     slot = shard_group.allocate(layout_.max_bucket_bytes(), Dtype::kU8);
-    hold(MemoryKind::kStaging, slot.view().size_in_bytes());
+    held_.push_back(hold(MemoryKind::kStaging, slot.view().size_in_bytes()));
   }
 }
 
@@ -76,7 +76,7 @@ TensorView GradientMemory::slice_carry(int parameter) const {
 void GradientMemory::require_totals() {
   if (total_) return;
   total_.emplace(device_, carry_.view().size_in_bytes());
-  hold(MemoryKind::kTotal, total_->size());
+  total_held_ = hold(MemoryKind::kTotal, total_->size());
 }
 
 TensorView GradientMemory::bucket_total(int bucket) const {
@@ -90,27 +90,53 @@ TensorView GradientMemory::staging(int slot, int bucket) const {
   return {bytes.data, staged.count, staged.wire_dtype, bytes.device};
 }
 
-void GradientMemory::require_accumulators() {
-  if (!accumulator_offsets_.empty()) return;
-  std::vector<std::int64_t> offsets;
-  std::int64_t bytes = 0;
+Dtype GradientMemory::sum_dtype(int parameter, AccumulateDtype dtype) const {
+  return dtype == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(parameter).dtype;
+}
+
+// Where each begins, in bytes; and in the end where the last one ends.
+std::vector<std::int64_t> GradientMemory::accumulator_offsets(AccumulateDtype dtype) const {
+  std::vector<std::int64_t> offsets{0};
   for (int p = 0; p < parameters_.size(); ++p) {
-    offsets.push_back(bytes);
-    const Dtype dtype =
-        accumulate_dtype_ == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(p).dtype;
-    bytes += parameters_.count(p) * static_cast<std::int64_t>(size_bytes(dtype));
-    bytes = next_aligned(bytes, kAlignment);
+    const auto bytes = static_cast<std::int64_t>(size_bytes(sum_dtype(p, dtype)));
+    offsets.push_back(next_aligned(offsets.back() + parameters_.count(p) * bytes, kAlignment));
   }
-  accumulators_ = Buffer(device_, static_cast<std::size_t>(bytes));
-  hold(MemoryKind::kLocalSums, accumulators_.size());
-  accumulator_offsets_ = std::move(offsets);  // there is no memory without them, nor the reverse
+  return offsets;
+}
+
+bool GradientMemory::has_room(AccumulateDtype dtype) const {
+  return accumulators_.size() >= static_cast<std::size_t>(accumulator_offsets(dtype).back());
+}
+
+void GradientMemory::require_accumulators(AccumulateDtype dtype) {
+  if (!accumulator_offsets_.empty() && dtype == accumulate_dtype_) return;
+  std::vector<std::int64_t> offsets = accumulator_offsets(dtype);
+  if (!has_room(dtype)) {
+    release_accumulators();  // before more is taken
+    accumulators_ = Buffer(device_, static_cast<std::size_t>(offsets.back()),
+                           accumulate_on_ == AccumulateOn::kHost ? Buffer::Place::kPinnedHost
+                                                                 : Buffer::Place::kDevice);
+    accumulators_held_ = hold(MemoryKind::kLocalSums, accumulators_.size());
+  }
+  accumulator_offsets_ = std::move(offsets);
+  accumulate_dtype_ = dtype;
 }
 
 TensorView GradientMemory::accumulator(int parameter) const {
-  const Dtype dtype =
-      accumulate_dtype_ == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(parameter).dtype;
   return {accumulators_.data() + accumulator_offsets_[static_cast<std::size_t>(parameter)],
-          parameters_.count(parameter), dtype, device_};
+          parameters_.count(parameter), sum_dtype(parameter, accumulate_dtype_), device_};
+}
+
+void GradientMemory::release_accumulators() {
+  accumulators_held_ = {};
+  accumulators_ = {};
+  accumulator_offsets_.clear();  // there is no memory without them, nor the reverse
+}
+
+void GradientMemory::release() {
+  release_accumulators();
+  total_held_ = {};
+  total_.reset();
 }
 
 }  // namespace hsdp::reducer

@@ -31,7 +31,7 @@ class GradientMemory {
  public:
   // Takes no memory yet. Parameters and layout outlive it.
   GradientMemory(const ParameterTable& parameters, const BucketLayout& layout, int shard_rank,
-                 Device device, AccumulateDtype accumulate_dtype, MemoryCount count);
+                 Device device, AccumulateOn accumulate_on, MemoryCount count);
   // Each is collective over its group, once, before anything else.
   void allocate_carry(Communicator& replicate_group);
   void allocate_staging(Communicator& shard_group);
@@ -50,9 +50,15 @@ class GradientMemory {
   // Staging slot `slot`, as the bucket's wire elements.
   [[nodiscard]] TensorView staging(int slot, int bucket) const;
 
-  // The local accumulator of a whole parameter. Call require_accumulators() first.
-  void require_accumulators();
+  // The local accumulator of a whole parameter. Call require_accumulators() first, which keeps
+  // their content only where they have that dtype already. Nobody reads them while it takes memory.
+  [[nodiscard]] bool has_room(AccumulateDtype dtype) const;
+  void require_accumulators(AccumulateDtype dtype);
+  [[nodiscard]] AccumulateDtype accumulate_dtype() const { return accumulate_dtype_; }
   [[nodiscard]] TensorView accumulator(int parameter) const;
+
+  // Gives back what is taken on first need. Nothing uses it any more.
+  void release();
 
  private:
   // A run of elements of the carry.
@@ -61,7 +67,10 @@ class GradientMemory {
     std::int64_t count = 0;
   };
   void place_rows(int shard_rank);
-  void hold(MemoryKind kind, std::size_t bytes);
+  [[nodiscard]] MemoryCount::Held hold(MemoryKind kind, std::size_t bytes);
+  [[nodiscard]] Dtype sum_dtype(int parameter, AccumulateDtype dtype) const;
+  [[nodiscard]] std::vector<std::int64_t> accumulator_offsets(AccumulateDtype dtype) const;
+  void release_accumulators();
 
   const ParameterTable& parameters_;
   const BucketLayout& layout_;
@@ -69,14 +78,17 @@ class GradientMemory {
   std::vector<Place> slices_;  // [parameter]
   std::int64_t carry_count_ = 0;
   Device device_;
-  AccumulateDtype accumulate_dtype_;
+  AccumulateOn accumulate_on_;
+  AccumulateDtype accumulate_dtype_ = AccumulateDtype::kF32;
   SharedMemory carry_;
   std::array<SharedMemory, kStagingSlots> staging_;
-  std::optional<Buffer> total_;  // made once, as tasks read it; may be of no bytes
+  std::optional<Buffer> total_;  // tasks read it; may be of no bytes
   Buffer accumulators_;
   std::vector<std::int64_t> accumulator_offsets_;  // bytes
   MemoryCount count_;
-  std::vector<MemoryCount::Held> held_;
+  std::vector<MemoryCount::Held> held_;  // for good
+  MemoryCount::Held total_held_;
+  MemoryCount::Held accumulators_held_;
 };
 
 }  // namespace hsdp::reducer

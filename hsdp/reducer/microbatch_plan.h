@@ -39,6 +39,14 @@ struct GroupPlan {
   [[nodiscard]] bool reduces() const { return local_count > 0; }
 };
 
+// How the gradients of a microbatch come.
+struct Intake {
+  static constexpr std::int64_t kAnyNumber = 0;
+  std::int64_t most = 1;       // gradients that a parameter may get, or kAnyNumber
+  bool adds = false;           // to the local sum, which is packed when it is complete
+  bool counts_differ = false;  // between ranks: how many backward passes there are
+};
+
 struct MicrobatchPlan {
   int shard_size = 1;
   int replicate_size = 1;
@@ -46,9 +54,15 @@ struct MicrobatchPlan {
   std::int64_t step = 0;
   std::int64_t microbatch = 0;  // in the step
   bool begins_step = false;
-  bool fresh = true;                   // gradients arrive; false: finish() sends the local sums
-  std::shared_ptr<StepResult> result;  // of the step
-  std::vector<char> means;             // by bucket, whether its hop divides; empty: none does
+  bool fresh = true;  // gradients arrive; false: finish() sends the local sums
+  Intake intake;
+  // The intake's counts, or those of pending local sums, differ between ranks.
+  bool counts_differ = false;
+  // And an f16 wire needs the most of any rank: nothing is packed before all words are in.
+  bool packs_late = false;
+  AccumulateDtype sums_dtype = AccumulateDtype::kF32;  // of the local sums
+  std::shared_ptr<StepResult> result;                  // of the step
+  std::vector<char> means;  // by bucket, whether its hop divides; empty: none does
 
   // f, none: the default rule; and s.
   void set_divisor(std::optional<double> factor, double scale);

@@ -220,6 +220,25 @@ std::vector<float> Results::partial_shard(int parameter) {
   return copy;
 }
 
+void Results::local_sum(int parameter, TensorView out) {
+  const TensorView sum = steps_.local_sum(parameter);
+  require_output(out, Dtype::kF32, sum.count, "local_sum");
+  const StridedView flat{sum.data, sum.dtype, sum.device, {sum.count}, {}};
+  kernels::CastAndPack args;
+  args.gradient = &flat;
+  args.count = sum.count;
+  args.out = out.data;
+  Stream& caller = steps_.caller();
+  caller.run([&] { kernels::cast_and_pack(args, caller); });
+}
+
+std::vector<float> Results::local_sum(int parameter) {
+  std::vector<float> copy(static_cast<std::size_t>(steps_.local_sum(parameter).count));
+  read({copy.data(), std::ssize(copy), Dtype::kF32, {}},
+       [&](const TensorView& out) { local_sum(parameter, out); });
+  return copy;
+}
+
 // Lets `compute` write to memory of the device, and copies that to `out`, on the host.
 template <typename Compute>
 void Results::read(const TensorView& out, const Compute& compute) {

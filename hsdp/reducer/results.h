@@ -32,6 +32,8 @@ class Results {
   [[nodiscard]] TensorView shard(int parameter);
   [[nodiscard]] std::vector<float> partial_shard(int parameter);
   void partial_shard(int parameter, TensorView out);
+  [[nodiscard]] std::vector<float> local_sum(int parameter);
+  void local_sum(int parameter, TensorView out);
   [[nodiscard]] Slice slice(int parameter);
   [[nodiscard]] const BucketLayout& layout();
   void gather_gradients(std::span<const NamedArray> arrays);

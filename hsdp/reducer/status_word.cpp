@@ -115,6 +115,7 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
       {"call", [](const StatusWord& w) { return w.call; }},
       {"step", [](const StatusWord& w) { return std::to_string(w.step); }},
       {names.microbatch, [](const StatusWord& w) { return std::to_string(w.microbatch); }},
+      {"gradients of a parameter", [](const StatusWord& w) { return w.sums; }},
       {"gradient divide factor", [](const StatusWord& w) { return factor_text(w.divide_factor); }},
       {"loss scale", [](const StatusWord& w) { return number_text(w.loss_scale); }},
   };
@@ -129,7 +130,7 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
 
 // Whether no field and no section differs.
 bool agree(const StatusWord& a, const StatusWord& b) {
-  return a.call == b.call && a.step == b.step && a.microbatch == b.microbatch &&
+  return a.call == b.call && a.step == b.step && a.microbatch == b.microbatch && a.sums == b.sums &&
          a.divide_factor == b.divide_factor && a.loss_scale == b.loss_scale &&
          a.sections == b.sections &&
          std::ranges::equal(a.groups, b.groups, {}, &GroupPlan::sync, &GroupPlan::sync);
@@ -199,7 +200,7 @@ std::string cut_text(const std::string& text, std::size_t max_bytes) {
 std::string StatusWord::encode() const {
   std::string lines;
   for (const std::string& field :
-       {call, std::to_string(step), std::to_string(microbatch), groups_text(groups),
+       {call, std::to_string(step), std::to_string(microbatch), groups_text(groups), sums,
         number_text(divide_factor), number_text(loss_scale), sections_text(sections),
         std::to_string(static_cast<int>(dropped))}) {
     lines += field + '\n';
@@ -219,6 +220,7 @@ StatusWord StatusWord::decode(const std::string& bytes) {
   word.step = std::stoll(line());
   word.microbatch = std::stoll(line());
   word.groups = parse_groups(line());
+  word.sums = line();
   word.divide_factor = number(line());
   word.loss_scale = number(line());
   word.sections = parse_sections(line());

@@ -29,6 +29,7 @@ struct StatusWord {
   std::int64_t step = 0;
   std::int64_t microbatch = 0;
   std::vector<GroupPlan> groups;  // what is sent; none where nothing is. Their sync is compared
+  std::string sums = "one";       // gradients of a parameter; "several": counts differ by rank
   double divide_factor = 0;       // 0: the default rule
   double loss_scale = 1;
   Sections sections;

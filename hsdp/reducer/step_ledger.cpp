@@ -34,6 +34,12 @@ StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> 
 
 void StepLedger::require_idle(std::string_view call) const {
   if (phase_ == Phase::kIdle) return;
+  if (window_ == Window::kOpen) {
+    throw UsageError({.where = "reducer: " + std::string(call),
+                      .expected = "a call outside of a window of several backward passes",
+                      .got = "one inside of it",
+                      .remedy = "end the window first"});
+  }
   throw UsageError({.where = "reducer: " + std::string(call),
                     .expected = "no open microbatch",
                     .got = "one",
@@ -56,7 +62,9 @@ void StepLedger::set_group_count(int count) {
 
 template <typename Apply>
 void StepLedger::each_flags(std::optional<int> group, Apply apply) {
-  require_idle("set_requires_gradient_sync and set_requires_all_reduce");
+  if (window_ != Window::kOpen) {
+    require_idle("set_requires_gradient_sync and set_requires_all_reduce");
+  }
   if (group) return apply(flags_[static_cast<std::size_t>(*group)]);
   std::ranges::for_each(flags_, apply);
 }
@@ -103,10 +111,20 @@ void StepLedger::set_loss_scale(double scale) {
   loss_scale_ = scale;
 }
 
+void StepLedger::set_partial_sync(Sync sync) {
+  require_idle("set_partial_sync");
+  if (sync == Sync::kAll) {
+    throw UsageError({.where = "reducer: set_partial_sync",
+                      .expected = "sync = shard or none",
+                      .got = "all, which ends a step"});
+  }
+  partial_sync_ = sync;
+}
+
 Sync StepLedger::sync_of(const MicrobatchOptions& options, const Flags& flags) const {
   if (options.sync) return *options.sync;
   if (!flags.gradient_sync) return Sync::kNone;
-  if (options.last) return *options.last ? Sync::kAll : Sync::kShard;
+  if (options.last) return *options.last ? Sync::kAll : partial_sync_;
   return flags.all_reduce ? Sync::kAll : Sync::kShard;
 }
 
@@ -118,17 +136,28 @@ std::vector<Sync> StepLedger::sync_of(const MicrobatchOptions& options) const {
                       .got = "another sync",
                       .remedy = "leave one of the two out"});
   }
-  if (last && !options.sync &&
-      std::ranges::any_of(flags_, [](const Flags& flags) { return !flags.gradient_sync; })) {
-    throw UsageError({.where = "reducer: begin_microbatch",
-                      .expected = "gradient sync on in the last microbatch",
-                      .got = "it off",
-                      .remedy = "call set_requires_gradient_sync(true) first"});
-  }
+  if (last && !options.sync) require_gradient_sync("begin_microbatch");
   std::vector<Sync> sync;
   sync.reserve(flags_.size());
   for (const Flags& flags : flags_) sync.push_back(sync_of(options, flags));
   return sync;
+}
+
+void StepLedger::require_gradient_sync(std::string_view call) const {
+  if (std::ranges::all_of(flags_, &Flags::gradient_sync)) return;
+  throw UsageError({.where = "reducer: " + std::string(call),
+                    .expected = "gradient sync on in the last microbatch",
+                    .got = "it off",
+                    .remedy = "call set_requires_gradient_sync(true) first"});
+}
+
+std::vector<Sync> StepLedger::sync_of(const WindowOptions& options) const {
+  if (options.last.value_or(false)) require_gradient_sync("begin_window");
+  const Sync sync = options.last.value_or(true) ? Sync::kAll : partial_sync_;
+  std::vector<Sync> result;
+  result.reserve(flags_.size());
+  for (const Flags& flags : flags_) result.push_back(flags.gradient_sync ? sync : Sync::kNone);
+  return result;
 }
 
 void StepLedger::start_step() {
@@ -150,23 +179,68 @@ void StepLedger::begin_step() {
   if (!begun_) start_step();
 }
 
-MicrobatchPlan StepLedger::begin(const std::vector<Sync>& sync) {
+MicrobatchPlan StepLedger::begin(const std::vector<Sync>& sync, const Intake& intake) {
   require_idle("begin_microbatch");
   if (!begun_) start_step();
-  MicrobatchPlan plan = open(sync, true);
+  MicrobatchPlan plan = open(sync, true, intake);
   plan.begins_step = !pending();
   return plan;
 }
 
-MicrobatchPlan StepLedger::begin_finish() {
-  require_idle("finish");
-  return open(std::vector<Sync>(groups_.size(), Sync::kAll), false);
+MicrobatchPlan StepLedger::begin_window(const std::vector<Sync>& sync, const Intake& intake) {
+  MicrobatchPlan plan = begin(sync, intake);
+  flags_before_window_ = flags_;
+  window_ = Window::kOpen;
+  return plan;
 }
 
-MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh) {
+void StepLedger::begin_inside() {
+  if (window_ == Window::kMicrobatchOpen) require_idle("begin_microbatch");
+  window_ = Window::kMicrobatchOpen;
+}
+
+void StepLedger::end_inside() {
+  if (window_ == Window::kMicrobatchOpen) {
+    window_ = Window::kOpen;
+    return;
+  }
+  throw UsageError({.where = "reducer: end_microbatch",
+                    .expected = "a microbatch open in the window",
+                    .got = "none",
+                    .remedy = "call begin_microbatch first, or end the window"});
+}
+
+void StepLedger::require_window_end() const {
+  const bool is_open = window_ != Window::kNone;
+  if (window_ == Window::kOpen) return;
+  throw UsageError(
+      {.where = "reducer: end_window",
+       .expected = is_open ? "every microbatch inside of the window ended" : "an open window",
+       .got = is_open ? "an open one" : "none",
+       .remedy = is_open ? "call end_microbatch first"
+                         : "begin one first; a step that was dropped inside of a "
+                           "window has ended it"});
+}
+
+void StepLedger::leave_window() {
+  if (window_.exchange(Window::kNone) != Window::kNone) flags_ = flags_before_window_;
+}
+
+bool StepLedger::has_local_sums() const {
+  return std::ranges::any_of(groups_, [](const Group& group) { return group.local_count > 0; });
+}
+
+MicrobatchPlan StepLedger::begin_finish() {
+  require_idle("finish");
+  return open(std::vector<Sync>(groups_.size(), Sync::kAll), false, {});
+}
+
+MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh, const Intake& intake) {
   phase_ = Phase::kCollecting;
   MicrobatchPlan plan = plan_of_step();
   plan.fresh = fresh;
+  plan.intake = intake;
+  plan.counts_differ = intake.counts_differ || std::ranges::any_of(groups_, &Group::counts_differ);
   std::vector<GroupPlan> groups;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
@@ -194,15 +268,18 @@ MicrobatchPlan StepLedger::plan_of_step() const {
 
 void StepLedger::end(const MicrobatchPlan& plan) {
   phase_ = Phase::kIdle;
+  leave_window();
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const GroupPlan& did = plan.groups()[g];
     Group& group = groups_[g];
     if (did.sync == Sync::kNone) {
       group.local_count = did.local_count;
+      group.counts_differ = group.counts_differ || plan.intake.counts_differ;
       continue;
     }
     const bool totalled = did.sync == Sync::kAll && !plan.ends_step();
     group.local_count = 0;
+    group.counts_differ = false;
     group.carry_count = totalled ? 0 : did.carry_count;
     group.has_total = group.has_total || totalled;
   }
@@ -220,6 +297,7 @@ void StepLedger::end(const MicrobatchPlan& plan) {
 
 void StepLedger::drop() {
   phase_ = Phase::kIdle;
+  leave_window();
   if (holds_ == Holds::kResult) --step_total_;
   holds_ = Holds::kNothing;
   std::ranges::fill(groups_, Group{});

@@ -40,15 +40,27 @@ class StepLedger {
   void fix_divide_factor() { factor_stands_ = true; }
   void set_loss_scale(double scale);
 
+  // What last = false means: kShard, or kNone.
+  void set_partial_sync(Sync sync);
+
   // The sync of each group: an explicit one, else by the flags and `last` [Note: which sync].
   // UsageError when they contradict each other; nothing has changed then.
   [[nodiscard]] std::vector<Sync> sync_of(const MicrobatchOptions& options) const;
+  [[nodiscard]] std::vector<Sync> sync_of(const WindowOptions& options) const;
   // Begins a step before its first microbatch. UsageError while one is pending.
   void begin_step();
   // A step is begun, and has neither ended nor been dropped.
   [[nodiscard]] bool begun() const { return begun_; }
   // Opens a microbatch; the first one of a step begins the step, unless begin_step() has.
-  [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync);
+  [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync, const Intake& intake = {});
+  // The same as a window, which is one microbatch. Microbatches inside of it only delimit, and
+  // flags that are set there are undone at its end.
+  [[nodiscard]] MicrobatchPlan begin_window(const std::vector<Sync>& sync, const Intake& intake);
+  [[nodiscard]] bool in_window() const { return window_ != Window::kNone; }
+  void begin_inside();
+  void end_inside();
+  // UsageError unless a window is open, with no microbatch open in it.
+  void require_window_end() const;
   // Opens what completes a pending step without fresh gradients.
   [[nodiscard]] MicrobatchPlan begin_finish();
   // What a discard or a drop says about the step.
@@ -63,8 +75,10 @@ class StepLedger {
     std::int64_t local_count = 0;  // microbatches in the local sums
     std::int64_t carry_count = 0;  // microbatches in the carry
     bool has_total = false;        // of replica sums
+    bool counts_differ = false;    // between ranks, of local_count
   };
   [[nodiscard]] const std::vector<Group>& groups() const { return groups_; }
+  [[nodiscard]] bool has_local_sums() const;
   [[nodiscard]] std::int64_t microbatch() const { return microbatch_; }  // of the step
   // What the carry that can be read was, or is to be, divided by: f and s.
   [[nodiscard]] double divide_factor() const;
@@ -82,18 +96,25 @@ class StepLedger {
     bool gradient_sync = true;
     bool all_reduce = true;
   };
+  enum class Window : std::uint8_t { kNone, kOpen, kMicrobatchOpen };
+  void leave_window();
   template <typename Apply>
   void each_flags(std::optional<int> group, Apply apply);
+  void require_gradient_sync(std::string_view call) const;
   [[nodiscard]] Sync sync_of(const MicrobatchOptions& options, const Flags& flags) const;
-  [[nodiscard]] MicrobatchPlan open(const std::vector<Sync>& sync, bool fresh);
+  [[nodiscard]] MicrobatchPlan open(const std::vector<Sync>& sync, bool fresh,
+                                    const Intake& intake);
   void start_step();
 
   int shard_size_;
   int replicate_size_;
   std::optional<Dtype> replica_dtype_;
   std::atomic<Phase> phase_ = Phase::kIdle;  // any thread may ask for it
+  std::atomic<Window> window_ = Window::kNone;
   Holds holds_ = Holds::kNothing;
+  Sync partial_sync_ = Sync::kShard;
   std::vector<Flags> flags_ = std::vector<Flags>(1);
+  std::vector<Flags> flags_before_window_;
   std::vector<Group> groups_ = std::vector<Group>(1);
   std::optional<double> divide_factor_;
   double loss_scale_ = 1.0;

@@ -79,6 +79,39 @@ void Steps::prepare() {
   }
 }
 
+TensorView Steps::local_sum(int parameter) {
+  check_usable("local_sum");
+  if (frozen_) {
+    if (const std::optional<TensorView> sum = frozen_->collector().local_sum(parameter)) {
+      caller_.wait(frozen_->collector().packed());
+      return *sum;
+    }
+  }
+  throw UsageError({.where = "reducer: local_sum",
+                    .expected = "gradients of '" + parameters_.spec(parameter).name +
+                                "' that are added up on this rank",
+                    .got = "none",
+                    .remedy =
+                        "read it inside of a window or between microbatches with sync = none; "
+                        "with accumulate = grad the caller has the sums"});
+}
+
+void Steps::release_memory() {
+  check_usable("release_memory");
+  ledger_.require_idle("release_memory");
+  if (ledger_.begun()) {
+    throw UsageError({.where = "reducer: release_memory",
+                      .expected = "a call between steps",
+                      .got = "one while a step is begun",
+                      .remedy = "call it after the step's last microbatch, finish() or discard()"});
+  }
+  if (!frozen_) return;
+  wait_for_words();
+  frozen_->pipeline().wait_idle();
+  frozen_->collector().wait_idle();
+  frozen_->memory().release();
+}
+
 void Steps::add_party(std::weak_ptr<StepParty> party) {
   check_usable("add_party");
   ledger_.require_idle("add_party");
@@ -118,6 +151,7 @@ ReducerState Steps::state() const {
   state.microbatch = ledger_.microbatch();
   state.pending = ledger_.pending();
   state.word_under_way = agreement_.under_way();
+  state.window_open = ledger_.in_window();
   return state;
 }
 
@@ -170,15 +204,60 @@ void Steps::begin_step() {
 
 void Steps::begin_microbatch(const MicrobatchOptions& options) {
   check_usable("begin_microbatch");
+  if (ledger_.in_window()) return ledger_.begin_inside();
   ledger_.require_idle("begin_microbatch");
   prepare();
   const std::vector<Sync> sync = ledger_.sync_of(options);
   // How a step ended is known before the next one begins; within a step nobody waits here.
   if (!ledger_.begun()) wait_for_words();
-  open(ledger_.begin(sync));
+  Intake intake;
+  if (options_.backwards == Backwards::kMany) {
+    intake = {.most = Intake::kAnyNumber, .adds = true, .counts_differ = true};
+  }
+  open(ledger_.begin(sync, intake), sums_dtype(std::nullopt));
 }
 
-void Steps::open(MicrobatchPlan plan) {
+void Steps::begin_window(const WindowOptions& options) {
+  check_usable("begin_window");
+  ledger_.require_idle("begin_window");
+  if (options.backwards && *options.backwards < 1) {
+    throw UsageError({.where = "reducer: begin_window",
+                      .expected = "backwards of at least 1",
+                      .got = std::to_string(*options.backwards)});
+  }
+  prepare();
+  const std::vector<Sync> sync = ledger_.sync_of(options);
+  if (!ledger_.begun()) wait_for_words();
+  const AccumulateDtype dtype = sums_dtype(options.accumulate_dtype);
+  Intake intake{.most = 1, .adds = false, .counts_differ = true};
+  if (options.accumulate == Accumulate::kBuffer) {
+    intake.most = options.backwards.value_or(Intake::kAnyNumber);
+    intake.adds = true;
+  }
+  window_ = options;
+  open(ledger_.begin_window(sync, intake), dtype);
+}
+
+// Of the local sums that are pending, else the one that was asked for.
+AccumulateDtype Steps::sums_dtype(std::optional<AccumulateDtype> asked) const {
+  if (!ledger_.has_local_sums()) return asked.value_or(options_.accumulate_dtype);
+  const AccumulateDtype now = frozen_->memory().accumulate_dtype();
+  if (asked && *asked != now) {
+    throw UsageError({.where = "reducer: begin_window",
+                      .expected = "accumulate_dtype '" + std::string(hsdp::word_of(now)) +
+                                  "', as of the local sums that are pending",
+                      .got = "'" + std::string(hsdp::word_of(*asked)) + "'",
+                      .remedy = "give the same, or reduce them with finish() first"});
+  }
+  return now;
+}
+
+void Steps::open(MicrobatchPlan plan, AccumulateDtype sums_dtype) {
+  plan.sums_dtype = sums_dtype;
+  plan.packs_late = plan.counts_differ && frozen_->sends_f16();
+  // The exponents of a plain microbatch, too, are those of the local sums before it.
+  const bool is_handed_over = plan.intake.counts_differ && !plan.intake.adds;
+  plan.intake.adds = plan.intake.adds || (plan.packs_late && !is_handed_over);
   try {
     if (plan.begins_step) {
       result_ = std::make_shared<StepResult>();
@@ -222,8 +301,9 @@ void Steps::ask_for_means(MicrobatchPlan& plan) {
 // Some of which this rank may not get.
 void Steps::provide_memory() {
   GradientMemory& memory = frozen_->memory();
-  if (plan_->has(Sync::kNone) || options_.backwards == Backwards::kMany) {
-    memory.require_accumulators();
+  if (plan_->has(Sync::kNone) || plan_->intake.adds) {
+    if (!memory.has_room(plan_->sums_dtype)) frozen_->collector().wait_idle();
+    memory.require_accumulators(plan_->sums_dtype);
   }
   if (plan_->has(Sync::kAll) && !plan_->ends_step()) memory.require_totals();
 }
@@ -288,16 +368,30 @@ void Steps::gradient_ready(int parameter, const StridedView& gradient, GradientO
     check_gradient(parameter, gradient);
     if (!frozen_->collector().arrive(parameter, gradient, std::move(owner),
                                      produced ? *produced : caller_.record())) {
-      throw UsageError(
-          {.where = "reducer: gradient of '" + parameters_.spec(parameter).name + "'",
-           .expected = "one gradient per microbatch",
-           .got = "a second one",
-           .remedy = "use backwards=\"many\" for several backward passes in a microbatch"});
+      throw UsageError(too_many_message(parameter));
     }
   } catch (const UsageError& error) {
     note_fault(error.what());
     throw;
   }
+}
+
+std::string Steps::too_many_message(int parameter) const {
+  Message message{.where = "reducer: gradient of '" + parameters_.spec(parameter).name + "'",
+                  .expected = "one gradient per microbatch",
+                  .got = "a second one",
+                  .remedy = "use backwards=\"many\" or a window for several backward passes"};
+  if (!ledger_.in_window()) return message.text();
+  if (window_.backwards) {
+    message.expected =
+        "at most " + std::to_string(*window_.backwards) + " in its window, as backwards says";
+    message.got = "one more";
+    message.remedy = "give backwards the number of passes, or leave it out";
+  } else {
+    message.expected = "one sum of its window's gradients";
+    message.remedy = "hand over what the caller has added up once, or let the window add it up";
+  }
+  return message.text();
 }
 
 void Steps::reject_gradient(std::string_view message) {
@@ -324,19 +418,35 @@ std::string Steps::missing_message() const {
 
 void Steps::end_microbatch() {
   check_usable("end_microbatch");
+  if (ledger_.in_window()) return ledger_.end_inside();
   ledger_.require_collecting("end_microbatch");
+  end(1);
+}
+
+void Steps::end_window(std::int64_t backwards) {
+  check_usable("end_window");
+  try {
+    ledger_.require_window_end();
+  } catch (const UsageError& error) {
+    if (ledger_.in_window()) drop(error.what());
+    throw;
+  }
+  end(backwards);
+}
+
+void Steps::end(std::int64_t backwards) {
   if (options_.missing == Missing::kError) {
     if (const std::string missing = missing_message(); !missing.empty()) note_fault(missing);
   }
   if (plan_->is_local()) {
-    close_local();
+    close_local(backwards);
   } else {
-    close_and_send(kMicrobatchCall);
+    close_and_send(kMicrobatchCall, backwards);
   }
 }
 
 // Sends nothing and says nothing: the next word's microbatch number covers it.
-void Steps::close_local() {
+void Steps::close_local(std::int64_t backwards) {
   Collector& collector = frozen_->collector();
   collector.fill_holes();
   raise_failure("end_microbatch");
@@ -344,16 +454,20 @@ void Steps::close_local() {
     drop(text_of(fault));
     std::rethrow_exception(fault);
   }
-  count_backwards();
+  count_backwards(backwards);
   collector.end();
   ledger_.end(*plan_);
 }
 
-// Before anything is packed: with several backwards a microbatch all packs come at its end.
-void Steps::count_backwards() {
-  if (options_.backwards == Backwards::kOne || !plan_->fresh) return;
+// Each gradient is the sum of so many passes. Where an f16 wire needs the counts, nothing has been
+// packed yet.
+void Steps::count_backwards(std::int64_t backwards) {
+  if (!plan_->intake.counts_differ || !plan_->fresh) return;
   auto plan = std::make_shared<MicrobatchPlan>(*plan_);
-  plan->count_backwards(frozen_->collector().backward_counts(parameters_.group_count()));
+  std::vector<std::int64_t> counts =
+      frozen_->collector().backward_counts(parameters_.group_count());
+  for (std::int64_t& count : counts) count *= backwards;
+  plan->count_backwards(counts);
   plan_ = std::move(plan);
   frozen_->collector().set_counts_of(plan_);
 }
@@ -361,7 +475,7 @@ void Steps::count_backwards() {
 // Ranks may count differently, and an f16 wire needs the exponents of the rank that counts most: it
 // waits for their words. What does not agree in them is found when the step ends.
 std::optional<StepAgreement::Words> Steps::raise_counts(std::int64_t word) {
-  if (options_.backwards == Backwards::kOne || !frozen_->sends_f16()) return std::nullopt;
+  if (!plan_->packs_late) return std::nullopt;
   StepAgreement::Words words;
   try {
     words = agreement_.collect(word);
@@ -376,7 +490,7 @@ std::optional<StepAgreement::Words> Steps::raise_counts(std::int64_t word) {
   return words;
 }
 
-void Steps::close_and_send(const char* call) {
+void Steps::close_and_send(const char* call, std::int64_t backwards) {
   Collector& collector = frozen_->collector();
   wait_until_judged();
   if (const std::exception_ptr fault = outcome_.settle_faults()) {
@@ -386,7 +500,7 @@ void Steps::close_and_send(const char* call) {
   raise_drop();
   // The word goes out before the packs are done, so that peers in another sync mode find out while
   // this rank still waits for them.
-  count_backwards();
+  count_backwards(backwards);
   const std::int64_t word = post(word_of(call, *plan_));
   const std::optional<StepAgreement::Words> words = raise_counts(word);
   collector.fill_holes();
@@ -403,6 +517,7 @@ StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {
   word.step = plan.step;
   word.microbatch = plan.microbatch;
   word.groups = plan.groups();
+  if (plan.counts_differ) word.sums = "several, in " + std::string(hsdp::word_of(plan.sums_dtype));
   word.divide_factor = plan.divide_factor().value_or(0.0);
   word.loss_scale = plan.loss_scale();
   return word;
@@ -491,8 +606,8 @@ void Steps::finish() {
   check_usable("finish");
   ledger_.require_idle("finish");
   if (!ledger_.pending()) return wait_for_words();
-  open(ledger_.begin_finish());
-  close_and_send(kFinishCall);
+  open(ledger_.begin_finish(), sums_dtype(std::nullopt));
+  close_and_send(kFinishCall, 1);
   wait_reduced();
 }
 

@@ -35,6 +35,9 @@ class Steps {
   void prepare();
   void begin_step();
   void begin_microbatch(const MicrobatchOptions& options);
+  void begin_window(const WindowOptions& options);
+  // `backwards`: of what the gradients that were handed over are sums.
+  void end_window(std::int64_t backwards);
   void gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
                       const std::optional<Event>& produced);
   // This rank's own mistake: end_microbatch() raises it and drops the step. No-op when no
@@ -54,6 +57,11 @@ class Steps {
   void wait_for_words();
   // And until everything is reduced, for which on a GPU the caller's stream waits.
   void wait_reduced();
+
+  // A parameter's local sum, ordered before the caller's stream. UsageError when there is none.
+  [[nodiscard]] TensorView local_sum(int parameter);
+  // Between steps: memory that is taken on first need.
+  void release_memory();
 
   void add_party(std::weak_ptr<StepParty> party);
 
@@ -76,14 +84,17 @@ class Steps {
 
   void raise_failure(std::string_view call);
   void raise_drop();
-  void open(MicrobatchPlan plan);
+  [[nodiscard]] AccumulateDtype sums_dtype(std::optional<AccumulateDtype> asked) const;
+  void open(MicrobatchPlan plan, AccumulateDtype sums_dtype);
+  [[nodiscard]] std::string too_many_message(int parameter) const;
+  void end(std::int64_t backwards);
   void ask_for_means(MicrobatchPlan& plan);
   void provide_memory();
   void order_packs();
-  void close_local();
-  void count_backwards();
+  void close_local(std::int64_t backwards);
+  void count_backwards(std::int64_t backwards);
   [[nodiscard]] std::optional<StepAgreement::Words> raise_counts(std::int64_t word);
-  void close_and_send(const char* call);
+  void close_and_send(const char* call, std::int64_t backwards);
   // Tells all ranks that this one drops the step, and sends what they still wait for.
   void drop(const std::string& reason);
   void forget_step();
@@ -106,6 +117,7 @@ class Steps {
   Stream caller_;
   std::shared_ptr<StepResult> result_ = std::make_shared<StepResult>();
   std::shared_ptr<const MicrobatchPlan> plan_;  // of the open microbatch
+  WindowOptions window_;                        // the last one that began
   std::vector<char> means_;                     // of the step, by bucket
   bool zeros_sent_ = false;                     // of a dropped step, since the last one began
   std::unique_ptr<Frozen> frozen_;

@@ -36,7 +36,7 @@ TEST_P(Carry, HoldsSlicesWholeAndBucketsApart) {
   const BucketLayout layout = table_.make_layout(GetParam().shard_size);
   test::run_ranks(1, [&](Communicator& world) {
     for (int rank = 0; rank < GetParam().shard_size; ++rank) {
-      reducer::GradientMemory memory(table_, layout, rank, {}, AccumulateDtype::kF32, {});
+      reducer::GradientMemory memory(table_, layout, rank, {}, AccumulateOn::kDevice, {});
       memory.allocate_carry(world);
       for (int p = 0; p < layout.parameter_count(); ++p) {
         EXPECT_EQ(memory.slice_carry(p).count, layout.slice(p, rank).count);

@@ -81,7 +81,7 @@ TEST_P(Metadata, OfALargeModelOverManyRanksIsSmall) {
     EXPECT_LT(of_layout, kMostBytes);
 
     before = live_bytes;
-    reducer::GradientMemory memory(table, layout, kRanks - 1, {}, AccumulateDtype::kF32, {});
+    reducer::GradientMemory memory(table, layout, kRanks - 1, {}, AccumulateOn::kDevice, {});
     const std::int64_t of_memory = live_bytes - before;
     EXPECT_LT(of_memory, kMostBytes);
 

@@ -272,6 +272,12 @@ cudaError_t cudaHostAlloc(void** memory, std::size_t size, unsigned /*flags*/) {
   return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 
+cudaError_t cudaFreeHost(void* memory) {
+  if (const cudaError_t status = status_of("cudaFreeHost")) return status;
+  std::free(memory);
+  return cudaSuccess;
+}
+
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t size, cudaStream_t stream) {
   return enqueue("cudaMemsetAsync", stream,
                  [memory, value, size] { std::memset(memory, value, size); });

@@ -18,8 +18,38 @@ if TYPE_CHECKING:
 GradientHook: TypeAlias = Callable[[torch.Tensor], None]
 
 
+class HeldGradients:
+    """The gradients that a window leaves in p.grad, where autograd adds them up."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._backwards: int | None = None
+        self._passes: dict[int, int] = {}
+
+    def begin(self, backwards: int | None) -> None:
+        """From here on a gradient is left where it is, until it is the sum of so many."""
+        self.active = True
+        self._backwards = backwards
+        self._passes = {}
+
+    def keeps(self, index: int) -> bool:
+        """Counts one gradient of that parameter; whether it stays in p.grad."""
+        count = self._passes.get(index, 0) + 1
+        self._passes[index] = count
+        return self._backwards is None or count < self._backwards
+
+    def end(self) -> None:
+        """From here on gradients are handed over again."""
+        self.active = False
+
+    @property
+    def pass_count(self) -> int:
+        """The most that one parameter got in the last window."""
+        return max(self._passes.values(), default=1)
+
+
 def make_hook(
-    handle: _hsdp.Reducer, index: int, name: str, parameter: torch.Tensor
+    handle: _hsdp.Reducer, index: int, name: str, parameter: torch.Tensor, held: HeldGradients
 ) -> GradientHook:
     """Takes p.grad out and hands it over. Runs once per parameter and backward pass: keep it short."""
     dtype, shape = parameter.dtype, parameter.shape
@@ -32,7 +62,7 @@ def make_hook(
     # parameter other data since.
     def hook(p: torch.Tensor) -> None:
         grad = p.grad
-        if grad is None:
+        if grad is None or (held.active and held.keeps(index)):
             return
         p.grad = None
         if (
@@ -79,7 +109,7 @@ def keeping_hook(
     def keep(p: torch.Tensor) -> None:
         grad = p.grad
         hook(p)
-        if grad is not None:
+        if grad is not None and p.grad is None:  # it was taken
             grad = grad.detach()
             fresh[name] = fresh[name] + grad if name in fresh else grad
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hsdp.array import Array
 from hsdp.errors import UsageError
 from hsdp.torch import unreduced_gradient_guard
-from hsdp.torch.gradient_hook import GradientHook, keeping_hook, make_hook
+from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.trainable_parameters import groups_by_name, trainable_parameters
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class ModelAttachment:
         self._names = {id(p): name for name, p in parameters}
         self._fresh: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
+        self._held = HeldGradients()
         self._hooks: dict[str, GradientHook] = {}
         self._removable: list[Any] = []
         for name, parameter in self._parameters.items():
@@ -83,8 +85,43 @@ class ModelAttachment:
         self._step = step
         self._clear()
 
+    def window_began(self, backwards: int | None) -> None:
+        """As `microbatch_began`, and p.grad holds the sum of the window's gradients from here on."""
+        self.microbatch_began()
+        self._held.begin(backwards)
+
+    def pass_ended(self) -> None:
+        """Takes gradients that no backward pass produced, before the next pass overwrites them."""
+        if not self._held.active:
+            self._take()
+
+    def pass_count(self) -> int:
+        """Of how many passes the gradients of this window are the sum."""
+        return self._held.pass_count if self._held.active else 1
+
+    def held_sum(self, name: str) -> Array | None:
+        """A copy of p.grad in a window that leaves it there."""
+        if not self._held.active:
+            return None
+        grad = self._parameters[name].grad
+        if grad is None:
+            raise UsageError(
+                f"reducer: local_sum: expected gradients of '{name}' in p.grad, got none; read it "
+                "after a backward pass of the window, before its declared last one"
+            )
+        return Array(self._handle.copy_of(grad.detach()))
+
+    @property
+    def in_window(self) -> bool:
+        """Whether a window is open, at whose end the gradients are reduced."""
+        return self._handle.window_open()
+
     def microbatch_ending(self) -> None:
         """Takes gradients that no backward pass produced: those that are in p.grad now."""
+        self._held.end()
+        self._take()
+
+    def _take(self) -> None:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 try:
@@ -94,6 +131,7 @@ class ModelAttachment:
 
     def microbatch_ended(self, completed: bool) -> None:
         """All is packed, or the step is dropped. With keep_grads the sums go into p.grad."""
+        self._held.end()
         if not completed:
             self._clear()
         elif self._keep:
@@ -194,7 +232,7 @@ class ModelAttachment:
         dtype = parameter.dtype
         shape = tuple(parameter.shape)
         index = self._handle.register(name, shape, str(dtype).rpartition(".")[2], None, group)
-        hook = make_hook(self._handle, index, name, parameter)
+        hook = make_hook(self._handle, index, name, parameter, self._held)
         if self._keep:
             hook = keeping_hook(hook, name, self._fresh)
         self._hooks[name] = hook

@@ -64,10 +64,21 @@ def is_watched(parameter: torch.Tensor) -> bool:
 
 def _require_gradients(caller: str, parameters: Iterable[Any]) -> None:
     watching = [a for a in _attachments if not a.keeps_gradients]
-    if not watching:
+    open_windows = [a for a in _attachments if a.in_window]
+    if not watching and not open_windows:
         return
     for parameter in parameters:
-        if not isinstance(parameter, torch.Tensor) or parameter.grad is not None:
+        if not isinstance(parameter, torch.Tensor):
+            continue
+        for attachment in open_windows:
+            name = attachment.name_of(parameter)
+            if name is not None:
+                raise UsageError(
+                    f"{caller}: expected a call after hsdp.zero.coalesce_grad_reduction, got one "
+                    f"inside of its block: the gradient of '{name}' is reduced when that ends; move "
+                    "the call out of the block"
+                )
+        if parameter.grad is not None:
             continue
         for attachment in watching:
             name = attachment.name_of(parameter)

@@ -1,0 +1,143 @@
+"""Around ZeRO: several backward passes that are reduced once. docs/zero.md says when they pay."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from hsdp.errors import UsageError
+from hsdp.reducer import Reducer
+from hsdp.step_blocks import reason_of
+
+__all__ = ["CoalescedWindow", "coalesce_grad_reduction"]
+
+
+class CoalescedWindow:
+    """The block of `with hsdp.zero.coalesce_grad_reduction(...)`."""
+
+    __slots__ = ("_options", "_reducers")
+
+    def __init__(
+        self,
+        reducers: list[Reducer],
+        last: bool | None,
+        backwards: int | None,
+        accumulate: str,
+        accumulate_dtype: str,
+    ) -> None:
+        self._reducers = reducers
+        self._options = (last, backwards, accumulate, accumulate_dtype)
+
+    def __enter__(self) -> CoalescedWindow:
+        for i, reducer in enumerate(self._reducers):
+            try:
+                reducer._begin_window(*self._options)
+            except BaseException as error:
+                _abandon(
+                    self._reducers[:i], "another Reducer of the window could not begin it", error
+                )
+                raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            _abandon(self._reducers, "its window's block raised", error or kind())
+            return
+        for i, reducer in enumerate(self._reducers):
+            try:
+                reducer._end_window()
+            except BaseException as failure:
+                _abandon(
+                    self._reducers[i + 1 :], "another Reducer of the window dropped the step",
+                    failure,
+                )
+                raise
+
+
+def coalesce_grad_reduction(
+    reducers: Reducer | Iterable[Reducer],
+    last: bool | None = None,
+    backwards: int | None = None,
+    accumulate: str = "buffer",
+    accumulate_dtype: str = "f32",
+) -> CoalescedWindow:
+    """A block of several backward passes that are reduced once, at its end, however many they are.
+
+        with hsdp.zero.coalesce_grad_reduction(reducer):
+            for chunk in chunks:  # or one backward that runs others inside, as cached losses do
+                loss(model(chunk)).backward()
+        reducer.gather_gradients()
+        optimizer.step()
+
+    The block is one microbatch of the step. Gradients are added up on this rank and nothing is
+    exchanged inside of it, so ranks may run different numbers of passes. Microbatches inside
+    (`reducer.microbatch(...)`) only delimit, and flags that are set inside are undone at its end.
+
+    - `reducers`: a Reducer, or several that are reduced together (pipeline stages, meshes of
+      experts, two networks that train each other), in the same order on every rank.
+    - `last`: True ends the step. False leaves it pending: in shards, or whole and local after
+      `reducer.set_partial_sync("none")`, as stage 1 of ZeRO. None ends it, unless gradient sync is
+      off: then the block adds to the local sums.
+    - `backwards`: how many gradients each parameter gets, where this rank knows. A parameter is
+      then reduced while its last backward pass still runs (with an f16 wire at the block's end),
+      and what got fewer at the block's end; one gradient more is a UsageError.
+    - `accumulate`: "buffer" adds gradients up in memory of the Reducer, which is kept for the next
+      window (`reducer.release_memory()` frees it); "grad" leaves them in `p.grad` of an attached
+      model, where autograd adds them up in the parameter's dtype.
+    - `accumulate_dtype`: of the buffer: "f32", or "param" for the gradient's own.
+
+    Equal bits, whatever `backwards` and the number of buckets. When the block raises, the step is
+    dropped on every rank: this one keeps its exception, the others get a StepAbortedError that
+    names it; all may begin a new step. What is read of the result waits, as after a microbatch.
+
+    Raises UsageError for windows in each other, a step or an optimizer's step inside, and a
+    microbatch that is still open at the end.
+    """
+    if isinstance(reducers, Reducer):
+        listed = [reducers]
+    elif isinstance(reducers, Iterable):
+        listed = list(reducers)
+    else:
+        _refuse("a Reducer or several", f"an object of type {type(reducers).__name__}")
+    if not listed:
+        _refuse("a Reducer or several", "none")
+    for i, reducer in enumerate(listed):
+        if not isinstance(reducer, Reducer):
+            _refuse("Reducers", f"an object of type {type(reducer).__name__} as number {i}")
+        if any(reducer is before for before in listed[:i]):
+            _refuse("each Reducer once", f"one again as number {i}")
+    return CoalescedWindow(
+        listed,
+        None if last is None else bool(last),
+        _passes(backwards),
+        accumulate,
+        accumulate_dtype,
+    )
+
+
+def _passes(backwards: Any) -> int | None:
+    if backwards is None:
+        return None
+    try:
+        number = operator.index(backwards)
+    except TypeError:
+        _refuse("backwards to be a whole number of passes, or None", repr(backwards))
+    if isinstance(backwards, bool) or number < 1:
+        _refuse("backwards of at least 1, or None", repr(backwards))
+    return number
+
+
+def _refuse(expected: str, got: str) -> NoReturn:
+    raise UsageError(f"zero: coalesce_grad_reduction: expected {expected}, got {got}")
+
+
+def _abandon(reducers: Iterable[Reducer], what: str, error: BaseException) -> None:
+    for reducer in reducers:
+        reducer.abandon_step(reason_of(what, error))

@@ -119,6 +119,7 @@ Event Reducer::packed() {
 void Reducer::reject_gradient(std::string_view message) { parts_->steps.reject_gradient(message); }
 void Reducer::end_microbatch() { parts_->steps.end_microbatch(); }
 void Reducer::begin_window(const WindowOptions& options) { parts_->steps.begin_window(options); }
+void Reducer::check_window() { parts_->steps.check_window(); }
 void Reducer::end_window(std::int64_t backwards) { parts_->steps.end_window(backwards); }
 std::vector<float> Reducer::local_sum(std::string_view name) {
   return parts_->results.local_sum(parts_->parameters.find(name));

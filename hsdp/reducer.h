@@ -119,6 +119,9 @@ class Reducer {
   // of begin_microbatch and end_microbatch inside are allowed and do nothing else; flags that are
   // set inside are undone at its end. zero::CoalescedWindow holds one over several Reducers.
   void begin_window(const WindowOptions& options = {});
+  // Throws what end_window would throw for this rank's own mistakes, and changes nothing: to be
+  // asked of several Reducers before the first one's window ends.
+  void check_window();
   // `backwards`: how many passes each gradient that was handed over is the sum of; more than one
   // with Accumulate::kGrad only.
   void end_window(std::int64_t backwards = 1);

@@ -35,8 +35,7 @@ CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOpt
     try {
       reducer->begin_window(options);
     } catch (const std::exception& error) {
-      abandon(open_,
-              std::string("another Reducer of the window could not begin it: ") + error.what());
+      abandon(open_, std::string("another Reducer of its window could not begin: ") + error.what());
       throw;
     }
     open_.push_back(reducer);
@@ -50,16 +49,13 @@ void CoalescedWindow::end(std::int64_t backwards) {
     throw UsageError(
         {.where = "zero: coalesced window", .expected = "one end()", .got = "another"});
   }
-  std::vector<Reducer*> open = std::exchange(open_, {});
-  while (!open.empty()) {
-    Reducer* const reducer = open.front();
-    open.erase(open.begin());
-    try {
-      reducer->end_window(backwards);
-    } catch (const std::exception& error) {
-      abandon(open, std::string("another Reducer of the window dropped the step: ") + error.what());
-      throw;
-    }
+  const std::vector<Reducer*> open = std::exchange(open_, {});
+  try {  // what one of them refuses must not leave a result of another
+    for (Reducer* const reducer : open) reducer->check_window();
+    for (Reducer* const reducer : open) reducer->end_window(backwards);
+  } catch (const std::exception& error) {
+    abandon(open, error.what());
+    throw;
   }
 }
 

@@ -15,8 +15,8 @@
 // Source: DeepSpeed's coalesce_grad_reduction (deepspeedai/DeepSpeed pull request 7992).
 //
 // Several Reducers (pipeline stages, meshes of experts, two networks that train each other) share a
-// window: all of them reduce at its end, in the order given, and when one cannot, the steps of all
-// are dropped.
+// window: all of them reduce at its end, in the order given. Where this rank has broken the rules
+// of one, the steps of all are dropped.
 //
 // Ownership: the Reducers outlive the window. Threads: as of Reducer. Collective: construction and
 // end(), by every rank of each Reducer's mesh.

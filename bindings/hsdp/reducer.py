@@ -98,6 +98,7 @@ class Reducer(ReducerResults):
         self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout = layout
         self._attachments: list[Attachment] = []
+        self._pass_count = 1  # of the window that is about to end
         open_reducers.add(self)
 
     @property
@@ -290,15 +291,18 @@ class Reducer(ReducerResults):
 
     def _end(self, end: Callable[[], None]) -> None:
         try:
-            for attachment in self._attachments:
-                attachment.microbatch_ending()
+            self._take_what_is_left()
             end()
         except BaseException:
             self._ended(completed=False)
             raise
         self._ended(completed=True)
 
-    # The two halves of a window; hsdp.zero has the block.
+    def _take_what_is_left(self) -> None:
+        for attachment in self._attachments:
+            attachment.microbatch_ending()
+
+    # The parts of a window; hsdp.zero has the block.
     def _begin_window(
         self, last: bool | None, backwards: int | None, accumulate: str, accumulate_dtype: str
     ) -> None:
@@ -316,9 +320,14 @@ class Reducer(ReducerResults):
         else:
             self._began(lambda attachment: attachment.microbatch_began())
 
+    def _check_window(self) -> None:
+        if self._handle.window_open():
+            self._pass_count = max((a.pass_count() for a in self._attachments), default=1)
+            self._take_what_is_left()
+        self._handle.check_window()
+
     def _end_window(self) -> None:
-        counts = [attachment.pass_count() for attachment in self._attachments]
-        self._end(lambda: self._handle.end_window(max(counts, default=1)))
+        self._end(lambda: self._handle.end_window(self._pass_count))
 
     def abandon_step(self, reason: str = "it was abandoned") -> None:
         """Drops the step on every rank, in a microbatch or between two.

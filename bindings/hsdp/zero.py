@@ -35,9 +35,7 @@ class CoalescedWindow:
             try:
                 reducer._begin_window(*self._options)
             except BaseException as error:
-                _abandon(
-                    self._reducers[:i], "another Reducer of the window could not begin it", error
-                )
+                _abandon(self._reducers[:i], "its window could not begin with", error)
                 raise
         return self
 
@@ -50,15 +48,14 @@ class CoalescedWindow:
         if kind is not None:
             _abandon(self._reducers, "its window's block raised", error or kind())
             return
-        for i, reducer in enumerate(self._reducers):
-            try:
+        try:  # what one of them refuses must not leave a result of another
+            for reducer in self._reducers:
+                reducer._check_window()
+            for reducer in self._reducers:
                 reducer._end_window()
-            except BaseException as failure:
-                _abandon(
-                    self._reducers[i + 1 :], "another Reducer of the window dropped the step",
-                    failure,
-                )
-                raise
+        except BaseException as failure:
+            _abandon(self._reducers, "its window ended with", failure)
+            raise
 
 
 def coalesce_grad_reduction(

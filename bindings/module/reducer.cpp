@@ -289,6 +289,8 @@ void bind_step(Class& bound) {
       .def("wait_packed", &Handle::wait_packed)
       .def("end_microbatch", &Handle::end_microbatch)
       .def("begin_window", begin_window)
+      .def("check_window",
+           [](Handle& self) { self.call_here([](Reducer& reducer) { reducer.check_window(); }); })
       .def("end_window", &Handle::end_window)
       .def("release_memory",
            [](Handle& self) { self.call([](Reducer& reducer) { reducer.release_memory(); }); })

@@ -98,6 +98,11 @@ std::exception_ptr Outcome::settle_faults() {
   return std::exchange(fault_, nullptr);
 }
 
+std::exception_ptr Outcome::fault() const {
+  const std::scoped_lock lock(mutex_);
+  return fault_;
+}
+
 void Outcome::drop_step(std::int64_t step, std::optional<Drop> drop) {
   {
     const std::scoped_lock lock(mutex_);

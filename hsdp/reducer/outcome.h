@@ -52,6 +52,7 @@ class Outcome {
   bool note_fault(std::exception_ptr& error);
   // The fault, if there is one.
   [[nodiscard]] std::exception_ptr settle_faults();
+  [[nodiscard]] std::exception_ptr fault() const;  // the same, and nothing is settled
 
   // Tasks of steps up to `step` do nothing from here on. `drop`: to raise at the next call; none
   // where this rank dropped the step itself.

@@ -423,6 +423,13 @@ void Steps::end_microbatch() {
   end(1);
 }
 
+void Steps::check_window() {
+  check_usable("end_window");
+  ledger_.require_window_end();
+  note_missing();
+  if (const std::exception_ptr fault = outcome_.fault()) std::rethrow_exception(fault);
+}
+
 void Steps::end_window(std::int64_t backwards) {
   check_usable("end_window");
   try {
@@ -434,10 +441,13 @@ void Steps::end_window(std::int64_t backwards) {
   end(backwards);
 }
 
+void Steps::note_missing() {
+  if (options_.missing != Missing::kError) return;
+  if (const std::string missing = missing_message(); !missing.empty()) note_fault(missing);
+}
+
 void Steps::end(std::int64_t backwards) {
-  if (options_.missing == Missing::kError) {
-    if (const std::string missing = missing_message(); !missing.empty()) note_fault(missing);
-  }
+  note_missing();
   if (plan_->is_local()) {
     close_local(backwards);
   } else {

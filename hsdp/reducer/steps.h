@@ -36,6 +36,7 @@ class Steps {
   void begin_step();
   void begin_microbatch(const MicrobatchOptions& options);
   void begin_window(const WindowOptions& options);
+  void check_window();
   // `backwards`: of what the gradients that were handed over are sums.
   void end_window(std::int64_t backwards);
   void gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
@@ -105,6 +106,7 @@ class Steps {
   [[nodiscard]] std::int64_t post(StatusWord word);
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
+  void note_missing();
   void check_gradient(int parameter, const StridedView& gradient) const;
 
   const ReducerOptions& options_;

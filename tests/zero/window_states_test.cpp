@@ -1,0 +1,484 @@
+// What may happen in and around a window: calls out of turn, drops, flags, memory, what is counted.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "tests/support/reducer_step.h"
+#include "zero/coalesced_window.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::HasSubstr;
+using zero::CoalescedWindow;
+
+constexpr std::int64_t kCount = 10;
+
+// A Reducer with one parameter, and its gradient of ones.
+struct OneParameter {
+  explicit OneParameter(const Mesh& mesh, const ReducerOptions& options = {})
+      : reducer(mesh, options) {
+    reducer.register_parameter({.name = "w", .shape = {kCount}});
+  }
+  void pass() { reducer.gradient_ready("w", ones.view()); }
+  void expect(float value) {
+    for (const float element : values_of(reducer.shard("w"))) EXPECT_EQ(element, value);
+  }
+  // A step that is right whatever was before.
+  void expect_clean_step() {
+    CoalescedWindow window({&reducer});
+    pass();
+    pass();
+    window.end();
+    expect(2);
+  }
+
+  Reducer reducer;
+  StoredGradient ones{Values(kCount, 1.0F), {kCount}, Dtype::kF32};
+};
+
+std::string refusal(const std::function<void()>& call) {
+  const auto error = caught<UsageError>(call);
+  return error ? error->what() : "not refused";
+}
+
+TEST(Window, MicrobatchesInsideOnlyDelimit) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    CoalescedWindow window({&one.reducer});
+    for (int k = 0; k < 3; ++k) {
+      Microbatch inside(one.reducer, {.last = k == 0});
+      one.pass();
+      inside.end();
+    }
+    one.pass();  // outside of them, too
+    EXPECT_TRUE(one.reducer.state().window_open);
+    window.end();
+    one.expect(4);
+    const ReducerStats stats = one.reducer.stats();
+    EXPECT_EQ(stats.microbatch_count, 1);
+    EXPECT_EQ(stats.step_count, 1);
+  });
+}
+
+// Nothing is sent in a window, and its collectives are those of one microbatch.
+TEST(Window, CostsTheSameHoweverManyPasses) {
+  std::vector<ReducerStats> stats;
+  for (const int pass_count : {1, 2, 4, 8}) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      OneParameter one(mesh, {.bucket_bytes = 16});
+      CoalescedWindow window({&one.reducer});
+      for (int k = 0; k < pass_count * (1 + mesh.rank()); ++k) one.pass();
+      EXPECT_EQ(one.reducer.stats().control_message_count, 0);
+      EXPECT_EQ(one.reducer.stats().reduce_scatter_count, 0);
+      window.end();
+      static_cast<void>(one.reducer.shard("w"));
+      if (mesh.rank() == 0) stats.push_back(one.reducer.stats());
+    });
+    EXPECT_EQ(stats.back().reduce_scatter_count, stats.back().bucket_count);
+    EXPECT_EQ(stats.back().all_reduce_count, stats.back().bucket_count);
+    EXPECT_EQ(stats.back().control_message_count, 2) << "a word and the bit for found_inf";
+    EXPECT_EQ(stats.back().shard_hop_bytes, stats.front().shard_hop_bytes);
+    EXPECT_EQ(stats.back().replica_hop_bytes, stats.front().replica_hop_bytes);
+  }
+}
+
+TEST(Window, RefusesCallsThatAreForOutside) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    Reducer& reducer = one.reducer;
+    {
+      CoalescedWindow window({&reducer});
+      one.pass();
+      const auto inside = HasSubstr("outside of a window");
+      EXPECT_THAT(refusal([&] { reducer.begin_window(); }), inside);
+      EXPECT_THAT(refusal([&] { CoalescedWindow nested({&reducer}); }), inside);
+      EXPECT_THAT(refusal([&] { reducer.begin_step(); }), inside);
+      EXPECT_THAT(refusal([&] { reducer.finish(); }), inside);
+      EXPECT_THAT(refusal([&] { reducer.discard(); }), inside);
+      EXPECT_THAT(refusal([&] { static_cast<void>(reducer.shard("w")); }), inside);
+      EXPECT_THAT(refusal([&] { static_cast<void>(reducer.grad_norm()); }), inside);
+      EXPECT_THAT(refusal([&] { reducer.release_memory(); }), inside);
+      EXPECT_THAT(refusal([&] { reducer.set_gradient_divide_factor(2); }), inside);
+      EXPECT_THAT(refusal([&] { reducer.set_partial_sync(Sync::kNone); }), inside);
+      EXPECT_THAT(refusal([&] { reducer.end_microbatch(); }), HasSubstr("open in the window"));
+      {
+        Microbatch open(reducer);
+        EXPECT_THAT(refusal([&] { reducer.begin_microbatch(); }), HasSubstr("no open microbatch"));
+        EXPECT_THAT(refusal([&] { reducer.set_requires_gradient_sync(false); }),
+                    HasSubstr("no open microbatch"));
+        open.end();
+      }
+      window.end();  // refused calls have changed nothing
+      EXPECT_THAT(refusal([&] { window.end(); }), HasSubstr("one end()"));
+    }
+    one.expect(1);
+    EXPECT_THAT(refusal([&] { reducer.end_window(); }), HasSubstr("an open window"));
+    EXPECT_THAT(refusal([&] { reducer.begin_window({.backwards = 0}); }), HasSubstr("at least 1"));
+    EXPECT_THAT(refusal([&] { reducer.set_partial_sync(Sync::kAll); }), HasSubstr("shard or none"));
+    reducer.set_requires_gradient_sync(false);
+    EXPECT_THAT(refusal([&] { reducer.begin_window({.last = true}); }),
+                HasSubstr("gradient sync on"));
+    reducer.set_requires_gradient_sync(true);
+    one.expect_clean_step();
+  });
+}
+
+TEST(Window, RefusesReducersThatAreNoneOrTwice) {
+  run_mesh({1, 1}, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    EXPECT_THAT(refusal([] { CoalescedWindow window({}); }), HasSubstr("got none"));
+    EXPECT_THAT(refusal([] { CoalescedWindow window({nullptr}); }), HasSubstr("null pointer"));
+    EXPECT_THAT(refusal([&] {
+                  CoalescedWindow window({&one.reducer, &one.reducer});
+                }),
+                HasSubstr("one twice"));
+    one.expect_clean_step();
+  });
+}
+
+// How one rank breaks its window: what it does there throws, or the window's end does.
+struct Fault {
+  std::string label;
+  std::function<void(OneParameter& one)> inside;
+  std::string reason;  // that the others hear
+  WindowOptions options{};
+};
+
+std::vector<Fault> faults() {
+  return {
+      {"exception", [](OneParameter&) { throw std::runtime_error("own"); }, "raised an exception"},
+      {"abandoned", [](OneParameter& one) { one.reducer.abandon_step("no more"); }, "no more"},
+      {"open_microbatch", [](OneParameter& one) { one.reducer.begin_microbatch(); },
+       "every microbatch inside of the window ended"},
+      {"exception_in_a_microbatch",
+       [](OneParameter& one) {
+         const Microbatch inside(one.reducer);
+         throw std::runtime_error("own");
+       },
+       "raised an exception"},
+      {"one_more",
+       [](OneParameter& one) {
+         one.pass();
+         EXPECT_THAT(refusal([&] { one.pass(); }),
+                     HasSubstr("at most 2 in its window, as backwards says, got one more"));
+       },
+       "at most 2",
+       {.backwards = 2}},
+      {"second_sum",
+       [](OneParameter& one) { refusal([&] { one.pass(); }); },
+       "one sum of its window's gradients",
+       {.accumulate = Accumulate::kGrad}},
+      {"missing", [](OneParameter&) {}, "a gradient for every parameter"},
+      {"unknown",
+       [](OneParameter& one) {
+         refusal([&] { one.reducer.gradient_ready("unknown", one.ones.view()); });
+       },
+       "unknown"},
+  };
+}
+
+class WindowFault : public testing::TestWithParam<Fault> {};
+
+// The step is dropped on all ranks: this one keeps its own error, the others are told its reason.
+TEST_P(WindowFault, DropsTheStepOnAllRanks) {
+  const Fault& fault = GetParam();
+  for (const bool is_pending : {false, true}) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      OneParameter one(mesh, {.bucket_bytes = 16});
+      const bool is_bad = mesh.rank() == 1;
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        std::string heard;
+        bool was_aborted = false;
+        try {
+          if (is_pending) {
+            CoalescedWindow before({&one.reducer}, {.last = false});
+            one.pass();
+            before.end();
+          }
+          CoalescedWindow window({&one.reducer}, fault.options);
+          if (fault.label != "missing" || !is_bad) one.pass();
+          if (is_bad) fault.inside(one);
+          window.end();
+          static_cast<void>(one.reducer.shard("w"));
+        } catch (const StepAbortedError& error) {
+          was_aborted = true;
+          heard = error.what();
+        } catch (const std::exception& error) {
+          heard = error.what();
+        }
+        EXPECT_EQ(was_aborted, !is_bad) << heard;
+        if (!is_bad) {
+          EXPECT_THAT(heard, HasSubstr("rank 1"));
+          EXPECT_THAT(heard, HasSubstr(fault.reason));
+        }
+        EXPECT_FALSE(one.reducer.state().window_open);
+        one.expect_clean_step();
+      }
+      EXPECT_EQ(one.reducer.state().step, 5);
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Faults, WindowFault, testing::ValuesIn(faults()),
+                         [](const auto& row) { return row.param.label; });
+
+// The end of a window whose step was dropped inside of it says so.
+TEST(Window, EndsWithAnErrorWhenItsStepIsGone) {
+  run_mesh({1, 1}, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    CoalescedWindow window({&one.reducer});
+    one.pass();
+    one.reducer.abandon_step("enough");
+    EXPECT_THAT(refusal([&] { window.end(); }), HasSubstr("dropped inside of a window"));
+    one.expect_clean_step();
+  });
+}
+
+TEST(Window, FlagsSetInsideAreUndone) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    for (const bool drops : {false, true}) {
+      {
+        CoalescedWindow window({&one.reducer});
+        for (const bool flag : {false, true, false}) {
+          one.reducer.set_requires_gradient_sync(flag);
+          Microbatch inside(one.reducer);
+          one.pass();
+          inside.end();
+        }
+        if (drops) {
+          one.reducer.abandon_step("dropped");
+          EXPECT_NE(refusal([&] { window.end(); }), "not refused");
+        } else {
+          window.end();
+          one.expect(3);
+        }
+      }
+      Microbatch plain(one.reducer);
+      one.pass();
+      plain.end();
+      one.expect(1);
+    }
+  });
+}
+
+// Which sync a window runs, by `last`, flags and the partial sync: observed by what is left.
+TEST(Window, SyncsAsLastAndFlagsSay) {
+  struct Row {
+    std::optional<bool> last;
+    bool gradient_sync;
+    Sync partial;
+    Sync want;
+  };
+  const std::vector<Row> rows{{std::nullopt, true, Sync::kShard, Sync::kAll},
+                              {std::nullopt, false, Sync::kShard, Sync::kNone},
+                              {true, true, Sync::kNone, Sync::kAll},
+                              {false, true, Sync::kShard, Sync::kShard},
+                              {false, true, Sync::kNone, Sync::kNone},
+                              {false, false, Sync::kShard, Sync::kNone}};
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    for (const Row& row : rows) {
+      OneParameter one(mesh);
+      one.reducer.set_partial_sync(row.partial);
+      one.reducer.set_requires_gradient_sync(row.gradient_sync);
+      one.reducer.set_requires_all_reduce(false);  // which a window does not ask for
+      one.reducer.set_requires_gradient_sync(row.gradient_sync);
+      CoalescedWindow window({&one.reducer}, {.last = row.last});
+      one.pass();
+      one.pass();
+      window.end();
+      EXPECT_EQ(one.reducer.state().pending, row.want != Sync::kAll);
+      if (row.want == Sync::kShard) {
+        EXPECT_EQ(one.reducer.partial_shard("w")[0], 2.0F);
+      }
+      if (row.want == Sync::kNone) {
+        EXPECT_EQ(one.reducer.local_sum("w")[0], 2.0F);
+      }
+      one.reducer.finish();
+      one.expect(2);
+    }
+  });
+}
+
+TEST(Window, LocalSumsAreReadable) {
+  for (const AccumulateDtype dtype : {AccumulateDtype::kF32, AccumulateDtype::kParam}) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      reducer.register_parameter({.name = "w", .shape = {2, 5}, .dtype = Dtype::kBf16});
+      reducer.register_parameter({.name = "later", .shape = {3}});
+      const StoredGradient ones(Values(kCount, 1.0F), {2, 5}, Dtype::kBf16);
+      const StoredGradient later(Values(3, 1.0F), {3}, Dtype::kF32);
+      EXPECT_THAT(refusal([&] { static_cast<void>(reducer.local_sum("w")); }), HasSubstr("'w'"));
+      CoalescedWindow window({&reducer}, {.backwards = 2, .accumulate_dtype = dtype});
+      for (int k = 1; k <= 2; ++k) {
+        reducer.gradient_ready("w", ones.view());
+        EXPECT_EQ(reducer.local_sum("w"), std::vector<float>(kCount, static_cast<float>(k)));
+      }
+      EXPECT_THAT(refusal([&] { static_cast<void>(reducer.local_sum("later")); }),
+                  HasSubstr("got none"));
+      std::vector<float> two(2);
+      EXPECT_THAT(refusal([&] {
+                    reducer.local_sum("w", {two.data(), 2, Dtype::kF32, {}});
+                  }),
+                  HasSubstr("10 f32"));
+      reducer.gradient_ready("later", later.view());
+      window.end();
+      EXPECT_THAT(refusal([&] { static_cast<void>(reducer.local_sum("w")); }), HasSubstr("none"));
+    });
+  }
+}
+
+TEST(Window, KeepsItsMemoryUntilItIsReleased) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 1024});
+    constexpr std::int64_t kElements = 4096;
+    reducer.register_parameter({.name = "w", .shape = {kElements}, .dtype = Dtype::kBf16});
+    const StoredGradient gradient(Values(kElements, 1.0F), {kElements}, Dtype::kBf16);
+    const auto run = [&](AccumulateDtype dtype, std::optional<bool> last = {}) {
+      CoalescedWindow window({&reducer}, {.last = last, .accumulate_dtype = dtype});
+      for (int k = 0; k < 2; ++k) reducer.gradient_ready("w", gradient.view());
+      window.end();
+    };
+    run(AccumulateDtype::kParam);
+    const std::int64_t carry = kElements / 2 * 4;
+    const std::int64_t staging = 2 * 1024;
+    EXPECT_EQ(reducer.stats().accumulator_bytes, kElements * 2);
+    EXPECT_EQ(reducer.stats().carry_bytes, carry);
+    EXPECT_EQ(reducer.stats().staging_bytes, staging);
+    EXPECT_EQ(reducer.stats().peak_resident_bytes, carry + staging + kElements * 2);
+    EXPECT_EQ(reducer.stats().peak_retained_bytes, 0);
+    run(AccumulateDtype::kF32);
+    EXPECT_EQ(reducer.stats().accumulator_bytes, kElements * 4);
+    run(AccumulateDtype::kParam);
+    EXPECT_EQ(reducer.stats().accumulator_bytes, kElements * 4) << "kept, there is room";
+    reducer.release_memory();
+    EXPECT_EQ(reducer.stats().accumulator_bytes, 0);
+    EXPECT_EQ(reducer.stats().resident_bytes, carry + staging);
+    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 2.0F);
+    run(AccumulateDtype::kF32, false);
+    EXPECT_THAT(refusal([&] { reducer.release_memory(); }), HasSubstr("between steps"));
+    run(AccumulateDtype::kF32);
+    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 4.0F);
+    // What is pending locally keeps its dtype.
+    reducer.set_partial_sync(Sync::kNone);
+    run(AccumulateDtype::kParam, false);
+    EXPECT_THAT(refusal([&] { run(AccumulateDtype::kF32); }), HasSubstr("'param'"));
+    run(AccumulateDtype::kParam);
+    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 4.0F);
+  });
+}
+
+TEST(Window, AccumulatesOnTheHostBesideAGpuOnly) {
+  run_mesh({1, 1}, [](const Mesh& mesh) {
+    EXPECT_THAT(refusal([&] { OneParameter one(mesh, {.accumulate_on = AccumulateOn::kHost}); }),
+                HasSubstr("beside a GPU"));
+  });
+}
+
+// A rank in a window and one in a plain microbatch do not agree, nor do different local sums.
+TEST(Window, IsAgreedOnByAllRanks) {
+  for (const bool is_dtype : {false, true}) {
+    const std::vector<std::exception_ptr> errors = try_ranks(2, [&](Communicator& world) {
+      const Mesh mesh(world, {.replicate = 1, .shard = 2});
+      OneParameter one(mesh);
+      if (is_dtype || world.rank() == 0) {
+        const bool param = world.rank() == 1;
+        CoalescedWindow window({&one.reducer}, {.accumulate_dtype = param ? AccumulateDtype::kParam
+                                                                          : AccumulateDtype::kF32});
+        one.pass();
+        window.end();
+      } else {
+        Microbatch plain(one.reducer, {.last = true});
+        one.pass();
+        plain.end();
+      }
+      static_cast<void>(one.reducer.shard("w"));
+    });
+    for (const std::exception_ptr& error : errors) {
+      ASSERT_TRUE(error);
+      EXPECT_THAT([&] { std::rethrow_exception(error); },
+                  testing::ThrowsMessage<MismatchError>(HasSubstr(
+                      is_dtype ? "'several, in f32'" : "gradients of a parameter 'several")));
+    }
+  }
+}
+
+TEST(WindowOfSeveral, ReducesAllOfThem) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter first(mesh);
+    OneParameter second(mesh, {.reduce_dtype = Dtype::kF16});
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      CoalescedWindow window({&first.reducer, &second.reducer});
+      for (int k = 0; k < 3; ++k) first.pass();
+      for (int k = 0; k <= mesh.rank(); ++k) second.pass();
+      window.end();
+      first.expect(3);
+      second.expect(2.5F);
+    }
+  });
+}
+
+// Where a rank cannot end the step of one, the steps of all are dropped on all ranks.
+TEST(WindowOfSeveral, DropsAllStepsOrNone) {
+  for (const int bad_one : {0, 1}) {
+    for (const bool misses : {false, true}) {
+      run_mesh(kSquare, [&](const Mesh& mesh) {
+        OneParameter first(mesh);
+        OneParameter second(mesh);
+        const std::vector<OneParameter*> both{&first, &second};
+        const bool is_bad = mesh.rank() == 2;
+        try {
+          CoalescedWindow window({&first.reducer, &second.reducer});
+          for (OneParameter* const one : both) {
+            const bool breaks = is_bad && one == both[static_cast<std::size_t>(bad_one)];
+            if (!breaks || !misses) one->pass();
+            if (breaks && !misses) one->reducer.begin_microbatch();  // left open
+          }
+          window.end();
+          EXPECT_FALSE(is_bad);
+        } catch (const StepAbortedError& error) {
+          EXPECT_FALSE(is_bad) << error.what();
+        } catch (const UsageError& error) {
+          EXPECT_TRUE(is_bad) << error.what();
+        }
+        // What a rank did not learn in the window it learns from its next call.
+        for (OneParameter* const one : both) {
+          EXPECT_ANY_THROW(static_cast<void>(one->reducer.shard("w")));
+          EXPECT_EQ(one->reducer.stats().step_count, 0);
+        }
+        first.expect_clean_step();
+        second.expect_clean_step();
+      });
+    }
+  }
+}
+
+// All ranks are refused: those that have begun are dropped, the others are as they were.
+TEST(WindowOfSeveral, DropsWhatHasBegunWhenOneCannot) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter first(mesh);
+    OneParameter second(mesh);
+    second.reducer.set_requires_gradient_sync(false);
+    const auto begin = [&] {
+      const CoalescedWindow window({&first.reducer, &second.reducer}, {.last = true});
+    };
+    EXPECT_THAT(refusal(begin), HasSubstr("gradient sync on"));
+    EXPECT_FALSE(first.reducer.state().window_open);
+    EXPECT_FALSE(second.reducer.state().step_begun);
+    second.reducer.set_requires_gradient_sync(true);
+    first.expect_clean_step();
+    second.expect_clean_step();
+    EXPECT_EQ(first.reducer.state().step, 1);
+    EXPECT_EQ(second.reducer.state().step, 0);
+  });
+}
+
+}  // namespace
+}  // namespace hsdp

@@ -24,9 +24,9 @@ class Attachment(Protocol):
     def microbatch_began(self) -> None:
         """Raises when the microbatch cannot be; it is then dropped on every rank."""
 
-    def window_began(self, backwards: int | None) -> None:
-        """As `microbatch_began`, and its own framework adds up the gradients of the window's
-        passes: it hands over each parameter's sum, after so many passes or in the end.
+    def window_began(self, holds: bool, backwards: int | None) -> None:
+        """As `microbatch_began`. `holds`: its own framework adds up the gradients of the window's
+        passes; it hands over each parameter's sum, after so many passes or in the end.
         """
 
     def pass_ended(self) -> None:

@@ -315,16 +315,18 @@ class Reducer(ReducerResults):
         self._hearing_of_drops(
             lambda: self._handle.begin_window(last, backwards, accumulate, accumulate_dtype)
         )
-        if accumulate == "grad":
-            self._began(lambda attachment: attachment.window_began(backwards))
-        else:
-            self._began(lambda attachment: attachment.microbatch_began())
+        holds = accumulate == "grad"
+        self._began(lambda attachment: attachment.window_began(holds, backwards))
 
     def _check_window(self) -> None:
-        if self._handle.window_open():
-            self._pass_count = max((a.pass_count() for a in self._attachments), default=1)
-            self._take_what_is_left()
-        self._handle.check_window()
+        try:
+            if self._handle.window_open():
+                self._pass_count = max((a.pass_count() for a in self._attachments), default=1)
+                self._take_what_is_left()
+            self._handle.check_window()
+        except BaseException:
+            self._ended(completed=False)
+            raise
 
     def _end_window(self) -> None:
         self._end(lambda: self._handle.end_window(self._pass_count))

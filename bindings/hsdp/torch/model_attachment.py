@@ -47,6 +47,7 @@ class ModelAttachment:
         self._names = {id(p): name for name, p in parameters}
         self._fresh: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
+        self._in_window = False
         self._held = HeldGradients()
         self._hooks: dict[str, GradientHook] = {}
         self._removable: list[Any] = []
@@ -85,10 +86,12 @@ class ModelAttachment:
         self._step = step
         self._clear()
 
-    def window_began(self, backwards: int | None) -> None:
-        """As `microbatch_began`, and p.grad holds the sum of the window's gradients from here on."""
+    def window_began(self, holds: bool, backwards: int | None) -> None:
+        """As `microbatch_began`; with `holds` p.grad is where the window's gradients are added up."""
         self.microbatch_began()
-        self._held.begin(backwards)
+        self._in_window = True
+        if holds:
+            self._held.begin(backwards)
 
     def pass_ended(self) -> None:
         """Takes gradients that no backward pass produced, before the next pass overwrites them."""
@@ -114,7 +117,7 @@ class ModelAttachment:
     @property
     def in_window(self) -> bool:
         """Whether a window is open, at whose end the gradients are reduced."""
-        return self._handle.window_open()
+        return self._in_window
 
     def microbatch_ending(self) -> None:
         """Takes gradients that no backward pass produced: those that are in p.grad now."""
@@ -131,7 +134,7 @@ class ModelAttachment:
 
     def microbatch_ended(self, completed: bool) -> None:
         """All is packed, or the step is dropped. With keep_grads the sums go into p.grad."""
-        self._held.end()
+        self._leave_window()
         if not completed:
             self._clear()
         elif self._keep:
@@ -148,8 +151,13 @@ class ModelAttachment:
 
     def step_dropped(self) -> None:
         """What was pending is gone, and so are its local sums."""
-        if self._keep:
+        if self._keep or self._held.active:
             self._clear()
+        self._leave_window()
+
+    def _leave_window(self) -> None:
+        self._held.end()
+        self._in_window = False
 
     def gather_gradients(self) -> None:
         """Sets every p.grad to the whole mean gradient."""

@@ -1,0 +1,494 @@
+"""Windows of several backward passes over attached models, and what is refused in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+from hsdp.zero import coalesce_grad_reduction
+
+WAYS = list(itertools.product((1, 2, 3), ("buffer", "grad"), (False, True)))
+COUNTS = (1, 2, 4, 8)
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def attached(mesh: hsdp.Mesh) -> tuple[hsdp.Reducer, nn.Module]:
+    model = make_model()
+    reducer = hsdp.Reducer(mesh, bucket_bytes=64)
+    reducer.attach(model)
+    return reducer, model
+
+
+def make_model() -> nn.Sequential:
+    """With whole numbers, as all that is fed to it: sums of its gradients are exact."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4))
+    for p in model.parameters():
+        p.data = torch.randint(-2, 3, p.shape).float()
+    return model
+
+
+def inputs(seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randint(-2, 3, (3, 6)).float()
+
+
+def run_pass(model: nn.Module, seed: int) -> None:
+    model(inputs(seed)).sum().backward()
+
+
+def big_batch(seeds: list[int], divisor: int) -> dict[str, torch.Tensor]:
+    """What torch computes for the rows of all passes at once."""
+    model = make_model()
+    model(torch.cat([inputs(seed) for seed in seeds])).sum().backward()
+    return {name: p.grad / divisor for name, p in model.named_parameters()}  # type: ignore[operator]
+
+
+def taken(model: nn.Module) -> dict[str, torch.Tensor]:
+    grads = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        grads[name], p.grad = p.grad, None
+    return grads
+
+
+def require_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(want)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def run_ways(replicate: int, shard: int) -> list[list[Any]]:
+    """All that DeepSpeed's coalesce_grad_reduction has, and stage 0 on a mesh without shards: the
+    gradient of one big batch to the bit, and the same collectives however many passes."""
+    torch.set_num_threads(1)
+    counted = []
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        for (stage, accumulate, overlaps), count in itertools.product(WAYS, COUNTS):
+            model = make_model()
+            reducer = hsdp.Reducer(mesh, bucket_bytes=64)
+            reducer.set_partial_sync("none" if stage == 1 else "shard")
+            reducer.attach(model)
+            for step in range(2):  # nothing of the first is in the second
+                # Two windows a step, a plain microbatch between them.
+                first, second = count, count + mesh.rank % 2  # ranks differ
+                seeds = [100 * step + 10 * mesh.rank + i for i in range(first + 1 + second)]
+                ahead = iter(seeds)
+                with coalesce_grad_reduction(
+                    reducer, last=False, backwards=first if overlaps else None,
+                    accumulate=accumulate,
+                ):
+                    for _ in range(first):
+                        run_pass(model, next(ahead))
+                with reducer.microbatch(last=False):
+                    run_pass(model, next(ahead))
+                with coalesce_grad_reduction(
+                    reducer, backwards=second if overlaps else None, accumulate=accumulate
+                ):
+                    for _ in range(second):
+                        with reducer.microbatch(last=False):
+                            run_pass(model, next(ahead))
+                reducer.gather_gradients()
+                of_all = [
+                    100 * step + 10 * rank + i
+                    for rank in range(mesh.size)
+                    for i in range(2 * count + 1 + rank % 2)
+                ]
+                require_equal(taken(model), big_batch(of_all, mesh.size))
+            stats = reducer.stats()
+            counted.append(
+                [stage, stats.bucket_count, stats.reduce_scatter_count, stats.all_reduce_count,
+                 stats.control_message_count, stats.shard_hop_bytes, stats.replica_hop_bytes]
+            )
+            reducer.close()
+    return counted
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (1, 2), (2, 1)])
+def test_every_way(ranks: Launcher, replicate: int, shard: int) -> None:
+    size = replicate * shard
+    for counted in ranks(size, run_ways, replicate, shard):
+        rows = {stage: [row[1:] for row in counted if row[0] == stage] for stage in (1, 2, 3)}
+        for same in rows.values():
+            assert all(row == same[0] for row in same), "they depend on the passes"
+        assert rows[2] == rows[3]
+        for stage, reductions in ((1, 1), (2, 3)):
+            buckets, scatters, reduces, messages, _, _ = rows[stage][0]
+            assert scatters == (2 * reductions * buckets if shard > 1 else 0)
+            assert reduces == (2 * buckets if replicate > 1 else 0)
+            # A word each time something is sent, and the bit for found_inf, in two steps.
+            assert messages == 2 * (reductions + 1)
+
+
+def test_one_pass_is_a_microbatch(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
+    reducer, model = attached
+    with coalesce_grad_reduction(reducer):
+        run_pass(model, 1)
+    reducer.gather_gradients()
+    require_equal(taken(model), big_batch([1], 1))
+
+
+@pytest.mark.parametrize("accumulate", ["buffer", "grad"])
+def test_the_local_sum_is_readable(
+    attached: tuple[hsdp.Reducer, nn.Module], accumulate: str
+) -> None:
+    reducer, model = attached
+    with pytest.raises(hsdp.UsageError, match="'0.weight'"):
+        reducer.local_sum("0.weight")
+    with coalesce_grad_reduction(reducer, accumulate=accumulate):
+        for count in (1, 2, 3):
+            run_pass(model, count)
+            got = {name: torch.from_dlpack(reducer.local_sum(name)).clone()
+                   for name, _ in model.named_parameters()}
+            require_equal(got, big_batch(list(range(1, count + 1)), 1))
+        held = [p.grad is not None for p in model.parameters()]
+        assert held == [accumulate == "grad"] * 4
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(hsdp.UsageError, match="local_sum"):
+        reducer.local_sum("0.weight")
+    reducer.set_requires_gradient_sync(False)
+    with coalesce_grad_reduction(reducer, accumulate=accumulate):
+        run_pass(model, 5)
+    assert np.array_equal(
+        reducer.local_sum("1.bias").numpy(), big_batch([5], 1)["1.bias"].numpy()
+    )
+    with pytest.raises(hsdp.UsageError, match="unknown"):
+        reducer.local_sum("unknown")
+
+
+def test_memory_is_kept_until_it_is_released(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
+    reducer, model = attached
+    elements = sum(p.numel() for p in model.parameters())
+    with coalesce_grad_reduction(reducer, accumulate="grad"):
+        run_pass(model, 1)
+    assert reducer.stats().accumulator_bytes == 0
+    with coalesce_grad_reduction(reducer):
+        run_pass(model, 1)
+    assert elements * 4 <= reducer.stats().accumulator_bytes < elements * 4 + 4 * 64
+    reducer.release_memory()
+    assert reducer.stats().accumulator_bytes == 0
+    assert reducer.shard("0.weight").size == 54  # the result stands
+
+
+def test_flags_are_as_before(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
+    reducer, model = attached
+    with coalesce_grad_reduction(reducer):
+        for flag in (False, True, False):
+            reducer.set_requires_gradient_sync(flag)
+            run_pass(model, 1)
+    assert reducer.grad_norm() > 0  # it ended the step
+    with reducer.microbatch():
+        run_pass(model, 1)
+    assert reducer.grad_norm() > 0
+    reducer.set_requires_gradient_sync(False)
+    with coalesce_grad_reduction(reducer):
+        run_pass(model, 2)
+    assert "pending" in message(lambda: reducer.shard("0.weight"))
+    reducer.set_requires_gradient_sync(True)
+    with reducer.microbatch(last=True):
+        run_pass(model, 3)
+    reducer.gather_gradients()
+    require_equal(taken(model), big_batch([2, 3], 1))
+
+
+def test_keep_grads_has_the_windows_sum(mesh: hsdp.Mesh) -> None:
+    for accumulate in ("buffer", "grad"):
+        model = make_model()
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model, keep_grads=True)
+        with coalesce_grad_reduction(reducer, last=False, accumulate=accumulate):
+            run_pass(model, 1)
+            run_pass(model, 2)
+        with coalesce_grad_reduction(reducer, accumulate=accumulate):
+            run_pass(model, 3)
+        require_equal(taken(model), big_batch([1, 2, 3], 1))
+        reducer.close()
+
+
+def test_gradients_without_a_backward_pass(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
+    """Those that somebody assigns are taken at the end of each microbatch."""
+    reducer, model = attached
+    with coalesce_grad_reduction(reducer):
+        for seed in (1, 2):
+            with reducer.microbatch():
+                for name, p in model.named_parameters():
+                    p.grad = big_batch([seed], 1)[name]
+    reducer.gather_gradients()
+    require_equal(taken(model), big_batch([1, 2], 1))
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(hsdp.UsageError) as error:
+        call()
+    return str(error.value)
+
+
+def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Mesh) -> None:
+    reducer, model = attached
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def nested() -> None:
+        with coalesce_grad_reduction(reducer):
+            pass
+
+    def step() -> None:
+        with reducer.step():
+            pass
+
+    def in_window(call: Callable[[], Any], accumulate: str = "buffer") -> str:
+        with coalesce_grad_reduction(reducer, accumulate=accumulate):
+            run_pass(model, 1)
+            return message(call)
+
+    for call in (nested, step, reducer.finish, reducer.discard, reducer.gather_gradients):
+        assert "outside of a window" in in_window(call)
+    for accumulate in ("buffer", "grad"):
+        assert "SGD.step" in in_window(optimizer.step, accumulate)
+        assert "inside of its block" in in_window(optimizer.step, accumulate)
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+        assert "inside of its block" in in_window(clip, accumulate)
+
+    def left_open() -> None:
+        with coalesce_grad_reduction(reducer):
+            reducer.begin_microbatch()
+            run_pass(model, 1)
+
+    def one_more(accumulate: str) -> Callable[[], None]:
+        def run() -> None:
+            with coalesce_grad_reduction(reducer, backwards=2, accumulate=accumulate):
+                for seed in range(3):
+                    run_pass(model, seed)
+
+        return run
+
+    def missing() -> None:
+        with coalesce_grad_reduction(reducer):
+            model[0](inputs(1)).sum().backward()  # type: ignore[index]
+
+    assert "every microbatch inside of the window ended" in message(left_open)
+    assert "at most 2 in its window" in message(one_more("buffer"))
+    assert "at most 2 in its window" in message(one_more("grad"))
+    assert "'1.bias' and 1 more" in message(missing)
+    assert all(p.grad is None for p in model.parameters())
+
+    def dropped() -> None:
+        with coalesce_grad_reduction(reducer):
+            reducer.abandon_step("enough")
+
+    assert "dropped inside of a window" in message(dropped)
+    assert "got 'f16'" in message(lambda: enter(reducer, accumulate_dtype="f16"))
+    assert "got 'sum'" in message(lambda: enter(reducer, accumulate="sum"))
+    for backwards in (0, -1, 1.5, True, "2"):
+        assert repr(backwards) in message(lambda: enter(reducer, backwards=backwards))
+    assert "attach" in message(lambda: enter(hsdp.Reducer(mesh), accumulate="grad"))
+    assert "got none" in message(lambda: enter([]))
+    assert "one again as number 1" in message(lambda: enter([reducer, reducer]))
+    assert "list as number 0" in message(lambda: enter([[reducer]]))
+    assert "object of type int" in message(lambda: enter(3))
+    with coalesce_grad_reduction(reducer):
+        run_pass(model, 1)
+    reducer.gather_gradients()
+    require_equal(taken(model), big_batch([1], 1))
+
+
+def run_dropped_before() -> list[str]:
+    """A step whose drop a rank hears of in its next window."""
+    torch.set_num_threads(1)
+    heard = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = make_model()
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        for accumulate in ("buffer", "grad"):
+            try:
+                with reducer.microbatch(last=False):
+                    run_pass(model, 1)
+                    if mesh.rank == 1:
+                        raise ValueError("a bad batch")
+                mesh.world.barrier()
+                with coalesce_grad_reduction(reducer, accumulate=accumulate):
+                    run_pass(model, 1)
+                heard.append("nothing")
+            except hsdp.StepAbortedError as error:
+                heard.append(str(error.ranks))
+            except ValueError:
+                mesh.world.barrier()
+                heard.append("own")
+            assert all(p.grad is None for p in model.parameters())
+            with coalesce_grad_reduction(reducer, accumulate=accumulate):
+                run_pass(model, mesh.rank)
+            reducer.gather_gradients()
+            require_equal(taken(model), big_batch([0, 1], 2))
+    return heard
+
+
+def test_a_window_hears_of_an_earlier_drop(ranks: Launcher) -> None:
+    assert ranks(2, run_dropped_before) == [["(1,)"] * 2, ["own"] * 2]
+
+
+def enter(reducers: Any, **options: Any) -> None:
+    with coalesce_grad_reduction(reducers, **options):
+        pytest.fail("the window began")
+
+
+def test_an_optimizer_may_run_the_window_in_its_closure(
+    attached: tuple[hsdp.Reducer, nn.Module],
+) -> None:
+    reducer, model = attached
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def closure() -> float:
+        with coalesce_grad_reduction(reducer):
+            run_pass(model, 1)
+            run_pass(model, 2)
+        reducer.gather_gradients()
+        return 0.0
+
+    optimizer.step(closure)
+    for name, grad in big_batch([1, 2], 1).items():
+        assert torch.equal(model.get_parameter(name), before[name] - 0.5 * grad)
+
+
+def run_faults() -> dict[str, Any]:
+    """One rank's block raises: the others hear of it, and all go on."""
+    torch.set_num_threads(1)
+    heard: list[str] = []
+    equal = 0
+    with hsdp.init_mesh(2, 2) as mesh:
+        models = [make_model(), make_model()]
+        reducers = [hsdp.Reducer(mesh, bucket_bytes=64), hsdp.Reducer(mesh)]
+        for reducer, model in zip(reducers, models, strict=True):
+            reducer.attach(model)
+        for which, accumulate in itertools.product(range(3), ("buffer", "grad")):
+            try:
+                with coalesce_grad_reduction(reducers, accumulate=accumulate):
+                    for seed in range(3):
+                        for model in models:
+                            run_pass(model, seed)
+                        if mesh.rank == which and seed == which:
+                            raise ValueError("a bad batch")
+                for reducer in reducers:
+                    reducer.grad_norm()
+                heard.append("nothing")
+            except ValueError as error:
+                heard.append(str(error))
+            except hsdp.StepAbortedError as error:
+                heard.append(f"{error.ranks} {error}")
+            for reducer in reducers:  # what was not heard yet
+                try:
+                    reducer.grad_norm()
+                    heard.append("a dropped step has a result")
+                except (hsdp.StepAbortedError, hsdp.UsageError):
+                    pass
+            assert all(p.grad is None for model in models for p in model.parameters())
+            with coalesce_grad_reduction(reducers, accumulate=accumulate):
+                for model in models:
+                    for _ in range(1 + mesh.rank):
+                        run_pass(model, mesh.rank)
+            want = big_batch([rank for rank in range(4) for _ in range(1 + rank)], 4)
+            for reducer, model in zip(reducers, models, strict=True):
+                reducer.gather_gradients()
+                require_equal(taken(model), want)
+                equal += 1
+    return {"heard": heard, "equal": equal}
+
+
+def test_an_exception_drops_the_step_on_all_ranks(ranks: Launcher) -> None:
+    for rank, found in enumerate(ranks(4, run_faults)):
+        assert found["equal"] == 12
+        assert len(found["heard"]) == 6
+        for i, heard in enumerate(found["heard"]):
+            which = i // 2
+            if rank == which:
+                assert heard == "a bad batch"
+            else:
+                assert heard.startswith(f"({which},)") and "a bad batch" in heard, heard
+
+
+def run_scaled() -> dict[str, Any]:
+    """An f16 wire, clipping and a dynamic loss scale; an overflow on one rank in one pass."""
+    torch.set_num_threads(1)
+    with hsdp.init_mesh(1, 2) as mesh:
+        model, alone = make_model(), make_model()
+        reducer = hsdp.Reducer(mesh, reduce_dtype="f16", bucket_bytes=64)
+        reducer.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+        reference = torch.optim.SGD(alone.parameters(), lr=2.0**-6)
+        scaler = hsdp.torch.GradScaler(reducer, device="cpu", init_scale=4.0, growth_interval=100)
+        scales = []
+        for step in range(4):
+            overflows = step == 2
+            passes = 2 + mesh.rank
+            accumulate = ("buffer", "grad")[step % 2]
+            with coalesce_grad_reduction(reducer, accumulate=accumulate):
+                for i in range(passes):
+                    factor = torch.inf if overflows and mesh.rank == 1 and i == 1 else 1.0
+                    loss = model(inputs(10 * step + 4 * mesh.rank + i)).sum() * factor
+                    scaler.scale(loss).backward()
+            assert reducer.found_inf() is overflows
+            reducer.gather_gradients()
+            scaler.unscale_(optimizer)
+            if not overflows:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            if not overflows:
+                seeds = [10 * step + 4 * rank + i for rank in range(2) for i in range(2 + rank)]
+                reference.zero_grad()
+                (alone(torch.cat([inputs(seed) for seed in seeds])).sum() / 2).backward()
+                nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+                reference.step()
+            taken(model)
+        error = max(
+            float((p - q).abs().max())
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+        )
+        return {"scales": scales, "error": error}
+
+
+def test_scaled_f16_with_clipping(ranks: Launcher) -> None:
+    for found in ranks(2, run_scaled):
+        assert found["scales"] == [4.0, 4.0, 2.0, 2.0]
+        # Sums up to 2^11 are exact on the wire; later weights are not whole, and are rounded once.
+        assert found["error"] < 2.0**-11
+
+
+def run_without_torch() -> dict[str, Any]:
+    """Gradients that are handed over, and accumulators of the gradients' dtype."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", (5,), "f16")
+        values = []
+        for accumulate_dtype in ("f32", "param"):
+            with coalesce_grad_reduction(reducer, accumulate_dtype=accumulate_dtype):
+                gradient = np.full(5, 2048, np.float16)
+                reducer.gradient_ready("w", gradient)
+                for _ in range(4):
+                    with reducer.microbatch():
+                        gradient = np.ones(5, np.float16)
+                        reducer.gradient_ready("w", gradient)
+                    gradient[:] = np.nan  # it is in the sum
+            values.append(float(reducer.shard("w")[0]))
+        return {"values": values, "bytes": reducer.stats().accumulator_bytes}
+
+
+def test_sums_in_the_gradients_dtype(ranks: Launcher) -> None:
+    for found in ranks(2, run_without_torch):
+        assert found["values"] == [2052.0, 2048.0]  # 2048 + 1 is 2048 in f16, each time
+        assert found["bytes"] == 64

@@ -23,6 +23,7 @@ SECTIONS: dict[str, list[str]] = {
         "Reducer", "Step", "Microbatch", "Parameter", "Slice", "ReducerStats", "clip_grad_norm_",
         "ReplicaHop", "PlainHop",
     ],
+    "ZeRO": ["zero"],
     "Quantization": ["quant"],
     "PyTorch": ["broadcast_parameters", "torch"],
     "Arrays": ["Array"],

@@ -23,6 +23,7 @@ void expect_same(const StatusWord& got, const StatusWord& want) {
     EXPECT_EQ(got.groups[g].has_carry, want.groups[g].has_carry);
     EXPECT_EQ(got.groups[g].has_total, want.groups[g].has_total);
   }
+  EXPECT_EQ(got.sums, want.sums);
   EXPECT_EQ(got.divide_factor, want.divide_factor);
   EXPECT_EQ(got.loss_scale, want.loss_scale);
   EXPECT_EQ(got.dropped, want.dropped);
@@ -41,6 +42,7 @@ TEST(StatusWord, ComesBackAsItWas) {
                             .groups = {{Sync::kNone, 3, 4, true, false},
                                        {Sync::kAll, 0, 2, false, true},
                                        {Sync::kShard, 1, 1, false, false}},
+                            .sums = "several, in f32",
                             .divide_factor = number,
                             .loss_scale = -number,
                             .dropped = !reason.empty(),
@@ -62,6 +64,17 @@ TEST(StatusWord, AMismatchNamesTheFieldAndBothValues) {
       failure->message.find("expected gradient divide factor 'the default' on every rank, got "
                             "'2.5' on rank 1 of 3"),
       std::string::npos)
+      << failure->message;
+}
+
+TEST(StatusWord, RanksAgreeOnWhetherCountsMayDiffer) {
+  std::vector<StatusWord> words(3);
+  words[2].sums = "several, in f32";
+  const auto failure = find_mismatch(words, std::vector<int>{0, 1, 2});
+  ASSERT_TRUE(failure);
+  EXPECT_NE(failure->message.find("expected gradients of a parameter 'one' on every rank, got "
+                                  "'several, in f32' on rank 2 of 3"),
+            std::string::npos)
       << failure->message;
 }
 

@@ -178,6 +178,59 @@ TEST(StepLedger, AResultKeepsWhatItWasDividedBy) {
   EXPECT_EQ(ledger.begin({Sync::kAll}).divisor(), fp32_divisor(5, 4));
 }
 
+// Local sums whose counts differ between ranks are known until they are reduced, by group.
+TEST(StepLedger, KnowsWhoseCountsDiffer) {
+  constexpr Intake kWindow{.most = Intake::kAnyNumber, .adds = true, .counts_differ = true};
+  StepLedger ledger(kShard, kReplicate);
+  ledger.set_group_count(2);
+  const auto run = [&ledger](Sync first, Sync second, const Intake& intake = {}) {
+    const MicrobatchPlan plan = ledger.begin({first, second}, intake);
+    ledger.end(plan);
+    return plan.counts_differ;
+  };
+  EXPECT_FALSE(run(Sync::kNone, Sync::kNone));
+  EXPECT_TRUE(run(Sync::kNone, Sync::kNone, kWindow));
+  EXPECT_TRUE(ledger.has_local_sums());
+  EXPECT_TRUE(run(Sync::kShard, Sync::kNone)) << "both groups' sums are pending";
+  EXPECT_TRUE(run(Sync::kShard, Sync::kShard)) << "the second group's are";
+  EXPECT_FALSE(run(Sync::kShard, Sync::kNone)) << "all were reduced";
+  EXPECT_TRUE(run(Sync::kShard, Sync::kNone, kWindow));
+  const MicrobatchPlan finish = ledger.begin_finish();
+  EXPECT_TRUE(finish.counts_differ);
+  ledger.end(finish);
+  EXPECT_FALSE(ledger.has_local_sums());
+  EXPECT_TRUE(run(Sync::kNone, Sync::kNone, kWindow));
+  ledger.drop();
+  EXPECT_FALSE(run(Sync::kAll, Sync::kAll));
+}
+
+TEST(StepLedger, AWindowIsOneMicrobatch) {
+  StepLedger ledger(kShard, kReplicate);
+  ledger.set_requires_gradient_sync(false, std::nullopt);
+  for (const bool drops : {false, true}) {
+    EXPECT_THROW(ledger.require_window_end(), UsageError);
+    const MicrobatchPlan window = ledger.begin_window({Sync::kShard}, {});
+    EXPECT_TRUE(ledger.in_window());
+    EXPECT_THROW(ledger.end_inside(), UsageError);
+    for (int pass = 0; pass < 3; ++pass) {
+      ledger.set_requires_gradient_sync(true, std::nullopt);
+      ledger.begin_inside();
+      EXPECT_THROW(ledger.begin_inside(), UsageError);
+      EXPECT_THROW(ledger.require_window_end(), UsageError);
+      EXPECT_THROW(ledger.set_requires_all_reduce(true, std::nullopt), UsageError);
+      ledger.end_inside();
+    }
+    ledger.require_window_end();
+    EXPECT_EQ(ledger.counts().microbatches, drops ? 1 : 0);
+    if (!drops) ledger.end(window);
+    EXPECT_EQ(ledger.counts().microbatches, 1);
+    ledger.drop();
+    EXPECT_FALSE(ledger.in_window());
+    EXPECT_EQ(ledger.sync_of(MicrobatchOptions{}), std::vector<Sync>{Sync::kNone})
+        << "the flags are as before";
+  }
+}
+
 TEST(StepLedger, RefusesCallsOutOfTurn) {
   StepLedger ledger(kShard, kReplicate);
   EXPECT_THROW(ledger.require_collecting("call"), UsageError);

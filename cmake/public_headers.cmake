@@ -33,4 +33,5 @@ set(HSDP_PUBLIC_HEADERS
   quant/loco_hop.h
   quant/loco_options.h
   quant/quantization_error.h
-  zero/coalesced_window.h)
+  zero/coalesced_window.h
+  zero/parameter_gather.h)

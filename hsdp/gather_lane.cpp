@@ -14,14 +14,16 @@
 namespace hsdp {
 namespace {
 
-// Lanes that ranks make in another order would mix their gathers.
-void compare_names(Communicator& world, const std::string& name) {
-  const auto difference = reducer::compare_lines(world, {name}, "make_lane");
+// Lanes that ranks make in another order, or for other parameters, would mix their gathers.
+void compare(Communicator& world, const std::string& name, const std::vector<std::string>& lines) {
+  std::vector<std::string> all{"lane '" + name + "'"};
+  all.insert(all.end(), lines.begin(), lines.end());
+  const auto difference = reducer::compare_lines(world, all, "make_lane");
   if (!difference) return;
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
   throw MismatchError({.where = "reducer: make_lane",
-                       .expected = "lane '" + difference->expected + "' as on rank 0",
-                       .got = "'" + difference->got + "' (" + rank + ")",
+                       .expected = difference->expected + " as on rank 0",
+                       .got = difference->got + " (" + rank + ")",
                        .remedy = "make the same lanes in the same order on every rank"},
                       {world.world_rank(difference->rank)});
 }
@@ -40,9 +42,10 @@ struct GatherLane::Parts {
   reducer::Lane lane;
 };
 
-GatherLane::GatherLane(reducer::Groups& groups, const std::string& name) {
+GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
+                       const std::vector<std::string>& lines) {
   Communicator& world = groups.world;
-  compare_names(world, name);
+  compare(world, name, lines);
   const std::string quoted = "'" + name + "'";
   Communicator group;
   // Not split from the Reducer's shard group, which its lanes may be using.

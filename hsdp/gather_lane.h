@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/event.h"
@@ -49,8 +50,9 @@ class GatherLane {
  private:
   friend class Reducer;
   struct Parts;
-  // Collective over the world: all ranks have it or none.
-  GatherLane(reducer::Groups& groups, const std::string& name);
+  // Collective over the world: all ranks have it or none. The lines say what else they agree on.
+  GatherLane(reducer::Groups& groups, const std::string& name,
+             const std::vector<std::string>& lines);
 
   std::unique_ptr<Parts> parts_;
 };

@@ -174,17 +174,21 @@ void Reducer::flush_snapshots() { parts_->results.flush_snapshots(); }
 void Reducer::add_party(std::weak_ptr<StepParty> party) {
   parts_->steps.add_party(std::move(party));
 }
-std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name) {
+std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name,
+                                               const LanePreparation& prepare) {
   reducer::Steps& steps = parts_->steps;
+  std::vector<std::string> lines;
   reducer::together(parts_->groups.world, "make lane '" + name + "'", [&] {
     steps.check_usable("make_lane");
     steps.require_idle("make_lane");
     // A GPU issues nothing while the lane joins: no rank may wait for what is not issued by then.
     if (reducer::Frozen* const frozen = steps.frozen()) frozen->pipeline().wait_launched();
+    if (prepare) lines = prepare();
   });
-  return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name));
+  return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name, lines));
 }
 ReducerState Reducer::state() const { return parts_->steps.state(); }
+Device Reducer::device() const { return parts_->groups.device; }
 
 ReducerStats Reducer::stats() const {
   ReducerStats s;

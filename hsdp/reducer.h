@@ -32,6 +32,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -183,12 +184,16 @@ class Reducer {
   void add_party(std::weak_ptr<StepParty> party);
 
   // Collective, between microbatches: a lane for collectives of the shard group that run under
-  // later microbatches. `name` is that of its thread, the same on every rank. All ranks have it in
-  // the end or none, and it may be tried again.
-  [[nodiscard]] std::unique_ptr<GatherLane> make_lane(const std::string& name);
+  // later microbatches. `name` is that of its thread, the same on every rank. `prepare` is run
+  // first: what it throws is agreed like the rest, and the lines it returns are compared between
+  // the ranks. All ranks have the lane in the end or none, and it may be tried again.
+  using LanePreparation = std::function<std::vector<std::string>()>;
+  [[nodiscard]] std::unique_ptr<GatherLane> make_lane(const std::string& name,
+                                                      const LanePreparation& prepare = {});
 
   [[nodiscard]] ReducerStats stats() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
+  [[nodiscard]] Device device() const;       // of the mesh
 
  private:
   friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);

@@ -24,41 +24,14 @@ using Holds = StepLedger::Holds;
 // torch's clip_grad_norm_ adds the same: a norm of exactly max_norm is scaled by a hair.
 constexpr double kClipEpsilon = 1e-6;
 
-[[noreturn]] void refuse_array(std::string_view call, const NamedArray& named,
-                               const std::string& expected, const std::string& got) {
-  throw UsageError({.where = "reducer: " + std::string(call) + ": array of '" + named.name + "'",
-                    .expected = expected,
-                    .got = got});
-}
-
-// The arrays in registration order, checked against the parameters.
-std::vector<FullArray> full_arrays(const ParameterTable& parameters,
-                                   std::span<const NamedArray> arrays, Device device,
-                                   std::string_view call) {
-  std::vector<FullArray> result;
-  for (const NamedArray& named : arrays) {
-    const int parameter = parameters.find(named.name);
-    if (named.array.data == nullptr && named.array.count > 0) {
-      refuse_array(call, named, "memory", "a null pointer");
-    }
-    if (named.array.count != parameters.count(parameter)) {
-      refuse_array(call, named, std::to_string(parameters.count(parameter)) + " elements",
-                   std::to_string(named.array.count));
-    }
-    if (named.array.device != device) {
-      refuse_array(call, named, "memory on " + to_string(device) + ", the mesh's device",
-                   to_string(named.array.device));
-    }
-    result.push_back({parameter, named.array});
-  }
-  std::ranges::sort(result, {}, &FullArray::parameter);
-  const auto twice = std::ranges::adjacent_find(result, {}, &FullArray::parameter);
-  if (twice != result.end()) {
-    throw UsageError({.where = "reducer: " + std::string(call),
-                      .expected = "every parameter once",
-                      .got = "'" + parameters.spec(twice->parameter).name + "' twice"});
-  }
-  return result;
+// In registration order.
+std::vector<FullArray> sorted_arrays(const ParameterTable& parameters,
+                                     std::span<const NamedArray> arrays, Device device,
+                                     std::string_view call) {
+  std::vector<FullArray> sorted =
+      full_arrays(parameters.specs(), arrays, device, "reducer: " + std::string(call));
+  std::ranges::sort(sorted, {}, &FullArray::parameter);
+  return sorted;
 }
 
 // Tasks may outlive the Results, but not what these work on.
@@ -273,11 +246,12 @@ Slice Results::slice(int parameter) { return layout().slice(parameter, groups_.s
 
 void Results::gather_gradients(std::span<const NamedArray> arrays) {
   const std::vector<FullArray> full =
-      full_arrays(parameters_, arrays, groups_.device, "gather_gradients");
+      sorted_arrays(parameters_, arrays, groups_.device, "gather_gradients");
   for (const NamedArray& named : arrays) {
     if (is_gradient_dtype(named.array.dtype)) continue;
-    refuse_array("gather_gradients", named, "f32, bf16 or f16",
-                 std::string(name(named.array.dtype)));
+    throw UsageError({.where = "reducer: gather_gradients: array of '" + named.name + "'",
+                      .expected = "f32, bf16 or f16",
+                      .got = std::string(name(named.array.dtype))});
   }
   require_result("gather_gradients");
   steps_.check_usable("gather_gradients");
@@ -298,7 +272,7 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
 
 void Results::gather_parameters(std::span<const NamedArray> arrays) {
   const std::vector<FullArray> full =
-      full_arrays(parameters_, arrays, groups_.device, "gather_parameters");
+      sorted_arrays(parameters_, arrays, groups_.device, "gather_parameters");
   steps_.require_idle("gather_parameters");
   steps_.wait_reduced();
   if (steps_.frozen() == nullptr) {

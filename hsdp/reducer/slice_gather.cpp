@@ -1,11 +1,14 @@
 #include "hsdp/reducer/slice_gather.h"
 
 #include <cstddef>
+#include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "hsdp/device/copy.h"
 #include "hsdp/device/scratch.h"
+#include "hsdp/error.h"
 
 namespace hsdp::reducer {
 namespace {
@@ -63,6 +66,39 @@ void gather_message(Communicator& shard_group, const BucketLayout& layout,
 }
 
 }  // namespace
+
+std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
+                                   std::span<const NamedArray> arrays, Device device,
+                                   std::string_view where) {
+  std::unordered_map<std::string_view, int> registered;
+  for (const ParameterSpec& spec : parameters) {
+    registered.emplace(spec.name, static_cast<int>(registered.size()));
+  }
+  std::vector<char> seen(parameters.size());
+  std::vector<FullArray> result;
+  for (const NamedArray& named : arrays) {
+    const auto refuse = [&](const std::string& expected, const std::string& got) {
+      throw UsageError({.where = std::string(where) + ": array of '" + named.name + "'",
+                        .expected = expected,
+                        .got = got});
+    };
+    const auto found = registered.find(named.name);
+    if (found == registered.end()) refuse("a registered parameter", "an unknown one");
+    const auto p = static_cast<std::size_t>(found->second);
+    if (std::exchange(seen[p], 1) != 0) refuse("every parameter once", "it twice");
+    const std::int64_t count = element_count(parameters[p].shape);
+    const TensorView& array = named.array;
+    if (array.data == nullptr && array.count > 0) refuse("memory", "a null pointer");
+    if (array.count != count) {
+      refuse(std::to_string(count) + " elements", std::to_string(array.count));
+    }
+    if (array.device != device) {
+      refuse("memory on " + to_string(device) + ", the mesh's device", to_string(array.device));
+    }
+    result.push_back({found->second, array});
+  }
+  return result;
+}
 
 std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays, std::int64_t unit_bytes) {
   std::vector<GatherUnit> units;

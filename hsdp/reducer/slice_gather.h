@@ -6,10 +6,12 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
+#include "hsdp/reducer.h"
 
 namespace hsdp::reducer {
 
@@ -17,6 +19,11 @@ struct FullArray {
   int parameter = 0;
   TensorView array;  // contiguous, all elements of the parameter; this rank's slice is in place
 };
+
+// Checks the arrays against the parameters: in their order. UsageError that begins with `where`.
+[[nodiscard]] std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
+                                                 std::span<const NamedArray> arrays, Device device,
+                                                 std::string_view where);
 
 // What one all-gather fills.
 using GatherUnit = std::vector<FullArray>;

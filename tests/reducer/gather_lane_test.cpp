@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "hsdp/error.h"
-#include "tests/support/fake_gather.h"
+#include "tests/support/gather_steps.h"
 
 namespace hsdp {
 namespace {
@@ -305,7 +305,8 @@ TEST(MakeLane, OfAnotherNameIsAnErrorOnAllRanks) {
         [&] { static_cast<void>(reducer.make_lane(mesh.rank() == 2 ? "b" : "a")); });
     ASSERT_TRUE(error);
     EXPECT_EQ(error->ranks(), std::vector<int>{2});
-    EXPECT_THAT(error->what(), AllOf(HasSubstr("expected lane 'a'"), HasSubstr("got 'b' (rank 2")));
+    EXPECT_THAT(error->what(),
+                AllOf(HasSubstr("expected lane 'a'"), HasSubstr("got lane 'b' (rank 2")));
     OneUnit unit(reducer, mesh);
     unit.start({}).wait();
     unit.expect_whole();

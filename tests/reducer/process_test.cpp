@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "hsdp/error.h"
-#include "tests/support/fake_gather.h"
+#include "tests/support/gather_steps.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 

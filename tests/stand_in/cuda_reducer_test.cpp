@@ -19,7 +19,7 @@
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 #include "hsdp/replica_hop.h"
-#include "tests/support/fake_gather.h"
+#include "tests/support/gather_steps.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
@@ -311,8 +311,8 @@ TEST_P(OnGpu, StartingAGatherWaitsForNothing) {
     Rank rank(reducer, step, mesh.rank());
     reducer.prepare();
     std::vector<float> whole(64, static_cast<float>(mesh.shard_rank()));
-    const reducer::FullArray array{1, {whole.data(), 7, Dtype::kF32, kGpu}};
-    test::FakeGather gather(reducer, {&array, 1}, 1 << 10);
+    zero::ParameterGather gather(
+        reducer, {{.name = "odd", .array = {whole.data(), 7, Dtype::kF32, kGpu}}}, 1 << 10);
     std::promise<void> updated;
     Stream host = Stream::host_worker("updater");
     host.run([&updated] { updated.get_future().wait(); });

@@ -14,7 +14,7 @@
 #include "hsdp/error.h"
 #include "nccl_gpu_rank.h"
 #include "tests/support/failing_calls.h"
-#include "tests/support/fake_gather.h"
+#include "tests/support/gather_steps.h"
 #include "tests/support/step_drops.h"
 
 namespace hsdp::test {

@@ -1,4 +1,4 @@
-#include "tests/support/fake_gather.h"
+#include "tests/support/gather_steps.h"
 
 #include <gtest/gtest.h>
 
@@ -32,7 +32,7 @@ class GatheredParameters {
         device_(mesh.device()),
         reader_(Stream::create(device_, "reader")),
         writer_(Stream::create(device_, "writer")) {
-    std::vector<reducer::FullArray> arrays;
+    std::vector<zero::GatheredParameter> arrays;
     for (const ParameterSpec& spec : step.parameters) {
       const std::int64_t count = element_count(spec.shape);
       Values start(static_cast<std::size_t>(count));
@@ -40,9 +40,9 @@ class GatheredParameters {
       names_.push_back(spec.name);
       background_.push_back(start);
       foreground_.push_back(start);
-      arrays.push_back({static_cast<int>(arrays.size()), whole(background_.back())});
+      arrays.push_back({.name = spec.name, .array = whole(background_.back())});
     }
-    gather_.emplace(reducer, arrays, unit_bytes);
+    gather_.emplace(reducer, std::move(arrays), unit_bytes);
   }
   ~GatheredParameters() {
     gather_->fence(writer_);
@@ -56,9 +56,10 @@ class GatheredParameters {
     gather_->fence(writer_);
     updates_.clear();  // of the last step, which are over
     writer_.synchronize();
-    for (const int unit : shuffled(static_cast<int>(gather_->units().size()), seed)) {
-      for (const reducer::FullArray& full : gather_->units()[static_cast<std::size_t>(unit)]) {
-        update_slice(full, shards[static_cast<std::size_t>(full.parameter)]);
+    for (const int unit : shuffled(gather_->unit_count(), seed)) {
+      for (const int parameter : gather_->unit(unit)) {
+        update_slice(static_cast<std::size_t>(parameter),
+                     shards[static_cast<std::size_t>(parameter)]);
       }
       gather_->start(unit, writer_.record());
     }
@@ -73,7 +74,7 @@ class GatheredParameters {
   void expect_current(int parameter) {
     const auto p = static_cast<std::size_t>(parameter);
     Values got(background_[p].size());
-    reader_.wait(gather_->ready(parameter));
+    gather_->wait(parameter, reader_);
     reader_.run([&, inside = reader_.inside_task()] {
       copy_bytes(got.data(), background_[p].data(), got.size() * sizeof(float), inside);
     });
@@ -89,8 +90,7 @@ class GatheredParameters {
   [[nodiscard]] TensorView whole(Values& values) const {
     return {values.data(), std::ssize(values), Dtype::kF32, device_};
   }
-  void update_slice(const reducer::FullArray& full, const Values& gradient) {
-    const auto p = static_cast<std::size_t>(full.parameter);
+  void update_slice(std::size_t p, const Values& gradient) {
     float* const own = foreground_[p].data() + reducer_.slice(names_[p]).offset;
     for (std::size_t i = 0; i < gradient.size(); ++i) own[i] = 0.5F * own[i] + gradient[i];
     const Values& update = updates_.emplace_back(own, own + gradient.size());
@@ -108,42 +108,10 @@ class GatheredParameters {
   std::deque<Values> updates_;  // on their way
   Stream reader_;
   Stream writer_;
-  std::optional<FakeGather> gather_;
+  std::optional<zero::ParameterGather> gather_;
 };
 
 }  // namespace
-
-FakeGather::FakeGather(Reducer& reducer, std::span<const reducer::FullArray> arrays,
-                       std::int64_t unit_bytes)
-    : layout_(reducer.layout()),
-      units_(reducer::gather_units(arrays, unit_bytes)),
-      gathered_(units_.size()),
-      unit_of_(static_cast<std::size_t>(layout_.parameter_count()), -1),
-      lane_(reducer.make_lane("gather")) {
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    for (const reducer::FullArray& full : units_[u]) {
-      unit_of_[static_cast<std::size_t>(full.parameter)] = static_cast<int>(u);
-    }
-  }
-}
-
-Event FakeGather::start(int unit, const Event& updated) {
-  const auto u = static_cast<std::size_t>(unit);
-  gathered_[u] = lane_->run(updated, [this, u](Communicator& shard_group, Stream& stream) {
-    reducer::gather_unit(shard_group, layout_, units_[u], stream);
-  });
-  return gathered_[u];
-}
-
-Event FakeGather::ready(int parameter) const {
-  const int unit = unit_of_[static_cast<std::size_t>(parameter)];
-  return unit < 0 ? Event() : gathered_[static_cast<std::size_t>(unit)];
-}
-
-void FakeGather::fence(const Stream& writer) const {
-  Stream stream = writer;
-  for (const Event& gathered : gathered_) stream.wait(gathered);
-}
 
 std::vector<Values> run_gather_steps(Reducer& reducer, const StepCase& step, const Mesh& mesh,
                                      const GatherSteps& steps) {

@@ -1,0 +1,198 @@
+#include "zero/parameter_gather.h"
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "hsdp/error.h"
+#include "hsdp/kernels/scale_and_cast.h"
+#include "hsdp/reducer/slice_gather.h"
+
+namespace hsdp::zero {
+namespace {
+
+using reducer::FullArray;
+using reducer::GatherUnit;
+
+constexpr const char* kWhere = "zero: parameter gather";
+
+void check_master(const GatheredParameter& parameter, const Slice& own) {
+  const TensorView& master = parameter.master;
+  if (master.data == nullptr && master.count == 0) return;
+  const std::string where = std::string(kWhere) + ": master of '" + parameter.name + "'";
+  const auto text = [](std::int64_t count, Dtype dtype, Device device) {
+    return std::to_string(count) + " " + std::string(name(dtype)) + " on " + to_string(device);
+  };
+  if (master.count != own.count || master.dtype != Dtype::kF32 ||
+      master.device != parameter.array.device) {
+    throw UsageError(
+        {.where = where,
+         .expected = text(own.count, Dtype::kF32, parameter.array.device) + ", this rank's slice",
+         .got = text(master.count, master.dtype, master.device)});
+  }
+  if (!is_gradient_dtype(parameter.array.dtype)) {
+    throw UsageError({.where = where,
+                      .expected = "an array of f32, bf16 or f16, to which it is rounded",
+                      .got = std::string(name(parameter.array.dtype))});
+  }
+}
+
+}  // namespace
+
+struct ParameterGather::Parts {
+  Parts(Reducer& its_reducer, std::vector<GatheredParameter> its_parameters)
+      : layout((its_reducer.prepare(), its_reducer.layout())),
+        parameters(std::move(its_parameters)) {}
+
+  // Checks everything, and divides it into units. What all ranks must agree on, in lines.
+  std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
+  void gather(std::size_t unit, Communicator& shard_group, Stream& stream);
+
+  const BucketLayout& layout;
+  std::vector<GatheredParameter> parameters;
+  std::unordered_map<std::string_view, int> indices;  // by name
+  std::vector<GatherUnit> units;
+  std::vector<std::vector<int>> members;               // of the units
+  std::vector<int> unit_of;                            // [index], -1: no elements
+  std::unordered_map<int, const TensorView*> masters;  // by number of registration
+  mutable std::mutex mutex;
+  std::vector<Event> gathered;  // by unit
+  GatherStats stats;
+  std::unique_ptr<GatherLane> lane;  // the last: its tasks use the rest
+};
+
+std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::int64_t unit_bytes) {
+  if (unit_bytes < 1) {
+    throw UsageError({.where = kWhere,
+                      .expected = "unit_bytes of at least 1",
+                      .got = std::to_string(unit_bytes)});
+  }
+  std::vector<NamedArray> arrays;
+  for (const GatheredParameter& parameter : parameters) {
+    arrays.push_back({parameter.name, parameter.array});
+  }
+  const std::vector<FullArray> full =
+      reducer::full_arrays(reducer.parameters(), arrays, reducer.device(), kWhere);
+  std::vector<std::string> lines{std::to_string(unit_bytes) + " bytes a unit"};
+  std::unordered_map<int, int> index_of;  // by number of registration
+  for (std::size_t i = 0; i < full.size(); ++i) {
+    const GatheredParameter& parameter = parameters[i];
+    check_master(parameter, reducer.slice(parameter.name));
+    const int registered = full[i].parameter;
+    index_of.emplace(registered, static_cast<int>(i));
+    indices.emplace(parameter.name, static_cast<int>(i));
+    if (parameter.master.count > 0) masters.emplace(registered, &parameter.master);
+    lines.push_back("'" + parameter.name + "' " + std::string(name(parameter.array.dtype)));
+  }
+  units = reducer::gather_units(full, unit_bytes);
+  unit_of.assign(parameters.size(), -1);
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    std::vector<int>& of_unit = members.emplace_back();
+    for (const FullArray& array : units[u]) {
+      of_unit.push_back(index_of.at(array.parameter));
+      unit_of[static_cast<std::size_t>(of_unit.back())] = static_cast<int>(u);
+    }
+  }
+  gathered.resize(units.size());
+  return lines;
+}
+
+void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group, Stream& stream) {
+  std::int64_t bytes = 0;
+  for (const FullArray& full : units[unit]) {
+    bytes += static_cast<std::int64_t>(full.array.size_in_bytes());
+    const auto master = masters.find(full.parameter);
+    if (master == masters.end()) continue;
+    const Slice own = layout.slice(full.parameter, shard_group.rank());
+    kernels::ScaleAndCast args;
+    args.in = master->second->data;
+    args.out = full.array.slice(own.offset, own.count).data;
+    args.out_dtype = full.array.dtype;
+    args.count = own.count;
+    kernels::scale_and_cast(args, stream);
+  }
+  reducer::gather_unit(shard_group, layout, units[unit], stream);
+  if (shard_group.size() == 1) return;
+  const std::scoped_lock lock(mutex);
+  ++stats.gather_count;
+  stats.bytes += bytes;
+}
+
+ParameterGather::ParameterGather(Reducer& reducer, std::vector<GatheredParameter> parameters,
+                                 std::int64_t unit_bytes)
+    : parts_(std::make_unique<Parts>(reducer, std::move(parameters))) {
+  parts_->lane =
+      reducer.make_lane("hsdp-gather", [&] { return parts_->divide(reducer, unit_bytes); });
+}
+
+ParameterGather::~ParameterGather() = default;
+
+int ParameterGather::unit_count() const { return static_cast<int>(parts_->units.size()); }
+
+const std::vector<int>& ParameterGather::unit(int number) const {
+  return parts_->members.at(static_cast<std::size_t>(number));
+}
+
+Event ParameterGather::start(int unit, const Event& updated) {
+  const auto u = static_cast<std::size_t>(unit);
+  Event done = parts_->lane->run(
+      updated, [parts = parts_.get(), u](Communicator& shard_group, Stream& stream) {
+        parts->gather(u, shard_group, stream);
+      });
+  const std::scoped_lock lock(parts_->mutex);
+  parts_->gathered.at(u) = done;
+  return done;
+}
+
+void ParameterGather::start_all(const Event& updated) {
+  for (int u = 0; u < unit_count(); ++u) static_cast<void>(start(u, updated));
+}
+
+Event ParameterGather::ready(int parameter) const {
+  const int unit = parts_->unit_of.at(static_cast<std::size_t>(parameter));
+  if (unit < 0) return {};
+  const std::scoped_lock lock(parts_->mutex);
+  return parts_->gathered[static_cast<std::size_t>(unit)];
+}
+
+int ParameterGather::find(std::string_view name) const {
+  const auto found = parts_->indices.find(name);
+  if (found != parts_->indices.end()) return found->second;
+  throw UsageError({.where = kWhere,
+                    .expected = "a parameter that it was made with",
+                    .got = "'" + std::string(name) + "'"});
+}
+
+void ParameterGather::wait(int parameter) {
+  const Event event = ready(parameter);
+  if (event.complete()) return event.wait();  // throws what went wrong
+  const auto begin = std::chrono::steady_clock::now();
+  event.wait();
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+  const std::scoped_lock lock(parts_->mutex);
+  parts_->stats.exposed_s += waited.count();
+}
+
+void ParameterGather::wait_all() {
+  for (const std::vector<int>& unit : parts_->members) wait(unit.front());
+}
+
+void ParameterGather::wait(int parameter, Stream& reader) const { reader.wait(ready(parameter)); }
+
+void ParameterGather::fence(Stream& writer) const {
+  std::vector<Event> gathered;
+  {
+    const std::scoped_lock lock(parts_->mutex);
+    gathered = parts_->gathered;
+  }
+  for (const Event& one : gathered) writer.wait(one);
+}
+
+GatherStats ParameterGather::stats() const {
+  const std::scoped_lock lock(parts_->mutex);
+  return parts_->stats;
+}
+
+}  // namespace hsdp::zero

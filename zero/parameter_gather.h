@@ -1,0 +1,93 @@
+// Completes parameters of which each rank of a shard group has updated its slice, on a lane of its
+// own: gathers run under whatever comes next, and readers wait for what they are about to read.
+//
+//   zero::ParameterGather gather(reducer, {{.name = "w", .array = whole}});   // on every rank
+//   for (...) {
+//     ... a step ...
+//     gather.fence(stream);                        // the last gathers are over
+//     update(reducer.shard("w"), slice of whole);
+//     gather.start_all(stream.record());           // returns at once
+//     gather.wait("w");                            // before the first use
+//   }
+//
+// Parameters are gathered in units: a large one by itself, straight into its memory, smaller ones
+// together in one message of at most `unit_bytes`. Units are started in their order, the same on
+// every rank; whoever reads only waits, in any order and as often as it likes. A parameter may have
+// a master: this rank's slice in fp32, which is rounded into the array on the way.
+//
+// Source: the overlapped parameter gather of Megatron-LM's distributed optimizer, where forward
+// hooks also dispatch the gathers; here they only wait [Note: gathers beside backwards].
+//
+// Ownership: arrays and masters outlive the gather, as does the Reducer. They must not be read
+// before ready(), nor written between start() and the end of the unit's gather (fence()).
+// Threads: start() and fence() from one thread at a time; ready() and wait() from any.
+// Streams: a unit is read after `updated`. On a GPU wait() lets a stream wait, not the host.
+// Collective: construction; starts, in the same order on every rank of the shard group.
+// Errors: UsageError for arrays that do not fit; MismatchError where ranks give other parameters.
+// What goes wrong in a gather ends the world, and every wait throws it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hsdp/device/event.h"
+#include "hsdp/device/stream.h"
+#include "hsdp/reducer.h"
+#include "hsdp/tensor_view.h"
+
+namespace hsdp::zero {
+
+struct GatheredParameter {
+  std::string name;     // as registered
+  TensorView array;     // the whole parameter, contiguous; any dtype without a master
+  TensorView master{};  // fp32, this rank's slice; the array is then f32, bf16 or f16
+};
+
+struct GatherStats {
+  std::int64_t gather_count = 0;  // all-gathers: none in a group of one
+  std::int64_t bytes = 0;         // of whole arrays, gathered
+  double exposed_s = 0;           // for which wait() has held up the host
+};
+
+class ParameterGather {
+ public:
+  static constexpr std::int64_t kUnitBytes = std::int64_t{4} << 20;
+
+  // Prepares the Reducer. All ranks have the gather in the end or none.
+  ParameterGather(Reducer& reducer, std::vector<GatheredParameter> parameters,
+                  std::int64_t unit_bytes = kUnitBytes);
+  ~ParameterGather();  // waits for the gathers under way
+  ParameterGather(const ParameterGather&) = delete;
+  ParameterGather& operator=(const ParameterGather&) = delete;
+
+  [[nodiscard]] int unit_count() const;
+  // Which parameters it holds, as indices into those given at construction.
+  [[nodiscard]] const std::vector<int>& unit(int number) const;
+
+  // The own slices of that unit are new. Never blocks.
+  Event start(int unit, const Event& updated);
+  void start_all(const Event& updated);
+
+  // The new values of that parameter are in, and no peer reads this rank's slice of its unit.
+  [[nodiscard]] Event ready(int parameter) const;
+  [[nodiscard]] int find(std::string_view name) const;  // UsageError for an unknown one
+  // Blocks the host until it is ready.
+  void wait(int parameter);
+  void wait(std::string_view name) { wait(find(name)); }
+  void wait_all();
+  // Lets the stream wait, on a GPU for the device's work only.
+  void wait(int parameter, Stream& reader) const;
+  // Before `writer` updates anything: it waits for every gather.
+  void fence(Stream& writer) const;
+
+  [[nodiscard]] GatherStats stats() const;
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace hsdp::zero

@@ -81,6 +81,8 @@ class ReducerHandle {
   // One f64, where the mesh is.
   [[nodiscard]] Memory grad_norm();
   [[nodiscard]] CallerStream& caller() const { return *caller_; }
+  [[nodiscard]] std::shared_ptr<CallerStream> share_caller() const { return caller_; }
+  [[nodiscard]] const Interrupt& interrupt() const { return interrupt_; }
 
  private:
   // Within a step a local microbatch waits for nobody, nor does one that only delimits in a window.

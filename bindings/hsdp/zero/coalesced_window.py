@@ -1,4 +1,4 @@
-"""Around ZeRO: several backward passes that are reduced once. docs/zero.md says when they pay."""
+"""Several backward passes that are reduced once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any, NoReturn
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.step_blocks import reason_of
-
-__all__ = ["CoalescedWindow", "coalesce_grad_reduction"]
-
 
 class CoalescedWindow:
     """The block of `with hsdp.zero.coalesce_grad_reduction(...)`."""

@@ -1,0 +1,127 @@
+#include "zero/parameter_gather.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/module/bindings.h"
+#include "bindings/module/held_object.h"
+#include "bindings/module/reducer_handle.h"
+#include "bindings/module/text_argument.h"
+
+namespace hsdp::python {
+namespace {
+
+namespace py = pybind11;
+using zero::GatheredParameter;
+using zero::ParameterGather;
+
+// Keeps arrays, masters and the Reducer alive for as long as gathers may touch them.
+class GatherHandle {
+ public:
+  GatherHandle(ReducerHandle& reducer, const py::dict& arrays, const py::dict& masters,
+               std::int64_t unit_bytes)
+      : caller_(reducer.share_caller()), interrupt_(reducer.interrupt()) {
+    std::vector<GatheredParameter> parameters;
+    for (const auto& [key, value] : arrays) {
+      GatheredParameter& one = parameters.emplace_back();
+      one.name = text_argument(key, "zero: parameter gather: name");
+      one.array = view(value, "zero: parameter gather: array of '" + one.name + "'");
+      if (masters.contains(key)) {
+        one.master = view(masters[key], "zero: parameter gather: master of '" + one.name + "'");
+      }
+    }
+    struct Held {
+      std::shared_ptr<Reducer> reducer;
+      std::vector<std::shared_ptr<const void>> arrays;
+      std::unique_ptr<ParameterGather> gather;  // the last: its end waits for what uses the rest
+    };
+    const OwnProcess process;
+    auto held = std::make_shared<Held>();
+    held->reducer = reducer.share();
+    held->arrays = std::move(held_);
+    reducer.call([held, parameters = std::move(parameters), unit_bytes](Reducer& its) mutable {
+      held->gather = std::make_unique<ParameterGather>(its, std::move(parameters), unit_bytes);
+    });
+    ParameterGather* const gather = held->gather.get();
+    gather_ = {gather, [held = std::move(held), process](ParameterGather*) mutable {
+                 if (!process.here()) {
+                   static_cast<void>(held->gather.release());
+                   return;
+                 }
+                 std::optional<py::gil_scoped_release> released;
+                 if (PyGILState_Check() != 0) released.emplace();
+                 held->gather.reset();
+               }};
+  }
+
+  void start() {
+    const Event updated = caller_->on_host() ? Event() : caller_->now().record();
+    call_released([gather = gather_, updated] { gather->start_all(updated); });
+  }
+  [[nodiscard]] bool is_ready(int parameter) const { return gather_->ready(parameter).complete(); }
+  void wait(int parameter) {
+    if (!caller_->on_host()) {
+      Stream reader = caller_->now();
+      gather_->wait(parameter, reader);
+    } else if (is_ready(parameter)) {
+      gather_->wait(parameter);  // throws what went wrong
+    } else {
+      call_interruptibly([gather = gather_, parameter] { gather->wait(parameter); }, interrupt_);
+    }
+  }
+  void fence() {
+    if (caller_->on_host()) {
+      call_interruptibly([gather = gather_] { gather->wait_all(); }, interrupt_);
+    } else {
+      Stream writer = caller_->now();
+      gather_->fence(writer);
+    }
+  }
+  [[nodiscard]] int find(const std::string& name) const { return gather_->find(name); }
+  [[nodiscard]] std::vector<std::vector<int>> units() const {
+    std::vector<std::vector<int>> all;
+    for (int u = 0; u < gather_->unit_count(); ++u) all.push_back(gather_->unit(u));
+    return all;
+  }
+  [[nodiscard]] py::dict stats() const {
+    const zero::GatherStats stats = gather_->stats();
+    py::dict d;
+    d["gather_count"] = stats.gather_count;
+    d["bytes"] = stats.bytes;
+    d["exposed_s"] = stats.exposed_s;
+    return d;
+  }
+
+ private:
+  TensorView view(py::handle array, const std::string& what) {
+    ArrayArgument argument = array_argument(array, what, *caller_);
+    const TensorView view = writable(argument, what);
+    held_.push_back(hold(std::move(argument.owner)));
+    return view;
+  }
+
+  std::shared_ptr<CallerStream> caller_;
+  Interrupt interrupt_;
+  std::vector<std::shared_ptr<const void>> held_;
+  std::shared_ptr<ParameterGather> gather_;
+};
+
+}  // namespace
+
+void bind_parameter_gather(py::module_& module) {
+  py::class_<GatherHandle>(module, "ParameterGather")
+      .def(py::init<ReducerHandle&, const py::dict&, const py::dict&, std::int64_t>())
+      .def("start", &GatherHandle::start)
+      .def("is_ready", &GatherHandle::is_ready)
+      .def("wait", &GatherHandle::wait)
+      .def("fence", &GatherHandle::fence)
+      .def("find", &GatherHandle::find)
+      .def("units", &GatherHandle::units)
+      .def("stats", &GatherHandle::stats);
+}
+
+}  // namespace hsdp::python

@@ -1,0 +1,83 @@
+"""Gathers of updated parameters from Python, without a framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Launcher
+
+import hsdp
+
+SHAPES = {"w": (300, 7), "bias": (5,), "empty": (0,), "scalar": ()}
+
+
+def value(name: str, step: int) -> np.ndarray[Any, Any]:
+    generator = np.random.default_rng([step, len(name)])
+    return generator.standard_normal(SHAPES[name]).astype(np.float32)
+
+
+def run_gathers(replicate: int, shard: int, dtype: str, unit_bytes: int) -> dict[str, Any]:
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        reducer = hsdp.Reducer(mesh, bucket_bytes=256)
+        for name, shape in SHAPES.items():
+            reducer.register(name, shape, "f32")
+        reducer.prepare()
+        arrays = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+        slices = {name: reducer.slice(name) for name in SHAPES}
+        masters = {name: np.zeros(s.count, np.float32) for name, s in slices.items()}
+        gather = hsdp.zero.ParameterGather(reducer, arrays, masters, unit_bytes)
+        gather.wait_all()  # nothing was started
+        for step in range(3):
+            gather.fence()
+            for name, own in slices.items():
+                masters[name][:] = value(name, step).reshape(-1)[own.offset : own.offset + own.count]
+            gather.start()
+            gather.wait("bias")
+            assert gather.is_ready("bias")
+            assert np.array_equal(arrays["bias"], value("bias", step).astype(dtype))
+            gather.wait_all()
+            for name, array in arrays.items():
+                assert np.array_equal(array, value(name, step).astype(dtype)), name
+        stats = gather.stats()
+        units = len(gather._handle.units())
+        with pytest.raises(hsdp.UsageError, match="'unknown'"):
+            gather.wait("unknown")
+        return {"count": stats.gather_count, "units": units, "exposed": stats.exposed_s}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2), (2, 1)])
+def test_gathers_complete_parameters(
+    ranks: Launcher, replicate: int, shard: int, dtype: str
+) -> None:
+    for unit_bytes, units in ((1, 3), (1 << 20, 1)):
+        for found in ranks(replicate * shard, run_gathers, replicate, shard, dtype, unit_bytes):
+            assert found["units"] == units
+            assert found["count"] == (3 * units if shard > 1 else 0)
+            assert found["exposed"] >= 0
+
+
+def test_what_is_refused() -> None:
+    with hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", (3,))
+        whole = np.zeros(3, np.float32)
+
+        def message(*arguments: Any) -> str:
+            with pytest.raises(hsdp.UsageError) as error:
+                hsdp.zero.ParameterGather(*arguments)
+            return str(error.value)
+
+        assert "got an object of type int" in message(3, {})
+        assert "'other': expected a registered parameter" in message(reducer, {"other": whole})
+        assert "3 elements, got 2" in message(reducer, {"w": whole[:2]})
+        assert "contiguous" in message(reducer, {"w": np.zeros(6, np.float32)[::2]})
+        assert "array of 'w', which has a master" in message(reducer, {}, {"w": whole})
+        assert "master of 'w'" in message(reducer, {"w": whole}, {"w": whole[:1].copy()})
+        assert "unit_bytes" in message(reducer, {"w": whole}, None, 0)
+        gather = hsdp.zero.ParameterGather(reducer, {"w": whole})
+        reducer.close()
+        gather.start()  # it needs nothing of the Reducer
+        gather.wait_all()

@@ -99,6 +99,7 @@ class Reducer(ReducerResults):
         self._layout = layout
         self._attachments: list[Attachment] = []
         self._pass_count = 1  # of the window that is about to end
+        self._loss_scale = 1.0
         open_reducers.add(self)
 
     @property
@@ -206,6 +207,7 @@ class Reducer(ReducerResults):
     def set_loss_scale(self, scale: float) -> None:
         """Divides by the loss scale in the same division. Between steps only."""
         self._handle.set_loss_scale(float(scale))
+        self._loss_scale = float(scale)
 
     def step(self) -> Step:
         """`with reducer.step():` around the microbatches of one step drops it on every rank when

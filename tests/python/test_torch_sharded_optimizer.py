@@ -1,0 +1,533 @@
+"""ShardedOptimizer: the unsharded optimizer's values, states of slices, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
+
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "fused": True},
+    "NAdam": {},
+    "RAdam": {"foreach": True},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Rprop": {},
+    "ASGD": {},
+}
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 3))
+    model.register_parameter("wide", nn.Parameter(torch.randn(6, 5).t()))  # not contiguous
+    model.register_parameter("gain", nn.Parameter(torch.tensor(1.5)))
+    return model.to(dtype)
+
+
+def assign(model: nn.Module, seed: int, rank: int) -> None:
+    """Whole numbers as gradients, whose sums and means over two or four ranks are exact."""
+    for i, p in enumerate(model.parameters()):
+        if p.requires_grad:
+            generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
+            p.grad = 4 * torch.randint(-4, 5, p.shape, generator=generator).to(p.dtype)
+
+
+def assign_mean(model: nn.Module, seed: int, size: int) -> None:
+    """What all ranks' gradients come to."""
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    for rank in range(size):
+        assign(model, seed, rank)
+        for p in model.parameters():
+            if p.grad is not None:
+                sums[p] = sums.get(p, torch.zeros_like(p.grad)) + p.grad
+    for p, total in sums.items():
+        p.grad = total / size
+
+
+def run_step(reducer: hsdp.Reducer, model: nn.Module, seed: int, rank: int) -> None:
+    with reducer.microbatch(last=True):
+        assign(model, seed, rank)
+
+
+def require_equal(model: nn.Module, other: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def sharded(
+    mesh: hsdp.Mesh, model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any
+) -> tuple[hsdp.Reducer, ShardedOptimizer]:
+    reducer = hsdp.Reducer(mesh, bucket_bytes=256)
+    reducer.attach(model)
+    return reducer, ShardedOptimizer(cls, model, reducer, **options)
+
+
+def run_every_optimizer(replicate: int, shard: int) -> int:
+    torch.set_num_threads(1)
+    equal = 0
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        for name, options in ELEMENTWISE.items():
+            model, alone = make_model(), make_model()
+            cls = getattr(torch.optim, name)
+            reducer, optimizer = sharded(mesh, model, cls, **options)
+            reference = cls(alone.parameters(), **options)
+            for step in range(4):
+                run_step(reducer, model, step, mesh.rank)
+                optimizer.step()
+                assign_mean(alone, step, mesh.size)
+                reference.step()
+                require_equal(model, alone)
+            equal += 1
+            reducer.close()
+    return equal
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (2, 2)])
+def test_every_optimizer_has_the_bits_of_the_unsharded_one(
+    ranks: Launcher, replicate: int, shard: int
+) -> None:
+    found = ranks(replicate * shard, run_every_optimizer, replicate, shard)
+    assert found == [len(ELEMENTWISE)] * replicate * shard
+
+
+def run_training(replicate: int, shard: int) -> dict[str, Any]:
+    """20 steps of three microbatches beside unsharded AdamW, stages 1 and 2, clipped or not."""
+    torch.set_num_threads(1)
+    errors, hashes, norms = [], [], []
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        for stage, clip, microbatches in ((1, None, 3), (2, None, 3), (1, 0.3, 3), (2, 0.3, 3),
+                                          (2, 0.3, 3), (1, 0.3, 1), (2, 0.3, 1)):
+            model, alone = make_model(), make_model()
+            reducer, optimizer = sharded(mesh, model, stage=stage, max_grad_norm=clip, lr=1e-2)
+            reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+            for step in range(20):
+                generator = torch.Generator().manual_seed(step)
+                x = torch.randn(mesh.size, microbatches, 6, 7, generator=generator)
+                for m in range(microbatches):
+                    with reducer.microbatch(last=m == microbatches - 1):
+                        loss_of(model, x[mesh.rank, m]).backward()
+                optimizer.step()
+                reference.zero_grad()
+                for row in x.flatten(0, 1):
+                    (loss_of(alone, row) / mesh.size).backward()
+                if clip:
+                    want = nn.utils.clip_grad_norm_(alone.parameters(), clip)
+                    norms.append(abs(float(optimizer.grad_norm) / float(want) - 1))
+                reference.step()
+            errors.append(max(
+                float((p - q).abs().max() / q.abs().max())
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+            ))
+            state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+            hashes.append(hashlib.sha256(state).hexdigest())
+            reducer.close()
+    return {"errors": errors, "hashes": hashes, "norms": max(norms)}
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    extra = model.wide.square().mean() + model.gain.square()  # type: ignore[union-attr,operator]
+    return model(x).square().mean() + extra
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2), (2, 1)])
+def test_training_equals_unsharded_adamw(ranks: Launcher, replicate: int, shard: int) -> None:
+    found = ranks(replicate * shard, run_training, replicate, shard)
+    for one in found:
+        assert max(one["errors"]) < 2e-5
+        assert one["norms"] < 1e-5
+        assert one["hashes"] == found[0]["hashes"]
+        hashes = one["hashes"]
+        assert hashes[3] == hashes[4], "a second run"
+        assert hashes[5] == hashes[6], "stages 1 and 2 with one microbatch"
+
+
+def run_sixteen_bits() -> list[str]:
+    """Parameters of 16 bits are their fp32 masters, rounded; writes of others are taken over."""
+    torch.set_num_threads(1)
+    done = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        for dtype in (torch.bfloat16, torch.float16):
+            model, alone = make_model(dtype), make_model(dtype).float()
+            reducer, optimizer = sharded(mesh, model, lr=1e-3)
+            reference = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+
+            def step(seed: int) -> None:
+                run_step(reducer, model, seed, mesh.rank)
+                optimizer.step()
+                assign_mean(alone, seed, mesh.size)
+                reference.step()
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    assert torch.equal(p, q.to(dtype))
+                    own = optimizer.master(p)
+                    place = reducer.slice(names[p])
+                    assert torch.equal(own, q.reshape(-1)[place.offset : place.offset + own.numel()])
+
+            names = {p: name for name, p in model.named_parameters()}
+            for seed in range(10):
+                step(seed)
+            done.append("steps")
+            with torch.no_grad():  # every other element, whole ones among them
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    values = torch.full_like(p.data.reshape(-1)[::2], 0.75)
+                    flat = p.data.reshape(-1).clone()
+                    flat[::2] = values
+                    p.copy_(flat.view(p.shape))
+                    kept = q.reshape(-1).clone()
+                    kept[::2] = values.float()
+                    q.copy_(kept.view(q.shape))
+            step(10)
+            done.append("written")
+            model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    q.copy_(p.float())
+            step(11)
+            done.append("loaded")
+            states = optimizer.state_dict()["state"].values()
+            assert all(s["exp_avg"].dtype is s["master"].dtype is torch.float32 for s in states)
+            reducer.close()
+    return done
+
+
+def test_parameters_of_sixteen_bits(ranks: Launcher) -> None:
+    assert ranks(2, run_sixteen_bits) == [["steps", "written", "loaded"] * 2] * 2
+
+
+def run_writes() -> list[str]:
+    """Weights that change behind the optimizer's back, whole or in other memory."""
+    torch.set_num_threads(1)
+    done = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        model, alone = make_model(), make_model()
+        reducer, optimizer = sharded(mesh, model, lr=1e-2)
+        reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+
+        def step(seed: int) -> None:
+            run_step(reducer, model, seed, mesh.rank)
+            optimizer.step()
+            assign_mean(alone, seed, mesh.size)
+            reference.step()
+            require_equal(model, alone)
+
+        def other_memory(m: nn.Module) -> None:
+            for p in m.parameters():
+                p.data = p.data * 2
+
+        def other_layout(m: nn.Module) -> None:
+            m[0].weight.data = m[0].weight.data.t().contiguous().t()  # type: ignore[index]
+
+        writes: list[Callable[[nn.Module], None]] = [
+            lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}) and None,
+            lambda m: [p.data.mul_(0.5) for p in m.parameters()] and None,
+            other_memory,
+            other_layout,
+            lambda m: m[2].weight.data.zero_() and None,  # type: ignore[index]
+        ]
+        for seed, write in enumerate(writes):
+            step(2 * seed)
+            for m in (model, alone):
+                write(m)
+            step(2 * seed + 1)
+            done.append("taken over")
+        model[0].weight.data = torch.zeros(3, 3)
+        run_step(reducer, make_same(model, (33, 7)), 1, mesh.rank)
+        try:
+            optimizer.step()
+        except hsdp.UsageError as error:
+            done.append(str(error))
+    return done
+
+
+def make_same(model: nn.Module, shape: tuple[int, int]) -> nn.Module:
+    model[0].weight.data = torch.zeros(shape, dtype=torch.float32)  # type: ignore[index]
+    return model
+
+
+def test_weights_that_others_write(ranks: Launcher) -> None:
+    for done in ranks(2, run_writes):
+        assert done[:5] == ["taken over"] * 5
+
+
+def run_checkpoints(folder: str) -> list[str]:
+    """Continued to the bit: on the same mesh, whole on any, and in the unsharded optimizer."""
+    torch.set_num_threads(1)
+    done = []
+    path = pathlib.Path(folder)
+    with hsdp.init_mesh(1, 2) as mesh:
+        for dtype in (torch.float32, torch.bfloat16):
+            model = make_model(dtype)
+            model[0].bias.requires_grad_(False)
+            reducer, optimizer = sharded(mesh, model, lr=1e-2)
+            for seed in range(3):
+                run_step(reducer, model, seed, mesh.rank)
+                optimizer.step()
+            own, full = optimizer.state_dict(), optimizer.full_state_dict()
+            weights = {k: v.clone() for k, v in model.state_dict().items()}
+            torch.save(own, path / f"{mesh.rank}.pt")
+            if mesh.rank == 0:
+                torch.save((weights, full), path / f"full_{dtype}.pt")
+            run_step(reducer, model, 3, mesh.rank)
+            optimizer.step()
+            reducer.close()
+            for state in (torch.load(path / f"{mesh.rank}.pt"), full):
+                again = make_model(dtype)
+                again[0].bias.requires_grad_(False)
+                again.load_state_dict(weights)
+                reducer, optimizer = sharded(mesh, again, lr=0.5)
+                optimizer.load_state_dict(state)
+                assert optimizer.param_groups[0]["lr"] == 1e-2
+                run_step(reducer, again, 3, mesh.rank)
+                optimizer.step()
+                require_equal(again, model)
+                done.append("resumed")
+                reducer.close()
+            alone = make_model(dtype)
+            alone[0].bias.requires_grad_(False)
+            alone.load_state_dict(weights)
+            plain = torch.optim.AdamW(alone.parameters(), lr=0.5)
+            plain.load_state_dict({k: full[k] for k in ("state", "param_groups")})
+            if dtype is torch.float32:
+                assign_mean(alone, 3, mesh.size)
+                plain.step()
+                require_equal(alone, model)
+                done.append("unsharded")
+            reducer, optimizer = sharded(mesh, alone, lr=0.5)
+            optimizer.load_state_dict(plain.state_dict())  # and back
+            for state in optimizer.state.values():
+                assert all(v.dim() == 0 or v.dtype is torch.float32 for v in state.values())
+            before = optimizer.state_dict()
+            other = torch.load(path / f"{1 - mesh.rank}.pt")
+            other["param_groups"][0]["lr"] = 7.0
+            try:
+                optimizer.load_state_dict(other)
+            except hsdp.UsageError as error:
+                done.append("full_state_dict() gave" in str(error) and "refused" or str(error))
+            after = optimizer.state_dict()
+            assert after["param_groups"] == before["param_groups"]
+            for number, state in before["state"].items():
+                assert all(torch.equal(v, after["state"][number][k]) for k, v in state.items())
+            reducer.close()
+    return done
+
+
+def run_on_another_mesh(folder: str, dtype: str, replicate: int, shard: int) -> str:
+    torch.set_num_threads(1)
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        name = getattr(torch, dtype)
+        weights, full = torch.load(pathlib.Path(folder) / f"full_{name}.pt")
+        model = make_model(name)
+        model[0].bias.requires_grad_(False)
+        model.load_state_dict(weights)
+        _, optimizer = sharded(mesh, model, lr=0.5)
+        optimizer.load_state_dict(full)
+        same = optimizer.full_state_dict()
+        for number, state in full["state"].items():
+            for key, value in state.items():
+                assert torch.equal(same["state"][number][key], value), key
+        return "resharded"
+
+
+def test_checkpoints(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
+    wanted = ["resumed", "resumed", "unsharded", "refused", "resumed", "resumed", "refused"]
+    assert ranks(2, run_checkpoints, folder) == [wanted] * 2
+    for dtype in ("float32", "bfloat16"):
+        for replicate, shard in ((1, 3), (2, 2), (1, 1)):
+            size = replicate * shard
+            found = ranks(size, run_on_another_mesh, folder, dtype, replicate, shard)
+            assert found == ["resharded"] * size
+
+
+def run_overflow() -> dict[str, Any]:
+    """A step in which a rank meets infinity changes nothing on any rank."""
+    torch.set_num_threads(1)
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = make_model()
+        reducer, optimizer = sharded(mesh, model, lr=1e-2)
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        for seed in range(3):
+            before = [p.detach().clone() for p in model.parameters()]
+            with reducer.microbatch(last=True):
+                assign(model, seed, mesh.rank)
+                if seed == 1 and mesh.rank == 1:
+                    model[0].weight.grad[3, 3] = torch.inf  # type: ignore[index]
+            optimizer.step()
+            changed = [not torch.equal(p, q) for p, q in
+                       zip(model.parameters(), before, strict=True)]
+            assert optimizer.step_was_skipped is (seed == 1)
+            assert any(changed) is (seed != 1)
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        return {"steps": list(steps), "calls": len(calls)}
+
+
+def test_an_overflow_skips_the_step(ranks: Launcher) -> None:
+    assert ranks(2, run_overflow) == [{"steps": [2.0], "calls": 3}] * 2
+
+
+def run_scaler(own: bool) -> list[float]:
+    torch.set_num_threads(1)
+    scales = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        for sets_loss_scale in (False, True):
+            model, alone = make_model(), make_model()
+            reducer, optimizer = sharded(mesh, model, lr=1e-2, max_grad_norm=3.0)
+            reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+            options = {"device": "cpu", "init_scale": 8.0, "growth_interval": 100}
+            scaler: Any = (hsdp.torch.GradScaler(reducer, **options) if own
+                           else torch.amp.GradScaler(**options))
+            for seed in range(4):
+                if sets_loss_scale:
+                    reducer.set_loss_scale(scaler.get_scale())
+                with reducer.microbatch(last=True):
+                    assign(model, seed, mesh.rank)
+                    for p in model.parameters():
+                        p.grad *= scaler.get_scale()  # as scale(loss).backward() does
+                    if seed == 2 and mesh.rank == 1:
+                        model[0].weight.grad[0] = torch.nan  # type: ignore[index]
+                if seed % 2:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                if seed != 2:
+                    assign_mean(alone, seed, mesh.size)
+                    nn.utils.clip_grad_norm_(alone.parameters(), 3.0)
+                    reference.step()
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+                scales.append(scaler.get_scale())
+            reducer.close()
+    return scales
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_grad_scaler(ranks: Launcher, own: bool) -> None:
+    assert ranks(2, run_scaler, own) == [[8.0, 8.0, 4.0, 4.0] * 2] * 2
+
+
+def test_groups_schedulers_hooks_and_closures(mesh: hsdp.Mesh) -> None:
+    model, alone = make_model(), make_model()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+
+    def groups(m: nn.Module) -> list[dict[str, Any]]:
+        named = dict(m.named_parameters())
+        biases = [(n, p) for n, p in named.items() if n.endswith("bias")]
+        return [
+            {"params": [(n, p) for n, p in named.items() if not n.endswith("bias")], "lr": 0.1},
+            {"params": biases, "weight_decay": 0.0},
+        ]
+
+    optimizer = ShardedOptimizer(torch.optim.AdamW, groups(model), reducer, lr=0.01)
+    reference = torch.optim.AdamW(groups(alone), lr=0.01)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.01]
+    assert optimizer.param_groups[1]["params"][0] is model[0].bias
+    assert optimizer.state_dict()["param_groups"][1]["param_names"] == ["0.bias", "2.bias"]
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, reference)
+    ]
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    for seed in range(3):
+        def closure(seed: int = seed) -> float:
+            with coalesce_grad_reduction(reducer):
+                run = reducer.microbatch()
+                with run:
+                    assign(model, seed, 0)
+            return 0.5 + seed
+
+        assert optimizer.step(closure) == 0.5 + seed
+        assign_mean(alone, seed, 1)
+        reference.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        require_equal(model, alone)
+    assert seen == ["before", "after"] * 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
+    optimizer.zero_grad()
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(hsdp.UsageError) as error:
+        call()
+    return str(error.value)
+
+
+def test_what_is_refused(mesh: hsdp.Mesh) -> None:
+    model = make_model()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+
+    def make(cls: Any = torch.optim.AdamW, params: Any = model, **options: Any) -> str:
+        return message(lambda: ShardedOptimizer(cls, params, reducer, **options))
+
+    assert "got Adafactor, which gives other values" in make(torch.optim.Adafactor)
+    assert "got Muon, which raised ValueError" in make(torch.optim.Muon)
+    assert "got LBFGS, which raised TypeError" in make(torch.optim.LBFGS)
+    assert "a class of torch optimizers" in make(nn.Linear)
+    assert "got AdamW, which raised TypeError" in make(unknown=3)
+    assert "stage 1 or 2, got 3" in make(stage=3)
+    assert "max_grad_norm above 0" in make(max_grad_norm=0.0)
+    assert "one of shape (2, 7)" in make(params=nn.Linear(7, 2))
+    assert "got none" in make(params=nn.ReLU())
+    assert "object of type int" in message(
+        lambda: ShardedOptimizer(torch.optim.AdamW, model, [3], lr=1.0)
+    )
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer)
+    assert "has a ShardedOptimizer already" in make()
+    assert "another one" in message(lambda: optimizer.add_param_group({"params": [model.gain]}))
+    assert "shape (4,)" in message(lambda: optimizer.master(nn.Parameter(torch.zeros(4))))
+    assert "finished step" in message(optimizer.step)
+    with reducer.microbatch(last=False):
+        assign(model, 0, 0)
+    assert "last = true" in message(optimizer.step)
+    with reducer.microbatch(last=True):
+        assign(model, 0, 0)
+    optimizer.step()
+    assert "last=True between two calls" in message(optimizer.step)
+    with coalesce_grad_reduction(reducer):
+        assert "outside of a window" in message(optimizer.step)
+        assign(model, 1, 0)
+    optimizer.step()
+    assert "parameter groups of [6], got [2]" in message(
+        lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+    )
+    del optimizer
+    ShardedOptimizer(torch.optim.AdamW, model, reducer)  # the first one is gone
+
+
+def run_memory() -> dict[str, int]:
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = make_model()
+        reducer, optimizer = sharded(mesh, model)
+        run_step(reducer, model, 0, mesh.rank)
+        optimizer.step()
+        kept = sum(v.numel() for state in optimizer.state.values() for v in state.values()
+                   if v.dim() > 0)
+        return {"kept": kept, "all": 2 * sum(p.numel() for p in model.parameters())}
+
+
+def test_states_are_of_slices(ranks: Launcher) -> None:
+    found = ranks(2, run_memory)
+    assert sum(one["kept"] for one in found) == found[0]["all"]

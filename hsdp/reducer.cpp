@@ -120,6 +120,8 @@ void Reducer::reject_gradient(std::string_view message) { parts_->steps.reject_g
 void Reducer::end_microbatch() { parts_->steps.end_microbatch(); }
 void Reducer::begin_window(const WindowOptions& options) { parts_->steps.begin_window(options); }
 void Reducer::check_window() { parts_->steps.check_window(); }
+void Reducer::leave_window(std::string_view reason) noexcept { parts_->steps.leave_window(reason); }
+std::optional<StepAbortedError> Reducer::take_drop() { return parts_->steps.take_drop(); }
 void Reducer::end_window(std::int64_t backwards) { parts_->steps.end_window(backwards); }
 std::vector<float> Reducer::local_sum(std::string_view name) {
   return parts_->results.local_sum(parts_->parameters.find(name));

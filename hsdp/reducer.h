@@ -12,7 +12,8 @@
 //
 // Ownership: the Reducer owns carry, staging and accumulators. A gradient handed to gradient_ready
 // must stay valid and unchanged until end_microbatch (or abandon_step) returns or throws:
-// declare it before the Microbatch guard, or pass `keep_alive`. `shard()` views live until the next
+// declare it before the Microbatch guard, or pass `keep_alive`. In a window with Accumulate::kGrad
+// that is the window's end. `shard()` views live until the next
 // step begins.
 // Streams: on CUDA nothing waits for the GPU but what returns a number or a vector, saving a
 // snapshot and close; found_inf, the norms and partial_shard also write to memory of the device.
@@ -23,11 +24,12 @@
 // one thread at a time. Reductions run on streams of the Reducer's own.
 // Collective: construction, the first begin_microbatch, microbatches, windows, finish, discard,
 // grad_norm, clip_grad_norm, found_inf to memory, gather_*, make_lane and close are called by every
-// rank of the mesh in the same order. Errors: UsageError for misuse on this rank; StepAbortedError
-// when another rank dropped the step or failed to set the Reducer up (all stay usable).
-// PeerLostError, TimeoutError, a MismatchError but that of a set-up, and a RankError with the text
-// of what failed on another rank end the Reducer: every later call repeats the first of these, but
-// for stats, close and reading the last finished result.
+// rank of the mesh in the same order.
+// Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
+// or failed to set the Reducer up (all stay usable). PeerLostError, TimeoutError, a MismatchError
+// but that of a set-up, and a RankError with the text of what failed on another rank end the
+// Reducer: every later call repeats the first of these, but for stats, close and reading the last
+// finished result.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +44,7 @@
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/device/stream.h"
+#include "hsdp/error.h"
 #include "hsdp/gather_lane.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer_options.h"
@@ -116,18 +119,26 @@ class Reducer {
   void reject_gradient(std::string_view message);
   void end_microbatch();
   // A window of several backward passes, however many, that are reduced once: one microbatch of the
-  // step. Nothing is exchanged inside of it, and ranks may run different numbers of passes. Calls
+  // step. The ranks need not keep step inside of it, and may run different numbers of passes. Calls
   // of begin_microbatch and end_microbatch inside are allowed and do nothing else; flags that are
   // set inside are undone at its end. zero::CoalescedWindow holds one over several Reducers.
   void begin_window(const WindowOptions& options = {});
-  // Throws what end_window would throw for this rank's own mistakes, and changes nothing: to be
-  // asked of several Reducers before the first one's window ends.
+  // Throws what end_window would throw for this rank's own mistakes: to be asked of several
+  // Reducers before the first one's window ends.
   void check_window();
   // `backwards`: how many passes each gradient that was handed over is the sum of; more than one
   // with Accumulate::kGrad only.
   void end_window(std::int64_t backwards = 1);
+  // Leaves a window without its end: drops its step, unless that was dropped inside of it. From
+  // such a drop on every call is refused until the window is left, by this or by end_window, which
+  // throws.
+  void leave_window(std::string_view reason) noexcept;
+  // Waits until all ranks agree on what this one has done, and takes the StepAbortedError that the
+  // next call would throw; none when no other rank has dropped the step.
+  [[nodiscard]] std::optional<StepAbortedError> take_drop();
   // What this rank has added up of a parameter's gradients, in a window or in microbatches with
-  // sync = none: not divided by anything. A copy, fp32, of the whole parameter.
+  // sync = none: not divided by anything. A copy, fp32, of the whole parameter. Not while another
+  // thread hands over gradients of it.
   [[nodiscard]] std::vector<float> local_sum(std::string_view name);
   void local_sum(std::string_view name, TensorView out);  // f32 of the parameter's count
   // Drops the step on all ranks, in a microbatch or between two: this rank is idle at once and

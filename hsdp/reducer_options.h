@@ -110,8 +110,8 @@ struct MicrobatchOptions {
 
 // A window of backward passes that are reduced once.
 struct WindowOptions {
-  // True ends the step, false leaves it pending with the partial sync. None ends it, but for groups
-  // whose gradient sync is off.
+  // True ends the step, false leaves it pending with the partial sync. None: the flags decide, all
+  // of which are on by default: it ends the step.
   std::optional<bool> last{};
   // How many gradients each parameter gets, where this rank knows: it may be reduced as soon as its
   // last one is there, and one more is an error.

@@ -75,6 +75,7 @@ struct ReducerState {
   Phase phase = Phase::kIdle;   // kCollecting: a microbatch is open
   std::int64_t step = -1;       // the number of the last one that began; -1: none has
   bool step_begun = false;      // it has neither ended nor been dropped
+  bool step_dropped = false;    // it was dropped, as this rank knows
   std::int64_t microbatch = 0;  // of its microbatches, how many have ended
   bool pending = false;         // and are not in a result yet
   bool window_open = false;     // in which microbatches only delimit

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -23,26 +24,57 @@ void require_distinct(const std::vector<Reducer*>& reducers) {
   }
 }
 
-void abandon(const std::vector<Reducer*>& reducers, const std::string& reason) {
-  for (Reducer* const reducer : reducers) reducer->abandon_step(reason);
+void leave(const std::vector<Reducer*>& reducers, const std::string& reason) {
+  for (Reducer* const reducer : reducers) reducer->leave_window(reason);
+}
+
+// Also of those whose step has not begun: the other ranks may be in it.
+void drop_steps(const std::vector<Reducer*>& reducers, const std::string& reason) {
+  for (Reducer* const reducer : reducers) {
+    try {
+      if (!reducer->state().step_begun) reducer->begin_step();
+      reducer->abandon_step(reason);
+    } catch (const std::exception&) {  // it is closed or has failed; the first error matters more
+    }
+    reducer->leave_window(reason);
+  }
 }
 
 }  // namespace
 
+void hear_drops(const std::vector<Reducer*>& reducers) {
+  std::optional<StepAbortedError> first;
+  bool is_known = false;
+  for (Reducer* const reducer : reducers) {
+    const bool was_dropped = reducer->state().step_dropped;
+    std::optional<StepAbortedError> drop = reducer->take_drop();
+    if (!drop) {
+      is_known = is_known || was_dropped;
+    } else if (!first) {
+      first = std::move(drop);
+    }
+  }
+  if (first && !is_known) throw StepAbortedError(*first);
+}
+
 CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOptions& options) {
   require_distinct(reducers);
+  if (reducers.size() > 1) hear_drops(reducers);
   for (Reducer* const reducer : reducers) {
     try {
       reducer->begin_window(options);
     } catch (const std::exception& error) {
-      abandon(open_, std::string("another Reducer of its window could not begin: ") + error.what());
+      if (reducers.size() > 1) {
+        drop_steps(reducers,
+                   std::string("a Reducer of its window could not begin: ") + error.what());
+      }
       throw;
     }
-    open_.push_back(reducer);
   }
+  open_ = std::move(reducers);
 }
 
-CoalescedWindow::~CoalescedWindow() { abandon(open_, "its window's block raised an exception"); }
+CoalescedWindow::~CoalescedWindow() { leave(open_, "its window was left without end()"); }
 
 void CoalescedWindow::end(std::int64_t backwards) {
   if (open_.empty()) {
@@ -54,7 +86,7 @@ void CoalescedWindow::end(std::int64_t backwards) {
     for (Reducer* const reducer : open) reducer->check_window();
     for (Reducer* const reducer : open) reducer->end_window(backwards);
   } catch (const std::exception& error) {
-    abandon(open, error.what());
+    leave(open, error.what());
     throw;
   }
 }

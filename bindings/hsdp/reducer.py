@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hsdp import _hsdp
 from hsdp.array import as_shape
 from hsdp.dtypes import DtypeLike, dtype_text, wire_text
-from hsdp.errors import StepAbortedError, UsageError
+from hsdp.errors import Error, StepAbortedError, UsageError
 from hsdp.mesh import as_mesh
 from hsdp.open_reducers import open_reducers
 from hsdp.parameter import Parameter
@@ -268,7 +268,8 @@ class Reducer(ReducerResults):
 
         `parameter` is a name or the index from `register`. Shape and dtype are the registered
         ones. Never waits. From any thread, in any order. The gradient must not change until
-        `end_microbatch` returns; it is kept alive for as long as it is needed. On a GPU it is read
+        `end_microbatch` returns (a window with accumulate="grad": until that ends); it is kept alive for
+        as long as it is needed. On a GPU it is read
         after what the thread's current stream has been given, and may change by what that stream is
         given after `end_microbatch` (see `Mesh.set_stream`).
 
@@ -320,6 +321,19 @@ class Reducer(ReducerResults):
         holds = accumulate == "grad"
         self._began(lambda attachment: attachment.window_began(holds, backwards))
 
+    def _leave_window(self, reason: str) -> None:
+        with contextlib.suppress(UsageError):  # of a forked child
+            self._handle.leave_window(reason)
+        self._ended(completed=False)
+
+    # The step that the others may be in, begun here or not.
+    def _drop_step(self, reason: str) -> None:
+        with contextlib.suppress(Error):
+            if not self._handle.step_begun():
+                self._handle.begin_step()
+        self.abandon_step(reason)
+        self._leave_window(reason)
+
     def _check_window(self) -> None:
         try:
             if self._handle.window_open():
@@ -367,8 +381,9 @@ class Reducer(ReducerResults):
             attachment.step_dropped()
 
     def release_memory(self) -> None:
-        """Frees what is kept for later steps: the local sums of windows and of sync="none". Between
-        steps; each rank for itself. They are taken again when they are needed.
+        """Frees what is kept for later steps: the local sums of windows and of sync="none", and totals
+        of groups that are reduced before a step's end. Between steps; each rank for itself. They are
+        taken again when they are needed.
         """
         self._hearing_of_drops(self._handle.release_memory)
 

@@ -17,6 +17,7 @@
 #include "bindings/module/text_argument.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
+#include "zero/coalesced_window.h"
 
 namespace hsdp::python {
 namespace {
@@ -109,12 +110,22 @@ void begin_microbatch(Handle& self, std::optional<bool> last, const OptionalText
   self.begin_microbatch(options);
 }
 
+void set_partial_sync(const Handle& self, py::handle sync) {
+  static constexpr std::array<Choice<Sync>, 2> kPartial{
+      {{"shard", Sync::kShard}, {"none", Sync::kNone}}};
+  self.reducer().set_partial_sync(
+      choose("set_partial_sync", text_argument(sync, "reducer: set_partial_sync: sync"), kPartial));
+}
+
 void begin_window(Handle& self, std::optional<bool> last, std::optional<std::int64_t> backwards,
-                  const std::string& accumulate, const std::string& accumulate_dtype) {
+                  py::handle accumulate, py::handle accumulate_dtype) {
+  const auto text = [](py::handle word, const char* option) {
+    return text_argument(word, std::string("zero: coalesce_grad_reduction: ") + option);
+  };
   WindowOptions options{.last = last, .backwards = backwards};
-  options.accumulate = choose("accumulate", accumulate, choices(Accumulate{}));
-  options.accumulate_dtype =
-      choose("accumulate_dtype", accumulate_dtype, choices(AccumulateDtype{}));
+  options.accumulate = choose("accumulate", text(accumulate, "accumulate"), choices(Accumulate{}));
+  options.accumulate_dtype = choose("accumulate_dtype", text(accumulate_dtype, "accumulate_dtype"),
+                                    choices(AccumulateDtype{}));
   self.call([options](Reducer& reducer) { reducer.begin_window(options); });
 }
 
@@ -235,6 +246,16 @@ Memory clip_together(const std::vector<Handle*>& handles, double max_norm) {
   return norm;
 }
 
+void hear_drops(const std::vector<Handle*>& handles) {
+  std::vector<std::shared_ptr<Reducer>> shared;
+  for (const Handle* handle : handles) shared.push_back(handle->share());
+  handles.front()->call([shared = std::move(shared)](Reducer&) {
+    std::vector<Reducer*> reducers;
+    for (const std::shared_ptr<Reducer>& reducer : shared) reducers.push_back(reducer.get());
+    zero::hear_drops(reducers);
+  });
+}
+
 py::dict stats(const Handle& self) {
   const ReducerStats s = self.reducer().stats();
   py::dict d;
@@ -256,10 +277,7 @@ void bind_settings(Class& bound) {
            [](const Handle& self, bool flag, const OptionalText& group) {
              self.reducer().set_requires_all_reduce(flag, group);
            })
-      .def("set_partial_sync",
-           [](const Handle& self, const std::string& sync) {
-             self.reducer().set_partial_sync(choose("sync", sync, choices(Sync{})));
-           })
+      .def("set_partial_sync", set_partial_sync)
       .def("set_gradient_divide_factor",
            [](const Handle& self, std::optional<double> factor) {
              self.reducer().set_gradient_divide_factor(factor);
@@ -268,6 +286,7 @@ void bind_settings(Class& bound) {
            [](const Handle& self, double scale) { self.reducer().set_loss_scale(scale); })
       .def("stats", stats)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
+      .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
       .def("window_open", [](const Handle& self) { return self.reducer().state().window_open; })
       .def("is_collecting", [](const Handle& self) {
@@ -292,6 +311,10 @@ void bind_step(Class& bound) {
       .def("check_window",
            [](Handle& self) { self.call_here([](Reducer& reducer) { reducer.check_window(); }); })
       .def("end_window", &Handle::end_window)
+      .def("leave_window",
+           [](Handle& self, const std::string& reason) {
+             self.call([reason](Reducer& reducer) { reducer.leave_window(reason); });
+           })
       .def("release_memory",
            [](Handle& self) { self.call([](Reducer& reducer) { reducer.release_memory(); }); })
       .def("abandon_step",
@@ -339,6 +362,7 @@ void bind_reducer(py::module_& module) {
   bind_step(bound);
   bind_results(bound);
   module.def("clip_grad_norm", clip_together);
+  module.def("hear_drops", hear_drops);
 }
 
 }  // namespace hsdp::python

@@ -218,18 +218,22 @@ void BucketPipeline::end_drop(const Ending& ending) {
   watch([this, ending] {
     auto words = setting_.agreement.collect_patiently(ending.word);
     if (!words) return;
-    if (const StatusWord* const sent = find_sender(*words)) send_zeros(*sent, *ending.plan);
+    send_zeros(*words, *ending.plan);
     Ending known = ending;
     known.words = std::move(words);
     end(known);
   });
 }
 
-void BucketPipeline::send_zeros(const StatusWord& sent, const MicrobatchPlan& dropped) {
+// By the counts of the rank that has most, as the others do.
+void BucketPipeline::send_zeros(const StepAgreement::Words& words, const MicrobatchPlan& dropped) {
+  const StatusWord* const sent = find_sender(words);
+  if (sent == nullptr) return;
   auto plan = std::make_shared<MicrobatchPlan>(dropped);
-  plan->set_groups(sent.groups);
-  plan->set_divisor(sent.divide_factor == 0 ? std::nullopt : std::optional(sent.divide_factor),
-                    sent.loss_scale);
+  plan->set_groups(sent->groups);
+  for (const StatusWord& word : words) plan->raise_counts(word.groups);
+  plan->set_divisor(sent->divide_factor == 0 ? std::nullopt : std::optional(sent->divide_factor),
+                    sent->loss_scale);
   plan->result = std::make_shared<StepResult>();
   plan->result->nonfinite = zeros_nonfinite_;
   const std::vector<Bucket>& buckets = setting_.layout.buckets();

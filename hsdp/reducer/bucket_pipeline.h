@@ -110,7 +110,7 @@ class BucketPipeline {
   void finish_hops();
   void run_end(const Ending& ending);
   void settle(const Ending& ending);
-  void send_zeros(const StatusWord& sent, const MicrobatchPlan& dropped);
+  void send_zeros(const StepAgreement::Words& words, const MicrobatchPlan& dropped);
   // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,
   // and nobody waits; on the host it is now. Not skipped when the step is dropped meanwhile: peers
   // may count on it.

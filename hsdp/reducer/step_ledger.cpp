@@ -33,6 +33,12 @@ StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> 
     : shard_size_(shard_size), replicate_size_(replicate_size), replica_dtype_(replica_dtype) {}
 
 void StepLedger::require_idle(std::string_view call) const {
+  if (window_ == Window::kDropped) {
+    throw UsageError({.where = "reducer: " + std::string(call),
+                      .expected = "a call outside of the window whose step was dropped",
+                      .got = "one inside of it",
+                      .remedy = "leave its block first"});
+  }
   if (phase_ == Phase::kIdle) return;
   if (window_ == Window::kOpen) {
     throw UsageError({.where = "reducer: " + std::string(call),
@@ -153,17 +159,14 @@ void StepLedger::require_gradient_sync(std::string_view call) const {
 
 std::vector<Sync> StepLedger::sync_of(const WindowOptions& options) const {
   if (options.last.value_or(false)) require_gradient_sync("begin_window");
-  const Sync sync = options.last.value_or(true) ? Sync::kAll : partial_sync_;
-  std::vector<Sync> result;
-  result.reserve(flags_.size());
-  for (const Flags& flags : flags_) result.push_back(flags.gradient_sync ? sync : Sync::kNone);
-  return result;
+  return sync_of(MicrobatchOptions{.last = options.last});
 }
 
 void StepLedger::start_step() {
   holds_ = Holds::kNothing;
   std::ranges::fill(groups_, Group{});
   begun_ = true;
+  dropped_ = false;
   ++step_;
   microbatch_ = 0;
 }
@@ -211,19 +214,28 @@ void StepLedger::end_inside() {
 }
 
 void StepLedger::require_window_end() const {
-  const bool is_open = window_ != Window::kNone;
   if (window_ == Window::kOpen) return;
-  throw UsageError(
-      {.where = "reducer: end_window",
-       .expected = is_open ? "every microbatch inside of the window ended" : "an open window",
-       .got = is_open ? "an open one" : "none",
-       .remedy = is_open ? "call end_microbatch first"
-                         : "begin one first; a step that was dropped inside of a "
-                           "window has ended it"});
+  if (window_ == Window::kMicrobatchOpen) {
+    throw UsageError({.where = "reducer: end_window",
+                      .expected = "every microbatch inside of the window ended",
+                      .got = "an open one",
+                      .remedy = "call end_microbatch first"});
+  }
+  const bool is_dropped = window_ == Window::kDropped;
+  throw UsageError({.where = "reducer: end_window",
+                    .expected = "an open window",
+                    .got = is_dropped ? "one whose step was dropped inside of it" : "none",
+                    .remedy = "begin a new one"});
 }
 
-void StepLedger::leave_window() {
-  if (window_.exchange(Window::kNone) != Window::kNone) flags_ = flags_before_window_;
+void StepLedger::leave_window(Window left) {
+  if (!in_window()) return;
+  window_ = left;
+  flags_ = flags_before_window_;
+}
+
+void StepLedger::leave_dropped_window() {
+  if (window_ == Window::kDropped) window_ = Window::kNone;
 }
 
 bool StepLedger::has_local_sums() const {
@@ -268,7 +280,7 @@ MicrobatchPlan StepLedger::plan_of_step() const {
 
 void StepLedger::end(const MicrobatchPlan& plan) {
   phase_ = Phase::kIdle;
-  leave_window();
+  leave_window(Window::kNone);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const GroupPlan& did = plan.groups()[g];
     Group& group = groups_[g];
@@ -297,7 +309,8 @@ void StepLedger::end(const MicrobatchPlan& plan) {
 
 void StepLedger::drop() {
   phase_ = Phase::kIdle;
-  leave_window();
+  leave_window(Window::kDropped);
+  dropped_ = step_ >= 0;
   if (holds_ == Holds::kResult) --step_total_;
   holds_ = Holds::kNothing;
   std::ranges::fill(groups_, Group{});

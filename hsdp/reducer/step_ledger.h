@@ -51,16 +51,22 @@ class StepLedger {
   void begin_step();
   // A step is begun, and has neither ended nor been dropped.
   [[nodiscard]] bool begun() const { return begun_; }
+  // The last step that began was dropped.
+  [[nodiscard]] bool dropped() const { return dropped_; }
   // Opens a microbatch; the first one of a step begins the step, unless begin_step() has.
   [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync, const Intake& intake = {});
   // The same as a window, which is one microbatch. Microbatches inside of it only delimit, and
   // flags that are set there are undone at its end.
   [[nodiscard]] MicrobatchPlan begin_window(const std::vector<Sync>& sync, const Intake& intake);
-  [[nodiscard]] bool in_window() const { return window_ != Window::kNone; }
+  [[nodiscard]] bool in_window() const {
+    return window_ == Window::kOpen || window_ == Window::kMicrobatchOpen;
+  }
   void begin_inside();
   void end_inside();
-  // UsageError unless a window is open, with no microbatch open in it.
+  // UsageError unless a window is open, with no microbatch open in it. A window whose step was
+  // dropped inside of it lasts until it is left: every call is refused until then.
   void require_window_end() const;
+  void leave_dropped_window();
   // Opens what completes a pending step without fresh gradients.
   [[nodiscard]] MicrobatchPlan begin_finish();
   // What a discard or a drop says about the step.
@@ -96,8 +102,8 @@ class StepLedger {
     bool gradient_sync = true;
     bool all_reduce = true;
   };
-  enum class Window : std::uint8_t { kNone, kOpen, kMicrobatchOpen };
-  void leave_window();
+  enum class Window : std::uint8_t { kNone, kOpen, kMicrobatchOpen, kDropped };
+  void leave_window(Window left);
   template <typename Apply>
   void each_flags(std::optional<int> group, Apply apply);
   void require_gradient_sync(std::string_view call) const;
@@ -121,6 +127,7 @@ class StepLedger {
   double result_factor_ = 1.0;
   double result_scale_ = 1.0;
   bool begun_ = false;
+  bool dropped_ = false;
   bool factor_stands_ = false;
   std::int64_t step_ = -1;
   std::int64_t microbatch_ = 0;

@@ -148,6 +148,7 @@ ReducerState Steps::state() const {
                                                         : ReducerState::Phase::kIdle;
   state.step = ledger_.counts().begun_steps - 1;
   state.step_begun = ledger_.begun();
+  state.step_dropped = ledger_.dropped();
   state.microbatch = ledger_.microbatch();
   state.pending = ledger_.pending();
   state.word_under_way = agreement_.under_way();
@@ -156,6 +157,11 @@ ReducerState Steps::state() const {
 }
 
 void Steps::check_usable(std::string_view call) {
+  check_failure(call);
+  raise_drop();
+}
+
+void Steps::check_failure(std::string_view call) {
   if (ledger_.phase() == Phase::kClosed) {
     throw UsageError({.where = "reducer: " + std::string(call),
                       .expected = "an open Reducer",
@@ -163,12 +169,10 @@ void Steps::check_usable(std::string_view call) {
                       .remedy = "make a new one"});
   }
   raise_failure(call);
-  raise_drop();
 }
 
 void Steps::require_idle(std::string_view call) {
-  if (ledger_.phase() == Phase::kIdle) return;
-  check_usable(call);
+  if (ledger_.phase() != Phase::kIdle) check_usable(call);
   ledger_.require_idle(call);
 }
 
@@ -382,15 +386,17 @@ std::string Steps::too_many_message(int parameter) const {
                   .got = "a second one",
                   .remedy = "use backwards=\"many\" or a window for several backward passes"};
   if (!ledger_.in_window()) return message.text();
-  if (window_.backwards) {
-    message.expected =
-        "at most " + std::to_string(*window_.backwards) + " in its window, as backwards says";
+  const std::string most =
+      window_.backwards ? "at most " + std::to_string(*window_.backwards) : std::string();
+  if (window_.accumulate == Accumulate::kBuffer) {
+    message.expected = most + " in its window, as backwards says";
     message.got = "one more";
-    message.remedy = "give backwards the number of passes, or leave it out";
   } else {
     message.expected = "one sum of its window's gradients";
-    message.remedy = "hand over what the caller has added up once, or let the window add it up";
+    if (window_.backwards) message.expected += ", of " + most + " as backwards says";
   }
+  message.remedy = window_.backwards ? "give backwards the number of passes, or leave it out"
+                                     : "add them up and hand the sum over once";
   return message.text();
 }
 
@@ -404,12 +410,13 @@ void Steps::note_fault(const std::string& message) {
 }
 
 std::string Steps::missing_message() const {
+  if (options_.missing != Missing::kError) return {};
   const std::vector<int> missing = frozen_->collector().missing();
   if (missing.empty()) return {};
   std::string names = "'" + parameters_.spec(missing.front()).name + "'";
   if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";
   const std::string rank = comm::ranks_text({groups_.world.rank()}, groups_.world.size());
-  return Message{.where = "reducer: end_microbatch",
+  return Message{.where = ledger_.in_window() ? "reducer: end_window" : "reducer: end_microbatch",
                  .expected = "a gradient for every parameter",
                  .got = "none for " + names + " (" + rank + ")",
                  .remedy = "use missing=\"zero\" when parameters may go unused"}
@@ -426,28 +433,46 @@ void Steps::end_microbatch() {
 void Steps::check_window() {
   check_usable("end_window");
   ledger_.require_window_end();
-  note_missing();
   if (const std::exception_ptr fault = outcome_.fault()) std::rethrow_exception(fault);
+  if (const std::string missing = missing_message(); !missing.empty()) throw UsageError(missing);
 }
 
 void Steps::end_window(std::int64_t backwards) {
-  check_usable("end_window");
   try {
+    check_usable("end_window");
     ledger_.require_window_end();
-  } catch (const UsageError& error) {
-    if (ledger_.in_window()) drop(error.what());
+    const bool are_handed_over = window_.accumulate == Accumulate::kGrad;
+    if (backwards < 0 || (backwards > 1 && !are_handed_over)) {
+      throw UsageError({.where = "reducer: end_window",
+                        .expected = are_handed_over ? "a number of backward passes"
+                                                    : "no number of backward passes, as they are "
+                                                      "counted in a window that adds gradients up",
+                        .got = std::to_string(backwards)});
+    }
+  } catch (const std::exception& error) {
+    leave_window(error.what());
     throw;
   }
-  end(backwards);
+  end(std::max<std::int64_t>(backwards, 1));  // who has none still takes part
 }
 
-void Steps::note_missing() {
-  if (options_.missing != Missing::kError) return;
-  if (const std::string missing = missing_message(); !missing.empty()) note_fault(missing);
+void Steps::leave_window(std::string_view reason) noexcept {
+  if (ledger_.in_window()) abandon(reason);
+  ledger_.leave_dropped_window();
+}
+
+std::optional<StepAbortedError> Steps::take_drop() {
+  check_failure("a new step");
+  ledger_.require_idle("a new step");
+  if (frozen_ && !ledger_.begun()) wait_until_judged();
+  std::optional<Drop> drop = outcome_.take_drop();
+  if (!drop) return std::nullopt;
+  forget_step();
+  return StepAbortedError(drop->message, drop->ranks);
 }
 
 void Steps::end(std::int64_t backwards) {
-  note_missing();
+  if (const std::string missing = missing_message(); !missing.empty()) note_fault(missing);
   if (plan_->is_local()) {
     close_local(backwards);
   } else {
@@ -559,7 +584,8 @@ void Steps::abandon(std::string_view reason) noexcept {
 void Steps::drop(const std::string& reason) {
   Collector& collector = frozen_->collector();
   BucketPipeline& pipeline = frozen_->pipeline();
-  const bool sends = collector.is_open() && !plan_->is_local();
+  // What is packed late is not sent yet, and by exponents that the others' words decide.
+  const bool sends = collector.is_open() && !plan_->is_local() && !plan_->packs_late;
   const std::vector<int> unsent = collector.drop();
   const std::exception_ptr fault = outcome_.settle_faults();  // after the last pack
   wait_until_judged();

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/error.h"
 #include "hsdp/reducer.h"
 #include "hsdp/reducer/frozen.h"
 #include "hsdp/reducer/groups.h"
@@ -37,6 +38,9 @@ class Steps {
   void begin_microbatch(const MicrobatchOptions& options);
   void begin_window(const WindowOptions& options);
   void check_window();
+  void leave_window(std::string_view reason) noexcept;
+  // Waits for the words, and takes the drop of the last step that the next call would raise.
+  [[nodiscard]] std::optional<StepAbortedError> take_drop();
   // `backwards`: of what the gradients that were handed over are sums.
   void end_window(std::int64_t backwards);
   void gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
@@ -83,6 +87,7 @@ class Steps {
  private:
   using Phase = StepLedger::Phase;
 
+  void check_failure(std::string_view call);
   void raise_failure(std::string_view call);
   void raise_drop();
   [[nodiscard]] AccumulateDtype sums_dtype(std::optional<AccumulateDtype> asked) const;
@@ -106,7 +111,6 @@ class Steps {
   [[nodiscard]] std::int64_t post(StatusWord word);
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
-  void note_missing();
   void check_gradient(int parameter, const StridedView& gradient) const;
 
   const ReducerOptions& options_;

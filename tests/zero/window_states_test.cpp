@@ -153,7 +153,7 @@ struct Fault {
 
 std::vector<Fault> faults() {
   return {
-      {"exception", [](OneParameter&) { throw std::runtime_error("own"); }, "raised an exception"},
+      {"exception", [](OneParameter&) { throw std::runtime_error("own"); }, "left without end()"},
       {"abandoned", [](OneParameter& one) { one.reducer.abandon_step("no more"); }, "no more"},
       {"open_microbatch", [](OneParameter& one) { one.reducer.begin_microbatch(); },
        "every microbatch inside of the window ended"},
@@ -236,7 +236,7 @@ TEST(Window, EndsWithAnErrorWhenItsStepIsGone) {
     CoalescedWindow window({&one.reducer});
     one.pass();
     one.reducer.abandon_step("enough");
-    EXPECT_THAT(refusal([&] { window.end(); }), HasSubstr("dropped inside of a window"));
+    EXPECT_THAT(refusal([&] { window.end(); }), HasSubstr("dropped inside of it"));
     one.expect_clean_step();
   });
 }
@@ -288,8 +288,6 @@ TEST(Window, SyncsAsLastAndFlagsSay) {
       OneParameter one(mesh);
       one.reducer.set_partial_sync(row.partial);
       one.reducer.set_requires_gradient_sync(row.gradient_sync);
-      one.reducer.set_requires_all_reduce(false);  // which a window does not ask for
-      one.reducer.set_requires_gradient_sync(row.gradient_sync);
       CoalescedWindow window({&one.reducer}, {.last = row.last});
       one.pass();
       one.pass();
@@ -304,6 +302,20 @@ TEST(Window, SyncsAsLastAndFlagsSay) {
       one.reducer.finish();
       one.expect(2);
     }
+  });
+}
+
+// As in FSDP2: with the all-reduce off and no `last` it stays in the shard group.
+TEST(Window, HeedsTheAllReduceFlag) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    for (const bool flag : {false, true}) {
+      one.reducer.set_requires_all_reduce(flag);
+      CoalescedWindow window({&one.reducer});
+      one.pass();
+      window.end();
+    }
+    one.expect(2);
   });
 }
 
@@ -460,23 +472,220 @@ TEST(WindowOfSeveral, DropsAllStepsOrNone) {
   }
 }
 
-// All ranks are refused: those that have begun are dropped, the others are as they were.
-TEST(WindowOfSeveral, DropsWhatHasBegunWhenOneCannot) {
+// Where one cannot begin, on some ranks or on all, the steps of all are dropped on all ranks: those
+// whose step had not begun, too, for the other ranks are in it.
+TEST(WindowOfSeveral, DropsAllStepsWhenOneCannotBegin) {
+  for (const bool everywhere : {false, true}) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      OneParameter first(mesh);
+      OneParameter second(mesh);
+      OneParameter third(mesh);
+      const std::vector<OneParameter*> all{&first, &second, &third};
+      const bool is_bad = everywhere || mesh.rank() == 2;
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        if (is_bad) second.reducer.set_requires_gradient_sync(false);
+        try {
+          CoalescedWindow window({&first.reducer, &second.reducer, &third.reducer}, {.last = true});
+          for (OneParameter* const one : all) one->pass();
+          window.end();
+          for (OneParameter* const one : all) static_cast<void>(one->reducer.shard("w"));
+          ADD_FAILURE() << "no step was dropped";
+        } catch (const StepAbortedError& error) {
+          EXPECT_FALSE(is_bad) << error.what();
+        } catch (const UsageError& error) {
+          EXPECT_TRUE(is_bad) << error.what();
+          EXPECT_THAT(error.what(), HasSubstr("gradient sync on"));
+        }
+        if (is_bad) second.reducer.set_requires_gradient_sync(true);
+        CoalescedWindow window({&first.reducer, &second.reducer, &third.reducer});
+        for (OneParameter* const one : all) {
+          one->pass();
+          one->pass();
+        }
+        window.end();
+        for (OneParameter* const one : all) {
+          one->expect(2);
+          EXPECT_EQ(one->reducer.state().step, 2 * repeat + 1);
+        }
+      }
+    });
+  }
+}
+
+// Who reads one result hears of the drop there; the others' drops are the same one. So all ranks go
+// on with the same step of all Reducers.
+TEST(WindowOfSeveral, ThrowsADropOnce) {
+  for (const Dtype wire : {Dtype::kF32, Dtype::kF16}) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      OneParameter first(mesh, {.reduce_dtype = wire});
+      OneParameter second(mesh, {.reduce_dtype = wire});
+      for (int step = 0; step < 6; ++step) {
+        const bool breaks = step == 1 || step == 4;
+        const bool is_bad = mesh.rank() == step % 4;
+        const StoredGradient gradient(Values(kCount, static_cast<float>(step)), {kCount},
+                                      Dtype::kF32);
+        try {
+          CoalescedWindow window({&first.reducer, &second.reducer});
+          for (int k = 0; k < 2; ++k) {
+            if (breaks && is_bad && k == 1) throw std::runtime_error("a bad batch");
+            first.reducer.gradient_ready("w", gradient.view());
+            second.reducer.gradient_ready("w", gradient.view());
+          }
+          window.end();
+          first.expect(static_cast<float>(2 * step));
+          second.expect(static_cast<float>(2 * step));
+          EXPECT_FALSE(breaks);
+        } catch (const StepAbortedError&) {
+          EXPECT_TRUE(breaks && !is_bad);
+        } catch (const std::runtime_error& error) {
+          EXPECT_STREQ(error.what(), "a bad batch");
+          EXPECT_TRUE(breaks && is_bad);
+        }
+      }
+    });
+  }
+}
+
+// Only in a window that they share: a drop that nobody has heard of is thrown.
+TEST(WindowOfSeveral, ThrowsADropThatWasNotHeardOf) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     OneParameter first(mesh);
     OneParameter second(mesh);
-    second.reducer.set_requires_gradient_sync(false);
-    const auto begin = [&] {
-      const CoalescedWindow window({&first.reducer, &second.reducer}, {.last = true});
-    };
-    EXPECT_THAT(refusal(begin), HasSubstr("gradient sync on"));
-    EXPECT_FALSE(first.reducer.state().window_open);
-    EXPECT_FALSE(second.reducer.state().step_begun);
-    second.reducer.set_requires_gradient_sync(true);
-    first.expect_clean_step();
-    second.expect_clean_step();
-    EXPECT_EQ(first.reducer.state().step, 1);
-    EXPECT_EQ(second.reducer.state().step, 0);
+    const bool is_bad = mesh.rank() == 1;
+    {
+      CoalescedWindow window({&first.reducer, &second.reducer});
+      first.pass();
+      second.pass();
+      if (!is_bad) window.end();
+    }
+    const auto begin = [&] { CoalescedWindow({&first.reducer, &second.reducer}).end(); };
+    if (is_bad) {
+      CoalescedWindow window({&first.reducer, &second.reducer});
+      first.pass();
+      second.pass();
+      window.end();
+    } else {
+      EXPECT_TRUE(caught<StepAbortedError>(begin));
+      CoalescedWindow window({&first.reducer, &second.reducer});
+      first.pass();
+      second.pass();
+      window.end();
+    }
+    first.expect(1);
+    second.expect(1);
+  });
+}
+
+// From a drop inside of a window until its end nothing can be begun: it would be another step than
+// the one that the other ranks go on with.
+TEST(Window, HoldsEverythingBackOnceItsStepIsDropped) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      const bool is_bad = mesh.rank() == 0;
+      try {
+        CoalescedWindow window({&one.reducer});
+        one.pass();
+        if (is_bad) {
+          one.reducer.abandon_step("a bad chunk");
+          const auto held = HasSubstr("the window whose step was dropped");
+          EXPECT_THAT(refusal([&] { one.reducer.begin_microbatch(); }), held);
+          EXPECT_THAT(refusal([&] { one.reducer.begin_step(); }), held);
+          EXPECT_THAT(refusal([&] { one.reducer.begin_window(); }), held);
+          EXPECT_THAT(refusal([&] { static_cast<void>(one.reducer.shard("w")); }), held);
+          EXPECT_THAT(refusal([&] { one.pass(); }), HasSubstr("an open microbatch"));
+        }
+        window.end();
+        static_cast<void>(one.reducer.shard("w"));
+        ADD_FAILURE() << "no step was dropped";
+      } catch (const StepAbortedError&) {
+        EXPECT_FALSE(is_bad);
+      } catch (const UsageError& error) {
+        EXPECT_TRUE(is_bad) << error.what();
+      }
+      one.expect_clean_step();
+    }
+  });
+}
+
+// Peers pack by the most counts of any rank, who drops sends its zeros alike.
+TEST(WindowOnF16, DropsTheStepOverReplicas) {
+  for (const MeshShape shape : {MeshShape{2, 1}, kSquare, MeshShape{3, 1}}) {
+    for (const bool is_window : {true, false}) {
+      for (const bool is_pending : {false, true}) {
+        run_mesh(shape, [&](const Mesh& mesh) {
+          ReducerOptions options{.reduce_dtype = Dtype::kF16};
+          if (!is_window) options.backwards = Backwards::kMany;
+          OneParameter one(mesh, options);
+          one.reducer.set_partial_sync(Sync::kNone);
+          const auto run = [&](int pass_count, bool breaks, bool last) {
+            if (is_window) {
+              CoalescedWindow window({&one.reducer}, {.last = last});
+              for (int k = 0; k < pass_count; ++k) one.pass();
+              if (breaks) throw std::runtime_error("own");
+              window.end();
+            } else {
+              Microbatch open(one.reducer, {.last = last});
+              for (int k = 0; k < pass_count; ++k) one.pass();
+              if (breaks) throw std::runtime_error("own");
+              open.end();
+            }
+          };
+          for (int repeat = 0; repeat < 3; ++repeat) {
+            const bool is_bad = mesh.rank() == repeat % mesh.size();
+            try {
+              if (is_pending) run(3 * mesh.rank() + 1, false, false);
+              run(is_bad ? 1 : 5, is_bad, true);
+              static_cast<void>(one.reducer.shard("w"));
+              ADD_FAILURE() << "no step was dropped";
+            } catch (const StepAbortedError&) {
+              EXPECT_FALSE(is_bad);
+            } catch (const std::runtime_error& error) {
+              EXPECT_TRUE(is_bad) << error.what();
+            }
+            run(2, false, true);
+            one.expect(2);
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(Window, CountsOfHandedSumsAreChecked) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    for (const Dtype wire : {Dtype::kF32, Dtype::kF16}) {
+      OneParameter one(mesh, {.reduce_dtype = wire});
+      {
+        CoalescedWindow window({&one.reducer}, {.accumulate = Accumulate::kGrad});
+        one.pass();
+        window.end(0);  // a rank without a pass of its own
+        one.expect(1);
+      }
+      for (const Accumulate accumulate : {Accumulate::kBuffer, Accumulate::kGrad}) {
+        const bool is_buffer = accumulate == Accumulate::kBuffer;
+        CoalescedWindow window({&one.reducer}, {.accumulate = accumulate});
+        one.pass();
+        EXPECT_THAT(refusal([&] { window.end(is_buffer ? 2 : -1); }),
+                    HasSubstr("number of backward passes"));
+        EXPECT_FALSE(one.reducer.state().window_open);
+      }
+      one.expect_clean_step();
+    }
+  });
+}
+
+// A check changes nothing: what was missing may still come.
+TEST(Window, ACheckIsNoVerdict) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    one.reducer.begin_window();
+    EXPECT_THAT(refusal([&] { one.reducer.check_window(); }),
+                HasSubstr("reducer: end_window: expected a gradient for every parameter"));
+    one.pass();
+    one.reducer.check_window();
+    one.reducer.end_window();
+    one.expect(1);
   });
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,15 +105,13 @@ class ModelAttachment:
 
     def held_sum(self, name: str) -> Array | None:
         """A copy of p.grad in a window that leaves it there."""
-        if not self._held.active:
-            return None
-        grad = self._parameters[name].grad
+        grad = self._parameters[name].grad if self._held.active else None
         if grad is None:
-            raise UsageError(
-                f"reducer: local_sum: expected gradients of '{name}' in p.grad, got none; read it "
-                "after a backward pass of the window, before its declared last one"
-            )
-        return Array(self._handle.copy_of(grad.detach()))
+            return None
+        held = Array(self._handle.copy_of(grad.detach()))
+        with contextlib.suppress(UsageError):  # there is none before it
+            torch.from_dlpack(held).add_(torch.from_dlpack(Array(self._handle.local_sum(name))))
+        return held
 
     @property
     def in_window(self) -> bool:
@@ -151,7 +150,7 @@ class ModelAttachment:
 
     def step_dropped(self) -> None:
         """What was pending is gone, and so are its local sums."""
-        if self._keep or self._held.active:
+        if self._keep or self._in_window:
             self._clear()
         self._leave_window()
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.step_blocks import reason_of
@@ -28,13 +29,28 @@ class CoalescedWindow:
         self._options = (last, backwards, accumulate, accumulate_dtype)
 
     def __enter__(self) -> CoalescedWindow:
-        for i, reducer in enumerate(self._reducers):
+        several = len(self._reducers) > 1
+        if several:
+            self._hear_drops()
+        for reducer in self._reducers:
             try:
                 reducer._begin_window(*self._options)
             except BaseException as error:
-                _abandon(self._reducers[:i], "its window could not begin with", error)
+                if several:  # the other ranks may be in the step of all of them
+                    reason = reason_of("a Reducer of its window could not begin:", error)
+                    for each in self._reducers:
+                        each._drop_step(reason)
                 raise
         return self
+
+    # What another rank has dropped of the last window is raised once.
+    def _hear_drops(self) -> None:
+        try:
+            _hsdp.hear_drops([reducer._handle for reducer in self._reducers])
+        finally:
+            for reducer in self._reducers:
+                if reducer._handle.step_dropped():
+                    reducer._step_dropped()
 
     def __exit__(
         self,
@@ -43,7 +59,7 @@ class CoalescedWindow:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None:
-            _abandon(self._reducers, "its window's block raised", error or kind())
+            self._leave("its window's block raised", error or kind())
             return
         try:  # what one of them refuses must not leave a result of another
             for reducer in self._reducers:
@@ -51,8 +67,13 @@ class CoalescedWindow:
             for reducer in self._reducers:
                 reducer._end_window()
         except BaseException as failure:
-            _abandon(self._reducers, "its window ended with", failure)
+            self._leave("its window ended with", failure)
             raise
+
+    def _leave(self, what: str, error: BaseException) -> None:
+        reason = reason_of(what, error)
+        for reducer in self._reducers:
+            reducer._leave_window(reason)
 
 
 def coalesce_grad_reduction(
@@ -70,21 +91,21 @@ def coalesce_grad_reduction(
         reducer.gather_gradients()
         optimizer.step()
 
-    The block is one microbatch of the step. Gradients are added up on this rank and nothing is
-    exchanged inside of it, so ranks may run different numbers of passes. Microbatches inside
+    The block is one microbatch of the step. Gradients are added up on this rank; the ranks need not
+    keep step inside of it, and may run different numbers of passes. Microbatches inside
     (`reducer.microbatch(...)`) only delimit, and flags that are set inside are undone at its end.
 
     - `reducers`: a Reducer, or several that are reduced together (pipeline stages, meshes of
       experts, two networks that train each other), in the same order on every rank.
     - `last`: True ends the step. False leaves it pending: in shards, or whole and local after
-      `reducer.set_partial_sync("none")`, as stage 1 of ZeRO. None ends it, unless gradient sync is
-      off: then the block adds to the local sums.
+      `reducer.set_partial_sync("none")`, as stage 1 of ZeRO. None: the Reducer's flags decide, all of
+      which are on by default; it ends the step.
     - `backwards`: how many gradients each parameter gets, where this rank knows. A parameter is
       then reduced while its last backward pass still runs (with an f16 wire at the block's end),
       and what got fewer at the block's end; one gradient more is a UsageError.
     - `accumulate`: "buffer" adds gradients up in memory of the Reducer, which is kept for the next
       window (`reducer.release_memory()` frees it); "grad" leaves them in `p.grad` of an attached
-      model, where autograd adds them up in the parameter's dtype.
+      model, where autograd adds them up in the parameter's dtype: a `zero_grad` inside would lose them.
     - `accumulate_dtype`: of the buffer: "f32", or "param" for the gradient's own.
 
     Equal bits, whatever `backwards` and the number of buckets. When the block raises, the step is
@@ -123,15 +144,10 @@ def _passes(backwards: Any) -> int | None:
         number = operator.index(backwards)
     except TypeError:
         _refuse("backwards to be a whole number of passes, or None", repr(backwards))
-    if isinstance(backwards, bool) or number < 1:
-        _refuse("backwards of at least 1, or None", repr(backwards))
+    if isinstance(backwards, bool) or not 1 <= number < 1 << 31:
+        _refuse("backwards of at least 1 and below 2**31, or None", repr(backwards))
     return number
 
 
 def _refuse(expected: str, got: str) -> NoReturn:
     raise UsageError(f"zero: coalesce_grad_reduction: expected {expected}, got {got}")
-
-
-def _abandon(reducers: Iterable[Reducer], what: str, error: BaseException) -> None:
-    for reducer in reducers:
-        reducer.abandon_step(reason_of(what, error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import pathlib
 from collections.abc import Callable, Iterator
@@ -49,7 +50,8 @@ def assign(model: nn.Module, seed: int, rank: int) -> None:
     for i, p in enumerate(model.parameters()):
         if p.requires_grad:
             generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
-            p.grad = 4 * torch.randint(-4, 5, p.shape, generator=generator).to(p.dtype)
+            values = 4 * torch.randint(-4, 5, p.shape, generator=generator)
+            p.grad = torch.empty_like(p, requires_grad=False).copy_(values)  # of its strides
 
 
 def assign_mean(model: nn.Module, seed: int, size: int) -> None:
@@ -69,9 +71,14 @@ def run_step(reducer: hsdp.Reducer, model: nn.Module, seed: int, rank: int) -> N
         assign(model, seed, rank)
 
 
-def require_equal(model: nn.Module, other: nn.Module) -> None:
+def require_equal(model: nn.Module, other: nn.Module, fused: bool = False) -> None:
+    """To the bit; but torch itself rounds otherwise where strides differ, and in fused optimizers
+    at the end of an array that does not fill a vector."""
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q), name
+        if p.is_contiguous() and not fused:
+            assert torch.equal(p, q), name
+        else:
+            assert torch.allclose(p, q, rtol=1e-6, atol=1e-7), name
 
 
 def sharded(
@@ -96,7 +103,7 @@ def run_every_optimizer(replicate: int, shard: int) -> int:
                 optimizer.step()
                 assign_mean(alone, step, mesh.size)
                 reference.step()
-                require_equal(model, alone)
+                require_equal(model, alone, options.get("fused", False))
             equal += 1
             reducer.close()
     return equal
@@ -229,6 +236,16 @@ def run_writes() -> list[str]:
             reference.step()
             require_equal(model, alone)
 
+        def loaded(m: nn.Module) -> None:
+            m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()})
+
+        def halved(m: nn.Module) -> None:
+            for p in m.parameters():
+                p.data.mul_(0.5)
+
+        def cleared(m: nn.Module) -> None:
+            m[2].weight.data.zero_()  # type: ignore[index]
+
         def other_memory(m: nn.Module) -> None:
             for p in m.parameters():
                 p.data = p.data * 2
@@ -236,21 +253,14 @@ def run_writes() -> list[str]:
         def other_layout(m: nn.Module) -> None:
             m[0].weight.data = m[0].weight.data.t().contiguous().t()  # type: ignore[index]
 
-        writes: list[Callable[[nn.Module], None]] = [
-            lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}) and None,
-            lambda m: [p.data.mul_(0.5) for p in m.parameters()] and None,
-            other_memory,
-            other_layout,
-            lambda m: m[2].weight.data.zero_() and None,  # type: ignore[index]
-        ]
-        for seed, write in enumerate(writes):
+        for seed, write in enumerate((loaded, halved, other_memory, other_layout, cleared)):
             step(2 * seed)
             for m in (model, alone):
                 write(m)
             step(2 * seed + 1)
             done.append("taken over")
+        run_step(reducer, model, 11, mesh.rank)
         model[0].weight.data = torch.zeros(3, 3)
-        run_step(reducer, make_same(model, (33, 7)), 1, mesh.rank)
         try:
             optimizer.step()
         except hsdp.UsageError as error:
@@ -258,14 +268,10 @@ def run_writes() -> list[str]:
     return done
 
 
-def make_same(model: nn.Module, shape: tuple[int, int]) -> nn.Module:
-    model[0].weight.data = torch.zeros(shape, dtype=torch.float32)  # type: ignore[index]
-    return model
-
-
 def test_weights_that_others_write(ranks: Launcher) -> None:
     for done in ranks(2, run_writes):
         assert done[:5] == ["taken over"] * 5
+        assert "'0.weight' as it was: torch.float32 (33, 7), got torch.float32 (3, 3)" in done[5]
 
 
 def run_checkpoints(folder: str) -> list[str]:
@@ -401,8 +407,9 @@ def run_scaler(own: bool) -> list[float]:
                     reducer.set_loss_scale(scaler.get_scale())
                 with reducer.microbatch(last=True):
                     assign(model, seed, mesh.rank)
+                    factor = float(scaler.scale(torch.ones(())))
                     for p in model.parameters():
-                        p.grad *= scaler.get_scale()  # as scale(loss).backward() does
+                        p.grad *= factor  # as scale(loss).backward() does
                     if seed == 2 and mesh.rank == 1:
                         model[0].weight.grad[0] = torch.nan  # type: ignore[index]
                 if seed % 2:
@@ -514,6 +521,7 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
         lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
     )
     del optimizer
+    gc.collect()
     ShardedOptimizer(torch.optim.AdamW, model, reducer)  # the first one is gone
 
 

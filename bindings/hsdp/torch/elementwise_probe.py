@@ -14,9 +14,10 @@ _CUT = 5001  # on no boundary that a vector loop would notice
 _STEPS = 3
 
 
-def require_elementwise(optimizer_class: Any, options: Mapping[str, Any]) -> None:
+def require_elementwise(optimizer_class: Any, options: Mapping[str, Any]) -> frozenset[str]:
     """UsageError unless three steps of a matrix give the same bits as those of its two flat halves,
-    each in an optimizer of its own. torch's random state is as before.
+    each in an optimizer of its own. torch's random state is as before. Returns which of its states
+    have an element for each of the parameter's.
     """
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
@@ -30,9 +31,9 @@ def require_elementwise(optimizer_class: Any, options: Mapping[str, Any]) -> Non
     flat = start.reshape(-1)
     with torch.random.fork_rng(devices=[]):
         try:
-            whole = _run(optimizer_class, options, start, grads)
+            whole, state = _run(optimizer_class, options, start, grads)
             halves = [
-                _run(optimizer_class, options, flat[part], grads.reshape(_STEPS, -1)[:, part])
+                _run(optimizer_class, options, flat[part], grads.reshape(_STEPS, -1)[:, part])[0]
                 for part in (slice(0, _CUT), slice(_CUT, None))
             ]
         except (RuntimeError, TypeError, ValueError) as error:
@@ -45,14 +46,17 @@ def require_elementwise(optimizer_class: Any, options: Mapping[str, Any]) -> Non
             f"zero: ShardedOptimizer: expected an optimizer that updates each element by itself, got "
             f"{name}, which gives other values on slices of a parameter than on the whole"
         )
+    return frozenset(
+        key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() == 2
+    )
 
 
 def _run(
     optimizer_class: Any, options: Mapping[str, Any], start: torch.Tensor, grads: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, dict[str, Any]]:
     parameter = torch.nn.Parameter(start.clone())
     optimizer = optimizer_class([parameter], **options)
     for grad in grads:
         parameter.grad = grad.clone()
         optimizer.step()
-    return parameter.detach()
+    return parameter.detach(), optimizer.state[parameter]

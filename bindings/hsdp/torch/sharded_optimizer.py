@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             _refuse("stage 1 or 2", repr(stage))
         if max_grad_norm is not None and not max_grad_norm > 0:
             _refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
-        require_elementwise(optimizer_class, options)
+        self._sliced = require_elementwise(optimizer_class, options) | {"master"}
         self._reducers = _reducers(reducer)
         self._max_grad_norm = max_grad_norm
         self._built = False
@@ -210,7 +210,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_gradients()
+        steps = self._take_gradients()
+        for step, last in zip(steps, self._last_steps, strict=True):
+            if step == last:
+                _refuse(
+                    "gradients of a new step",
+                    "those of the step before; end the step with last=True between two calls of step()",
+                )
+        self._last_steps = steps
         self.step_was_skipped = any([reducer.found_inf() for reducer in self._reducers])
         if self.step_was_skipped:
             return loss
@@ -249,22 +256,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 torch._foreach_mul_(grads, factor.to(grads[0].device))
         return torch.zeros_like(inverse_scale)
 
-    def _take_gradients(self) -> None:
-        for i, reducer in enumerate(self._reducers):
+    def _take_gradients(self) -> list[int]:
+        """Waits for the results, or says what is missing. Of which steps they are."""
+        for reducer in self._reducers:
             first = next(shard for shard in self._shards if shard.reducer is reducer)
-            reducer.shard(first.name)  # waits for the result, or says what is missing
-            step = reducer._handle.step_number()
-            if step == self._last_steps[i]:
-                _refuse(
-                    "gradients of a new step",
-                    "those of the step before; end the step with last=True between two calls of step()",
-                )
-        for i, reducer in enumerate(self._reducers):
-            if self._last_steps[i] < 0:
-                for shard in self._shards:
-                    if shard.reducer is reducer:
-                        shard.master.grad = torch.from_dlpack(reducer.shard(shard.name))
-            self._last_steps[i] = reducer._handle.step_number()
+            reducer.shard(first.name)
+        if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
+            for shard in self._shards:
+                shard.master.grad = torch.from_dlpack(shard.reducer.shard(shard.name))
+        return [reducer._handle.step_number() for reducer in self._reducers]
 
     # A master of 32 bits is the parameter's own memory.
     def _reread_written(self) -> None:
@@ -314,7 +314,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             number = numbers[id(shard.parameter)]
             if number in state["state"]:
                 state["state"][number] = {
-                    key: self._whole(shard, value) if _is_slice(shard, value) else value
+                    key: self._whole(shard, value) if key in self._sliced else copy.deepcopy(value)
                     for key, value in state["state"][number].items()
                 }
         return state
@@ -359,10 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def _own_part(self, shard: _Shard, key: str, value: Any, place: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.dim() == 0:
-            return value.clone()
+        if key not in self._sliced:
+            return value.clone() if isinstance(value, torch.Tensor) else value
         if value.shape == shard.parameter.shape:
             value = value.reshape(-1)[shard.offset : shard.offset + shard.count]
         elif list(place or ()) != [shard.offset, shard.count] or value.numel() != shard.count:
@@ -435,8 +433,3 @@ def _tensors(group: dict[str, Any]) -> list[torch.nn.Parameter]:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _is_slice(shard: _Shard, value: Any) -> bool:
-    is_tensor = isinstance(value, torch.Tensor) and value.dim() == 1
-    return is_tensor and operator.eq(value.numel(), shard.count)

@@ -1,0 +1,362 @@
+"""Windows around losses that run many backward passes: the cached ones of sentence-transformers,
+which embed a batch again in mini-batches inside of one backward(), and a gradient cache by hand.
+
+Nothing is downloaded: a BERT of random weights and a tokenizer of made-up words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import pathlib
+import random
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+
+# The ranks inherit it.
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+
+# The meshes of each job: replicate, shard, how many of the losses, and how batches are cut there.
+JOBS = [[(1, 2, 3, "one rows tokens"), (2, 1, 1, "one rows")], [(2, 2, 1, "one tokens")]]
+ROWS = 12  # of a rank's batch
+# By rank: how a batch is cut, so that each rank runs another number of backward passes.
+CUTS: dict[str, dict[str, list[int]]] = {
+    "one": {"mini_batch_size": [ROWS] * 4},
+    "rows": {"mini_batch_size": [5, 2, 3, 1]},
+    "tokens": {"mini_batch_num_tokens": [40, 17, 25, 60]},
+}
+LOSSES = {
+    "CachedMultipleNegativesRankingLoss": ("MultipleNegativesRankingLoss", 3),
+    "CachedGISTEmbedLoss": ("GISTEmbedLoss", 3),
+    "CachedMultipleNegativesSymmetricRankingLoss": ("MultipleNegativesSymmetricRankingLoss", 2),
+}
+COUNTS = ("reduce_scatter_count", "all_reduce_count", "control_message_count")
+# How far a parameter's gradient may be from the float64 one, of its norm. In fp32 the losses that
+# are not cached are up to 2e-6 off; when a rank leaves out one row it is 1e-2 at least.
+TOLERANCE = 1e-5
+# Of the model's norm: what is smaller is measured by that. Key biases do not change an attention,
+# so theirs is rounding alone.
+SMALLEST = 1e-2
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(60))]
+Batch = list[list[str]]
+Gradients = dict[str, torch.Tensor]
+
+
+def make_model(seed: int) -> Any:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=16, initializer_range=0.2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = pathlib.Path(folder) / "vocab.txt"
+        vocabulary.write_text("\n".join(WORDS))
+        BertTokenizer(str(vocabulary)).save_pretrained(folder)
+        BertModel(config).save_pretrained(folder)
+        return SentenceTransformer(modules=[Transformer(folder), Pooling(32)])
+
+
+def make_batch(rank: int, columns: int) -> Batch:
+    """Columns of sentences of all lengths, no two alike."""
+    choose = random.Random(100 * columns + rank)
+    sentences: set[str] = set()
+    while len(sentences) < columns * ROWS:
+        words = choose.choices(WORDS[5:], k=choose.randint(1, 12))
+        sentences.add(" ".join(words))
+    shuffled = sorted(sentences)
+    choose.shuffle(shuffled)
+    return [shuffled[c * ROWS : (c + 1) * ROWS] for c in range(columns)]
+
+
+def make_loss(name: str, model: Any, guide: Any, **options: int) -> Any:
+    from sentence_transformers.sentence_transformer import losses
+
+    make = getattr(losses, name)
+    if "GIST" in name:  # by the default of 0.01 some rows have no gradient to speak of
+        return make(model, guide, temperature=0.05, **options)
+    return make(model, **options)
+
+
+def loss_of(loss: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = loss([loss.model.preprocess(column) for column in batch], None)
+    return found
+
+
+def float64_mean(mesh: hsdp.Mesh, name: str, model: Any, guide: Any, batch: Batch) -> Gradients:
+    """Of the ranks' gradients of the loss that is not cached."""
+    model, guide = copy.deepcopy(model).double(), copy.deepcopy(guide).double()
+    loss_of(make_loss(name, model, guide), batch).backward()
+    means = {}
+    for parameter_name, p in model.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad  # the pooler's, which is not used
+        means[parameter_name] = mesh.world.all_reduce(grad.detach().contiguous()) / mesh.size
+    return means
+
+
+def distance(model: nn.Module, want: Gradients) -> float:
+    """The largest of a parameter's gradient, of its norm."""
+    norms = {name: float(w.norm()) for name, w in want.items()}
+    smallest = SMALLEST * math.hypot(*norms.values())
+    return max(
+        float((p.grad.double() - want[name]).norm()) / max(norms[name], smallest)
+        for name, p in model.named_parameters()
+    )
+
+
+@contextlib.contextmanager
+def counted(parameter: torch.Tensor) -> Iterator[list[int]]:
+    """How many gradients the parameter gets."""
+    passes = [0]
+
+    def count(grad: torch.Tensor) -> None:
+        passes[0] += 1
+
+    handle = parameter.register_hook(count)
+    try:
+        yield passes
+    finally:
+        handle.remove()
+
+
+def run_window(
+    reducer: hsdp.Reducer, loss: Any, batch: Batch, accumulate: str, backwards: int | None = None
+) -> dict[str, Any]:
+    """One step of one backward() in a window, and how many gradients a parameter got in it."""
+    before = reducer.stats()
+    with counted(next(loss.model.parameters())) as passes:
+        with hsdp.zero.coalesce_grad_reduction(reducer, backwards=backwards, accumulate=accumulate):
+            loss_of(loss, batch).backward()
+    reducer.gather_gradients()
+    after = reducer.stats()
+    counts = [getattr(after, count) - getattr(before, count) for count in COUNTS]
+    return {"passes": passes[0], "counts": counts}
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def same_bits(model: nn.Module, want: Gradients) -> bool:
+    return all(torch.equal(p.grad, want[name]) for name, p in model.named_parameters())
+
+
+def run_case(
+    reducer: hsdp.Reducer, loss: Any, batch: Batch, want: Gradients, accumulate: str
+) -> dict[str, Any]:
+    case = run_window(reducer, loss, batch, accumulate)
+    case["distance"] = distance(loss.model, want)
+    bits = gradients_of(loss.model)
+    declared = run_window(reducer, loss, batch, accumulate, backwards=case["passes"])
+    case["declared"] = {"counts": declared["counts"], "same": same_bits(loss.model, bits)}
+    return case
+
+
+def run_without_a_window(reducer: hsdp.Reducer, loss: Any, batch: Batch) -> dict[str, Any]:
+    run_window(reducer, loss, batch, "buffer")
+    bits = gradients_of(loss.model)
+    try:
+        with reducer.microbatch(last=True):
+            loss_of(loss, batch).backward()
+        refused = ""
+    except hsdp.UsageError as error:
+        refused = str(error)
+    run_window(reducer, loss, batch, "buffer")
+    return {"refused": refused, "same": same_bits(loss.model, bits)}
+
+
+def run_mesh(replicate: int, shard: int, loss_count: int, cuts: str) -> dict[str, Any]:
+    cases = []
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        model, guide = make_model(mesh.rank), make_model(100)
+        hsdp.broadcast_parameters(mesh, model)
+        plain = copy.deepcopy(model)
+        reducer = hsdp.Reducer(mesh, bucket_bytes=16384, missing="zero")
+        reducer.attach(model)
+        for name, (plain_name, columns) in list(LOSSES.items())[:loss_count]:
+            batch = make_batch(mesh.rank, columns)
+            want = float64_mean(mesh, plain_name, plain, guide, batch)
+            for cut in cuts.split():
+                options = {option: sizes[mesh.rank] for option, sizes in CUTS[cut].items()}
+                loss = make_loss(name, model, guide, **options)
+                for accumulate in ("buffer", "grad"):
+                    case = run_case(reducer, loss, batch, want, accumulate)
+                    cases.append({**case, "loss": name, "cut": cut, "accumulate": accumulate})
+        without = run_without_a_window(reducer, loss, batch)
+        buckets = reducer.stats().bucket_count
+    return {"shape": [replicate, shard], "cases": cases, "without": without, "buckets": buckets}
+
+
+def run_meshes(*meshes: Any) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [run_mesh(*mesh) for mesh in meshes]
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=["2 ranks", "4 ranks"])
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[list[dict[str, Any]]]]:
+    """By mesh and rank. The package takes most of the time to import, so that all share a job."""
+    meshes = request.param
+    launcher = Launcher(tmp_path_factory.mktemp("ranks"))
+    try:
+        by_rank = launcher(meshes[0][0] * meshes[0][1], run_meshes, *meshes)
+        yield [list(mesh) for mesh in zip(*by_rank, strict=True)]
+    finally:
+        for job in launcher.jobs:
+            job.kill()
+
+
+def test_gradients_are_those_of_the_whole_batch(found: list[list[dict[str, Any]]]) -> None:
+    for ranks in found:
+        for result in ranks:
+            assert len(result["cases"]) >= 4
+            for case in result["cases"]:
+                assert case["distance"] <= TOLERANCE, case
+
+
+def test_what_is_exchanged_depends_on_no_mini_batch(found: list[list[dict[str, Any]]]) -> None:
+    for ranks in found:
+        (replicate, shard), buckets = ranks[0]["shape"], ranks[0]["buckets"]
+        assert buckets > 3
+        hops = [buckets if shard > 1 else 0, buckets if replicate > 1 else 0]
+        messages = ranks[0]["cases"][0]["counts"][2]
+        for cases in zip(*(result["cases"] for result in ranks), strict=True):
+            columns = LOSSES[cases[0]["loss"]][1]
+            passes = [case["passes"] for case in cases]
+            if cases[0]["cut"] == "one":
+                assert passes == [columns] * len(ranks)
+            else:
+                assert len(set(passes)) == len(ranks) and min(passes) > columns
+            for case in cases:
+                assert case["counts"] == [*hops, messages], case
+
+
+def test_a_declared_number_of_passes_changes_no_bit(found: list[list[dict[str, Any]]]) -> None:
+    for ranks in found:
+        for result in ranks:
+            for case in result["cases"]:
+                assert case["declared"] == {"counts": case["counts"], "same": True}, case
+
+
+def test_without_a_window_they_are_refused(found: list[list[dict[str, Any]]]) -> None:
+    for ranks in found:
+        for result in ranks:
+            without = result["without"]
+            assert "one gradient" in without["refused"], without
+            assert without["same"], "expected the next window to be as the one before"
+
+
+class Encoder(nn.Module):
+    """Small whole numbers: every sum is exact in fp32, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(7)
+        self.hidden = nn.Linear(6, 8)
+        self.out = nn.Linear(8, 5)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randint(-1, 2, p.shape, generator=numbers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.out(self.hidden(x).relu())
+        return embedded
+
+
+def pairs(size: int) -> torch.Tensor:
+    """Anchors and positives of all ranks: [2, ranks, ROWS, features]."""
+    numbers = torch.Generator().manual_seed(8)
+    return torch.randint(-1, 2, (2, size, ROWS, 6), generator=numbers).float()
+
+
+def contrast(anchors: torch.Tensor, positives: torch.Tensor) -> torch.Tensor:
+    """Every anchor is drawn to its positive and pushed from all others."""
+    scores = anchors @ positives.T
+    return scores.sum() - 3 * scores.trace()
+
+
+def require_exact(size: int) -> None:
+    """That no sum of the gradients is rounded, in whatever order: with all terms positive, and more
+    weight on each, the largest is below 2^24.
+    """
+    bound = Encoder().double()
+    with torch.no_grad():
+        for p in bound.parameters():
+            p.abs_()
+    anchors, positives = (bound(column.double().flatten(0, 1).abs()) for column in pairs(size))
+    (3 * (anchors @ positives.T).sum()).backward()
+    assert max(float(p.grad.max()) for p in bound.parameters()) < 2**24
+
+
+def run_gradient_cache(mesh: hsdp.Mesh, model: Encoder, data: torch.Tensor, rows: int) -> None:
+    """Embeds without a graph, takes the loss over all ranks' embeddings, and embeds again in chunks
+    of so many rows, one backward pass each.
+    """
+    chunks = [column[mesh.rank].split(rows) for column in data]
+    with torch.no_grad():
+        own = [torch.cat([model(chunk) for chunk in column]) for column in chunks]
+    leaves = [torch.from_dlpack(mesh.world.all_gather(e)).view(-1, 5).requires_grad_() for e in own]
+    cached = torch.autograd.grad(contrast(*leaves), leaves)
+    for column, grad in zip(chunks, cached, strict=True):
+        mine = grad.view(mesh.size, ROWS, 5)[mesh.rank].split(rows)
+        for chunk, part in zip(column, mine, strict=True):
+            model(chunk).backward(part)
+
+
+def run_by_hand(replicate: int, shard: int) -> list[dict[str, Any]]:
+    found = []
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        require_exact(mesh.size)
+        data = pairs(mesh.size)
+        whole, model = Encoder(), Encoder()
+        contrast(*(whole(column.flatten(0, 1)) for column in data)).backward()
+        want = gradients_of(whole)
+        assert all(float(grad.abs().max()) > 0 for grad in want.values())
+        reducer = hsdp.Reducer(mesh, bucket_bytes=64)
+        reducer.attach(model)
+        reducer.set_gradient_divide_factor(1)  # the loss is of all ranks' rows: a sum, no mean
+        for accumulate in ("buffer", "grad"):
+            for sizes in ([ROWS] * 4, [5, 2, 3, 1]):
+                before = reducer.stats()
+                with hsdp.zero.coalesce_grad_reduction(reducer, accumulate=accumulate):
+                    run_gradient_cache(mesh, model, data, sizes[mesh.rank])
+                reducer.gather_gradients()
+                after = reducer.stats()
+                found.append({
+                    "same": same_bits(model, want),
+                    "counts": [getattr(after, count) - getattr(before, count) for count in COUNTS],
+                })
+    return found
+
+
+def run_meshes_by_hand(*meshes: list[int]) -> list[list[dict[str, Any]]]:
+    torch.set_num_threads(1)
+    return [run_by_hand(*mesh) for mesh in meshes]
+
+
+@pytest.mark.parametrize("meshes", [[(1, 2), (2, 1)], [(2, 2)]], ids=["2 ranks", "4 ranks"])
+def test_a_gradient_cache_by_hand_has_the_bits_of_one_batch(
+    ranks: Launcher, meshes: list[tuple[int, int]]
+) -> None:
+    for found in ranks(meshes[0][0] * meshes[0][1], run_meshes_by_hand, *meshes):
+        assert len(found) == len(meshes)
+        for cases in found:
+            assert len(cases) == 4
+            for case in cases:
+                assert case["same"] and case["counts"] == cases[0]["counts"]

@@ -25,6 +25,11 @@ def test_train_gpt_loco(tmp_path: pathlib.Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_cached_contrastive() -> None:
+    output = run(2, EXAMPLES / "cached_contrastive.py", "--steps", "40")
+    assert "by rank: 8, 14; its collectives: reduce_scatter_count 1, all_reduce_count 0" in output
+
+
 def test_beside_fsdp2() -> None:
     output = run(4, EXAMPLES / "beside_fsdp2.py")
     assert "ok  bf16, beside FSDP2" in output

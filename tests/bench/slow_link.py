@@ -1,73 +1,111 @@
 #!/usr/bin/env python3
-"""Measures the replica hops over slow links: a replica in each of two network namespaces.
+"""Measures replica hops and windows over slow links: each rank in a network namespace of its own.
 
-The namespaces are joined by a veth pair whose ends are shaped by tc's token bucket filter, for which
-it needs root and iproute2. Where that is not allowed, and with --sleeping, the replicas talk through
-shared memory and sleep for as long as a link would have taken (sleeping_link.h). Every rate is one
-run, in which the hops take turns. Prints a table: the time of a step with each hop, as ratios.
+Each namespace has a veth pair to a bridge, shaped in both directions by tc's token bucket filter,
+for which it needs root and iproute2. Where that is not allowed, and with --sleeping, the ranks talk
+through shared memory and sleep for as long as a link would have taken (sleeping_link.h). In a run,
+its variants take turns. Prints tables of times and ratios: a step with each hop, and one of four
+backward passes that are reduced one by one or as a window.
 
-Usage: slow_link.py --build build/bench [--sleeping] [--rates 100 1000 ...] [--rounds N]
+Usage: slow_link.py --build build/bench [--sleeping] [--rates 100 ...] [--rounds N] [--runs hops ...]
 """
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
-from typing import Dict, Iterable, List, Optional
+from typing import Dict, Iterable, List, Optional, Tuple
 
 from programs import Report, TIMEOUT_S
 
-ENDS = ("hsdp-a", "hsdp-b")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+HUB = "hsdp-hub"
+ENDS = ("hsdp-a", "hsdp-b", "hsdp-c", "hsdp-d")
 PORT = 29577
 LEAST_ROUNDS = 9  # they are short, and single ones differ by a tenth
-HOPS = ("f32", "bf16", "plain4", "loco")
+BACKWARD_MS = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One start of ours_hop on so many ranks, and what its steps are named in values and tables."""
+
+    ranks: int
+    flags: Tuple[str, ...]
+    prefix: str
+    title: str
+    columns: Tuple[str, ...]
+    ratios: Tuple[Tuple[str, str], ...]
+
+
+WINDOWS = dict(columns=("each", "window", "declared"),
+               ratios=(("each", "window"), ("each", "declared")))
+RUNS = {
+    "hops": Run(2, (), "", "2x1, one backward pass", ("f32", "bf16", "plain4", "loco"),
+                (("f32", "loco"), ("bf16", "loco"), ("loco", "plain4"))),
+    "1x2": Run(2, ("--shard=2",), "1x2_", "1x2, four backward passes of no time", **WINDOWS),
+    "2x2": Run(4, ("--shard=2",), "2x2_", "2x2, four backward passes of no time", **WINDOWS),
+    "busy": Run(2, ("--shard=2", f"--backward-ms={BACKWARD_MS}"), "busy_",
+                f"1x2, four backward passes of {BACKWARD_MS} ms", **WINDOWS),
+}
 
 
 def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
     return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
 
 
+def shape_device(namespace: str, device: str, mbit: int) -> None:
+    tc = ["tc", "-n", namespace, "qdisc"]
+    subprocess.run([*tc, "del", "dev", device, "root"], check=False, capture_output=True)
+    if mbit:
+        # Enough for a millisecond, and for one packet as the kernel cuts them.
+        burst = max(mbit * 1000 // 8, 128 * 1024)
+        subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst",
+                        str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
+
+
 class ShapedLink:
-    """Two namespaces and what joins them, while the block runs."""
+    """Namespaces, one for each rank, and the bridge that joins them, while the block runs."""
 
     def __enter__(self) -> "ShapedLink":
         self.__exit__()  # what a run that was killed has left
         try:
-            for end in ENDS:
+            ip("netns", "add", HUB)
+            ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
+            ip("-n", HUB, "link", "set", "bridge", "up")
+            for rank, end in enumerate(ENDS):
                 ip("netns", "add", end)
-            ip("link", "add", "veth-a", "netns", ENDS[0], "type", "veth", "peer", "name", "veth-b", "netns",
-               ENDS[1])
-            for end, device, address in zip(ENDS, ("veth-a", "veth-b"), ADDRESSES):
-                ip("-n", end, "address", "add", f"{address}/24", "dev", device)
+                ip("link", "add", "uplink", "netns", end, "type", "veth",
+                   "peer", "name", end, "netns", HUB)
+                ip("-n", HUB, "link", "set", end, "master", "bridge", "up")
+                ip("-n", end, "address", "add", f"{self._address(rank)}/24", "dev", "uplink")
                 ip("-n", end, "link", "set", "lo", "up")
-                ip("-n", end, "link", "set", device, "up")
+                ip("-n", end, "link", "set", "uplink", "up")
         except subprocess.CalledProcessError:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in ENDS:
-            ip("netns", "del", end, check=False)
+        for namespace in (*ENDS, HUB):
+            ip("netns", "del", namespace, check=False)
+
+    @staticmethod
+    def _address(rank: int) -> str:
+        return f"10.77.0.{rank + 1}"
 
     def shape(self, mbit: int) -> None:
         """Both directions; 0: not at all."""
-        for end, device in zip(ENDS, ("veth-a", "veth-b")):
-            tc = ["tc", "-n", end, "qdisc"]
-            subprocess.run([*tc, "del", "dev", device, "root"], check=False, capture_output=True)
-            if mbit:
-                # Enough for a millisecond, and for one packet as the kernel cuts them.
-                burst = max(mbit * 1000 // 8, 128 * 1024)
-                subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst",
-                                str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
+        for end in ENDS:
+            shape_device(end, "uplink", mbit)
+            shape_device(HUB, end, mbit)
 
-    def start(self, rank: int, command: List[str]) -> subprocess.Popen:
-        return start(rank, ["ip", "netns", "exec", ENDS[rank], *command],
-                     {"HSDP_ADDR": ADDRESSES[0], "HSDP_PORT": str(PORT), "HSDP_SECRET": "slow link",
-                      "HSDP_TRANSPORT": "tcp"})
+    def start(self, rank: int, ranks: int, command: List[str]) -> subprocess.Popen:
+        return start(rank, ranks, ["ip", "netns", "exec", ENDS[rank], *command],
+                     {"HSDP_ADDR": self._address(0), "HSDP_PORT": str(PORT),
+                      "HSDP_SECRET": "slow link", "HSDP_TRANSPORT": "tcp"})
 
 
 class SleepingLink:
@@ -86,13 +124,13 @@ class SleepingLink:
         """Both directions; 0: not at all."""
         self._mbit = mbit
 
-    def start(self, rank: int, command: List[str]) -> subprocess.Popen:
-        return start(rank, [*command, f"--sleeping-mbit={self._mbit}"],
-                     {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"})
+    def start(self, rank: int, ranks: int, command: List[str]) -> subprocess.Popen:
+        return start(rank, ranks, [*command, f"--sleeping-mbit={self._mbit}"],
+                     {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)})
 
 
-def start(rank: int, command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2",
+def start(rank: int, ranks: int, command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
                    "HSDP_JOB": f"slow link {os.getpid()}", **variables}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)
@@ -128,26 +166,29 @@ class SlowLink:
     def missing(self) -> Optional[str]:
         return None if self._program.is_file() else "ours_hop was not built"
 
-    def measure(self, rounds: int, rates: Iterable[int] = (1000,)) -> Report:
-        """Values: slow_link_<Mbit/s>_<hop>_ms, and slow_link_sleeps as 0 or 1."""
+    def measure(self, rounds: int, rates: Iterable[int] = (1000,),
+                names: Iterable[str] = tuple(RUNS)) -> Report:
+        """Values: slow_link_<Mbit/s>_<prefix><variant>_ms, and slow_link_sleeps as 0 or 1."""
         self._link = self._link or choose_link()
         report = Report()
         report.values["slow_link_sleeps"] = float(isinstance(self._link, SleepingLink))
         with self._link as link:
             for mbit in rates:
                 link.shape(mbit)
-                for hop, milliseconds in self._run(link, rounds, report).items():
-                    report.values[f"slow_link_{mbit}_{hop}_ms"] = milliseconds
-                if report.error:
-                    break
+                for run in map(RUNS.__getitem__, names):
+                    for variant, milliseconds in self._run(link, run, rounds, report).items():
+                        report.values[f"slow_link_{mbit}_{run.prefix}{variant}_ms"] = milliseconds
+                    if report.error:
+                        return report
         return report
 
-    def _run(self, link: "ShapedLink | SleepingLink", rounds: int, report: Report) -> Dict[str, float]:
+    def _run(self, link: "ShapedLink | SleepingLink", run: Run, rounds: int,
+             report: Report) -> Dict[str, float]:
         ranks: List[subprocess.Popen] = []
-        command = [str(self._program), f"--rounds={max(rounds, LEAST_ROUNDS)}"]
+        command = [str(self._program), f"--rounds={max(rounds, LEAST_ROUNDS)}", *run.flags]
         try:
-            for rank in range(2):
-                ranks.append(link.start(rank, command))
+            for rank in range(run.ranks):
+                ranks.append(link.start(rank, run.ranks, command))
             outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
             report.error = f"slow link: no end within {TIMEOUT_S} s"
@@ -158,14 +199,22 @@ class SlowLink:
         for rank, output in zip(ranks, outputs):
             if rank.returncode != 0:
                 report.error = f"slow link: status {rank.returncode}: {output.strip()[-800:]}"
-        lines = [line.split() for line in outputs[0].splitlines() if line.startswith("hop ")]
+        lines = [line.split() for line in outputs[0].splitlines() if line.startswith("step ")]
         return {line[1]: float(line[3]) for line in lines}
 
 
-def row(mbit: int, values: Dict[str, float]) -> str:
-    f32, bf16, plain4, loco = (values[f"slow_link_{mbit}_{hop}_ms"] for hop in HOPS)
-    return (f"| {f'{mbit} Mbit/s' if mbit else 'unshaped'} | {f32:.0f} | {bf16:.0f} | {plain4:.0f} | "
-            f"{loco:.0f} | {f32 / loco:.2f} | {bf16 / loco:.2f} | {loco / plain4:.2f} |")
+def table(run: Run, rates: List[int], values: Dict[str, float]) -> str:
+    heads = ["link", *(f"{variant}, ms" for variant in run.columns),
+             *(f"{one} / {other}" for one, other in run.ratios)]
+    lines = [run.title, "", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    for mbit in rates:
+        prefix = f"slow_link_{mbit}_{run.prefix}"
+        time = {variant: values[f"{prefix}{variant}_ms"] for variant in run.columns}
+        cells = [f"{mbit} Mbit/s" if mbit else "unshaped",
+                 *(f"{time[variant]:.0f}" for variant in run.columns),
+                 *(f"{time[one] / time[other]:.2f}" for one, other in run.ratios)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> int:
@@ -173,7 +222,8 @@ def main() -> int:
     parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
     parser.add_argument("--rates", type=int, nargs="*", help="in Mbit/s; 0: unshaped",
                         default=[100, 300, 1000, 2500, 5000, 10000, 0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--sleeping", action="store_true", help="without network namespaces")
     asked = parser.parse_args()
     slow_link = SlowLink(asked.build, asked.sleeping)
@@ -181,14 +231,12 @@ def main() -> int:
     if reason:
         print(f"slow_link: {reason}", file=sys.stderr)
         return 1
-    print("| link | f32, ms | bf16, ms | plain 4 bit, ms | LoCo, ms | f32 / LoCo | bf16 / LoCo | LoCo / plain |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for mbit in asked.rates:
-        report = slow_link.measure(asked.rounds, [mbit])
-        if report.error:
-            print(f"slow_link: {report.error}", file=sys.stderr)
-            return 1
-        print(row(mbit, report.values), flush=True)
+    report = slow_link.measure(asked.rounds, asked.rates, asked.runs)
+    if report.error:
+        print(f"slow_link: {report.error}", file=sys.stderr)
+        return 1
+    for name in asked.runs:
+        print(table(RUNS[name], asked.rates, report.values))
     return 0
 
 

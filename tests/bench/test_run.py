@@ -59,13 +59,17 @@ class Claims(unittest.TestCase):
     def test_steps_in_torch(self):
         name = "reduction in a torch step, 24 layers of 256 x 256: {} / ours"
         values = {"fsdp2_f32": 260, "ours_f32": 10, "ddp": 30, "ours_last_only": 9,
-                  "ours_one_microbatch": 5, "fsdp2_bf16": 100, "ours_bf16": -3}
+                  "ours_window": 5, "fsdp2_bf16": 100, "ours_bf16": -3}
         samples = samples_of(("".join(f"value torch_twentyfour_256_{key}_added_ms {number}\n"
                                       for key, number in values.items()), "torch"))
         found = self.verdicts(samples)
         for peer, ratio in (("fsdp2_f32", 26), ("ddp", 6)):
             self.assertAlmostEqual(ratio, found[name.format(peer)].ratio)
             self.assertEqual("held", found[name.format(peer)].verdict)
+        windows = samples_of(("value torch_six_2048_ours_f32_added_ms 90\n"
+                              "value torch_six_2048_ours_window_grad_added_ms 45\n", "torch"))
+        self.assertEqual(2, self.verdicts(windows)[
+            "reduction in a torch step, 6 layers of 2048 x 2048: ours_f32 / window_grad"].ratio)
         lost_in_noise = name.format("fsdp2_bf16")
         other = "reduction in a torch step, 6 layers of 2048 x 2048: ddp / ours"
         for claim in (lost_in_noise, other):
@@ -81,20 +85,34 @@ class Claims(unittest.TestCase):
             claim = found[f"step over a slow link: {claim}"]
             self.assertEqual((ratio, verdict), (claim.ratio, claim.verdict))
 
+    def test_windows_over_a_slow_link(self):
+        samples = samples_of(("".join(f"value slow_link_1000_{name}_ms {time}\n" for name, time in
+                                      (("1x2_each", 70), ("1x2_window", 20), ("busy_each", 60),
+                                       ("busy_window", 50), ("busy_declared", 30))), "slow_link"))
+        found = self.verdicts(samples)
+        for case, ratio, verdict in (("1x2: one by one / window", 3.5, "held"),
+                                     ("2x2: one by one / window", None, "not measured"),
+                                     ("1x2, of 50 ms each: one by one / window", 1.2, "MISSED"),
+                                     ("1x2, of 50 ms each: one by one / declared", 2, "held")):
+            claim = found[f"4 backward passes over a slow link, {case}"]
+            self.assertEqual((ratio, verdict), (claim.ratio, claim.verdict))
+
     def test_the_link_sleeps_where_none_can_be_shaped(self):
         with tempfile.TemporaryDirectory() as folder:
             program = pathlib.Path(folder, "tests", "bench", "ours_hop")
             program.parent.mkdir(parents=True)
-            program.write_text('#!/bin/sh\n[ "$RANK" = 0 ] && echo "hop loco 16 ${2#*=} 8"\n:\n',
-                               encoding="utf-8")
+            program.write_text('#!/bin/sh\nfor rate; do :; done\n[ "$RANK" = 0 ] && '
+                               'echo "step of$WORLD_SIZE 16 ${rate#*=} 8"\n:\n', encoding="utf-8")
             program.chmod(0o755)
             link = slow_link.SlowLink(pathlib.Path(folder))
             self.assertIsNone(link.missing())
             with unittest.mock.patch.object(slow_link, "why_not_shaped", lambda: "no root"):
-                report = link.measure(1, [1000, 300])
+                report = link.measure(1, [1000, 300], ["hops", "2x2"])
             self.assertFalse(report.error)
-            self.assertEqual({"slow_link_sleeps": 1, "slow_link_1000_loco_ms": 1000,
-                              "slow_link_300_loco_ms": 300}, report.values)
+            self.assertEqual({"slow_link_sleeps": 1,
+                              "slow_link_1000_of2_ms": 1000, "slow_link_1000_2x2_of4_ms": 1000,
+                              "slow_link_300_of2_ms": 300, "slow_link_300_2x2_of4_ms": 300},
+                             report.values)
 
     def test_peer_ratio(self):
         name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"

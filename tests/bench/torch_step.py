@@ -5,7 +5,7 @@ take turns within every round. What reduction adds is the median over rounds of 
 that of the same step without any reduction; the slowest rank counts. FSDP2 keeps its parameters
 whole between steps, so that it is not charged for gathering them. Prints `value NAME NUMBER` lines.
 
-    hsdp_run -n 4 python torch_step.py [--rounds N] [--cases six_2048,...]
+    hsdp_run -n 4 python torch_step.py [--rounds N] [--cases six_2048,...] [--systems ours_f32 ...]
     python torch_step.py --overhead
 """
 
@@ -16,6 +16,9 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,12 @@ import beside_fsdp2 as example  # noqa: E402
 
 ROWS = 8
 CASES = {"six_2048": (6, 2048), "twentyfour_256": (24, 256)}
+WINDOWS = {
+    "window": {},
+    "window_declared": {"backwards": example.MICROBATCHES},
+    "window_grad": {"accumulate": "grad"},
+    "window_grad_declared": {"accumulate": "grad", "backwards": example.MICROBATCHES},
+}
 SMALL_PARAMETERS = 1000
 
 
@@ -46,15 +55,15 @@ def ddp(model: nn.Module, inputs: torch.Tensor) -> example.Step:
     return step
 
 
-def in_one_microbatch(
-    reducer: hsdp.Reducer, model: nn.Module, inputs: torch.Tensor
+def in_window(
+    reducer: hsdp.Reducer, model: nn.Module, inputs: torch.Tensor, **options: Any
 ) -> example.Step:
-    """DDP's schedule in another way: several backward passes, one microbatch."""
+    """DDP's schedule in another way: a window of all backward passes."""
     reducer.attach(model)
     names = [parameter.name for parameter in reducer.parameters]
 
     def step() -> None:
-        with reducer.microbatch(last=True):
+        with hsdp.zero.coalesce_grad_reduction(reducer, **options):
             for m in range(example.MICROBATCHES):
                 example.backward(model, inputs, m)
         for name in names:
@@ -63,7 +72,7 @@ def in_one_microbatch(
     return step
 
 
-def measure_case(case: str, mesh: hsdp.Mesh, rounds: int) -> None:
+def measure_case(case: str, mesh: hsdp.Mesh, rounds: int, wanted: list[str]) -> None:
     layers, width = CASES[case]
     inputs = torch.randn(ROWS, width)
 
@@ -74,18 +83,20 @@ def measure_case(case: str, mesh: hsdp.Mesh, rounds: int) -> None:
         reducer = hsdp.Reducer(mesh, reduce_dtype=dtype)
         return example.reduced_by_hsdp(reducer, model(), inputs, first)
 
-    systems = {
-        "none": example.without_reduction(model(), inputs),
-        "ours_bf16": ours("bf16"),
-        "ours_f32": ours("f32"),
-        "ours_last_only": ours("f32", "none"),
-        "ours_one_microbatch": in_one_microbatch(
-            hsdp.Reducer(mesh, backwards="many"), model(), inputs
-        ),
-        "fsdp2_bf16": example.reduced_by_fsdp2(model(), inputs, torch.bfloat16)[0],
-        "fsdp2_f32": example.reduced_by_fsdp2(model(), inputs, torch.float32)[0],
-        "ddp": ddp(model(), inputs),
+    def window(options: dict[str, Any]) -> example.Step:
+        return in_window(hsdp.Reducer(mesh), model(), inputs, **options)
+
+    make: dict[str, Callable[[], example.Step]] = {
+        "none": lambda: example.without_reduction(model(), inputs),
+        "ours_bf16": lambda: ours("bf16"),
+        "ours_f32": lambda: ours("f32"),
+        "ours_last_only": lambda: ours("f32", "none"),
+        **{f"ours_{name}": partial(window, options) for name, options in WINDOWS.items()},
+        "fsdp2_bf16": lambda: example.reduced_by_fsdp2(model(), inputs, torch.bfloat16)[0],
+        "fsdp2_f32": lambda: example.reduced_by_fsdp2(model(), inputs, torch.float32)[0],
+        "ddp": lambda: ddp(model(), inputs),
     }
+    systems = {name: make[name]() for name in make if not wanted or name in ("none", *wanted)}
     seconds = example.time_steps(systems, rounds)
     if mesh.rank > 0:
         return
@@ -125,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--systems", nargs="+", default=[], help="to measure; default: all")
     parser.add_argument("--overhead", action="store_true", help="of many small parameters, alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,7 +146,7 @@ def main() -> None:
     with hsdp.init_mesh(replicate=2, shard=2) as mesh:
         example.join_gloo(mesh)
         for case in asked.cases.split(","):
-            measure_case(case, mesh, asked.rounds)
+            measure_case(case, mesh, asked.rounds, asked.systems)
         dist.destroy_process_group()
 
 

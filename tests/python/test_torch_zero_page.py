@@ -1,0 +1,38 @@
+"""docs/zero.md: its table is what docs/zero_table.py measures, and its example runs."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+
+import pytest
+from conftest import Launcher
+from test_examples import run
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def page() -> str:
+    return (DOCS / "zero.md").read_text(encoding="utf-8")
+
+
+def test_the_table_is_up_to_date(
+    ranks: Launcher, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    maker = importlib.import_module("zero_table")
+    measured, other = ranks(2, maker.measure)
+    assert measured == other
+    assert f"\n\n{maker.table(measured)}\n" in page, (
+        "run: PYTHONPATH=build/release/python build/release/hsdp/tools/hsdp_run -n 2 "
+        "build/venv/bin/python docs/zero_table.py docs/zero.md"
+    )
+
+
+def test_the_example(page: str, tmp_path: pathlib.Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.py").write_text(block)
+    losses = {line.rpartition(" ")[2] for line in run(2, tmp_path / "program.py").splitlines()}
+    assert len(losses) == 1 and float(losses.pop()) < 3  # from 4.2, the logarithm of 64

@@ -12,7 +12,8 @@
 // may run different numbers of passes: losses that embed a batch in chunks of a token budget do.
 // What the options mean is said by WindowOptions; what last = false leaves pending by
 // Reducer::set_partial_sync (kNone: stage 1 of ZeRO; kShard: stages 2 and 3).
-// Source: DeepSpeed's coalesce_grad_reduction (deepspeedai/DeepSpeed pull request 7992).
+// Source: DeepSpeed's coalesce_grad_reduction (deepspeedai/DeepSpeed pull request 7992)
+// [Note: windows of backward passes].
 //
 // Several Reducers (pipeline stages, meshes of experts, two networks that train each other) share a
 // window: all of them reduce at its end, in the order given. Where one cannot begin on a rank, or

@@ -40,7 +40,7 @@ class _Shard:
 
     @property
     def is_copied(self) -> bool:
-        return self.whole.data_ptr() != self.parameter.data_ptr()
+        return bool(self.whole.data_ptr() != self.parameter.data_ptr())
 
 
 class _Masters:
@@ -201,7 +201,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 return shard
         _refuse("a parameter that it optimizes", f"another of shape {tuple(parameter.shape)}")
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's slices by the step's gradients, and gathers all parameters. The
         closure may hold the step's microbatches.
@@ -219,10 +218,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
         self._last_steps = steps
         self.step_was_skipped = any([reducer.found_inf() for reducer in self._reducers])
-        if self.step_was_skipped:
-            return loss
-        if self._max_grad_norm is not None:
-            self.grad_norm = clip_grad_norm_(self._reducers, self._max_grad_norm)
+        if not self.step_was_skipped:
+            if self._max_grad_norm is not None:
+                self.grad_norm = clip_grad_norm_(self._reducers, self._max_grad_norm)
+            with torch.no_grad():
+                self._update()
+        return loss
+
+    def _update(self) -> None:
         for gather in self._gathers:
             gather.fence()
         self._reread_written()
@@ -240,7 +243,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 shard.parameter.data.copy_(shard.whole)
         if len(self.state) != len(self._inner.state):
             self._show_state()
-        return loss
 
     def _unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """For torch's GradScaler: divides the gradients by its scale, unless the Reducer has done so
@@ -294,7 +296,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's shape, with this rank's slices. Local: no other rank takes part."""
-        state = super().state_dict()
+        state: dict[str, Any] = super().state_dict()
         numbers = self._numbers()
         state["slices"] = {numbers[id(s.parameter)]: [s.offset, s.count] for s in self._shards}
         return state
@@ -308,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """As `state_dict()` of the unsharded optimizer, with whole states on every rank, and the
         fp32 masters of 16-bit parameters as "master". Collective.
         """
-        state = super().state_dict()
+        state: dict[str, Any] = super().state_dict()
         numbers = self._numbers()
         for shard in self._shards:
             number = numbers[id(shard.parameter)]

@@ -110,9 +110,10 @@ void Collector::accept_sum(Lock& lock, int parameter, bool hole, const Event& pr
 
 void Collector::add_locally(Lock& lock, int parameter, const StridedView& gradient,
                             const GradientOwner& owner, const Event& produced) {
+  const bool may_repeat = plan_->intake.most != 1;
   run_unlocked(lock, [&] {
     Lock repeats(repeats_mutex_, std::defer_lock);
-    if (plan_->intake.most != 1) repeats.lock();
+    if (may_repeat) repeats.lock();
     packs_.wait(kNoSlot, produced);
     accumulate(parameter, {&gradient, {}, false});
     packs_.hold(owner);

@@ -449,11 +449,11 @@ void Steps::end_window(std::int64_t backwards) {
                                                       "counted in a window that adds gradients up",
                         .got = std::to_string(backwards)});
     }
+    end(std::max<std::int64_t>(backwards, 1));  // who has none still takes part
   } catch (const std::exception& error) {
     leave_window(error.what());
     throw;
   }
-  end(std::max<std::int64_t>(backwards, 1));  // who has none still takes part
 }
 
 void Steps::leave_window(std::string_view reason) noexcept {

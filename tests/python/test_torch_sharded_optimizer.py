@@ -525,6 +525,40 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     ShardedOptimizer(torch.optim.AdamW, model, reducer)  # the first one is gone
 
 
+def run_whole() -> list[str]:
+    """Whole parameters in fp32, read and written back."""
+    torch.set_num_threads(1)
+    done = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        for dtype in (torch.float32, torch.bfloat16):
+            model, alone = make_model(dtype), make_model(dtype).float()
+            reducer, optimizer = sharded(mesh, model, lr=1e-2)
+            reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+            for seed in range(4):
+                run_step(reducer, model, seed, mesh.rank)
+                optimizer.step()
+                assign_mean(alone, seed, mesh.size)
+                reference.step()
+                writes = seed % 2 == 0
+                with optimizer.whole_parameters(write_back=writes) as whole:
+                    for name, p in alone.named_parameters():
+                        assert torch.allclose(whole[name], p, rtol=1e-6, atol=1e-7)
+                        assert whole[name].shape == p.shape
+                        whole[name].mul_(0.5)
+                with torch.no_grad():
+                    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                        if writes:
+                            q.mul_(0.5)
+                        assert torch.allclose(p.float(), q.to(dtype).float(), rtol=1e-6, atol=1e-7)
+            done.append("written back")
+            reducer.close()
+    return done
+
+
+def test_whole_parameters(ranks: Launcher) -> None:
+    assert ranks(2, run_whole) == [["written back"] * 2] * 2
+
+
 def run_memory() -> dict[str, int]:
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()

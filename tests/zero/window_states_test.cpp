@@ -675,6 +675,20 @@ TEST(Window, CountsOfHandedSumsAreChecked) {
   });
 }
 
+// Also without a CoalescedWindow around it a window is over once end_window has thrown.
+TEST(Window, IsLeftByAnEndThatThrows) {
+  run_mesh(kSquare, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    one.reducer.begin_window();
+    EXPECT_THAT(refusal([&] { one.reducer.end_window(); }),
+                HasSubstr("expected a gradient for every parameter"));
+    one.expect_clean_step();
+    one.reducer.begin_window();
+    one.reducer.leave_window("no more");
+    one.expect_clean_step();
+  });
+}
+
 // A check changes nothing: what was missing may still come.
 TEST(Window, ACheckIsNoVerdict) {
   run_mesh(kSquare, [](const Mesh& mesh) {

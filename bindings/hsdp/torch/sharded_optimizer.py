@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -195,6 +196,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return self._find(parameter).master.detach()
 
+    @contextlib.contextmanager
+    def whole_parameters(self, write_back: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """`with optimizer.whole_parameters() as whole:` has copies of all parameters in fp32, by name,
+        as precise as the masters are: for an export or an average. With `write_back` what the block
+        has written to them becomes the parameters' and masters' value. Collective, between steps;
+        each rank makes the same changes.
+        """
+        with torch.no_grad():
+            self._reread_written()
+            whole = {s.name: self._whole(s, s.master.detach()) for s in self._shards}
+        if len(whole) < len(self._shards):
+            _refuse("parameters of different names in several Reducers", "a name twice")
+        yield whole
+        if write_back:
+            with torch.no_grad():
+                for shard in self._shards:
+                    end = shard.offset + shard.count
+                    shard.master.copy_(whole[shard.name].view(-1)[shard.offset : end])
+                self._gather()
+
     def _find(self, parameter: torch.Tensor) -> _Shard:
         for shard in self._shards:
             if shard.parameter is parameter:
@@ -232,6 +253,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
         self._inner.step()
+        self._gather()
+        if len(self.state) != len(self._inner.state):
+            self._show_state()
+
+    # What this rank has updated is all ranks' from here on.
+    def _gather(self) -> None:
         for gather in self._gathers:
             gather.start()
         for gather in self._gathers:
@@ -241,8 +268,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard in self._shards:
             if shard.is_copied:
                 shard.parameter.data.copy_(shard.whole)
-        if len(self.state) != len(self._inner.state):
-            self._show_state()
 
     def _unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """For torch's GradScaler: divides the gradients by its scale, unless the Reducer has done so

@@ -1,0 +1,147 @@
+"""From the end of the backward pass to usable parameters: ShardedOptimizer beside DDP with torch's
+ZeroRedundancyOptimizer over gloo.
+
+Run by hsdp_run; the ranks form one shard group. A step is one backward pass and AdamW. What a system
+adds is the median over rounds of its step's time less that of the same backward pass and of AdamW on
+this rank's share of the elements, without any exchange; the slowest rank counts. All take turns.
+Prints `value NAME NUMBER` lines.
+
+    hsdp_run -n 2 python torch_zero.py [--rounds N] [--layers L] [--width W]
+    python torch_zero.py --overhead
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import hsdp
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+import beside_fsdp2 as example  # noqa: E402
+
+ROWS = 8
+SMALL_PARAMETERS = 1000
+
+
+def alone(model: nn.Module, inputs: torch.Tensor, share: int) -> example.Step:
+    parameters = list(model.parameters())
+    slices = [nn.Parameter(p.detach().reshape(-1)[: p.numel() // share].clone()) for p in parameters]
+    optimizer = torch.optim.AdamW(slices)
+
+    def step() -> None:
+        model.zero_grad()
+        example.backward(model, inputs, 0)
+        for part, whole in zip(slices, parameters, strict=True):
+            part.grad = whole.grad.reshape(-1)[: part.numel()]  # type: ignore[union-attr]
+        optimizer.step()
+
+    return step
+
+
+def ours(model: nn.Module, inputs: torch.Tensor, mesh: hsdp.Mesh) -> example.Step:
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, model, reducer)
+
+    def step() -> None:
+        with reducer.microbatch(last=True):
+            example.backward(model, inputs, 0)
+        optimizer.step()
+
+    return step
+
+
+def zero_redundancy(model: nn.Module, inputs: torch.Tensor) -> example.Step:
+    parallel = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(
+        parallel.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True
+    )
+
+    def step() -> None:
+        parallel.zero_grad()
+        example.backward(parallel, inputs, 0)
+        optimizer.step()
+
+    return step
+
+
+def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
+    inputs = torch.randn(ROWS, asked.width)
+
+    def model() -> nn.Sequential:
+        return example.make_model(asked.layers, asked.width)
+
+    systems = {
+        "none": alone(model(), inputs, mesh.size),
+        "ours": ours(model(), inputs, mesh),
+        "zero_redundancy": zero_redundancy(model(), inputs),
+    }
+    seconds = example.time_steps(systems, asked.rounds)
+    if mesh.rank > 0:
+        return
+    for name in systems:
+        print(f"value torch_zero_{name}_step_ms {1e3 * statistics.median(seconds[name]):.3f}")
+    added = {name: example.added_ms(seconds, name) for name in systems if name != "none"}
+    for name, milliseconds in added.items():
+        print(f"value torch_zero_{name}_added_ms {milliseconds:.3f}")
+    print(f"value torch_zero_ratio {added['zero_redundancy'] / added['ours']:.2f}")
+
+
+def measure_overhead(rounds: int) -> None:
+    """A step of many tiny parameters on one rank, less that of the unsharded optimizer, in turns."""
+    models = [
+        nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(SMALL_PARAMETERS)])
+        for _ in range(2)
+    ]
+    with hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(models[0])
+        options = {"lr": 1e-3, "fused": True}
+        optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, models[0], reducer, **options)
+        plain = torch.optim.AdamW(models[1].parameters(), **options)
+        added = []
+        for number in range(rounds + 3):
+            with reducer.microbatch(last=True):
+                torch.cat(list(models[0])).sum().backward()
+            torch.cat(list(models[1])).sum().backward()
+            reducer.shard("0")
+            start = time.perf_counter()
+            optimizer.step()
+            middle = time.perf_counter()
+            plain.step()
+            end = time.perf_counter()
+            if number >= 3:
+                added.append((middle - start) - (end - middle))
+    overhead = 1e6 * statistics.median(added) / SMALL_PARAMETERS
+    print(f"value torch_zero_overhead_per_parameter_us {overhead:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--overhead", action="store_true", help="of many small parameters, alone")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.overhead:
+        measure_overhead(10 * asked.rounds)
+        return
+    with hsdp.init_mesh(replicate=1, shard=hsdp.job_size()) as mesh:
+        example.join_gloo(mesh)
+        measure(mesh, asked)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -319,7 +319,11 @@ class Reducer(ReducerResults):
             lambda: self._handle.begin_window(last, backwards, accumulate, accumulate_dtype)
         )
         holds = accumulate == "grad"
-        self._began(lambda attachment: attachment.window_began(holds, backwards))
+        try:
+            self._began(lambda attachment: attachment.window_began(holds, backwards))
+        except BaseException as error:
+            self._handle.leave_window(str(error))
+            raise
 
     def _leave_window(self, reason: str) -> None:
         with contextlib.suppress(UsageError):  # of a forked child

@@ -1,4 +1,5 @@
-"""Runs torch_step.py: what reduction adds to a step in torch, beside FSDP2 and DDP."""
+"""Runs torch_step.py and torch_zero.py: what reduction and a sharded optimizer add to a step in
+torch, beside FSDP2, DDP and ZeroRedundancyOptimizer."""
 
 import os
 import pathlib
@@ -26,18 +27,19 @@ class BesideTorch:
         return None if done.returncode == 0 else "torch or hsdp cannot be imported; run make test"
 
     def measure(self, rounds: int) -> Report:
-        program = [str(self._python), str(pathlib.Path(__file__).with_name("torch_step.py")),
-                   f"--rounds={rounds}"]
         report = Report()
-        for command in (program + ["--overhead"], [str(self._hsdp_run), "-n", "4"] + program):
-            try:
-                done = self._run(command)
-            except subprocess.TimeoutExpired:
-                report.error = f"torch_step: no end within {TIMEOUT_S} s"
-                return report
-            report.values.update(parse(done.stdout, "torch").values)
-            if done.returncode != 0:
-                report.error = f"torch_step: status {done.returncode}: {done.stdout.strip()[-800:]}"
+        for name, ranks in (("torch_step", "4"), ("torch_zero", "2")):
+            program = [str(self._python), str(pathlib.Path(__file__).with_name(f"{name}.py")),
+                       f"--rounds={rounds}"]
+            for command in (program + ["--overhead"], [str(self._hsdp_run), "-n", ranks] + program):
+                try:
+                    done = self._run(command)
+                except subprocess.TimeoutExpired:
+                    report.error = f"{name}: no end within {TIMEOUT_S} s"
+                    return report
+                report.values.update(parse(done.stdout, "torch").values)
+                if done.returncode != 0:
+                    report.error = f"{name}: status {done.returncode}: {done.stdout.strip()[-800:]}"
         return report
 
     def _run(self, command: List[str]) -> subprocess.CompletedProcess:

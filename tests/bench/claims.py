@@ -198,6 +198,14 @@ def torch_steps(samples: Samples) -> Iterator[Claim]:
         yield claim("six_2048", "ours_f32", (f"ours_{way}",), 1.5, way)
     yield Claim("attached model of 1000 small parameters, one rank: us per parameter and step",
                 samples.value("torch_overhead_per_parameter_us"), 10.0, "", at_most=True)
+    ours, theirs = (samples.value(f"torch_zero_{name}_added_ms")
+                    for name in ("ours", "zero_redundancy"))
+    yield Claim("reduction and AdamW on slices, 6 layers of 2048 x 2048, 2 ranks: DDP with "
+                "ZeroRedundancyOptimizer / ours",
+                quotient(theirs, ours if ours is None or ours > 0 else None), 4.0,
+                "" if None in (ours, theirs) else f"{theirs:.0f} ms and {ours:.1f} ms added")
+    yield Claim("ShardedOptimizer of 1000 small parameters, one rank: us per parameter and step",
+                samples.value("torch_zero_overhead_per_parameter_us"), 2.0, "", at_most=True)
 
 
 def slow_link(samples: Samples) -> Iterator[Claim]:

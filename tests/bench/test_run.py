@@ -70,6 +70,11 @@ class Claims(unittest.TestCase):
                               "value torch_six_2048_ours_window_grad_added_ms 45\n", "torch"))
         self.assertEqual(2, self.verdicts(windows)[
             "reduction in a torch step, 6 layers of 2048 x 2048: ours_f32 / window_grad"].ratio)
+        optimizers = samples_of(("value torch_zero_ours_added_ms 40\n"
+                                 "value torch_zero_zero_redundancy_added_ms 200\n", "torch"))
+        self.assertEqual(5, self.verdicts(optimizers)[
+            "reduction and AdamW on slices, 6 layers of 2048 x 2048, 2 ranks: DDP with "
+            "ZeroRedundancyOptimizer / ours"].ratio)
         lost_in_noise = name.format("fsdp2_bf16")
         other = "reduction in a torch step, 6 layers of 2048 x 2048: ddp / ours"
         for claim in (lost_in_noise, other):

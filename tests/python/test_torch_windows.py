@@ -290,6 +290,9 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
             reducer.abandon_step("enough")
 
     assert "dropped inside of it" in message(dropped)
+    model[0].bias.grad = torch.ones(9)  # type: ignore[index]
+    assert "'0.bias'" in message(lambda: enter(reducer))
+    model.zero_grad()
     assert "got 'f16'" in message(lambda: enter(reducer, accumulate_dtype="f16"))
     assert "got 'sum'" in message(lambda: enter(reducer, accumulate="sum"))
     for backwards in (0, -1, 1.5, True, "2"):

@@ -12,6 +12,7 @@ from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.step_blocks import reason_of
 
+
 class CoalescedWindow:
     """The block of `with hsdp.zero.coalesce_grad_reduction(...)`."""
 

@@ -81,6 +81,10 @@ class GatherHandle {
       gather_->fence(writer);
     }
   }
+  // Who cannot update its slices ends the world: the others wait for them.
+  void abort(const std::string& reason) {
+    call_released([interrupt = interrupt_, reason] { interrupt(reason); });
+  }
   [[nodiscard]] int find(const std::string& name) const { return gather_->find(name); }
   [[nodiscard]] std::vector<std::vector<int>> units() const {
     std::vector<std::vector<int>> all;
@@ -119,6 +123,7 @@ void bind_parameter_gather(py::module_& module) {
       .def("is_ready", &GatherHandle::is_ready)
       .def("wait", &GatherHandle::wait)
       .def("fence", &GatherHandle::fence)
+      .def("abort", &GatherHandle::abort)
       .def("find", &GatherHandle::find)
       .def("units", &GatherHandle::units)
       .def("stats", &GatherHandle::stats);

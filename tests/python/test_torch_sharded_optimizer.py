@@ -559,6 +559,26 @@ def test_whole_parameters(ranks: Launcher) -> None:
     assert ranks(2, run_whole) == [["written back"] * 2] * 2
 
 
+def run_broken_update() -> str:
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = make_model()
+        reducer, optimizer = sharded(mesh, model)
+        run_step(reducer, model, 0, mesh.rank)
+        if mesh.rank == 1:
+            optimizer.param_groups[0]["betas"] = None
+        try:
+            optimizer.step()
+        except (hsdp.Error, TypeError) as error:
+            return f"{type(error).__name__} {error}"
+        return "nothing"
+
+
+def test_an_error_in_the_update_reaches_all_ranks(ranks: Launcher) -> None:
+    other, own = ranks(2, run_broken_update)
+    assert own.startswith("TypeError")
+    assert "rank 1" in other and "ShardedOptimizer.step: TypeError" in other
+
+
 def run_memory() -> dict[str, int]:
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()

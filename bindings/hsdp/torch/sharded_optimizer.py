@@ -107,7 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Construction and `step` are collective over the mesh. Raises UsageError for parameters that no
     Reducer takes the gradients of, a Reducer that has an optimizer already, a `step` without
-    gradients of a new step, and states that do not fit; nothing is changed then.
+    gradients of a new step, and states that do not fit; nothing is changed then. What goes wrong in
+    the update itself ends the mesh: this rank keeps its error, the others get its text.
     """
 
     takes_shards = True  # of torch's optimizers: needs no p.grad
@@ -243,13 +244,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._max_grad_norm is not None:
                 self.grad_norm = clip_grad_norm_(self._reducers, self._max_grad_norm)
             with torch.no_grad():
-                self._update()
+                for gather in self._gathers:
+                    gather.fence()
+                self._reread_written()
+                try:
+                    self._update()
+                except BaseException as error:  # the others wait for this rank's slices
+                    self._gathers[0].abort(f"ShardedOptimizer.step: {type(error).__name__}: {error}")
+                    raise
         return loss
 
     def _update(self) -> None:
-        for gather in self._gathers:
-            gather.fence()
-        self._reread_written()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
         self._inner.step()

@@ -94,6 +94,12 @@ class ParameterGather:
         """Waits until no gather reads this rank's slices any more: before the next update."""
         self._handle.fence()
 
+    def abort(self, reason: str) -> None:
+        """Ends the mesh on every rank with this text: for a rank that cannot update its slices, which
+        the others wait for.
+        """
+        self._handle.abort(reason)
+
     def stats(self) -> GatherStats:
         """Counts of gathers, and how long they were waited for."""
         return GatherStats(**self._handle.stats())

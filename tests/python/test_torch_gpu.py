@@ -11,7 +11,7 @@ import torch
 import hsdp
 from hsdp.current_stream import CurrentStream
 from hsdp.mesh import _current_device
-from hsdp.torch.gradient_hook import keeping_hook, make_hook
+from hsdp.torch.gradient_hook import HeldGradients, keeping_hook, make_hook
 from hsdp.torch.trainable_parameters import _require_usable
 
 GPU = torch.device("cuda", 0)
@@ -64,7 +64,7 @@ def external_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_allocator_knows_who_reads_a_gradient() -> None:
     handle = Handle()
     parameter = weight()
-    hook = make_hook(handle, 3, "w", parameter)  # type: ignore[arg-type]
+    hook = make_hook(handle, 3, "w", parameter, HeldGradients())  # type: ignore[arg-type]
     hook(parameter)  # no gradient: nothing
     assert handle.calls == []
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
     parameter = weight()
     parameter.grad = gradient(handle, dtype=torch.float32)
     fresh: dict[str, torch.Tensor] = {}
-    hook = keeping_hook(make_hook(handle, 0, "w", parameter), "w", fresh)  # type: ignore[arg-type]
+    hook = keeping_hook(make_hook(handle, 0, "w", parameter, HeldGradients()), "w", fresh)  # type: ignore[arg-type]
     message = "reducer: gradient of 'w': expected bfloat16, got float32"
     with pytest.raises(hsdp.UsageError, match=message):
         hook(parameter)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import copy
 import hashlib
 import pathlib
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,7 +272,7 @@ def run_writes() -> list[str]:
 def test_weights_that_others_write(ranks: Launcher) -> None:
     for done in ranks(2, run_writes):
         assert done[:5] == ["taken over"] * 5
-        assert "'0.weight' as it was: torch.float32 (33, 7), got torch.float32 (3, 3)" in done[5]
+        assert "'0.weight' as it was: torch.float32 (33, 7) on cpu, got" in done[5]
 
 
 def run_checkpoints(folder: str) -> list[str]:
@@ -497,7 +498,11 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "stage 1 or 2, got 3" in make(stage=3)
     assert "max_grad_norm above 0" in make(max_grad_norm=0.0)
     assert "one of shape (2, 7)" in make(params=nn.Linear(7, 2))
-    assert "got none" in make(params=nn.ReLU())
+    assert "got a Reducer without" in make(params=nn.ReLU())
+    assert "a Tensor" in make(params=model.gain.data)
+    assert "one again as number 1" in message(
+        lambda: ShardedOptimizer(torch.optim.AdamW, model, [reducer, reducer])
+    )
     assert "object of type int" in message(
         lambda: ShardedOptimizer(torch.optim.AdamW, model, [3], lr=1.0)
     )
@@ -520,9 +525,12 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "parameter groups of [6], got [2]" in message(
         lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
     )
-    del optimizer
-    gc.collect()
-    ShardedOptimizer(torch.optim.AdamW, model, reducer)  # the first one is gone
+    for copying in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
+        assert "state_dict()" in message(copying)
+    optimizer.close()
+    assert "got a closed one" in message(optimizer.step)
+    again = ShardedOptimizer(torch.optim.AdamW, model, reducer)
+    assert "those of the step before" in message(again.step)  # which the first one took
 
 
 def run_whole() -> list[str]:
@@ -577,6 +585,134 @@ def test_an_error_in_the_update_reaches_all_ranks(ranks: Launcher) -> None:
     other, own = ranks(2, run_broken_update)
     assert own.startswith("TypeError")
     assert "rank 1" in other and "ShardedOptimizer.step: TypeError" in other
+
+
+class Counting(torch.optim.SGD):
+    """Counts in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.5 / group["k"]
+        return super().step(closure)
+
+
+def run_states() -> list[str]:
+    """States that depend on groups, live in groups, are there without others, are cleared."""
+    torch.set_num_threads(1)
+    done = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        def groups(m: nn.Module) -> list[dict[str, Any]]:
+            p = list(m.parameters())
+            return [{"params": p[:2], "momentum": 0.9}, {"params": p[2:]}]
+
+        model, alone = make_model(), make_model()
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(torch.optim.SGD, groups(model), reducer, lr=0.1)
+        reference = torch.optim.SGD(groups(alone), lr=0.1)
+        for p in model.parameters():
+            assert not optimizer.state[p].get("momentum_buffer")  # fills a defaultdict
+        for seed in range(3):
+            run_step(reducer, model, seed, mesh.rank)
+            optimizer.step()
+            assign_mean(alone, seed, mesh.size)
+            reference.step()
+            require_equal(model, alone)
+            if seed == 1:
+                optimizer.state.clear()
+                reference.state.clear()
+        full, want = optimizer.full_state_dict()["state"], reference.state_dict()["state"]
+        for number in (0, 1):
+            got = full[number]["momentum_buffer"]
+            wanted = want[number]["momentum_buffer"]
+            assert got.shape == wanted.shape and torch.allclose(got, wanted)
+        done.append("groups")
+        whole = optimizer.full_state_dict()
+        del whole["state"][1]
+        try:
+            optimizer.load_state_dict(whole)
+        except hsdp.UsageError as error:
+            done.append(str(error))
+        seen: list[str] = []
+        optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
+        optimizer.load_state_dict(optimizer.full_state_dict())
+        done.append(" ".join(seen))
+        reducer.close()
+        model, alone = make_model(), make_model()
+        reducer, optimizer = sharded(mesh, model, Counting, lr=0.1)
+        counting = Counting(alone.parameters(), lr=0.1)
+        for seed in range(3):
+            run_step(reducer, model, seed, mesh.rank)
+            optimizer.step()
+            assign_mean(alone, seed, mesh.size)
+            counting.step()
+            require_equal(model, alone)
+        assert optimizer.param_groups[0]["k"] == 3
+        done.append("counts")
+        reducer.close()
+        model = make_model(torch.bfloat16)
+        reducer, optimizer = sharded(mesh, model, torch.optim.SGD, lr=1e-3)
+        run_step(reducer, model, 0, mesh.rank)
+        optimizer.step()
+        masters = [s["master"] for s in optimizer.full_state_dict()["state"].values()]
+        for p, master in zip(model.parameters(), masters, strict=True):
+            assert torch.equal(p, master.to(torch.bfloat16)) and master.dtype is torch.float32
+        done.append("masters")
+    return done
+
+
+def test_states_of_every_kind(ranks: Launcher) -> None:
+    for done in ranks(2, run_states):
+        assert done[0] == "groups" and done[2:] == ["before after", "counts", "masters"]
+        assert "expected states ['momentum_buffer'] of" in done[1]
+
+
+def run_swaps() -> list[str]:
+    """Other memory or another layout under a parameter, on all ranks."""
+    torch.set_num_threads(1)
+    done = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(2)
+            model = nn.Linear(6, 6).to(dtype)
+            alone = copy.deepcopy(model).float()
+            reducer, optimizer = sharded(mesh, model, lr=1e-2)
+            reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+
+            def step(seed: int) -> None:
+                run_step(reducer, model, seed, mesh.rank)
+                optimizer.step()
+                assign_mean(alone, seed, mesh.size)
+                reference.step()
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    assert torch.equal(p, q.to(dtype))
+
+            step(0)
+            average = torch.full_like(model.weight.data, 0.5)
+            kept = model.weight.data
+            backup = kept.clone()
+            model.weight.data = average  # and back below: what others hold stays as it is
+            alone.weight.data.copy_(average)
+            step(1)
+            assert torch.equal(kept, backup)
+            model.weight.data = kept
+            alone.weight.data.copy_(kept)
+            step(2)
+            model.weight.data = model.weight.data.t()  # the same memory
+            alone.weight.data.copy_(model.weight.data)
+            if dtype is torch.bfloat16:  # equal elements keep their masters' further bits
+                with optimizer.whole_parameters() as whole:
+                    alone.weight.data.copy_(whole["weight"])
+            step(3)
+            done.append("swapped")
+            reducer.close()
+    return done
+
+
+def test_memory_that_is_swapped(ranks: Launcher) -> None:
+    assert ranks(2, run_swaps) == [["swapped"] * 2] * 2
 
 
 def run_memory() -> dict[str, int]:

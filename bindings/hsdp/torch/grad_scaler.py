@@ -21,9 +21,9 @@ class GradScaler(torch.amp.GradScaler):
 
     An infinity or NaN that any rank saw in the step (`reducer.found_inf`) counts on every rank,
     beside what p.grad shows here; so it also works for local sums (`keep_grads=True`) and for
-    optimizers that take shards. Those call `reducer.set_loss_scale(scaler.get_scale())` before the
-    step, because shards have no p.grad that the scaler could unscale. `step`, `unscale_` and
-    `update` are then called by every rank. Other arguments are those of torch.amp.GradScaler.
+    optimizers that take shards. `hsdp.zero.ShardedOptimizer` unscales its own; others call
+    `reducer.set_loss_scale(scaler.get_scale())` before the step, because shards have no p.grad that
+    the scaler could unscale. `step`, `unscale_` and `update` are then called by every rank. Other arguments are those of torch.amp.GradScaler.
     """
 
     def __init__(self, reducer: Reducer, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +12,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
+from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.parameter_slices import (
+    Masters,
+    ParameterSlice,
+    SliceStates,
+    memory_of,
+    refuse,
+)
 from hsdp.zero.parameter_gather import ParameterGather
 
 _owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
@@ -22,77 +30,6 @@ _owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
 )
 # The last step of each Reducer that an optimizer has taken: none is taken twice.
 _taken: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
-
-
-class _Shard:
-    """This rank's slice of one parameter."""
-
-    def __init__(
-        self, name: str, parameter: torch.nn.Parameter, reducer: Reducer, states: frozenset[str]
-    ) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.reducer = reducer
-        self.states = states  # of its optimizer that have an element for each of its own
-        place = reducer.slice(name)
-        self.offset, self.count = place.offset, place.count
-        self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
-        self.bind()
-
-    def bind(self) -> None:
-        """To the parameter's memory as it is now."""
-        data = self.parameter.data
-        # What is gathered: the parameter's own memory, or a row-major copy of it.
-        self.is_copied = not data.is_contiguous()
-        self.whole = data.contiguous() if self.is_copied else data
-        self.own = self.whole.view(-1)[self.offset : self.offset + self.count]
-        self._bound = (data.data_ptr(), data.stride())
-
-    def is_bound(self) -> bool:
-        data = self.parameter.data
-        return (data.data_ptr(), data.stride()) == self._bound
-
-    def require_same_kind(self) -> None:
-        data, whole = self.parameter.data, self.whole
-        if (data.shape, data.dtype, data.device) != (whole.shape, whole.dtype, whole.device):
-            _refuse(
-                f"'{self.name}' as it was: {whole.dtype} {tuple(whole.shape)} on {whole.device}",
-                f"{data.dtype} {tuple(data.shape)} on {data.device}",
-            )
-
-    @property
-    def has_own_master(self) -> bool:
-        return self.own.dtype is not torch.float32
-
-
-class _Masters:
-    """fp32 masters of all slices of one 16-bit dtype, and what they were rounded to."""
-
-    def __init__(self, shards: list[_Shard]) -> None:
-        self._shards = shards
-        self._counts = [shard.count for shard in shards]
-        self._rounded = self._read()
-        self._flat = self._rounded.float()
-        for shard, part in zip(shards, self._flat.split(self._counts), strict=True):
-            shard.master = torch.nn.Parameter(part)
-
-    def _read(self) -> torch.Tensor:
-        own = self._shards[0].own
-        now = torch.empty(sum(self._counts), dtype=own.dtype, device=own.device)
-        torch._foreach_copy_(list(now.split(self._counts)), [shard.own for shard in self._shards])
-        return now
-
-    def reread(self) -> None:
-        """Takes over elements that somebody else has written since they were rounded."""
-        now = self._read()
-        written = now.view(torch.int16) != self._rounded.view(torch.int16)
-        if self._flat.is_cuda or bool(written.any()):
-            self._flat.copy_(torch.where(written, now.float(), self._flat))
-            self._rounded = now
-
-    def mark_rounded(self) -> None:
-        """The parameters have the masters' values."""
-        self._rounded.copy_(self._flat)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -124,8 +61,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     not finite changes nothing (`step_was_skipped`). A parameter that is unused with missing="zero"
     has a gradient of zeros, and moves by momentum and weight decay.
 
-    `state_dict()` is local and has this rank's slices; it loads on the same rank of the same mesh.
-    `full_state_dict()` is collective and loads anywhere, also into the unsharded optimizer.
+    `state_dict()` is local and has this rank's slices; it loads on the same rank of the same mesh, and
+    through torch.distributed.checkpoint (`get_optimizer_state_dict`, `save`, `load`) on any, also in
+    the unsharded optimizer, as does what `full_state_dict()` gathers.
 
     Construction and `step` are collective over the mesh. Raises UsageError for parameters that no
     Reducer takes the gradients of, a Reducer that has an optimizer already (`close()` frees it), a
@@ -146,9 +84,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
-            _refuse("stage 1 or 2", repr(stage))
+            refuse("stage 1 or 2", repr(stage))
         if max_grad_norm is not None and not max_grad_norm > 0:
-            _refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
+            refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
         self._reducers = _reducers(reducer)
         self._max_grad_norm = max_grad_norm
         self._built = False
@@ -159,21 +97,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for one in self._reducers:
             one.prepare()
         shards = [
-            [_Shard(*place, states=of_group) for place in places]
+            [ParameterSlice(*place, states=of_group) for place in places]
             for places, of_group in zip(found, states, strict=True)
         ]
         self._shards = list(itertools.chain.from_iterable(shards))
+        self._parameters = [shard.parameter for shard in self._shards]
+        self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
+        self._note_memory()
         self._make_masters()
-        self._inner = optimizer_class(
+        self._make_inner = functools.partial(optimizer_class, **options)
+        self._inner = self._make_inner(
             [
                 {**_settings(group), "params": [shard.master for shard in of_group]}
                 for group, of_group in zip(groups, shards, strict=True)
-            ],
-            **options,
+            ]
         )
         super().__init__(groups, self._inner.defaults)
+        self._states = SliceStates(self.state, self._inner.state, self._shards)
+        self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self._unit_bytes = gather_bucket_bytes
-        self._gathers = [self._make_gather(one) for one in self._reducers]
+        self._gathers = {one: self._make_gather(one) for one in self._reducers}
+        self._moved: set[Reducer] = set()  # whose gathers know memory that is no longer used
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
             _owners[one] = weakref.ref(self)
@@ -189,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 name = getattr(attachment, "name_of", lambda p: None)(parameter)
                 if name is not None:
                     return name, parameter, reducer
-        _refuse(
+        refuse(
             "parameters whose gradients the Reducer takes (reducer.attach(model))",
             f"one of shape {tuple(parameter.shape)} that it does not know",
         )
@@ -197,10 +141,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _require_parameters(self, owners: list[Reducer]) -> None:
         for reducer in self._reducers:
             if not any(owner is reducer for owner in owners):
-                _refuse("parameters of every Reducer that require gradients", "a Reducer without")
+                refuse("parameters of every Reducer that require gradients", "a Reducer without")
             other = _owners.get(reducer)
             if other is not None and other() is not None:
-                _refuse(
+                refuse(
                     "a Reducer without an optimizer",
                     "one that has a ShardedOptimizer already; close() that first",
                 )
@@ -215,19 +159,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 del _owners[reducer]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse("one optimizer for a Reducer", "a copy; save its state_dict() instead")
+        refuse("one optimizer for a Reducer", "a copy; save its state_dict() instead")
 
     def __reduce__(self) -> NoReturn:
-        _refuse("a state_dict() to be pickled", "the optimizer itself")
+        refuse("a state_dict() to be pickled", "the optimizer itself")
 
     def _make_masters(self) -> None:
-        of_dtype: dict[torch.dtype, list[_Shard]] = {}
+        of_dtype: dict[torch.dtype, list[ParameterSlice]] = {}
         for shard in self._shards:
             if shard.has_own_master:
                 of_dtype.setdefault(shard.own.dtype, []).append(shard)
             else:
                 shard.master = torch.nn.Parameter(shard.own)
-        self._masters = [_Masters(shards) for shards in of_dtype.values()]
+        self._masters = [Masters(shards) for shards in of_dtype.values()]
 
     def _make_gather(self, reducer: Reducer) -> ParameterGather:
         shards = [shard for shard in self._shards if shard.reducer is reducer]
@@ -237,12 +181,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices and gathers are laid out there."""
         if self.__dict__.get("_built", False):
-            _refuse("all parameter groups at construction", "another one")
+            refuse("all parameter groups at construction", "another one")
         super().add_param_group(param_group)
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """This rank's slice of a parameter in fp32, flat: what the optimizer updates. To be written
-        between steps; the whole parameter follows at the next one on every rank.
+        between steps; the whole parameter follows at the next one on every rank. Local.
         """
         with torch.no_grad():
             self._reread_written()
@@ -255,11 +199,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         has written to them becomes the parameters' and masters' value. Collective, between steps;
         each rank makes the same changes.
         """
+        names = {shard.name for shard in self._shards}
+        if len(names) < len(self._shards):
+            refuse("parameters of different names in several Reducers", "a name twice")
         with torch.no_grad():
             self._reread_written()
-            whole = {s.name: self._whole(s, s.master.detach()) for s in self._shards}
-        if len(whole) < len(self._shards):
-            _refuse("parameters of different names in several Reducers", "a name twice")
+            whole = {
+                shard.name: array
+                for shard, array in self._gathered({s: s.master.detach() for s in self._shards})
+            }
         if not write_back:
             yield whole
             return
@@ -267,8 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield whole
             with torch.no_grad():
                 for shard in self._shards:
-                    end = shard.offset + shard.count
-                    shard.master.copy_(whole[shard.name].view(-1)[shard.offset : end])
+                    shard.master.copy_(shard.part_of(whole[shard.name]))
                 self._gather()
 
     # The others wait for this rank's slices.
@@ -277,19 +224,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            self._gathers[0].abort(f"ShardedOptimizer.{call}: {type(error).__name__}: {error}")
+            next(iter(self._gathers.values())).abort(f"ShardedOptimizer.{call}: {type(error).__name__}: {error}")
             raise
 
-    def _find(self, parameter: torch.Tensor) -> _Shard:
+    def _find(self, parameter: torch.Tensor) -> ParameterSlice:
         for shard in self._shards:
             if shard.parameter is parameter:
                 return shard
-        _refuse("a parameter that it optimizes", f"another of shape {tuple(parameter.shape)}")
+        refuse("a parameter that it optimizes", f"another of shape {tuple(parameter.shape)}")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's slices by the step's gradients, and gathers all parameters. The
         closure may hold the step's microbatches.
         """
+        if closure is None and self._is_initialised_by_dcp():
+            self._make_load_targets()
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -297,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         steps = self._take_gradients()
         for reducer, step in zip(self._reducers, steps, strict=True):
             if _taken.get(reducer) == step:
-                _refuse(
+                refuse(
                     "gradients of a new step",
                     "those of the step before; end the step with last=True between two calls of step()",
                 )
@@ -312,39 +262,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return any([reducer.found_inf() for reducer in self._reducers])  # each is collective
 
     def _update(self) -> None:
-        for gather in self._gathers:
-            gather.fence()
+        if self._are_targets:
+            self.state.clear()
+            self._are_targets = False
         self._reread_written()
         if self._max_grad_norm is not None:
             self.grad_norm = clip_grad_norm_(self._reducers, self._max_grad_norm)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
-        for shard in self._shards:  # somebody may have changed or cleared them
-            state = self.state.get(shard.parameter)
-            if state:
-                self._inner.state[shard.master] = state
-            else:
-                self._inner.state.pop(shard.master, None)
+        self._states.lend()
         self._inner.step()
+        self._states.take_back()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))  # some count there
-        for shard in self._shards:
-            self.state[shard.parameter] = self._inner.state.get(shard.master, {})
         self._gather()
 
     # What this rank has updated is all ranks' from here on.
     def _gather(self) -> None:
-        for gather in self._gathers:
+        for reducer in self._moved:
+            self._gathers[reducer] = self._make_gather(reducer)  # collective: moved on all ranks
+        self._moved.clear()
+        for gather in self._gathers.values():
             gather.start()
-        for gather in self._gathers:
-            gather.wait_all()
         for masters in self._masters:
             masters.mark_rounded()
-        for shard in self._shards:
-            if shard.is_copied:
-                shard.parameter.data.copy_(shard.whole)
+        for gather in self._gathers.values():
+            gather.wait_all()
+        for shard in self._copied:
+            shard.parameter.data.copy_(shard.whole)
 
-    def _unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
+    def _unscale_shards(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """For torch's GradScaler: divides the gradients by its scale, unless the Reducer has done so
         (set_loss_scale). 1 where a gradient of any rank is not finite, and then they stay.
         """
@@ -361,12 +308,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _take_gradients(self) -> list[int]:
         """Waits for the results, or says what is missing. Of which steps they are."""
-        for reducer in self._reducers:
+        for reducer, first in self._first_names.items():
             owner = _owners.get(reducer)
             if owner is None or owner() is not self:
-                _refuse("an open optimizer", "a closed one")
-            first = next(shard for shard in self._shards if shard.reducer is reducer)
-            reducer.shard(first.name)
+                refuse("an open optimizer", "a closed one")
+            reducer.shard(first)
         if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
             for shard in self._shards:
                 shard.master.grad = torch.from_dlpack(shard.reducer.shard(shard.name))
@@ -374,40 +320,83 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # What others have written since. A master of 32 bits is the parameter's own memory.
     def _reread_written(self) -> None:
+        if self._bound != [*map(memory_of, self._parameters)]:
+            self._bind_moved()
+        for shard in self._copied:
+            shard.whole.copy_(shard.parameter.data)
+        for masters in self._masters:
+            masters.reread()
+
+    def _bind_moved(self) -> None:
         for shard in self._shards:
             shard.require_same_kind()
-        moved = [shard for shard in self._shards if not shard.is_bound()]
-        for shard in moved:
+        for shard in self._shards:
+            if shard.bound == memory_of(shard.parameter):
+                continue
             shard.bind()
             if not shard.has_own_master:
                 shard.master.data = shard.own
-        for shard in self._shards:
-            if shard.is_copied:
-                shard.whole.copy_(shard.parameter.data)
-        for masters in self._masters:
-            masters.reread()
-        for i, reducer in enumerate(self._reducers):
-            if any(shard.reducer is reducer for shard in moved):
-                self._gathers[i] = self._make_gather(reducer)  # collective: moved on all ranks
+            self._moved.add(shard.reducer)
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._bound = [shard.bound for shard in self._shards]
+        self._copied = [shard for shard in self._shards if shard.is_copied]
+
+    # torch.distributed.checkpoint makes tensors to load into by a step of zeros.
+    def _is_initialised_by_dcp(self) -> bool:
+        return (
+            not self.state
+            and all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups)
+            and all(p.grad is not None and not p.grad.any() for p in self._parameters)
+        )
+
+    # By an optimizer of its own for each slice: nothing that this one has changes.
+    def _make_load_targets(self) -> None:
+        shards = iter(self._shards)
+        for group in self.param_groups:
+            for _ in filter(lambda p: p.requires_grad, group["params"]):
+                shard = next(shards)
+                slice_ = torch.nn.Parameter(torch.zeros_like(shard.master))
+                slice_.grad = torch.zeros_like(shard.master)
+                optimizer = self._make_inner([{**_settings(group), "params": [slice_]}])
+                optimizer.step()
+                state = optimizer.state.get(slice_, {})
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"].zero_()  # saved as it is, it is that of a first step
+                if shard.has_own_master:
+                    state["master"] = shard.master.detach().clone()
+                if state:
+                    self.state[shard.parameter] = state
+        self._are_targets = True
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's shape, with this rank's slices, and the fp32 masters of 16-bit parameters as
-        "master". Local: no other rank takes part.
+        """In torch's shape, with this rank's slices as `hsdp.torch.FlatSlice`s, and the fp32 masters of
+        16-bit parameters as "master". Local: no other rank takes part.
         """
         state: dict[str, Any] = super().state_dict()
         numbers = self._numbers()
         for shard in self._shards:
+            number = numbers[id(shard.parameter)]
+            own = dict(state["state"].get(number, {}))
             if shard.has_own_master:
-                number = numbers[id(shard.parameter)]
-                own = state["state"].get(number, {})
-                state["state"][number] = {**own, "master": shard.master.detach()}
-        state["slices"] = {numbers[id(s.parameter)]: [s.offset, s.count] for s in self._shards}
+                own.setdefault("master", shard.master.detach())
+            if own:
+                state["state"][number] = {
+                    key: FlatSlice(value, shard.parameter.shape, shard.offset)
+                    if self._is_slice(shard, key)
+                    else value
+                    for key, value in own.items()
+                }
         return state
 
     def _numbers(self) -> dict[int, int]:
         """id(parameter) -> its number in a state dict."""
         every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         return {id(parameter): i for i, parameter in enumerate(every)}
+
+    def _is_slice(self, shard: ParameterSlice, key: str) -> bool:
+        return key == "master" or key in shard.states
 
     def full_state_dict(self) -> dict[str, Any]:
         """As `state_dict()` with whole states on every rank: what the unsharded optimizer has, and
@@ -416,31 +405,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._reread_written()
         state = self.state_dict()
-        del state["slices"]
+        parts: dict[str, dict[ParameterSlice, torch.Tensor]] = {}  # of the slices, by key
         numbers = self._numbers()
         for shard in self._shards:
-            of_shard = state["state"].get(numbers[id(shard.parameter)], {})
-            for key, value in of_shard.items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                    continue
-                if key != "master" and key not in shard.states:
-                    _refuse(f"states that are numbers or slices, of '{shard.name}'", f"'{key}'")
-        for shard in self._shards:
-            number = numbers[id(shard.parameter)]
-            if number in state["state"]:
-                state["state"][number] = {
-                    key: self._whole(shard, value)
-                    if key == "master" or key in shard.states
-                    else copy.deepcopy(value)
-                    for key, value in state["state"][number].items()
-                }
+            own = state["state"].get(numbers[id(shard.parameter)], {})
+            for key, value in own.items():
+                if isinstance(value, FlatSlice):
+                    parts.setdefault(key, {})[shard] = value.to_local()
+                elif isinstance(value, torch.Tensor) and value.dim() > 0:
+                    refuse(f"states that are numbers or slices, of '{shard.name}'", f"'{key}'")
+                else:
+                    own[key] = copy.deepcopy(value)
+        for key, of_key in parts.items():
+            for shard, whole in self._gathered(of_key):
+                state["state"][numbers[id(shard.parameter)]][key] = whole
         return state
 
-    def _whole(self, shard: _Shard, part: torch.Tensor) -> torch.Tensor:
-        whole = torch.empty(shard.parameter.shape, dtype=part.dtype, device=part.device)
-        whole.view(-1)[shard.offset : shard.offset + shard.count] = part
-        shard.reducer.gather_parameters({shard.name: whole})
-        return whole
+    def _gathered(
+        self, parts: dict[ParameterSlice, torch.Tensor]
+    ) -> list[tuple[ParameterSlice, torch.Tensor]]:
+        """Whole tensors of slices. Collective: the same ones on every rank."""
+        result = []
+        for reducer in self._reducers:
+            arrays = {}
+            for shard, part in parts.items():
+                if shard.reducer is reducer:
+                    whole = part.new_empty(shard.parameter.shape)
+                    shard.part_of(whole).copy_(part)
+                    arrays[shard.name] = whole
+                    result.append((shard, whole))
+            reducer.gather_parameters(arrays)
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` gave on this rank of the same mesh, or `full_state_dict()` on
@@ -452,7 +447,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         lengths = [len(group["params"]) for group in self.param_groups]
         if [len(group.get("params", ())) for group in groups] != lengths:
-            _refuse(
+            refuse(
                 f"a state dict with parameter groups of {lengths}",
                 str([len(group.get("params", ())) for group in groups]),
             )
@@ -460,15 +455,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbers = self._numbers()
         loaded = []
         for shard in self._shards:
-            key = keys[numbers[id(shard.parameter)]]
-            state = state_dict["state"].get(key, {})
-            place = state_dict.get("slices", {}).get(key)
-            loaded.append({k: self._own_part(shard, k, v, place) for k, v in state.items()})
+            state = state_dict["state"].get(keys[numbers[id(shard.parameter)]], {})
+            loaded.append({k: self._own_part(shard, k, v) for k, v in state.items()})
         self._require_states(loaded)
+        self._are_targets = False
         for shard, state in zip(self._shards, loaded, strict=True):
-            master = state.pop("master", None)
-            if master is not None and shard.has_own_master:
-                shard.master.detach().copy_(master)
+            if shard.has_own_master:
+                master = shard.master.detach()
+                state["master"] = master.copy_(state.get("master", master))
             self.state[shard.parameter] = state
         for masters in self._masters:
             masters.mark_rounded()
@@ -487,68 +481,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if key in shard.states or (isinstance(value, torch.Tensor) and value.dim() > 0)
             } - {"master"}
             if got != shard.states:
-                _refuse(
+                refuse(
                     f"states {sorted(shard.states)} of '{shard.name}'",
                     f"{sorted(got)}; load what the same optimizer saved, of the same model",
                 )
 
-    def _own_part(self, shard: _Shard, key: str, value: Any, place: Any) -> Any:
-        if key != "master" and key not in shard.states:
+    def _own_part(self, shard: ParameterSlice, key: str, value: Any) -> Any:
+        if not self._is_slice(shard, key):
             if not isinstance(value, torch.Tensor):
                 return value
             # Where its own step would have put it.
             on_device = any(g.get("fused") or g.get("capturable") for g in self.param_groups)
             return value.to(shard.master.device if on_device else value.device, copy=True)
+        part = value
         if value.shape == shard.parameter.shape:
-            value = value.reshape(-1)[shard.offset : shard.offset + shard.count]
-        elif list(place or ()) != [shard.offset, shard.count] or value.numel() != shard.count:
-            got = "no slices" if place is None else f"elements from {place[0]}, {place[1]} of them"
-            _refuse(
-                f"'{key}' of '{shard.name}' whole, or this rank's elements from {shard.offset}, "
-                f"{shard.count} of them",
-                f"{tuple(value.shape)} and {got}; load what full_state_dict() gave, or this rank's "
-                "own state_dict() of the same mesh",
+            part = value.to_local() if isinstance(value, FlatSlice) else shard.part_of(value)
+        offset = value.offset if isinstance(value, FlatSlice) else shard.offset
+        if value.shape != shard.parameter.shape or (offset, part.numel()) != (shard.offset, shard.count):
+            got = f"{tuple(value.shape)}"
+            if isinstance(value, FlatSlice):
+                got = f"elements from {offset}, {part.numel()} of them, of {got}"
+            refuse(
+                f"'{key}' of '{shard.name}' as {tuple(shard.parameter.shape)}, whole or this rank's "
+                f"elements from {shard.offset}, {shard.count} of them",
+                f"{got}; load what full_state_dict() gave, this rank's own state_dict() of the same "
+                "mesh, or by torch.distributed.checkpoint",
             )
-        return value.to(shard.master.device, torch.float32, copy=True)
-
-
-# torch's own asserts that it has seen a gradient in p.grad.
-_unscale_grads = torch.amp.GradScaler._unscale_grads_
-
-
-def _unscale_shards(
-    self: torch.amp.GradScaler,
-    optimizer: torch.optim.Optimizer,
-    inv_scale: torch.Tensor,
-    found_inf: torch.Tensor,
-    allow_fp16: bool,
-) -> dict[torch.device, torch.Tensor]:
-    if isinstance(optimizer, ShardedOptimizer):
-        return {found_inf.device: optimizer._unscale(inv_scale).to(found_inf)}
-    found: dict[torch.device, torch.Tensor] = _unscale_grads(
-        self, optimizer, inv_scale, found_inf, allow_fp16
-    )
-    return found
-
-
-torch.amp.GradScaler._unscale_grads_ = _unscale_shards
-
-
-def _refuse(expected: str, got: str) -> NoReturn:
-    raise UsageError(f"zero: ShardedOptimizer: expected {expected}, got {got}")
+        return part.to(shard.master.device, torch.float32, copy=True)
 
 
 def _reducers(given: Any) -> list[Reducer]:
     listed = [given] if isinstance(given, Reducer) else list(given)
     for i, reducer in enumerate(listed):
         if not isinstance(reducer, Reducer):
-            _refuse("a Reducer or several", f"an object of type {type(reducer).__name__}")
+            refuse("a Reducer or several", f"an object of type {type(reducer).__name__}")
         if reducer.mesh is not listed[0].mesh:
-            _refuse("Reducers of one mesh", "several meshes")
+            refuse("Reducers of one mesh", "several meshes")
         if any(reducer is before for before in listed[:i]):
-            _refuse("each Reducer once", f"one again as number {i}")
+            refuse("each Reducer once", f"one again as number {i}")
     if not listed:
-        _refuse("a Reducer or several", "none")
+        refuse("a Reducer or several", "none")
     return listed
 
 
@@ -557,7 +529,7 @@ def _groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, torch.nn.Module):
         params = params.named_parameters()
     if isinstance(params, (torch.Tensor, set)):
-        _refuse("a model, or a list of parameters or groups", f"a {type(params).__name__}")
+        refuse("a model, or a list of parameters or groups", f"a {type(params).__name__}")
     listed = list(params)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
@@ -566,7 +538,7 @@ def _groups(params: Any) -> list[dict[str, Any]]:
 
 def _as_list(params: Any) -> list[Any]:
     if isinstance(params, set):
-        _refuse("parameters in an order, as a list", "a set")
+        refuse("parameters in an order, as a list", "a set")
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 

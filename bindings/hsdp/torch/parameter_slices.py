@@ -1,0 +1,143 @@
+"""This rank's slices of torch parameters: where they lie, their fp32 masters, their states."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hsdp.errors import UsageError
+from hsdp.reducer import Reducer
+
+
+def refuse(expected: str, got: str) -> NoReturn:
+    """A UsageError of ShardedOptimizer."""
+    raise UsageError(f"zero: ShardedOptimizer: expected {expected}, got {got}")
+
+
+class ParameterSlice:
+    """This rank's slice of one parameter."""
+
+    def __init__(
+        self, name: str, parameter: torch.nn.Parameter, reducer: Reducer, states: frozenset[str]
+    ) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.reducer = reducer
+        self.states = states  # of its optimizer that have an element for each of its own
+        place = reducer.slice(name)
+        self.offset, self.count = place.offset, place.count
+        self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
+        self.bind()
+
+    def bind(self) -> None:
+        """To the parameter's memory as it is now."""
+        data = self.parameter.data
+        # What is gathered: the parameter's own memory, or a row-major copy of it.
+        self.is_copied = not data.is_contiguous()
+        self.whole = data.contiguous() if self.is_copied else data
+        self.own = self.part_of(self.whole)
+        self.bound = memory_of(self.parameter)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Its elements of a tensor of the parameter's shape, flat."""
+        return whole.reshape(-1)[self.offset : self.offset + self.count]
+
+    def require_same_kind(self) -> None:
+        """UsageError where the parameter has another shape, dtype or device by now."""
+        data, whole = self.parameter.data, self.whole
+        if (data.shape, data.dtype, data.device) != (whole.shape, whole.dtype, whole.device):
+            refuse(
+                f"'{self.name}' as it was: {whole.dtype} {tuple(whole.shape)} on {whole.device}",
+                f"{data.dtype} {tuple(data.shape)} on {data.device}",
+            )
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master is other memory than the parameter's: of 16 bits."""
+        return self.own.dtype is not torch.float32
+
+
+def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Changes with the memory or layout of a parameter."""
+    return parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.dtype
+
+
+class Masters:
+    """fp32 masters of all slices of one 16-bit dtype, and what they were rounded to."""
+
+    def __init__(self, slices: list[ParameterSlice]) -> None:
+        self._slices = slices
+        self._counts = [one.count for one in slices]
+        self._rounded = self._read()
+        self._flat = self._rounded.float()
+        for one, part in zip(slices, self._flat.split(self._counts), strict=True):
+            one.master = torch.nn.Parameter(part)
+
+    def _read(self) -> torch.Tensor:
+        own = self._slices[0].own
+        now = torch.empty(sum(self._counts), dtype=own.dtype, device=own.device)
+        torch._foreach_copy_(list(now.split(self._counts)), [one.own for one in self._slices])
+        return now
+
+    def reread(self) -> None:
+        """Takes over elements that somebody else has written since they were rounded."""
+        now = self._read()
+        written = now.view(torch.int16) != self._rounded.view(torch.int16)
+        if self._flat.is_cuda or bool(written.any()):
+            self._flat.copy_(torch.where(written, now.float(), self._flat))
+            self._rounded = now
+
+    def mark_rounded(self) -> None:
+        """The parameters have the masters' values."""
+        self._rounded.copy_(self._flat)
+
+
+class SliceStates:
+    """The same states in two optimizers: of parameters outside, of their slices' masters inside.
+
+    Outside, a 16-bit parameter's master is one of its states. Most steps change no dict for another
+    one, so a step compares which they are before it looks anything up.
+    """
+
+    def __init__(self, outer: Any, inner: Any, slices: Sequence[ParameterSlice]) -> None:
+        self._outer, self._inner, self._slices = outer, inner, slices
+        self._masters = [
+            (one, one.master.detach()) for one in slices if one.has_own_master
+        ]
+        self._known: list[Any] = []  # those outside, as they were at the end of the last step
+        self._known_inside: list[Any] = []
+        self._with_master: list[tuple[Any, torch.Tensor]] = []
+
+    def lend(self) -> None:
+        """Those outside are those inside; somebody may have changed or cleared them."""
+        if _are_same(self._outer.values(), self._known):
+            for state, _ in self._with_master:
+                state.pop("master", None)
+            return
+        self._known = []
+        for one in self._slices:
+            state = self._outer.get(one.parameter, {})
+            state.pop("master", None)
+            if state:
+                self._inner[one.master] = state
+            else:
+                self._inner.pop(one.master, None)
+
+    def take_back(self) -> None:
+        """Those inside are those outside."""
+        if not self._known or not _are_same(self._inner.values(), self._known_inside):
+            for one in self._slices:
+                state = self._inner.get(one.master)
+                if state or one.has_own_master:
+                    self._outer[one.parameter] = self._inner[one.master]
+            self._with_master = [(self._outer[one.parameter], m) for one, m in self._masters]
+            self._known, self._known_inside = [*self._outer.values()], [*self._inner.values()]
+        for state, master in self._with_master:
+            state["master"] = master
+
+
+def _are_same(states: Any, known: list[Any]) -> bool:
+    return len(states) == len(known) and all(map(operator.is_, states, known))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
+import pytest
 from test_examples import EXAMPLES, run
 
 
@@ -23,6 +24,27 @@ def test_train_gpt_loco(tmp_path: pathlib.Path) -> None:
         )
         assert re.search(r"LoCo +0\.2[67]", output), output
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_gpt_zero(tmp_path: pathlib.Path) -> None:
+    """Killed on 2x2 ranks and gone on with on 1x2, a training has the curve of one that was not."""
+    program = EXAMPLES / "train_gpt_zero.py"
+    few = ("--steps", "24", "--save-every", "8")
+    run(4, program, "--folder", str(tmp_path / "whole"), *few)
+    folder = tmp_path / "killed"
+    with pytest.raises(AssertionError, match="rank 3 of 4 was ended by signal 9"):
+        run(4, program, "--folder", str(folder), "--die-at", "19", *few)
+    again = re.search(r"steps (8|16) to 24 on 1x2 ranks", run(2, program, "--folder", str(folder), *few))
+    assert again is not None
+    whole, killed = (
+        [float(line) for line in (tmp_path / name / "losses.txt").read_text().splitlines()]
+        for name in ("whole", "killed")
+    )
+    assert len(whole) == len(killed) == 24
+    assert killed[: int(again[1])] == whole[: int(again[1])]
+    for one, other in zip(killed, whole, strict=True):
+        assert abs(one - other) < 1e-3
+    assert whole[-1] < 0.8 * whole[0]
 
 
 def test_cached_contrastive() -> None:

@@ -36,7 +36,7 @@ class FlatSlice(torch.Tensor):
     _offset: int
 
     def __new__(cls, local: torch.Tensor, shape: Sequence[int], offset: int) -> FlatSlice:
-        made: FlatSlice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FlatSlice = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=local.dtype, device=local.device
         )
         made._local = local

@@ -1,0 +1,456 @@
+"""ShardedOptimizer and torch.distributed.checkpoint: any mesh to any other, and to torch's own."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import Launcher
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import hsdp
+from hsdp.torch.flat_slice import FlatSlice, boxes_of
+from hsdp.zero import ShardedOptimizer
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4), (4, 1, 3), (2, 3, 4), (2, 2, 2, 3)])
+def test_boxes_are_the_elements_in_their_order(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    for begin in range(whole.numel() + 1):
+        for end in range(begin, whole.numel() + 1):
+            boxes = boxes_of(shape, begin, end)
+            assert len(boxes) <= max(2 * len(shape) - 1, 1)
+            parts = []
+            for offsets, sizes in boxes:
+                part = whole
+                for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    part = part.narrow(d, offset, size)
+                parts.append(part.reshape(-1))
+            assert torch.equal(torch.cat(parts) if parts else whole.new_empty(0),
+                               whole.reshape(-1)[begin:end])
+
+
+def test_a_slice_is_copied_and_pickled() -> None:
+    whole = FlatSlice(torch.arange(5.0), (3, 4), 2)
+    assert whole.shape == (3, 4) and whole.offset == 2
+    file = io.BytesIO()
+    torch.save({"w": whole}, file)
+    file.seek(0)
+    for other in (copy.deepcopy(whole), whole.clone(), whole.detach(), whole.to(torch.float32),
+                  torch.load(file)["w"]):
+        assert isinstance(other, FlatSlice)
+        assert (other.shape, other.offset) == ((3, 4), 2)
+        assert torch.equal(other.to_local(), whole.to_local())
+    assert whole.to(torch.bfloat16).to_local().dtype is torch.bfloat16
+    other = whole.clone()
+    other.to_local().zero_()
+    assert torch.equal(whole.to_local(), torch.arange(5.0))
+    whole.copy_(other)
+    assert torch.equal(whole.to_local(), torch.zeros(5))
+    assert "5 elements from 2 of (3, 4)" in repr(whole)
+    for call in (lambda: whole + 1, lambda: whole.sum(), lambda: torch.zeros(3, 4).copy_(whole),
+                 lambda: whole.copy_(FlatSlice(torch.zeros(5), (3, 4), 3)), lambda: whole[0],
+                 lambda: whole.new_empty(3)):
+        with pytest.raises(hsdp.UsageError, match="to_local"):
+            call()
+
+
+class Model(nn.Module):
+    """With a frozen parameter, one that is never used, a scalar, one of two strides, an empty one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(5, 9)
+        self.second = nn.Linear(9, 3)
+        self.frozen = nn.Parameter(torch.randn(4, 2), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3, 2))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.wide = nn.Parameter(torch.randn(6, 5).t())
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.to(dtype)
+
+    def assign(self, seed: int, rank: int) -> None:
+        """Whole numbers as gradients, whose sums and means are exact."""
+        for i, (name, p) in enumerate(self.named_parameters()):
+            if p.requires_grad and name != "unused":
+                generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
+                values = 4 * torch.randint(-4, 5, p.shape, generator=generator)
+                p.grad = torch.empty_like(p, requires_grad=False).copy_(values)
+
+    def assign_mean(self, seed: int, size: int) -> None:
+        totals: dict[nn.Parameter, torch.Tensor] = {}
+        for rank in range(size):
+            self.assign(seed, rank)
+            for p in self.parameters():
+                if p.grad is not None:
+                    totals[p] = totals.get(p, torch.zeros_like(p.grad)) + p.grad
+        for p in self.parameters():
+            if p.requires_grad:
+                p.grad = totals[p] / size if p in totals else torch.zeros_like(p)
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.parameters()]
+
+
+def groups(model: Model) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for n, p in named.items() if "bias" not in n], "weight_decay": 0.1},
+        {"params": [p for n, p in named.items() if "bias" in n]},
+    ]
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, mesh: hsdp.Mesh, dtype: str, lr: float = 0.5, **options: Any) -> None:
+        torch.set_num_threads(1)
+        self.mesh = mesh
+        self.model = Model(getattr(torch, dtype))
+        self.reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=128)
+        self.reducer.attach(self.model)
+        cls = options.pop("cls", torch.optim.AdamW)
+        self.optimizer = ShardedOptimizer(cls, groups(self.model), self.reducer, lr=lr, **options)
+
+    def step(self, seed: int, size: int) -> None:
+        """As `size` ranks together; exact, so it is the same on every mesh."""
+        with self.reducer.microbatch(last=True):
+            if size == self.mesh.size:
+                self.model.assign(seed, self.mesh.rank)
+            else:
+                self.model.assign_mean(seed, size)
+                self.model.unused.grad = None
+        self.optimizer.step()
+
+    def load(self, folder: str) -> None:
+        weights, state = get_state_dict(self.model, self.optimizer)
+        state_dict = {"model": weights, "optim": state}
+        dcp.load(state_dict, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state_dict["model"],
+                       optim_state_dict=state_dict["optim"])
+
+    def save(self, folder: str) -> None:
+        weights, state = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+
+
+def join_torch(mesh: hsdp.Mesh, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store_{mesh.size}_{mesh.shard_size}",
+        rank=mesh.rank, world_size=mesh.size,
+    )
+
+
+def hash_of(tensors: list[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() if t.dim()
+                                   else str(t).encode() for t in tensors)).hexdigest()
+
+
+DTYPES = ("float32", "bfloat16")
+
+
+def run_save(folder: str) -> list[str]:
+    hashes = []
+    with hsdp.init_mesh(2, 2) as mesh:
+        join_torch(mesh, folder)
+        for dtype in DTYPES:
+            run = Run(mesh, dtype, lr=0.01)
+            for seed in range(STEPS):
+                run.step(seed, 4)
+            run.save(f"{folder}/{dtype}")
+            full = run.optimizer.full_state_dict()
+            if mesh.rank == 0:
+                torch.save(full, f"{folder}/{dtype}.full.pt")
+            run.step(STEPS, 4)
+            hashes.append(hash_of(run.model.values()))
+            run.reducer.close()
+        dist.destroy_process_group()
+    return hashes
+
+
+def run_load(folder: str, replicate: int, shard: int) -> list[str]:
+    hashes = []
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        join_torch(mesh, folder)
+        for dtype in DTYPES:
+            run = Run(mesh, dtype)
+            run.load(f"{folder}/{dtype}")
+            assert run.optimizer.param_groups[0]["lr"] == 0.01
+            full = torch.load(f"{folder}/{dtype}.full.pt")
+            same = run.optimizer.full_state_dict()
+            assert same["state"].keys() == full["state"].keys()
+            for number, state in full["state"].items():
+                for key, value in state.items():
+                    assert torch.equal(same["state"][number][key], value), (number, key)
+            run.step(STEPS, 4)
+            hashes.append(hash_of(run.model.values()))
+            run.reducer.close()
+        dist.destroy_process_group()
+    return hashes
+
+
+def test_every_mesh_continues_to_the_bit(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
+    wanted = ranks(4, run_save, folder)
+    assert wanted == [wanted[0]] * 4
+    for replicate, shard in ((2, 2), (1, 4), (4, 1), (1, 1)):
+        found = ranks(replicate * shard, run_load, folder, replicate, shard)
+        assert found == [wanted[0]] * replicate * shard, (replicate, shard)
+
+
+def run_plain(folder: str) -> list[float]:
+    """In torch's own AdamW, one step further, and back."""
+    torch.set_num_threads(1)
+    model = Model(torch.float32)
+    optimizer = torch.optim.AdamW(groups(model), lr=0.5)
+    weights, state = get_state_dict(model, optimizer)
+    state_dict = {"model": weights, "optim": state}
+    dcp.load(state_dict, checkpoint_id=f"{folder}/float32", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state_dict["model"],
+                   optim_state_dict=state_dict["optim"])
+    full = torch.load(f"{folder}/float32.full.pt")
+    for number, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, full["state"][number][key]), (number, key)
+    model.assign_mean(STEPS, 4)
+    optimizer.step()
+    optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/plain", no_dist=True)
+    model.assign_mean(STEPS + 1, 4)
+    optimizer.step()
+    torch.save(model.values(), f"{folder}/plain.pt")
+    return [float(v.sum()) for v in model.values()]
+
+
+def run_back(folder: str) -> float:
+    with hsdp.init_mesh(2, 2) as mesh:
+        join_torch(mesh, folder)
+        run = Run(mesh, "float32")
+        run.load(f"{folder}/plain")
+        run.step(STEPS + 1, 4)
+        dist.destroy_process_group()
+        return max(
+            float((p - q).abs().max()) if q.numel() else 0.0
+            for p, q in zip(run.model.values(), torch.load(f"{folder}/plain.pt"), strict=True)
+        )
+
+
+def test_into_the_unsharded_optimizer_and_back(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
+    ranks(4, run_save, folder)
+    run_plain(folder)
+    assert max(ranks(4, run_back, folder)) <= 1e-6
+
+
+def run_targets() -> list[list[str]]:
+    """Asked for by one rank alone, load targets change nothing of the training after them."""
+    found = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
+                            ("Adagrad", "bfloat16"), ("ASGD", "float32")):
+            hashes = []
+            for asks in (False, True):
+                run = Run(mesh, dtype, lr=0.01, cls=getattr(torch.optim, name))
+                if asks and mesh.rank == 0:
+                    state = get_optimizer_state_dict(run.model, run.optimizer)["state"]
+                    assert set(state) == {n for n, p in run.model.named_parameters()
+                                          if p.requires_grad}
+                    assert run.optimizer.param_groups[0]["lr"] == 0.01
+                    assert run.optimizer.state
+                for seed in range(3):
+                    run.step(seed, 2)
+                states = run.optimizer.full_state_dict()["state"].values()
+                hashes.append(hash_of(run.model.values() + [
+                    value for state in states for value in state.values()
+                    if isinstance(value, torch.Tensor)
+                ]))
+                run.reducer.close()
+            found.append(hashes)
+    return found
+
+
+def test_load_targets_are_local_and_forgotten(ranks: Launcher) -> None:
+    found = ranks(2, run_targets)
+    assert found[0] == found[1]
+    for without, asked in found[0]:
+        assert without == asked
+
+
+def run_before_the_first_step(folder: str) -> list[str]:
+    """Saved before it began, a training begins as any other."""
+    hashes = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        join_torch(mesh, folder)
+        for dtype in DTYPES:
+            run = Run(mesh, dtype, lr=0.01)
+            run.save(f"{folder}/start_{dtype}")
+            for resumed in (False, True):
+                if resumed:
+                    run.reducer.close()
+                    run = Run(mesh, dtype)
+                    run.load(f"{folder}/start_{dtype}")
+                for seed in range(2):
+                    run.step(seed, 2)
+                hashes.append(hash_of(run.model.values()))
+            run.reducer.close()
+        dist.destroy_process_group()
+    return hashes
+
+
+def test_a_checkpoint_of_the_start(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    for found in ranks(2, run_before_the_first_step, str(tmp_path)):
+        assert found[0] == found[1] and found[2] == found[3]
+
+
+def run_other_ways(folder: str) -> list[str]:
+    """Flattened, saved behind the training's back, and as a whole."""
+    done = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        join_torch(mesh, folder)
+        for dtype in DTYPES:
+            run = Run(mesh, dtype, lr=0.01)
+            for seed in range(STEPS):
+                run.step(seed, 2)
+            flat = StateDictOptions(flatten_optimizer_state_dict=True)
+            weights, state = get_state_dict(run.model, run.optimizer, options=flat)
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/flat_{dtype}")
+            weights, state = get_state_dict(run.model, run.optimizer)
+            saving: Any = dcp.async_save({"model": weights, "optim": state},
+                                         checkpoint_id=f"{folder}/async_{dtype}")
+            whole = run.optimizer.full_state_dict()
+            names = [n for g in groups(run.model) for p in g["params"]
+                     for n, q in run.model.named_parameters() if q is p]
+            whole["state"] = {names[i]: s for i, s in whole["state"].items()}
+            for group in whole["param_groups"]:
+                group["params"] = [names[i] for i in group["params"]]
+            weights = copy.deepcopy(run.model.state_dict())
+            run.step(STEPS, 2)  # while it saves
+            wanted = hash_of(run.model.values())
+            saving.result()
+            run.reducer.close()
+
+            run = Run(mesh, dtype)
+            run.load(f"{folder}/async_{dtype}")
+            run.step(STEPS, 2)
+            assert hash_of(run.model.values()) == wanted
+            done.append("async")
+            run.reducer.close()
+
+            for fresh in (True, False):
+                run = Run(mesh, dtype)
+                if not fresh:
+                    run.step(7, 2)
+                loaded, state = get_state_dict(run.model, run.optimizer, options=flat)
+                state_dict = {"model": loaded, "optim": state}
+                dcp.load(state_dict, checkpoint_id=f"{folder}/flat_{dtype}")
+                set_state_dict(run.model, run.optimizer, model_state_dict=state_dict["model"],
+                               optim_state_dict=state_dict["optim"], options=flat)
+                run.step(STEPS, 2)
+                assert hash_of(run.model.values()) == wanted
+                done.append("flat")
+                run.reducer.close()
+
+            for from_first in (False, True):
+                run = Run(mesh, dtype)
+                run.model.load_state_dict(weights)
+                set_optimizer_state_dict(
+                    run.model, run.optimizer, whole if mesh.rank == 0 or not from_first else {},
+                    options=StateDictOptions(full_state_dict=True,
+                                             broadcast_from_rank0=from_first),
+                )
+                run.step(STEPS, 2)
+                assert hash_of(run.model.values()) == wanted
+                done.append("whole")
+                run.reducer.close()
+        dist.destroy_process_group()
+    return done
+
+
+def test_flattened_async_and_whole(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    wanted = ["async", "flat", "flat", "whole", "whole"] * 2
+    assert ranks(2, run_other_ways, str(tmp_path)) == [wanted] * 2
+
+
+def run_bad(folder: str) -> list[str]:
+    """What does not fit is refused, and the training goes on as if nothing had been."""
+    errors = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        join_torch(mesh, folder)
+        run = Run(mesh, "bfloat16", lr=0.01)
+        run.step(0, 2)
+        wanted = hash_of(run.model.values())
+        state: Any = get_optimizer_state_dict(run.model, run.optimizer)
+        dcp.save({"optim": state}, checkpoint_id=f"{folder}/truncated")
+        del state["state"]["first.bias"]["exp_avg_sq"]
+        dcp.save({"optim": state}, checkpoint_id=f"{folder}/lacks")
+        if mesh.rank == 0:
+            for file in pathlib.Path(f"{folder}/truncated").glob("*.distcp"):
+                with file.open("r+b") as opened:
+                    opened.truncate(file.stat().st_size // 2)
+        dist.barrier()
+        run.reducer.close()
+
+        run = Run(mesh, "bfloat16", lr=0.01)
+        for name in ("lacks", "truncated"):
+            try:
+                state = get_optimizer_state_dict(run.model, run.optimizer)
+                dcp.load({"optim": state}, checkpoint_id=f"{folder}/{name}")
+            except BaseException as error:  # its CheckpointException is no Exception
+                errors.append(f"{type(error).__name__} {error}")
+        other = nn.Linear(4, 4)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(other)
+        small = ShardedOptimizer(torch.optim.AdamW, other, reducer)
+        with pytest.raises(hsdp.UsageError) as refused:
+            small.load_state_dict(run.optimizer.state_dict())
+        errors.append(str(refused.value))
+        assert not small.state
+        run.step(0, 2)
+        assert hash_of(run.model.values()) == wanted
+        dist.destroy_process_group()
+    return errors
+
+
+def test_checkpoints_that_do_not_fit(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    for lacks, truncated, other in ranks(2, run_bad, str(tmp_path)):
+        assert "optim.state.first.bias.exp_avg_sq" in lacks
+        assert "CheckpointException" in truncated
+        assert "parameter groups of [2], got [7, 2]" in other
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+def test_only_steps_of_zeros_make_targets(mesh: hsdp.Mesh) -> None:
+    run = Run(mesh, "float32", lr=0.0)
+    with pytest.raises(hsdp.UsageError, match="finished step"):
+        run.optimizer.step()
+    run.step(0, 1)  # a warm-up's first step has a learning rate of zero
+    assert float(run.optimizer.state[run.model.gain]["step"]) == 1.0
+    for p in run.model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(hsdp.UsageError, match="last=True between"):
+        run.optimizer.step()

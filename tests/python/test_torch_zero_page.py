@@ -39,7 +39,8 @@ def printed(block: str, folder: pathlib.Path) -> float:
 
 
 def test_the_examples(page: str, tmp_path: pathlib.Path) -> None:
-    window, optimizer, gather = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    window, optimizer, checkpoint, gather = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert printed(window, tmp_path) < 3  # from 4.2, the logarithm of 64
     assert printed(optimizer, tmp_path) > 0
-    compile(gather, "gather", "exec")  # a part of a loop
+    for part in (checkpoint, gather):  # of a loop
+        compile(part, "part", "exec")

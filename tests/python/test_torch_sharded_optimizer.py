@@ -15,6 +15,7 @@ from conftest import Launcher
 from torch import nn
 
 import hsdp
+from hsdp.torch import sharded_optimizer
 from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -123,10 +124,14 @@ def run_training(replicate: int, shard: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     errors, hashes, norms = [], [], []
     with hsdp.init_mesh(replicate, shard) as mesh:
-        for stage, clip, microbatches in ((1, None, 3), (2, None, 3), (1, 0.3, 3), (2, 0.3, 3),
-                                          (2, 0.3, 3), (1, 0.3, 1), (2, 0.3, 1)):
+        for stage, clip, microbatches, fused in (
+            (1, None, 3, False), (2, None, 3, False), (1, 0.3, 3, False), (2, 0.3, 3, False),
+            (2, 0.3, 3, False), (1, 0.3, 1, False), (2, 0.3, 1, False), (1, 0.3, 1, True),
+            (2, 0.3, 1, True),
+        ):
             model, alone = make_model(), make_model()
-            reducer, optimizer = sharded(mesh, model, stage=stage, max_grad_norm=clip, lr=1e-2)
+            reducer, optimizer = sharded(mesh, model, stage=stage, max_grad_norm=clip, lr=1e-2,
+                                         fused=fused)
             reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
             for step in range(20):
                 generator = torch.Generator().manual_seed(step)
@@ -167,6 +172,7 @@ def test_training_equals_unsharded_adamw(ranks: Launcher, replicate: int, shard:
         hashes = one["hashes"]
         assert hashes[3] == hashes[4], "a second run"
         assert hashes[5] == hashes[6], "stages 1 and 2 with one microbatch"
+        assert hashes[7] == hashes[8], "the same of a fused optimizer, which clips on its way"
 
 
 def run_sixteen_bits() -> list[str]:
@@ -399,6 +405,51 @@ def test_an_overflow_skips_the_step(ranks: Launcher) -> None:
     assert ranks(2, run_overflow) == [{"steps": [2.0], "calls": 3}] * 2
 
 
+def run_on_the_host(dtype: str, fused: bool) -> list[bool]:
+    """Masters and states in other memory, as beside a GPU: the same bits as without. With `fused`
+    the update skips by itself, too."""
+    torch.set_num_threads(1)
+    equal = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        runs = []
+        for offloads in (False, True):
+            model = make_model(getattr(torch, dtype))
+            if offloads:
+                sharded_optimizer._is_offloaded = lambda offload, reducer: True
+                if fused:
+                    ShardedOptimizer._skips_by_itself = ShardedOptimizer._is_fused
+            runs.append((model, *sharded(mesh, model, lr=1e-2, max_grad_norm=3.0, fused=fused)))
+        for seed in range(6):
+            for model, reducer, optimizer in runs:
+                with reducer.microbatch(last=True):
+                    assign(model, seed, mesh.rank)
+                    if seed == 2 and mesh.rank == 1:
+                        model[0].weight.grad[0, 0] = torch.inf
+                optimizer.step()
+                assert optimizer.step_was_skipped is (seed == 2)
+                if seed == 3:
+                    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+                    for p in model.parameters():
+                        assert optimizer.master(p).device.type == "cpu"
+                if seed == 4:
+                    optimizer.load_state_dict(runs[0][2].full_state_dict())
+            for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+                equal.append(torch.equal(p, q))
+        one, other = (run[2].full_state_dict()["state"] for run in runs)
+        for number, state in one.items():
+            assert state.keys() == other[number].keys()
+            equal += [torch.equal(value, other[number][key]) for key, value in state.items()]
+            assert float(state["step"]) == 5
+    return equal
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloaded_states_have_the_same_bits(ranks: Launcher, dtype: str, fused: bool) -> None:
+    for found in ranks(2, run_on_the_host, dtype, fused):
+        assert len(found) > 50 and all(found)
+
+
 def run_scaler(own: bool) -> list[float]:
     torch.set_num_threads(1)
     scales = []
@@ -504,6 +555,8 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "got AdamW, which raised TypeError" in make(unknown=3)
     assert "stage 1 or 2, got 3" in make(stage=3)
     assert "max_grad_norm above 0" in make(max_grad_norm=0.0)
+    assert "offload None or 'host', got 'disk'" in make(offload="disk")
+    assert "on a mesh of GPUs, got it on the CPU" in make(offload="host")
     assert "one of shape (2, 7)" in make(params=nn.Linear(7, 2))
     assert "got a Reducer without" in make(params=nn.ReLU())
     assert "a Tensor" in make(params=model.gain.data)

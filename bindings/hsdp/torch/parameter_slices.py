@@ -21,15 +21,22 @@ class ParameterSlice:
     """This rank's slice of one parameter."""
 
     def __init__(
-        self, name: str, parameter: torch.nn.Parameter, reducer: Reducer, states: frozenset[str]
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        reducer: Reducer,
+        states: frozenset[str],
+        offloaded: bool,
     ) -> None:
         self.name = name
         self.parameter = parameter
         self.reducer = reducer
         self.states = states  # of its optimizer that have an element for each of its own
+        self.offloaded = offloaded
         place = reducer.slice(name)
         self.offset, self.count = place.offset, place.count
         self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
+        self.gradient: torch.Tensor  # the Reducer's shard, which stays where it is
         self.bind()
 
     def bind(self) -> None:
@@ -55,9 +62,14 @@ class ParameterSlice:
             )
 
     @property
-    def has_own_master(self) -> bool:
-        """Whether the master is other memory than the parameter's: of 16 bits."""
+    def is_rounded(self) -> bool:
+        """Whether the master has more bits than the parameter, and so is a state."""
         return self.own.dtype is not torch.float32
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master is other memory than the parameter's: of 16 bits, or offloaded."""
+        return self.offloaded or self.is_rounded
 
 
 def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -66,33 +78,62 @@ def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Masters:
-    """fp32 masters of all slices of one 16-bit dtype, and what they were rounded to."""
+    """fp32 masters of all slices of one dtype, and what they were rounded to. Offloaded ones are in
+    pinned host memory, and so are their gradients.
+    """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
         self._slices = slices
         self._counts = [one.count for one in slices]
+        self._offloaded = slices[0].offloaded
         self._rounded = self._read()
-        self._flat = self._rounded.float()
+        self._flat = self._empty(torch.float32).copy_(self._rounded)
         for one, part in zip(slices, self._flat.split(self._counts), strict=True):
             one.master = torch.nn.Parameter(part)
 
-    def _read(self) -> torch.Tensor:
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         own = self._slices[0].own
-        now = torch.empty(sum(self._counts), dtype=own.dtype, device=own.device)
+        device = torch.device("cpu") if self._offloaded else own.device
+        pinned = self._offloaded and own.is_cuda
+        return torch.empty(sum(self._counts), dtype=dtype, device=device, pin_memory=pinned)
+
+    def _read(self) -> torch.Tensor:
+        now = self._empty(self._slices[0].own.dtype)
         torch._foreach_copy_(list(now.split(self._counts)), [one.own for one in self._slices])
         return now
+
+    def offload_gradients(self) -> None:
+        """Gives offloaded masters gradients beside them."""
+        if self._offloaded:
+            parts = self._empty(torch.float32).split(self._counts)
+            for one, part in zip(self._slices, parts, strict=True):
+                one.master.grad = part
+
+    def fetch_gradients(self) -> None:
+        """Before an update."""
+        if self._offloaded:
+            torch._foreach_copy_(
+                [one.master.grad for one in self._slices], [one.gradient for one in self._slices]
+            )
 
     def reread(self) -> None:
         """Takes over elements that somebody else has written since they were rounded."""
         now = self._read()
-        written = now.view(torch.int16) != self._rounded.view(torch.int16)
+        bits = torch.int16 if now.dtype.itemsize == 2 else torch.int32
+        written = now.view(bits) != self._rounded.view(bits)
         if self._flat.is_cuda or bool(written.any()):
             self._flat.copy_(torch.where(written, now.float(), self._flat))
             self._rounded = now
 
     def mark_rounded(self) -> None:
-        """The parameters have the masters' values."""
+        """The parameters have the masters' values, or get them from the gather."""
         self._rounded.copy_(self._flat)
+
+    def load_parameters(self) -> None:
+        """Gives the own slices the values of offloaded masters, which the gather cannot read."""
+        if self._offloaded:
+            parts = list(self._rounded.split(self._counts))
+            torch._foreach_copy_([one.own for one in self._slices], parts)
 
 
 class SliceStates:
@@ -105,7 +146,7 @@ class SliceStates:
     def __init__(self, outer: Any, inner: Any, slices: Sequence[ParameterSlice]) -> None:
         self._outer, self._inner, self._slices = outer, inner, slices
         self._masters = [
-            (one, one.master.detach()) for one in slices if one.has_own_master
+            (one, one.master.detach()) for one in slices if one.is_rounded
         ]
         self._known: list[Any] = []  # those outside, as they were at the end of the last step
         self._known_inside: list[Any] = []
@@ -131,7 +172,7 @@ class SliceStates:
         if not self._known or not _are_same(self._inner.values(), self._known_inside):
             for one in self._slices:
                 state = self._inner.get(one.master)
-                if state or one.has_own_master:
+                if state or one.is_rounded:
                     self._outer[one.parameter] = self._inner[one.master]
             self._with_master = [(self._outer[one.parameter], m) for one, m in self._masters]
             self._known, self._known_inside = [*self._outer.values()], [*self._inner.values()]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from hsdp.torch.parameter_slices import (
     refuse,
 )
 from hsdp.zero.parameter_gather import ParameterGather
+
+_EPSILON = 1e-6  # torch's, and the Reducer's, when they clip
 
 _owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -54,6 +57,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
       every microbatch: what `last=False` means.
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
     - `gather_bucket_bytes`: small parameters are gathered together in messages of at most so many.
+    - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
+      gradients and new values cross the bus. Not run on a GPU yet.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
     since the last step (load_state_dict, `.data`) are taken over at the next one; `.data` that is
@@ -81,6 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stage: int = 2,
         max_grad_norm: float | None = None,
         gather_bucket_bytes: int = 4 << 20,
+        offload: str | None = None,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -88,6 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None and not max_grad_norm > 0:
             refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
         self._reducers = _reducers(reducer)
+        offloaded = _is_offloaded(offload, self._reducers[0])
         self._max_grad_norm = max_grad_norm
         self._built = False
         groups = _groups(params)
@@ -97,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for one in self._reducers:
             one.prepare()
         shards = [
-            [ParameterSlice(*place, states=of_group) for place in places]
+            [ParameterSlice(*place, of_group, offloaded) for place in places]
             for places, of_group in zip(found, states, strict=True)
         ]
         self._shards = list(itertools.chain.from_iterable(shards))
@@ -124,8 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._built = True
         #: the norm of all gradients before the last step clipped them
         self.grad_norm: Any = None
-        #: whether the last step changed nothing, as a gradient was not finite
-        self.step_was_skipped = False
+        self._skipped: Any = False
 
     def _place_of(self, parameter: torch.nn.Parameter) -> tuple[str, torch.nn.Parameter, Reducer]:
         for reducer in self._reducers:
@@ -175,7 +181,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_gather(self, reducer: Reducer) -> ParameterGather:
         shards = [shard for shard in self._shards if shard.reducer is reducer]
-        masters = {s.name: s.master.detach() for s in shards if s.has_own_master}
+        masters = {
+            s.name: s.master.detach() for s in shards if s.has_own_master and not s.offloaded
+        }
         return ParameterGather(reducer, {s.name: s.whole for s in shards}, masters, self._unit_bytes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -252,22 +260,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "those of the step before; end the step with last=True between two calls of step()",
                 )
         with self._ending_the_mesh("step"), torch.no_grad():
-            self.step_was_skipped = self._found_inf()
-            if not self.step_was_skipped:
+            if self._skips_by_itself():
+                self._skipped = self._inner.found_inf = self._found_inf_tensor()
                 self._update()
+                del self._inner.found_inf
+            else:
+                self._skipped = self._found_inf()
+                if not self._skipped:
+                    self._update()
             _taken.update(zip(self._reducers, steps, strict=True))
         return loss
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, as a gradient was not finite."""
+        return bool(self._skipped)
+
+    # Fused optimizers clip and skip on their way.
+    def _is_fused(self) -> bool:
+        return getattr(self._inner, "_step_supports_amp_scaling", False)
+
+    # So that the host need not wait for a GPU to know; the gather then has unchanged values.
+    def _skips_by_itself(self) -> bool:
+        return self._is_fused() and self._shards[0].master.is_cuda
+
     def _found_inf(self) -> bool:
         return any([reducer.found_inf() for reducer in self._reducers])  # each is collective
+
+    def _found_inf_tensor(self) -> torch.Tensor:
+        return torch.stack([one.found_inf_tensor() for one in self._reducers]).amax()
 
     def _update(self) -> None:
         if self._are_targets:
             self.state.clear()
             self._are_targets = False
         self._reread_written()
-        if self._max_grad_norm is not None:
-            self.grad_norm = clip_grad_norm_(self._reducers, self._max_grad_norm)
+        with self._clipping():
+            self._run_inner()
+        self._gather()
+
+    # Else it takes a pass over the gradients.
+    @contextlib.contextmanager
+    def _clipping(self) -> Iterator[None]:
+        most = self._max_grad_norm
+        if most is None or not self._is_fused():
+            if most is not None:
+                self.grad_norm = clip_grad_norm_(self._reducers, most)
+            yield
+            return
+        self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
+        device = self._shards[0].master.device
+        norm = torch.as_tensor(self.grad_norm, dtype=torch.float32, device=device)
+        self._inner.grad_scale = ((norm + _EPSILON) / most).clamp(min=1.0)
+        try:
+            yield
+        finally:
+            del self._inner.grad_scale
+
+    def _run_inner(self) -> None:
+        for masters in self._masters:
+            masters.fetch_gradients()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
         self._states.lend()
@@ -275,17 +327,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._states.take_back()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))  # some count there
-        self._gather()
 
     # What this rank has updated is all ranks' from here on.
     def _gather(self) -> None:
         for reducer in self._moved:
             self._gathers[reducer] = self._make_gather(reducer)  # collective: moved on all ranks
         self._moved.clear()
-        for gather in self._gathers.values():
-            gather.start()
         for masters in self._masters:
             masters.mark_rounded()
+            masters.load_parameters()
+        for gather in self._gathers.values():
+            gather.start()
         for gather in self._gathers.values():
             gather.wait_all()
         for shard in self._copied:
@@ -296,13 +348,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         (set_loss_scale). 1 where a gradient of any rank is not finite, and then they stay.
         """
         self._take_gradients()
-        self.step_was_skipped = self._found_inf()  # a scaler that hears of it calls no step()
-        if self.step_was_skipped:
+        self._skipped = self._found_inf()  # a scaler that hears of it calls no step()
+        if self._skipped:
             return torch.ones_like(inverse_scale)
         for reducer in self._reducers:
             factor = inverse_scale * reducer._loss_scale
             if float(factor) != 1.0:
-                grads = [s.master.grad for s in self._shards if s.reducer is reducer]
+                grads = [s.gradient for s in self._shards if s.reducer is reducer]
                 torch._foreach_mul_(grads, factor.to(grads[0].device))
         return torch.zeros_like(inverse_scale)
 
@@ -315,7 +367,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             reducer.shard(first)
         if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
             for shard in self._shards:
-                shard.master.grad = torch.from_dlpack(shard.reducer.shard(shard.name))
+                shard.gradient = torch.from_dlpack(shard.reducer.shard(shard.name))
+                if not shard.offloaded:
+                    shard.master.grad = shard.gradient
+            for masters in self._masters:
+                masters.offload_gradients()
         return [reducer._handle.step_number() for reducer in self._reducers]
 
     # What others have written since. A master of 32 bits is the parameter's own memory.
@@ -364,7 +420,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state = optimizer.state.get(slice_, {})
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"].zero_()  # saved as it is, it is that of a first step
-                if shard.has_own_master:
+                if shard.is_rounded:
                     state["master"] = shard.master.detach().clone()
                 if state:
                     self.state[shard.parameter] = state
@@ -379,7 +435,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard in self._shards:
             number = numbers[id(shard.parameter)]
             own = dict(state["state"].get(number, {}))
-            if shard.has_own_master:
+            if shard.is_rounded:
                 own.setdefault("master", shard.master.detach())
             if own:
                 state["state"][number] = {
@@ -430,12 +486,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             arrays = {}
             for shard, part in parts.items():
                 if shard.reducer is reducer:
-                    whole = part.new_empty(shard.parameter.shape)
+                    whole = torch.empty(
+                        shard.parameter.shape, dtype=part.dtype, device=shard.parameter.device
+                    )
                     shard.part_of(whole).copy_(part)
                     arrays[shard.name] = whole
                     result.append((shard, whole))
             reducer.gather_parameters(arrays)
-        return result
+        return [(shard, whole.to(parts[shard].device)) for shard, whole in result]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` gave on this rank of the same mesh, or `full_state_dict()` on
@@ -460,7 +518,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._require_states(loaded)
         self._are_targets = False
         for shard, state in zip(self._shards, loaded, strict=True):
-            if shard.has_own_master:
+            if shard.is_rounded:
                 master = shard.master.detach()
                 state["master"] = master.copy_(state.get("master", master))
             self.state[shard.parameter] = state
@@ -508,6 +566,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "mesh, or by torch.distributed.checkpoint",
             )
         return part.to(shard.master.device, torch.float32, copy=True)
+
+
+def _is_offloaded(offload: Any, reducer: Reducer) -> bool:
+    if offload not in (None, "host"):
+        refuse("offload None or 'host'", repr(offload))
+    if offload == "host" and reducer.mesh.device == "cpu":
+        refuse("offload='host' on a mesh of GPUs", "it on the CPU, whose memory that is already")
+    return bool(offload == "host")
 
 
 def _reducers(given: Any) -> list[Reducer]:

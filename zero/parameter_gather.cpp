@@ -18,6 +18,10 @@ using reducer::GatherUnit;
 
 constexpr const char* kWhere = "zero: parameter gather";
 
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 void check_master(const GatheredParameter& parameter, const Slice& own) {
   const TensorView& master = parameter.master;
   if (master.data == nullptr && master.count == 0) return;
@@ -60,6 +64,7 @@ struct ParameterGather::Parts {
   mutable std::mutex mutex;
   std::vector<Event> gathered;  // by unit
   GatherStats stats;
+  std::vector<GatherTime> times;  // by unit
   std::unique_ptr<GatherLane> lane;  // the last: its tasks use the rest
 };
 
@@ -96,10 +101,12 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
     }
   }
   gathered.resize(units.size());
+  times.resize(units.size());
   return lines;
 }
 
 void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group, Stream& stream) {
+  const double begin_s = now_s();
   std::int64_t bytes = 0;
   for (const FullArray& full : units[unit]) {
     bytes += static_cast<std::int64_t>(full.array.size_in_bytes());
@@ -114,8 +121,9 @@ void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group,
     kernels::scale_and_cast(args, stream);
   }
   reducer::gather_unit(shard_group, layout, units[unit], stream);
-  if (shard_group.size() == 1) return;
   const std::scoped_lock lock(mutex);
+  times[unit] = {begin_s, now_s()};
+  if (shard_group.size() == 1) return;
   ++stats.gather_count;
   stats.bytes += bytes;
 }
@@ -168,11 +176,11 @@ int ParameterGather::find(std::string_view name) const {
 void ParameterGather::wait(int parameter) {
   const Event event = ready(parameter);
   if (event.complete()) return event.wait();  // throws what went wrong
-  const auto begin = std::chrono::steady_clock::now();
+  const double begin_s = now_s();
   event.wait();
-  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+  const double waited_s = now_s() - begin_s;
   const std::scoped_lock lock(parts_->mutex);
-  parts_->stats.exposed_s += waited.count();
+  parts_->stats.exposed_s += waited_s;
 }
 
 void ParameterGather::wait_all() {
@@ -193,6 +201,11 @@ void ParameterGather::fence(Stream& writer) const {
 GatherStats ParameterGather::stats() const {
   const std::scoped_lock lock(parts_->mutex);
   return parts_->stats;
+}
+
+std::vector<GatherTime> ParameterGather::last_times() const {
+  const std::scoped_lock lock(parts_->mutex);
+  return parts_->times;
 }
 
 }  // namespace hsdp::zero

@@ -52,6 +52,12 @@ struct GatherStats {
   double exposed_s = 0;           // for which wait() has held up the host
 };
 
+// In seconds of the steady clock. On a GPU: when it was enqueued.
+struct GatherTime {
+  double begin_s = 0;
+  double end_s = 0;
+};
+
 class ParameterGather {
  public:
   static constexpr std::int64_t kUnitBytes = std::int64_t{4} << 20;
@@ -84,6 +90,7 @@ class ParameterGather {
   void fence(Stream& writer) const;
 
   [[nodiscard]] GatherStats stats() const;
+  [[nodiscard]] std::vector<GatherTime> last_times() const;  // by unit; 0 before the first
 
  private:
   struct Parts;

@@ -99,6 +99,13 @@ class GatherHandle {
     d["exposed_s"] = stats.exposed_s;
     return d;
   }
+  [[nodiscard]] std::vector<std::pair<double, double>> last_times() const {
+    std::vector<std::pair<double, double>> all;
+    for (const zero::GatherTime& one : gather_->last_times()) {
+      all.emplace_back(one.begin_s, one.end_s);
+    }
+    return all;
+  }
 
  private:
   TensorView view(py::handle array, const std::string& what) {
@@ -126,7 +133,8 @@ void bind_parameter_gather(py::module_& module) {
       .def("abort", &GatherHandle::abort)
       .def("find", &GatherHandle::find)
       .def("units", &GatherHandle::units)
-      .def("stats", &GatherHandle::stats);
+      .def("stats", &GatherHandle::stats)
+      .def("last_times", &GatherHandle::last_times);
 }
 
 }  // namespace hsdp::python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ def run_gathers(replicate: int, shard: int, dtype: str, unit_bytes: int) -> dict
             gather.fence()
             for name, own in slices.items():
                 masters[name][:] = value(name, step).reshape(-1)[own.offset : own.offset + own.count]
+            began = time.monotonic()
             gather.start()
             gather.wait("bias")
             assert gather.is_ready("bias")
@@ -40,6 +42,9 @@ def run_gathers(replicate: int, shard: int, dtype: str, unit_bytes: int) -> dict
             gather.wait_all()
             for name, array in arrays.items():
                 assert np.array_equal(array, value(name, step).astype(dtype)), name
+        times = gather.last_times()
+        assert set(times) == {name for name in SHAPES if np.prod(SHAPES[name]) > 0}
+        assert all(began <= begin <= end <= time.monotonic() for begin, end in times.values())
         stats = gather.stats()
         units = len(gather._handle.units())
         with pytest.raises(hsdp.UsageError, match="'unknown'"):

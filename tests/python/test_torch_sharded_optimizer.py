@@ -73,6 +73,17 @@ def run_step(reducer: hsdp.Reducer, model: nn.Module, seed: int, rank: int) -> N
         assign(model, seed, rank)
 
 
+def step_both(
+    reducer: hsdp.Reducer, model: nn.Module, optimizer: ShardedOptimizer, seed: int,
+    alone: nn.Module, reference: torch.optim.Optimizer,
+) -> None:
+    """The unsharded optimizer has the mean of all ranks' gradients."""
+    run_step(reducer, model, seed, reducer.mesh.rank)
+    optimizer.step()
+    assign_mean(alone, seed, reducer.mesh.size)
+    reference.step()
+
+
 def require_equal(model: nn.Module, other: nn.Module, fused: bool = False) -> None:
     """To the bit; but torch itself rounds otherwise where strides differ, and in fused optimizers
     at the end of an array that does not fill a vector."""
@@ -101,10 +112,7 @@ def run_every_optimizer(replicate: int, shard: int) -> int:
             reducer, optimizer = sharded(mesh, model, cls, **options)
             reference = cls(alone.parameters(), **options)
             for step in range(4):
-                run_step(reducer, model, step, mesh.rank)
-                optimizer.step()
-                assign_mean(alone, step, mesh.size)
-                reference.step()
+                step_both(reducer, model, optimizer, step, alone, reference)
                 require_equal(model, alone, options.get("fused", False))
             equal += 1
             reducer.close()
@@ -186,10 +194,7 @@ def run_sixteen_bits() -> list[str]:
             reference = torch.optim.AdamW(alone.parameters(), lr=1e-3)
 
             def step(seed: int) -> None:
-                run_step(reducer, model, seed, mesh.rank)
-                optimizer.step()
-                assign_mean(alone, seed, mesh.size)
-                reference.step()
+                step_both(reducer, model, optimizer, seed, alone, reference)
                 for p, q in zip(model.parameters(), alone.parameters(), strict=True):
                     assert torch.equal(p, q.to(dtype))
                     own = optimizer.master(p)
@@ -239,10 +244,7 @@ def run_writes() -> list[str]:
         reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
 
         def step(seed: int) -> None:
-            run_step(reducer, model, seed, mesh.rank)
-            optimizer.step()
-            assign_mean(alone, seed, mesh.size)
-            reference.step()
+            step_both(reducer, model, optimizer, seed, alone, reference)
             require_equal(model, alone)
 
         def loaded(m: nn.Module) -> None:
@@ -603,10 +605,7 @@ def run_whole() -> list[str]:
             reducer, optimizer = sharded(mesh, model, lr=1e-2)
             reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
             for seed in range(4):
-                run_step(reducer, model, seed, mesh.rank)
-                optimizer.step()
-                assign_mean(alone, seed, mesh.size)
-                reference.step()
+                step_both(reducer, model, optimizer, seed, alone, reference)
                 writes = seed % 2 == 0
                 with optimizer.whole_parameters(write_back=writes) as whole:
                     for name, p in alone.named_parameters():
@@ -674,10 +673,7 @@ def run_states() -> list[str]:
         for p in model.parameters():
             assert not optimizer.state[p].get("momentum_buffer")  # fills a defaultdict
         for seed in range(3):
-            run_step(reducer, model, seed, mesh.rank)
-            optimizer.step()
-            assign_mean(alone, seed, mesh.size)
-            reference.step()
+            step_both(reducer, model, optimizer, seed, alone, reference)
             require_equal(model, alone)
             if seed == 1:
                 optimizer.state.clear()
@@ -704,10 +700,7 @@ def run_states() -> list[str]:
         reducer, optimizer = sharded(mesh, model, Counting, lr=0.1)
         counting = Counting(alone.parameters(), lr=0.1)
         for seed in range(3):
-            run_step(reducer, model, seed, mesh.rank)
-            optimizer.step()
-            assign_mean(alone, seed, mesh.size)
-            counting.step()
+            step_both(reducer, model, optimizer, seed, alone, counting)
             require_equal(model, alone)
         assert optimizer.param_groups[0]["k"] == 3
         done.append("counts")
@@ -742,10 +735,7 @@ def run_swaps() -> list[str]:
             reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
 
             def step(seed: int) -> None:
-                run_step(reducer, model, seed, mesh.rank)
-                optimizer.step()
-                assign_mean(alone, seed, mesh.size)
-                reference.step()
+                step_both(reducer, model, optimizer, seed, alone, reference)
                 for p, q in zip(model.parameters(), alone.parameters(), strict=True):
                     assert torch.equal(p, q.to(dtype))
 

@@ -59,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `gather_bucket_bytes`: small parameters are gathered together in messages of at most so many.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
       gradients and new values cross the bus. Not run on a GPU yet.
+    - `master_dtype`: "f32", whatever the parameters have; moments of 16 bits make training stall.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
     since the last step (load_state_dict, `.data`) are taken over at the next one; `.data` that is
@@ -87,10 +88,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         gather_bucket_bytes: int = 4 << 20,
         offload: str | None = None,
+        master_dtype: str = "f32",
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
             refuse("stage 1 or 2", repr(stage))
+        if master_dtype != "f32":
+            refuse("a master_dtype of 'f32', which training needs", repr(master_dtype))
         if max_grad_norm is not None and not max_grad_norm > 0:
             refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
         self._reducers = _reducers(reducer)

@@ -68,6 +68,7 @@ class ParameterGather:
                     f"zero: parameter gather: expected an array of '{name}', which has a master, "
                     "got none"
                 )
+        self._names = tuple(arrays)
         self._handle = _hsdp.ParameterGather(
             reducer._handle, dict(arrays), dict(masters or {}), operator.index(unit_bytes)
         )
@@ -103,3 +104,13 @@ class ParameterGather:
     def stats(self) -> GatherStats:
         """Counts of gathers, and how long they were waited for."""
         return GatherStats(**self._handle.stats())
+
+    def last_times(self) -> dict[str, tuple[float, float]]:
+        """When the last gather of each parameter began and ended, in seconds of time.monotonic(). On a
+        GPU: when it was enqueued. Parameters without elements are not gathered.
+        """
+        return {
+            self._names[parameter]: times
+            for unit, times in zip(self._handle.units(), self._handle.last_times(), strict=True)
+            for parameter in unit
+        }

@@ -64,7 +64,7 @@ struct ParameterGather::Parts {
   mutable std::mutex mutex;
   std::vector<Event> gathered;  // by unit
   GatherStats stats;
-  std::vector<GatherTime> times;  // by unit
+  std::vector<GatherTime> times;     // by unit
   std::unique_ptr<GatherLane> lane;  // the last: its tasks use the rest
 };
 

@@ -22,19 +22,22 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+std::string text(const TensorView& view) {
+  return std::to_string(view.count) + " " + std::string(name(view.dtype)) + " on " +
+         to_string(view.device);
+}
+
 void check_master(const GatheredParameter& parameter, const Slice& own) {
   const TensorView& master = parameter.master;
   if (master.data == nullptr && master.count == 0) return;
   const std::string where = std::string(kWhere) + ": master of '" + parameter.name + "'";
-  const auto text = [](std::int64_t count, Dtype dtype, Device device) {
-    return std::to_string(count) + " " + std::string(name(dtype)) + " on " + to_string(device);
-  };
   if (master.count != own.count || master.dtype != Dtype::kF32 ||
       master.device != parameter.array.device) {
     throw UsageError(
         {.where = where,
-         .expected = text(own.count, Dtype::kF32, parameter.array.device) + ", this rank's slice",
-         .got = text(master.count, master.dtype, master.device)});
+         .expected = text({nullptr, own.count, Dtype::kF32, parameter.array.device}) +
+                     ", this rank's slice",
+         .got = text(master)});
   }
   if (!is_gradient_dtype(parameter.array.dtype)) {
     throw UsageError({.where = where,
@@ -188,6 +191,22 @@ void ParameterGather::wait_all() {
 }
 
 void ParameterGather::wait(int parameter, Stream& reader) const { reader.wait(ready(parameter)); }
+
+void ParameterGather::rebind(int parameter, TensorView array) {
+  GatheredParameter& one = parts_->parameters.at(static_cast<std::size_t>(parameter));
+  if (array.count != one.array.count || array.dtype != one.array.dtype ||
+      array.device != one.array.device) {
+    throw UsageError({.where = std::string(kWhere) + ": array of '" + one.name + "'",
+                      .expected = text(one.array) + ", as before",
+                      .got = text(array)});
+  }
+  one.array = array;
+  const int unit = parts_->unit_of.at(static_cast<std::size_t>(parameter));
+  if (unit < 0) return;
+  const std::vector<int>& members = parts_->members[static_cast<std::size_t>(unit)];
+  const auto place = std::find(members.begin(), members.end(), parameter) - members.begin();
+  parts_->units[static_cast<std::size_t>(unit)][static_cast<std::size_t>(place)].array = array;
+}
 
 void ParameterGather::fence(Stream& writer) const {
   std::vector<Event> gathered;

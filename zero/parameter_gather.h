@@ -86,6 +86,9 @@ class ParameterGather {
   void wait_all();
   // Lets the stream wait, on a GPU for the device's work only.
   void wait(int parameter, Stream& reader) const;
+  // From the next start on the parameter is that array, of the same count, dtype and device. Local;
+  // no gather is under way then.
+  void rebind(int parameter, TensorView array);
   // Before `writer` updates anything: it waits for every gather.
   void fence(Stream& writer) const;
 

@@ -29,20 +29,23 @@ class GatherHandle {
     for (const auto& [key, value] : arrays) {
       GatheredParameter& one = parameters.emplace_back();
       one.name = text_argument(key, "zero: parameter gather: name");
-      one.array = view(value, "zero: parameter gather: array of '" + one.name + "'");
+      one.array = view(value, "zero: parameter gather: array of '" + one.name + "'", *arrays_);
       if (masters.contains(key)) {
-        one.master = view(masters[key], "zero: parameter gather: master of '" + one.name + "'");
+        one.master = view(masters[key], "zero: parameter gather: master of '" + one.name + "'",
+                          masters_);
       }
     }
     struct Held {
       std::shared_ptr<Reducer> reducer;
-      std::vector<std::shared_ptr<const void>> arrays;
+      std::shared_ptr<Owners> arrays;
+      Owners masters;
       std::unique_ptr<ParameterGather> gather;  // the last: its end waits for what uses the rest
     };
     const OwnProcess process;
     auto held = std::make_shared<Held>();
     held->reducer = reducer.share();
-    held->arrays = std::move(held_);
+    held->arrays = arrays_;
+    held->masters = std::move(masters_);
     reducer.call([held, parameters = std::move(parameters), unit_bytes](Reducer& its) mutable {
       held->gather = std::make_unique<ParameterGather>(its, std::move(parameters), unit_bytes);
     });
@@ -81,6 +84,11 @@ class GatherHandle {
       gather_->fence(writer);
     }
   }
+  void rebind(int parameter, py::handle array) {
+    Owners owner;
+    gather_->rebind(parameter, view(array, "zero: parameter gather: array", owner));
+    arrays_->at(static_cast<std::size_t>(parameter)) = std::move(owner.front());
+  }
   // Who cannot update its slices ends the world: the others wait for them.
   void abort(const std::string& reason) {
     call_released([interrupt = interrupt_, reason] { interrupt(reason); });
@@ -108,16 +116,19 @@ class GatherHandle {
   }
 
  private:
-  TensorView view(py::handle array, const std::string& what) {
+  using Owners = std::vector<std::shared_ptr<const void>>;
+
+  TensorView view(py::handle array, const std::string& what, Owners& owners) {
     ArrayArgument argument = array_argument(array, what, *caller_);
     const TensorView view = writable(argument, what);
-    held_.push_back(hold(std::move(argument.owner)));
+    owners.push_back(hold(std::move(argument.owner)));
     return view;
   }
 
   std::shared_ptr<CallerStream> caller_;
   Interrupt interrupt_;
-  std::vector<std::shared_ptr<const void>> held_;
+  std::shared_ptr<Owners> arrays_ = std::make_shared<Owners>();  // by parameter
+  Owners masters_;
   std::shared_ptr<ParameterGather> gather_;
 };
 
@@ -130,6 +141,7 @@ void bind_parameter_gather(py::module_& module) {
       .def("is_ready", &GatherHandle::is_ready)
       .def("wait", &GatherHandle::wait)
       .def("fence", &GatherHandle::fence)
+      .def("rebind", &GatherHandle::rebind)
       .def("abort", &GatherHandle::abort)
       .def("find", &GatherHandle::find)
       .def("units", &GatherHandle::units)

@@ -45,6 +45,16 @@ def run_gathers(replicate: int, shard: int, dtype: str, unit_bytes: int) -> dict
         times = gather.last_times()
         assert set(times) == {name for name in SHAPES if np.prod(SHAPES[name]) > 0}
         assert all(began <= begin <= end <= time.monotonic() for begin, end in times.values())
+        other = {name: np.full_like(array, 7) for name, array in arrays.items()}
+        if mesh.rank == 0:  # local
+            for name, array in other.items():
+                gather.rebind(name, array)
+        gather.start()
+        gather.wait_all()
+        for name, array in (other if mesh.rank == 0 else arrays).items():
+            assert np.array_equal(array, value(name, 2).astype(dtype)), name
+        with pytest.raises(hsdp.UsageError, match="2100 .*, as before, got 5"):
+            gather.rebind("w", arrays["bias"])
         stats = gather.stats()
         units = len(gather._handle.units())
         with pytest.raises(hsdp.UsageError, match="'unknown'"):
@@ -60,7 +70,7 @@ def test_gathers_complete_parameters(
     for unit_bytes, units in ((1, 3), (1 << 20, 1)):
         for found in ranks(replicate * shard, run_gathers, replicate, shard, dtype, unit_bytes):
             assert found["units"] == units
-            assert found["count"] == (3 * units if shard > 1 else 0)
+            assert found["count"] == (4 * units if shard > 1 else 0)
             assert found["exposed"] >= 0
 
 

@@ -58,7 +58,10 @@ class FlatSlice(torch.Tensor):
 
     # Without torch's own way for wrappers, which torch.load(weights_only=True) would not take.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_flat_slice, (self._local, tuple(self.shape), self._offset)
+        local = self._local
+        if local.untyped_storage().nbytes() > local.nbytes:  # of which all would be saved
+            local = local.clone()
+        return rebuild_flat_slice, (local, tuple(self.shape), self._offset)
 
     @classmethod
     def __torch_dispatch__(
@@ -89,7 +92,12 @@ class FlatSlice(torch.Tensor):
 
     # What torch.distributed.checkpoint asks of a tensor that is not whole.
 
+    # Only a load asks. It writes into a copy, of which load_state_dict takes what is whole.
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self._local = self._local.clone()
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             for offsets, sizes in self._boxes()
@@ -103,7 +111,7 @@ class FlatSlice(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
+from hsdp.torch.elementwise_probe import ProbedStates
 
 
 def refuse(expected: str, got: str) -> NoReturn:
@@ -25,13 +24,13 @@ class ParameterSlice:
         name: str,
         parameter: torch.nn.Parameter,
         reducer: Reducer,
-        states: frozenset[str],
+        states: ProbedStates,
         offloaded: bool,
     ) -> None:
         self.name = name
         self.parameter = parameter
         self.reducer = reducer
-        self.states = states  # of its optimizer that have an element for each of its own
+        self.states = states  # of its optimizer
         self.offloaded = offloaded
         place = reducer.slice(name)
         self.offset, self.count = place.offset, place.count
@@ -83,7 +82,7 @@ class Masters:
     """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
-        self._slices = slices
+        self.slices = slices
         self._counts = [one.count for one in slices]
         self._offloaded = slices[0].offloaded
         self._rounded = self._read()
@@ -92,38 +91,49 @@ class Masters:
             one.master = torch.nn.Parameter(part)
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        own = self._slices[0].own
+        own = self.slices[0].own
         device = torch.device("cpu") if self._offloaded else own.device
         pinned = self._offloaded and own.is_cuda
         return torch.empty(sum(self._counts), dtype=dtype, device=device, pin_memory=pinned)
 
     def _read(self) -> torch.Tensor:
-        now = self._empty(self._slices[0].own.dtype)
-        torch._foreach_copy_(list(now.split(self._counts)), [one.own for one in self._slices])
+        now = self._empty(self.slices[0].own.dtype)
+        torch._foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
         return now
 
     def offload_gradients(self) -> None:
         """Gives offloaded masters gradients beside them."""
         if self._offloaded:
             parts = self._empty(torch.float32).split(self._counts)
-            for one, part in zip(self._slices, parts, strict=True):
+            for one, part in zip(self.slices, parts, strict=True):
                 one.master.grad = part
 
     def fetch_gradients(self) -> None:
         """Before an update."""
         if self._offloaded:
             torch._foreach_copy_(
-                [one.master.grad for one in self._slices], [one.gradient for one in self._slices]
+                [one.master.grad for one in self.slices], [one.gradient for one in self.slices]
             )
+
+    # Elements that somebody has written since they were rounded.
+    def _with_written(self, now: torch.Tensor) -> torch.Tensor:
+        bits = torch.int16 if now.dtype.itemsize == 2 else torch.int32
+        written = now.view(bits) != self._rounded.view(bits)
+        if self._flat.is_cuda or bool(written.any()):
+            return torch.where(written, now.float(), self._flat)
+        return self._flat
 
     def reread(self) -> None:
         """Takes over elements that somebody else has written since they were rounded."""
         now = self._read()
-        bits = torch.int16 if now.dtype.itemsize == 2 else torch.int32
-        written = now.view(bits) != self._rounded.view(bits)
-        if self._flat.is_cuda or bool(written.any()):
-            self._flat.copy_(torch.where(written, now.float(), self._flat))
+        current = self._with_written(now)
+        if current is not self._flat:
+            self._flat.copy_(current)
             self._rounded = now
+
+    def current(self) -> list[torch.Tensor]:
+        """What `reread` would make of them, not to be written. They stay as they are."""
+        return list(self._with_written(self._read()).split(self._counts))
 
     def mark_rounded(self) -> None:
         """The parameters have the masters' values, or get them from the gather."""
@@ -133,52 +143,4 @@ class Masters:
         """Gives the own slices the values of offloaded masters, which the gather cannot read."""
         if self._offloaded:
             parts = list(self._rounded.split(self._counts))
-            torch._foreach_copy_([one.own for one in self._slices], parts)
-
-
-class SliceStates:
-    """The same states in two optimizers: of parameters outside, of their slices' masters inside.
-
-    Outside, a 16-bit parameter's master is one of its states. Most steps change no dict for another
-    one, so a step compares which they are before it looks anything up.
-    """
-
-    def __init__(self, outer: Any, inner: Any, slices: Sequence[ParameterSlice]) -> None:
-        self._outer, self._inner, self._slices = outer, inner, slices
-        self._masters = [
-            (one, one.master.detach()) for one in slices if one.is_rounded
-        ]
-        self._known: list[Any] = []  # those outside, as they were at the end of the last step
-        self._known_inside: list[Any] = []
-        self._with_master: list[tuple[Any, torch.Tensor]] = []
-
-    def lend(self) -> None:
-        """Those outside are those inside; somebody may have changed or cleared them."""
-        if _are_same(self._outer.values(), self._known):
-            for state, _ in self._with_master:
-                state.pop("master", None)
-            return
-        self._known = []
-        for one in self._slices:
-            state = self._outer.get(one.parameter, {})
-            state.pop("master", None)
-            if state:
-                self._inner[one.master] = state
-            else:
-                self._inner.pop(one.master, None)
-
-    def take_back(self) -> None:
-        """Those inside are those outside."""
-        if not self._known or not _are_same(self._inner.values(), self._known_inside):
-            for one in self._slices:
-                state = self._inner.get(one.master)
-                if state or one.is_rounded:
-                    self._outer[one.parameter] = self._inner[one.master]
-            self._with_master = [(self._outer[one.parameter], m) for one, m in self._masters]
-            self._known, self._known_inside = [*self._outer.values()], [*self._inner.values()]
-        for state, master in self._with_master:
-            state["master"] = master
-
-
-def _are_same(states: Any, known: list[Any]) -> bool:
-    return len(states) == len(known) and all(map(operator.is_, states, known))
+            torch._foreach_copy_([one.own for one in self.slices], parts)

@@ -8,21 +8,24 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 
+from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.parameter_slices import (
-    Masters,
-    ParameterSlice,
-    SliceStates,
-    memory_of,
-    refuse,
+from hsdp.torch.parameter_slices import Masters, ParameterSlice, memory_of, refuse
+from hsdp.torch.slice_states import (
+    MASTER,
+    SharedStates,
+    load_target,
+    loaded_states,
+    require_alike,
+    saved_states,
 )
 from hsdp.zero.parameter_gather import ParameterGather
 
@@ -104,7 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = _groups(params)
         found = [[self._place_of(p) for p in _tensors(g) if p.requires_grad] for g in groups]
         self._require_parameters([owner for of_group in found for _, _, owner in of_group])
-        states = [require_elementwise(optimizer_class, {**options, **_settings(g)}) for g in groups]
+        states = [require_elementwise(optimizer_class, options, _settings(g)) for g in groups]
         for one in self._reducers:
             one.prepare()
         shards = [
@@ -124,11 +127,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ]
         )
         super().__init__(groups, self._inner.defaults)
-        self._states = SliceStates(self.state, self._inner.state, self._shards)
+        self._states = SharedStates(self._shards)
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
+        self.register_state_dict_post_hook(_with_slices, prepend=True)
         self._unit_bytes = gather_bucket_bytes
         self._gathers = {one: self._make_gather(one) for one in self._reducers}
-        self._moved: set[Reducer] = set()  # whose gathers know memory that is no longer used
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
             _owners[one] = weakref.ref(self)
@@ -198,34 +201,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """This rank's slice of a parameter in fp32, flat: what the optimizer updates. To be written
-        between steps; the whole parameter follows at the next one on every rank. Local.
+        between steps; the whole parameter follows at the next one on every rank. Local. What somebody
+        else has written to the parameter since the last step is taken over at the next one.
         """
-        with torch.no_grad():
-            self._reread_written()
+        self._bind_moved()
         return self._find(parameter).master.detach()
 
     @contextlib.contextmanager
     def whole_parameters(self, write_back: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """`with optimizer.whole_parameters() as whole:` has copies of all parameters in fp32, by name,
-        as precise as the masters are: for an export or an average. With `write_back` what the block
-        has written to them becomes the parameters' and masters' value. Collective, between steps;
-        each rank makes the same changes.
+        """`with optimizer.whole_parameters() as whole:` has copies of the parameters that it optimizes in
+        fp32, by name, as precise as the masters are: for an export or an average. With `write_back`
+        what the block has written to them becomes the parameters' and masters' value. Collective,
+        between steps; each rank makes the same changes. An exception in a block that writes back
+        ends the mesh, as the other ranks wait for this one's slices.
         """
         names = {shard.name for shard in self._shards}
         if len(names) < len(self._shards):
             refuse("parameters of different names in several Reducers", "a name twice")
         with torch.no_grad():
-            self._reread_written()
-            whole = {
-                shard.name: array
-                for shard, array in self._gathered({s: s.master.detach() for s in self._shards})
-            }
+            self._bind_moved()
+            self._read_copied()
+            parts = {s: s.own for s in self._shards if not s.has_own_master}
+            for masters in self._masters:
+                parts.update(zip(masters.slices, masters.current(), strict=True))
+            whole = {shard.name: array for shard, array in self._gathered(parts)}
         if not write_back:
             yield whole
             return
         with self._ending_the_mesh("whole_parameters"):
             yield whole
             with torch.no_grad():
+                self._reread_written()
                 for shard in self._shards:
                     shard.master.copy_(shard.part_of(whole[shard.name]))
                 self._gather()
@@ -282,7 +288,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Fused optimizers clip and skip on their way.
     def _is_fused(self) -> bool:
-        return getattr(self._inner, "_step_supports_amp_scaling", False)
+        supports = getattr(self._inner, "_step_supports_amp_scaling", False)
+        return supports and all(group.get("fused") for group in self.param_groups)
 
     # So that the host need not wait for a GPU to know; the gather then has unchanged values.
     def _skips_by_itself(self) -> bool:
@@ -295,9 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return torch.stack([one.found_inf_tensor() for one in self._reducers]).amax()
 
     def _update(self) -> None:
-        if self._are_targets:
-            self.state.clear()
-            self._are_targets = False
+        self._forget_targets()
         self._reread_written()
         with self._clipping():
             self._run_inner()
@@ -326,17 +331,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters.fetch_gradients()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
-        self._states.lend()
+        self._states.lend(self.state, self._inner.state)
         self._inner.step()
-        self._states.take_back()
+        self._states.take_back(self.state, self._inner.state)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))  # some count there
 
     # What this rank has updated is all ranks' from here on.
     def _gather(self) -> None:
-        for reducer in self._moved:
-            self._gathers[reducer] = self._make_gather(reducer)  # collective: moved on all ranks
-        self._moved.clear()
         for masters in self._masters:
             masters.mark_rounded()
             masters.load_parameters()
@@ -368,7 +370,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owner = _owners.get(reducer)
             if owner is None or owner() is not self:
                 refuse("an open optimizer", "a closed one")
-            reducer.shard(first)
+            try:
+                reducer.shard(first)
+            except UsageError as error:
+                raise UsageError(
+                    f"zero: ShardedOptimizer: step: {error}; end the step with last=True before"
+                ) from None
         if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
             for shard in self._shards:
                 shard.gradient = torch.from_dlpack(shard.reducer.shard(shard.name))
@@ -380,14 +387,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # What others have written since. A master of 32 bits is the parameter's own memory.
     def _reread_written(self) -> None:
-        if self._bound != [*map(memory_of, self._parameters)]:
-            self._bind_moved()
-        for shard in self._copied:
-            shard.whole.copy_(shard.parameter.data)
+        self._bind_moved()
+        self._read_copied()
         for masters in self._masters:
             masters.reread()
 
     def _bind_moved(self) -> None:
+        if self._bound == [*map(memory_of, self._parameters)]:
+            return
         for shard in self._shards:
             shard.require_same_kind()
         for shard in self._shards:
@@ -396,74 +403,63 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.bind()
             if not shard.has_own_master:
                 shard.master.data = shard.own
-            self._moved.add(shard.reducer)
+            self._gathers[shard.reducer].rebind(shard.name, shard.whole)
         self._note_memory()
+
+    def _read_copied(self) -> None:
+        for shard in self._copied:
+            shard.whole.copy_(shard.parameter.data)
 
     def _note_memory(self) -> None:
         self._bound = [shard.bound for shard in self._shards]
         self._copied = [shard for shard in self._shards if shard.is_copied]
 
-    # torch.distributed.checkpoint makes tensors to load into by a step of zeros.
+    # torch.distributed.checkpoint makes tensors to load into by a step of zeros. Not while gradients of
+    # a step wait for theirs.
     def _is_initialised_by_dcp(self) -> bool:
         return (
             not self.state
-            and all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups)
-            and all(p.grad is not None and not p.grad.any() for p in self._parameters)
+            and all(float(group.get("lr", 0.0)) == 0.0 for group in self.param_groups)
+            and all(p.grad is not None and not p.grad.any()
+                    for p in self._parameters if p.requires_grad)
+            and not any(self._has_untaken_step(reducer) for reducer in self._reducers)
         )
 
-    # By an optimizer of its own for each slice: nothing that this one has changes.
+    def _has_untaken_step(self, reducer: Reducer) -> bool:
+        step = reducer._handle.step_number()
+        return step not in (-1, _taken.get(reducer)) and not reducer._handle.step_dropped()
+
     def _make_load_targets(self) -> None:
-        shards = iter(self._shards)
+        of_parameter = {id(shard.parameter): shard for shard in self._shards}
         for group in self.param_groups:
-            for _ in filter(lambda p: p.requires_grad, group["params"]):
-                shard = next(shards)
-                slice_ = torch.nn.Parameter(torch.zeros_like(shard.master))
-                slice_.grad = torch.zeros_like(shard.master)
-                optimizer = self._make_inner([{**_settings(group), "params": [slice_]}])
-                optimizer.step()
-                state = optimizer.state.get(slice_, {})
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"].zero_()  # saved as it is, it is that of a first step
-                if shard.is_rounded:
-                    state["master"] = shard.master.detach().clone()
-                if state:
-                    self.state[shard.parameter] = state
+            for parameter in group["params"]:
+                shard = of_parameter.get(id(parameter))
+                target = shard and load_target(shard, self._make_inner, _settings(group))
+                if target:
+                    self.state[parameter] = target
         self._are_targets = True
+
+    def _forget_targets(self) -> None:
+        if self._are_targets:
+            self.state.clear()
+        self._are_targets = False
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's shape, with this rank's slices as `hsdp.torch.FlatSlice`s, and the fp32 masters of
         16-bit parameters as "master". Local: no other rank takes part.
         """
-        state: dict[str, Any] = super().state_dict()
-        numbers = self._numbers()
-        for shard in self._shards:
-            number = numbers[id(shard.parameter)]
-            own = dict(state["state"].get(number, {}))
-            if shard.is_rounded:
-                own.setdefault("master", shard.master.detach())
-            if own:
-                state["state"][number] = {
-                    key: FlatSlice(value, shard.parameter.shape, shard.offset)
-                    if self._is_slice(shard, key)
-                    else value
-                    for key, value in own.items()
-                }
-        return state
+        return super().state_dict()
 
     def _numbers(self) -> dict[int, int]:
         """id(parameter) -> its number in a state dict."""
         every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         return {id(parameter): i for i, parameter in enumerate(every)}
 
-    def _is_slice(self, shard: ParameterSlice, key: str) -> bool:
-        return key == "master" or key in shard.states
-
     def full_state_dict(self) -> dict[str, Any]:
         """As `state_dict()` with whole states on every rank: what the unsharded optimizer has, and
         "master". Collective.
         """
-        with torch.no_grad():
-            self._reread_written()
+        self._forget_targets()  # which this rank alone may have
         state = self.state_dict()
         parts: dict[str, dict[ParameterSlice, torch.Tensor]] = {}  # of the slices, by key
         numbers = self._numbers()
@@ -476,8 +472,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     refuse(f"states that are numbers or slices, of '{shard.name}'", f"'{key}'")
                 else:
                     own[key] = copy.deepcopy(value)
-        for key, of_key in parts.items():
-            for shard, whole in self._gathered(of_key):
+        for key in sorted(parts):
+            for shard, whole in self._gathered(parts[key]):
                 state["state"][numbers[id(shard.parameter)]][key] = whole
         return state
 
@@ -506,70 +502,60 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        groups = state_dict["param_groups"]
+        groups = self._loadable_groups(state_dict)
+        keys = list(itertools.chain.from_iterable(group["params"] for group in groups))
+        numbers = self._numbers()
+        loaded = {}
+        for shard in self._shards:
+            state = state_dict["state"].get(keys[numbers[id(shard.parameter)]], {})
+            # Where its own step would have put numbers.
+            on_device = any(g.get("fused") or g.get("capturable") for g in self.param_groups)
+            loaded[id(shard.parameter)] = (shard, loaded_states(shard, state, on_device))
+        for group in self.param_groups:
+            require_alike([loaded[id(p)] for p in group["params"] if id(p) in loaded])
+        self._are_targets = False
+        self.state.clear()
+        for shard, state in loaded.values():
+            if MASTER in state:
+                master = shard.master.detach()
+                state[MASTER] = master.copy_(state[MASTER])
+            if set(state) - {MASTER}:
+                self.state[shard.parameter] = state
+        for masters in self._masters:
+            masters.mark_rounded()
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(_settings(saved)))
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _loadable_groups(self, state_dict: Any) -> list[dict[str, Any]]:
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            got = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            refuse("a state dict with 'state' and 'param_groups'", str(got))
+        groups: list[dict[str, Any]] = list(state_dict["param_groups"])
         lengths = [len(group["params"]) for group in self.param_groups]
         if [len(group.get("params", ())) for group in groups] != lengths:
             refuse(
                 f"a state dict with parameter groups of {lengths}",
                 str([len(group.get("params", ())) for group in groups]),
             )
-        keys = list(itertools.chain.from_iterable(group["params"] for group in groups))
-        numbers = self._numbers()
-        loaded = []
-        for shard in self._shards:
-            state = state_dict["state"].get(keys[numbers[id(shard.parameter)]], {})
-            loaded.append({k: self._own_part(shard, k, v) for k, v in state.items()})
-        self._require_states(loaded)
-        self._are_targets = False
-        for shard, state in zip(self._shards, loaded, strict=True):
-            if shard.is_rounded:
-                master = shard.master.detach()
-                state["master"] = master.copy_(state.get("master", master))
-            self.state[shard.parameter] = state
-        for masters in self._masters:
-            masters.mark_rounded()
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(_settings(saved))
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for own, saved in zip(self.param_groups, groups, strict=True):
+            # Keys that are names have found their parameters.
+            names = saved.get("param_names", ()) if isinstance((*saved["params"], 0)[0], int) else ()
+            for name, other in zip(own.get("param_names", ()), names):
+                if name != other:
+                    refuse(f"the states of '{name}' in its place", f"those of '{other}'")
+        return groups
 
-    def _require_states(self, loaded: list[dict[str, Any]]) -> None:
-        """Of all parameters or of none, and of this class of optimizers."""
-        if not any(set(state) - {"master"} for state in loaded):
-            return
-        for shard, state in zip(self._shards, loaded, strict=True):
-            got = {
-                key for key, value in state.items()
-                if key in shard.states or (isinstance(value, torch.Tensor) and value.dim() > 0)
-            } - {"master"}
-            if got != shard.states:
-                refuse(
-                    f"states {sorted(shard.states)} of '{shard.name}'",
-                    f"{sorted(got)}; load what the same optimizer saved, of the same model",
-                )
 
-    def _own_part(self, shard: ParameterSlice, key: str, value: Any) -> Any:
-        if not self._is_slice(shard, key):
-            if not isinstance(value, torch.Tensor):
-                return value
-            # Where its own step would have put it.
-            on_device = any(g.get("fused") or g.get("capturable") for g in self.param_groups)
-            return value.to(shard.master.device if on_device else value.device, copy=True)
-        part = value
-        if value.shape == shard.parameter.shape:
-            part = value.to_local() if isinstance(value, FlatSlice) else shard.part_of(value)
-        offset = value.offset if isinstance(value, FlatSlice) else shard.offset
-        if value.shape != shard.parameter.shape or (offset, part.numel()) != (shard.offset, shard.count):
-            got = f"{tuple(value.shape)}"
-            if isinstance(value, FlatSlice):
-                got = f"elements from {offset}, {part.numel()} of them, of {got}"
-            refuse(
-                f"'{key}' of '{shard.name}' as {tuple(shard.parameter.shape)}, whole or this rank's "
-                f"elements from {shard.offset}, {shard.count} of them",
-                f"{got}; load what full_state_dict() gave, this rank's own state_dict() of the same "
-                "mesh, or by torch.distributed.checkpoint",
-            )
-        return part.to(shard.master.device, torch.float32, copy=True)
+# A hook of a class's own, before those of users.
+def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    numbers = optimizer._numbers()
+    for shard in optimizer._shards:
+        number = numbers[id(shard.parameter)]
+        states = saved_states(shard, state_dict["state"].get(number, {}))
+        if states:
+            state_dict["state"][number] = states
 
 
 def _is_offloaded(offload: Any, reducer: Reducer) -> bool:

@@ -95,6 +95,12 @@ class ParameterGather:
         """Waits until no gather reads this rank's slices any more: before the next update."""
         self._handle.fence()
 
+    def rebind(self, name: str, array: Any) -> None:
+        """From the next `start` on that parameter is another array, of the same size, dtype and device.
+        Local; after `fence`.
+        """
+        self._handle.rebind(self._handle.find(name), array)
+
     def abort(self, reason: str) -> None:
         """Ends the mesh on every rank with this text: for a rank that cannot update its slices, which
         the others wait for.

@@ -1,0 +1,165 @@
+"""An optimizer's states of slices: shared with the optimizer inside, saved, and loaded."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.parameter_slices import ParameterSlice, refuse
+
+# Of a 16-bit parameter, beside the states of its optimizer: the slice in fp32.
+MASTER = "master"
+
+
+class SharedStates:
+    """The states by parameter, as users see them, and by master, as the optimizer inside does: the
+    same dicts. Looking up a parameter costs more than a step may, so a step compares the dicts with
+    those of the step before, and looks up only where one was replaced.
+    """
+
+    def __init__(self, slices: Sequence[ParameterSlice]) -> None:
+        self._slices = slices
+        self._outside: list[Any] | None = None  # as the last step left them
+        self._inside: list[Any] | None = None
+        self._with_master: list[tuple[Any, torch.Tensor]] = []
+
+    def lend(self, outside: Any, inside: Any) -> None:
+        """Gives the optimizer inside the states that users see. Masters are no states to it."""
+        if self._outside is not None and _are_same(outside.values(), self._outside):
+            for state, master in self._with_master:
+                _take_master(state, master)
+            return
+        self._inside = None
+        for one in self._slices:
+            state = outside.get(one.parameter, {})
+            if one.is_rounded:
+                _take_master(state, one.master.detach())
+            if state:
+                inside[one.master] = state
+            elif self._outside is not None:  # cleared since the last step
+                inside.pop(one.master, None)
+
+    def take_back(self, outside: Any, inside: Any) -> None:
+        """Gives users the states that the optimizer inside has updated."""
+        if self._inside is None or not _are_same(inside.values(), self._inside):
+            for one in self._slices:
+                if one.is_rounded or inside.get(one.master):
+                    outside[one.parameter] = inside[one.master]
+            self._with_master = [
+                (outside[one.parameter], one.master.detach())
+                for one in self._slices if one.is_rounded
+            ]
+            self._outside, self._inside = [*outside.values()], [*inside.values()]
+        for state, master in self._with_master:
+            state[MASTER] = master
+
+
+def _are_same(states: Any, known: list[Any]) -> bool:
+    return len(states) == len(known) and all(map(operator.is_, states, known))
+
+
+# Somebody may have put another tensor there.
+def _take_master(state: Any, master: torch.Tensor) -> None:
+    given = state.pop(MASTER, None)
+    if given is not None and given.data_ptr() != master.data_ptr():
+        master.copy_(given)
+
+
+def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's states as a state dict has them: what has an element for each of the slice's as a
+    FlatSlice. The memory is shared.
+    """
+    saved = dict(state)
+    if one.is_rounded:
+        saved.setdefault(MASTER, one.master.detach())
+    for key, value in saved.items():
+        if isinstance(value, torch.Tensor) and value.shape == one.master.shape:
+            saved[key] = FlatSlice(value, one.parameter.shape, one.offset)
+    return saved
+
+
+def loaded_states(one: ParameterSlice, state: Any, on_device: bool) -> dict[str, Any]:
+    """Copies of saved states for this slice, whole ones or those of the same slice; UsageError for
+    others. `on_device`: where numbers of the optimizer are.
+    """
+    if not isinstance(state, Mapping):
+        refuse(f"the states of '{one.name}' by name", f"an object of type {type(state).__name__}")
+    loaded = {key: _loaded(one, key, value, on_device) for key, value in state.items()}
+    if not one.is_rounded:
+        loaded.pop(MASTER, None)
+    step = loaded.get("step")
+    if step is not None and float(step) == 0.0:  # of a training that had not begun
+        loaded = {key: value for key, value in loaded.items() if key == MASTER}
+    return loaded
+
+
+def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:
+    if isinstance(value, FlatSlice):
+        shape, place, part = value.shape, (value.offset, value.to_local().numel()), value.to_local()
+    elif isinstance(value, torch.Tensor) and (
+        value.dim() > 0 or key == MASTER or key in one.states.elementwise
+    ):
+        shape, place = value.shape, (one.offset, one.count)
+        part = one.part_of(value) if shape == one.parameter.shape else value
+    else:
+        if key == "step" and isinstance(value, (int, float)) and one.states.has_tensor_step:
+            value = torch.tensor(float(value))
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        return value.to(one.master.device if on_device else value.device, copy=True)
+    if shape != one.parameter.shape or place != (one.offset, one.count):
+        got = f"{tuple(shape)}"
+        if isinstance(value, FlatSlice):
+            got = f"elements from {place[0]}, {place[1]} of them, of {got}"
+        refuse(
+            f"'{key}' of '{one.name}' as {tuple(one.parameter.shape)}, whole or this rank's elements "
+            f"from {one.offset}, {one.count} of them",
+            f"{got}; load what full_state_dict() gave, this rank's own state_dict() of the same "
+            "mesh, or by torch.distributed.checkpoint",
+        )
+    return part.to(one.master.device, torch.float32, copy=True)
+
+
+def require_alike(group: Sequence[tuple[ParameterSlice, Mapping[str, Any]]]) -> None:
+    """UsageError where the parameters of a group have different states."""
+    if not any(set(state) - {MASTER} for _, state in group):
+        return
+    first, wanted = max(group, key=lambda each: len(each[1]))
+    for one, state in group:
+        if set(state) - {MASTER} != set(wanted) - {MASTER}:
+            _refuse_part(one, state, wanted, first)
+    rounded = [each for each in group if each[0].is_rounded]
+    for one, state in rounded:
+        if MASTER not in state and any(MASTER in other for _, other in rounded):
+            _refuse_part(one, state, {*state, MASTER}, first)
+
+
+def _refuse_part(one: ParameterSlice, got: Any, wanted: Any, first: ParameterSlice) -> None:
+    wanted = set(wanted) if one.is_rounded else set(wanted) - {MASTER}
+    refuse(
+        f"states {sorted(wanted)} of '{one.name}', as of '{first.name}'",
+        f"{sorted(got)}; load a state dict that is complete",
+    )
+
+
+def load_target(
+    one: ParameterSlice, make: Callable[[list[dict[str, Any]]], Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """States for torch.distributed.checkpoint to load into, which say that no step was made. `make`
+    makes an optimizer of parameter groups.
+    """
+    parameter = torch.nn.Parameter(torch.zeros_like(one.master))
+    parameter.grad = torch.zeros_like(one.master)
+    optimizer = make([{**settings, "params": [parameter]}])
+    optimizer.step()
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    if "step" in state:
+        state["step"] = state["step"] * 0
+    if one.is_rounded:
+        state[MASTER] = one.master.detach()
+    return state

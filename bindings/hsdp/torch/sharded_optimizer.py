@@ -16,6 +16,7 @@ from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
 from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.overlapped_gather import OverlappedGather
 from hsdp.torch.parameter_slices import (
     Masters,
     ParameterSlice,
@@ -23,7 +24,7 @@ from hsdp.torch.parameter_slices import (
     memory_of,
     refuse,
 )
-from hsdp.zero.parameter_gather import ParameterGather
+from hsdp.zero.parameter_gather import GatherStats, ParameterGather
 
 _owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -54,6 +55,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
       every microbatch: what `last=False` means.
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
     - `gather_bucket_bytes`: small parameters are gathered together in messages of at most so many.
+    - `overlap_param_gather`: `step` returns while parameters are gathered, and whoever reads one waits
+      for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
     since the last step (load_state_dict, `.data`) are taken over at the next one; `.data` that is
@@ -81,6 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stage: int = 2,
         max_grad_norm: float | None = None,
         gather_bucket_bytes: int = 4 << 20,
+        overlap_param_gather: bool = True,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -116,7 +120,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._states = SliceStates(self.state, self._inner.state, self._shards)
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self._unit_bytes = gather_bucket_bytes
+        self._order = self._shards  # in which they are gathered
         self._gathers = {one: self._make_gather(one) for one in self._reducers}
+        self._replaced: list[GatherStats] = []
+        self._gather_count = 0
+        overlaps = overlap_param_gather and self._reducers[0].mesh.shard_size > 1
+        models = [a._model for one in self._reducers for a in one._attachments if hasattr(a, "_model")]
+        self._in_flight = OverlappedGather(models if overlaps else [], self._shards)
+        self._overlaps = overlaps
+        # At the end of the process, too: the other ranks need this one for their gathers.
+        weakref.finalize(self, self._in_flight.close_quietly)
         self._moved: set[Reducer] = set()  # whose gathers know memory that is no longer used
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
@@ -150,13 +163,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def close(self) -> None:
-        """Frees the Reducers for another optimizer. Parameters and their states stay as they are; a
-        `step` is a UsageError from here on.
+        """Frees the Reducers for another optimizer. Waits for the parameters, which stay as they are,
+        as do their states; a `step` is a UsageError from here on.
         """
         for reducer in self._reducers:
             owner = _owners.get(reducer)
             if owner is not None and owner() is self:
                 del _owners[reducer]
+        self._in_flight.close()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse("one optimizer for a Reducer", "a copy; save its state_dict() instead")
@@ -174,9 +188,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._masters = [Masters(shards) for shards in of_dtype.values()]
 
     def _make_gather(self, reducer: Reducer) -> ParameterGather:
-        shards = [shard for shard in self._shards if shard.reducer is reducer]
+        shards = self._ordered_slices(reducer)
         masters = {s.name: s.master.detach() for s in shards if s.has_own_master}
         return ParameterGather(reducer, {s.name: s.whole for s in shards}, masters, self._unit_bytes)
+
+    def _ordered_slices(self, reducer: Reducer) -> list[ParameterSlice]:
+        return [shard for shard in self._order if shard.reducer is reducer]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices and gathers are laid out there."""
@@ -185,8 +202,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's slice of a parameter in fp32, flat: what the optimizer updates. To be written
-        between steps; the whole parameter follows at the next one on every rank. Local.
+        """This rank's slice of a parameter in fp32, flat: what the optimizer updates. Ask for
+        it after each step to write it before the next one, at which the whole parameter follows on
+        every rank. Local.
         """
         with torch.no_grad():
             self._reread_written()
@@ -279,17 +297,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # What this rank has updated is all ranks' from here on.
     def _gather(self) -> None:
-        for reducer in self._moved:
-            self._gathers[reducer] = self._make_gather(reducer)  # collective: moved on all ranks
+        if self._gather_count == 1:
+            self._agree_on_order()
+        self._gather_count += 1
+        for reducer in self._reducers:
+            if reducer in self._moved:  # on all ranks
+                self._replaced.append(self._gathers[reducer].stats())
+                self._gathers[reducer] = self._make_gather(reducer)
         self._moved.clear()
         for gather in self._gathers.values():
             gather.start()
         for masters in self._masters:
             masters.mark_rounded()
-        for gather in self._gathers.values():
-            gather.wait_all()
-        for shard in self._copied:
-            shard.parameter.data.copy_(shard.whole)
+        started = [(g, self._ordered_slices(one)) for one, g in self._gathers.items()]
+        self._in_flight.start(started, self._overlaps)
+
+    # That in which rank 0 used the parameters first since the first gather. Also without overlap: no
+    # rank knows what the others do.
+    def _agree_on_order(self) -> None:
+        numbers = self._in_flight.order_of_use(self._shards)
+        agreed = torch.tensor(numbers, device=self._shards[0].own.device)
+        self._reducers[0].mesh.world.broadcast(agreed)
+        order = [self._shards[number] for number in agreed.tolist()]
+        if order != self._order:
+            self._order = order
+            self._moved.update(self._reducers)
+
+    def wait_parameters(self) -> None:
+        """Waits until all parameters have their new values. Needed only for code that reads their
+        memory and asks no class: an extension outside of a module's forward, a tensor that was made
+        of a parameter before the step.
+        """
+        self._in_flight.wait_all()
+
+    def gather_stats(self) -> GatherStats:
+        """Of the gathers so far: their number, bytes, and for how long they were waited for."""
+        every = [*self._replaced, *(gather.stats() for gather in self._gathers.values())]
+        return GatherStats(*map(sum, zip(*every, strict=True)))
 
     def _unscale_shards(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """For torch's GradScaler: divides the gradients by its scale, unless the Reducer has done so
@@ -320,6 +364,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # What others have written since. A master of 32 bits is the parameter's own memory.
     def _reread_written(self) -> None:
+        self._in_flight.wait_all()
         if self._bound != [*map(memory_of, self._parameters)]:
             self._bind_moved()
         for shard in self._copied:
@@ -458,6 +503,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = state_dict["state"].get(keys[numbers[id(shard.parameter)]], {})
             loaded.append({k: self._own_part(shard, k, v) for k, v in state.items()})
         self._require_states(loaded)
+        self._in_flight.wait_all()  # a gather reads masters
         self._are_targets = False
         for shard, state in zip(self._shards, loaded, strict=True):
             if shard.has_own_master:

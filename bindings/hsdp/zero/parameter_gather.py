@@ -71,7 +71,13 @@ class ParameterGather:
         self._handle = _hsdp.ParameterGather(
             reducer._handle, dict(arrays), dict(masters or {}), operator.index(unit_bytes)
         )
+        names = list(arrays)
+        self._units = [tuple(names[i] for i in unit) for unit in self._handle.units()]
         self._first = [unit[0] for unit in self._handle.units()]
+
+    def units(self) -> list[tuple[str, ...]]:
+        """Which parameters travel together, in the order in which they are gathered."""
+        return list(self._units)
 
     def start(self) -> None:
         """This rank's slices, or masters, are new: gathers all parameters."""

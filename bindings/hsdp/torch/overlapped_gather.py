@@ -23,6 +23,7 @@ class GatheredUnit:
     ) -> None:
         self._gather = gather
         self._used = used
+        self._has_landed = False
         self._slices = slices
         self._on_host = slices[0].whole.is_cpu
         self._copied: list[Any] = [(s.parameter.data, s.whole) for s in slices if s.is_copied]
@@ -47,6 +48,8 @@ class GatheredUnit:
 
     def wait(self) -> None:
         """Until its parameters have their new values. What went wrong is raised, each time."""
+        if self._has_landed:  # and somebody may have written since
+            return
         name = self._slices[0].name
         self._gather.wait(name)
         for parameter, whole in self._copied:
@@ -57,6 +60,7 @@ class GatheredUnit:
 
     def release(self) -> None:
         """They are parameters like others again."""
+        self._has_landed = True
         for one in self._slices:
             if _in_flight.get(id(one.parameter)) is self:
                 one.parameter.__class__ = torch.nn.Parameter
@@ -211,6 +215,7 @@ class OverlappedGather:
                 unit.guard()
             else:
                 unit.wait()
+                unit.release()
 
     def wait_before_use(self, slices: Iterable[ParameterSlice]) -> None:
         """For a module that is about to read them."""

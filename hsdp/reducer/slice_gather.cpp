@@ -102,12 +102,8 @@ std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
 
 std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays, std::int64_t unit_bytes) {
   std::vector<GatherUnit> units;
-  GatherUnit small;
-  std::int64_t small_bytes = 0;
-  const auto end_unit = [&] {
-    if (!small.empty()) units.push_back(std::exchange(small, {}));
-    small_bytes = 0;
-  };
+  std::size_t small = 0;  // the unit that takes small ones, in the place of its first
+  std::int64_t small_bytes = unit_bytes;
   for (const FullArray& full : arrays) {
     const std::int64_t bytes = bytes_of(full.array);
     if (bytes == 0) continue;
@@ -115,11 +111,14 @@ std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays, std::int
       units.push_back({full});
       continue;
     }
-    if (small_bytes + bytes > unit_bytes) end_unit();
-    small.push_back(full);
+    if (small_bytes > unit_bytes - bytes) {
+      small = units.size();
+      small_bytes = 0;
+      units.emplace_back();
+    }
+    units[small].push_back(full);
     small_bytes += bytes;
   }
-  end_unit();
   return units;
 }
 

@@ -29,8 +29,9 @@ struct FullArray {
 using GatherUnit = std::vector<FullArray>;
 
 // Divides the arrays into units: an array of 1 MiB or more is one by itself, smaller ones share
-// one up to `unit_bytes`, in their order. Arrays without elements are in none. Depends on the sizes
-// alone, so all ranks have the same units.
+// one up to `unit_bytes`, in their order. Units are in the order of their first arrays: the small
+// ones between large ones wait for none that comes later. Arrays without elements are in none.
+// Depends on the sizes alone, so all ranks have the same units.
 [[nodiscard]] std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays,
                                                    std::int64_t unit_bytes);
 

@@ -18,6 +18,7 @@ from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
 from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.overlapped_gather import OverlappedGather
 from hsdp.torch.parameter_slices import Masters, ParameterSlice, memory_of, refuse
 from hsdp.torch.slice_states import (
     MASTER,
@@ -27,7 +28,7 @@ from hsdp.torch.slice_states import (
     require_alike,
     saved_states,
 )
-from hsdp.zero.parameter_gather import ParameterGather
+from hsdp.zero.parameter_gather import GatherStats, ParameterGather
 
 _EPSILON = 1e-6  # torch's, and the Reducer's, when they clip
 
@@ -60,13 +61,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
       every microbatch: what `last=False` means.
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
     - `gather_bucket_bytes`: small parameters are gathered together in messages of at most so many.
+    - `overlap_param_gather`: `step` returns while parameters are gathered, and whoever reads one waits
+      for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
       gradients and new values cross the bus. Not run on a GPU yet.
     - `master_dtype`: "f32", whatever the parameters have; moments of 16 bits make training stall.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
-    since the last step (load_state_dict, `.data`) are taken over at the next one; `.data` that is
-    other memory is, too, when it is so on every rank. A step in which any rank met a value that is
+    since the last step (load_state_dict, `.data`) are taken over at the next one. A step in which any rank met a value that is
     not finite changes nothing (`step_was_skipped`). A parameter that is unused with missing="zero"
     has a gradient of zeros, and moves by momentum and weight decay.
 
@@ -90,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stage: int = 2,
         max_grad_norm: float | None = None,
         gather_bucket_bytes: int = 4 << 20,
+        overlap_param_gather: bool = False,
         offload: str | None = None,
         master_dtype: str = "f32",
         **options: Any,
@@ -131,7 +134,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
         self._unit_bytes = gather_bucket_bytes
+        self._order = self._shards  # in which they are gathered
         self._gathers = {one: self._make_gather(one) for one in self._reducers}
+        self._replaced: list[GatherStats] = []
+        self._gather_count = 0
+        overlaps = overlap_param_gather and self._reducers[0].mesh.shard_size > 1
+        models = [a._model for one in self._reducers for a in one._attachments if hasattr(a, "_model")]
+        self._in_flight = OverlappedGather(models if overlaps else [], self._shards)
+        self._overlaps = overlaps
+        # At the end of the process, too: the other ranks need this one for their gathers.
+        weakref.finalize(self, self._in_flight.close_quietly)
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
             _owners[one] = weakref.ref(self)
@@ -163,13 +175,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def close(self) -> None:
-        """Frees the Reducers for another optimizer. Parameters and their states stay as they are; a
-        `step` is a UsageError from here on.
+        """Frees the Reducers for another optimizer. Waits for the parameters, which stay as they are,
+        as do their states; a `step` is a UsageError from here on.
         """
         for reducer in self._reducers:
             owner = _owners.get(reducer)
             if owner is not None and owner() is self:
                 del _owners[reducer]
+        self._in_flight.close()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse("one optimizer for a Reducer", "a copy; save its state_dict() instead")
@@ -187,11 +200,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._masters = [Masters(shards) for shards in of_dtype.values()]
 
     def _make_gather(self, reducer: Reducer) -> ParameterGather:
-        shards = [shard for shard in self._shards if shard.reducer is reducer]
+        shards = self._ordered_slices(reducer)
         masters = {
             s.name: s.master.detach() for s in shards if s.has_own_master and not s.offloaded
         }
         return ParameterGather(reducer, {s.name: s.whole for s in shards}, masters, self._unit_bytes)
+
+    def _ordered_slices(self, reducer: Reducer) -> list[ParameterSlice]:
+        return [shard for shard in self._order if shard.reducer is reducer]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices and gathers are laid out there."""
@@ -201,8 +217,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """This rank's slice of a parameter in fp32, flat: what the optimizer updates. To be written
-        between steps; the whole parameter follows at the next one on every rank. Local. What somebody
-        else has written to the parameter since the last step is taken over at the next one.
+        between steps; the whole parameter follows at the next one on every rank. Ask for it anew
+        after each step. Local. What somebody else has written to the parameter since the last step is
+        taken over at the next one.
         """
         self._bind_moved()
         return self._find(parameter).master.detach()
@@ -339,15 +356,49 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # What this rank has updated is all ranks' from here on.
     def _gather(self) -> None:
+        if self._gather_count == 1:
+            self._agree_on_order()
+        self._gather_count += 1
         for masters in self._masters:
             masters.mark_rounded()
             masters.load_parameters()
         for gather in self._gathers.values():
             gather.start()
-        for gather in self._gathers.values():
-            gather.wait_all()
-        for shard in self._copied:
-            shard.parameter.data.copy_(shard.whole)
+        started = [(g, self._ordered_slices(one)) for one, g in self._gathers.items()]
+        self._in_flight.start(started, self._overlaps)
+
+    # That in which rank 0 used the parameters first since the first gather. Also without overlap: no
+    # rank knows what the others do.
+    def _agree_on_order(self) -> None:
+        numbers = self._in_flight.order_of_use(self._shards)
+        agreed = torch.tensor(numbers, device=self._shards[0].own.device)
+        self._reducers[0].mesh.world.broadcast(agreed)
+        order = [self._shards[number] for number in agreed.tolist()]
+        if order == self._order:
+            return
+        self._order = order
+        for reducer in self._reducers:
+            self._replaced.append(self._gathers[reducer].stats())
+            self._gathers[reducer] = self._make_gather(reducer)
+
+    def wait_parameters(self) -> None:
+        """Waits until all parameters have their new values. Needed only for code that reads their
+        memory and asks no class: an extension outside of a module's forward, a tensor that was made
+        of a parameter before the step.
+        """
+        self._in_flight.wait_all()
+
+    def gather_stats(self) -> GatherStats:
+        """Of the gathers so far: their number, bytes, and for how long they were waited for."""
+        every = [*self._replaced, *(gather.stats() for gather in self._gathers.values())]
+        return GatherStats(*map(sum, zip(*every, strict=True)))
+
+    def gather_times(self) -> dict[str, tuple[float, float]]:
+        """When the last gather of each parameter began and ended, in seconds of time.monotonic(); on a
+        GPU, when it was enqueued. The names are those of the Reducers.
+        """
+        every = (gather.last_times() for gather in self._gathers.values())
+        return {name: times for one in every for name, times in one.items()}
 
     def _unscale_shards(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """For torch's GradScaler: divides the gradients by its scale, unless the Reducer has done so
@@ -393,6 +444,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters.reread()
 
     def _bind_moved(self) -> None:
+        self._in_flight.wait_all()
         if self._bound == [*map(memory_of, self._parameters)]:
             return
         for shard in self._shards:
@@ -513,6 +565,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loaded[id(shard.parameter)] = (shard, loaded_states(shard, state, on_device))
         for group in self.param_groups:
             require_alike([loaded[id(p)] for p in group["params"] if id(p) in loaded])
+        self._in_flight.wait_all()  # a gather reads masters
         self._are_targets = False
         self.state.clear()
         for shard, state in loaded.values():

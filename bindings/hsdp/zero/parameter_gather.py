@@ -68,11 +68,16 @@ class ParameterGather:
                     f"zero: parameter gather: expected an array of '{name}', which has a master, "
                     "got none"
                 )
-        self._names = tuple(arrays)
         self._handle = _hsdp.ParameterGather(
             reducer._handle, dict(arrays), dict(masters or {}), operator.index(unit_bytes)
         )
+        names = list(arrays)
+        self._units = [tuple(names[i] for i in unit) for unit in self._handle.units()]
         self._first = [unit[0] for unit in self._handle.units()]
+
+    def units(self) -> list[tuple[str, ...]]:
+        """Which parameters travel together, in the order in which they are gathered."""
+        return list(self._units)
 
     def start(self) -> None:
         """This rank's slices, or masters, are new: gathers all parameters."""
@@ -116,7 +121,7 @@ class ParameterGather:
         GPU: when it was enqueued. Parameters without elements are not gathered.
         """
         return {
-            self._names[parameter]: times
-            for unit, times in zip(self._handle.units(), self._handle.last_times(), strict=True)
-            for parameter in unit
+            name: times
+            for unit, times in zip(self._units, self._handle.last_times(), strict=True)
+            for name in unit
         }

@@ -1,4 +1,7 @@
-"""A rank's slice of a whole tensor, as torch.distributed.checkpoint saves and loads it."""
+"""A rank's slice of a whole tensor, as torch.distributed.checkpoint saves and loads it.
+
+[Note: slices in checkpoints]
+"""
 
 from __future__ import annotations
 

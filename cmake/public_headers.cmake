@@ -33,5 +33,7 @@ set(HSDP_PUBLIC_HEADERS
   quant/loco_hop.h
   quant/loco_options.h
   quant/quantization_error.h
+  zero/adamw.h
+  zero/adamw_options.h
   zero/coalesced_window.h
   zero/parameter_gather.h)

@@ -23,6 +23,7 @@ enum class Effort { kQuick, kFull };  // a CPU in a GPU's place, or a GPU
 [[nodiscard]] std::vector<Check> sum_checks(Effort effort);
 [[nodiscard]] std::vector<Check> norm_checks(Effort effort);
 [[nodiscard]] std::vector<Check> quantize_checks(Effort effort);
+[[nodiscard]] std::vector<Check> adamw_checks(Effort effort);
 
 // All of them.
 [[nodiscard]] std::vector<Check> all_checks(Effort effort);

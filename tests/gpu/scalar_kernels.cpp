@@ -6,6 +6,7 @@
 #include "hsdp/kernels/row_pass.h"
 #include "hsdp/kernels/transpose.h"
 #include "quant/quantize_kernels.h"
+#include "zero/adamw_kernels.h"
 
 namespace hsdp::kernels {
 
@@ -37,3 +38,11 @@ bool quantize_simd(const Quantize& args) { return quantize_scalar(args); }
 bool dequantize_simd(const Dequantize& args) { return dequantize_scalar(args); }
 
 }  // namespace hsdp::quant
+
+namespace hsdp::zero {
+
+void adamw_simd(const AdamWSlice& slice, const AdamWNumbers& numbers) {
+  adamw_reference(slice, numbers);
+}
+
+}  // namespace hsdp::zero

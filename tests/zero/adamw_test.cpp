@@ -1,0 +1,330 @@
+// AdamW on slices: the bits of one process on whole arrays, skipped and clipped updates, resuming,
+// and what is refused.
+#include "zero/adamw.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstddef>
+#include <functional>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hsdp/error.h"
+#include "tests/support/reducer_step.h"
+#include "zero/adamw_kernels.h"
+#include "zero/parameter_gather.h"
+
+namespace hsdp {
+namespace {
+
+using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::HasSubstr;
+using zero::AdamW;
+using zero::AdamWOptions;
+using zero::AdamWParameter;
+
+constexpr AdamWOptions kOptions{.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.3};
+constexpr int kMicrobatches = 2;
+
+Values initial(const ParameterSpec& spec) {
+  return random_values(element_count(spec.shape), spec.dtype, 99, {-3, 0});
+}
+
+// One process's AdamW on whole arrays, element by element. In fp32: masters of 16-bit parameters.
+class Alone {
+ public:
+  explicit Alone(const std::vector<ParameterSpec>& specs) {
+    for (const ParameterSpec& spec : specs) {
+      values_.push_back(initial(spec));
+      first_.emplace_back(values_.back().size());
+      second_.emplace_back(values_.back().size());
+    }
+  }
+  void update(const std::vector<Values>& gradients, const float* factor = nullptr,
+              const float* found_inf = nullptr) {
+    zero::adamw_tick(
+        {.options = kOptions, .grad_factor = factor, .found_inf = found_inf, .clock = &clock_},
+        Stream::inline_host());
+    if (clock_.numbers.skip != 0) return;
+    for (std::size_t p = 0; p < values_.size(); ++p) {
+      zero::adamw_reference({values_[p].data(), gradients[p].data(), first_[p].data(),
+                             second_[p].data(), static_cast<std::int64_t>(values_[p].size())},
+                            clock_.numbers);
+    }
+  }
+  [[nodiscard]] const Values& values(std::size_t p) const { return values_[p]; }
+
+ private:
+  std::vector<Values> values_;
+  std::vector<Values> first_;
+  std::vector<Values> second_;
+  zero::AdamWClock clock_;
+};
+
+// A rank's parameters: whole arrays, and fp32 masters of slices where those have 16 bits.
+class Sharded {
+ public:
+  Sharded(Reducer& reducer, const std::vector<ParameterSpec>& specs) : specs_(specs) {
+    for (const ParameterSpec& spec : specs) reducer.register_parameter(spec);
+    reducer.prepare();
+    for (const ParameterSpec& spec : specs) {
+      const Values whole = initial(spec);
+      slices_.push_back(reducer.slice(spec.name));
+      arrays_.push_back(encoded(whole, spec.dtype));
+      masters_.emplace_back(whole.begin() + slices_.back().offset,
+                            whole.begin() + slices_.back().offset + slices_.back().count);
+    }
+  }
+
+  [[nodiscard]] TensorView array(std::size_t p) {
+    return {arrays_[p].data(), element_count(specs_[p].shape), specs_[p].dtype, {}};
+  }
+  [[nodiscard]] TensorView own(std::size_t p) {
+    if (specs_[p].dtype != Dtype::kF32) {
+      return {masters_[p].data(), slices_[p].count, Dtype::kF32, {}};
+    }
+    return array(p).slice(slices_[p].offset, slices_[p].count);
+  }
+  [[nodiscard]] std::vector<AdamWParameter> updated() {
+    std::vector<AdamWParameter> all;
+    for (std::size_t p = 0; p < specs_.size(); ++p) all.push_back({specs_[p].name, own(p)});
+    return all;
+  }
+  [[nodiscard]] std::vector<zero::GatheredParameter> gathered() {
+    std::vector<zero::GatheredParameter> all;
+    for (std::size_t p = 0; p < specs_.size(); ++p) {
+      all.push_back({.name = specs_[p].name, .array = array(p)});
+      if (specs_[p].dtype != Dtype::kF32) all.back().master = own(p);
+    }
+    return all;
+  }
+  void expect(const Alone& alone, const std::string& label) const {
+    for (std::size_t p = 0; p < specs_.size(); ++p) {
+      Values want = alone.values(p);
+      for (float& value : want) value = round_to(specs_[p].dtype, value);
+      expect_same_bits(decoded(arrays_[p], specs_[p].dtype), want, label + " " + specs_[p].name);
+    }
+  }
+
+ private:
+  std::vector<ParameterSpec> specs_;
+  std::vector<Slice> slices_;
+  std::vector<std::vector<std::byte>> arrays_;
+  std::vector<Values> masters_;
+};
+
+// Integers: their sums are exact in any order, and so is the mean over four ranks.
+std::vector<Values> mean_gradients(const StepCase& step, MeshShape shape) {
+  std::vector<Values> means;
+  for (const Gradients& of_parameter : step.gradients) {
+    Values& mean = means.emplace_back(of_parameter[0][0]->size());
+    for (const auto& of_microbatch : of_parameter) {
+      for (const auto& of_rank : of_microbatch) {
+        for (std::size_t i = 0; i < mean.size(); ++i) mean[i] += (*of_rank)[i];
+      }
+    }
+    for (float& value : mean) value /= static_cast<float>(shape.size());
+  }
+  return means;
+}
+
+void run_microbatches(Reducer& reducer, const StepCase& step, int rank) {
+  for (int m = 0; m < kMicrobatches; ++m) {
+    run_microbatch(reducer, step, m, rank, {.last = m + 1 == kMicrobatches});
+  }
+}
+
+struct AdamWCase {
+  MeshShape shape;
+  Dtype dtype = Dtype::kF32;
+  Sync partial_sync = Sync::kShard;  // stage 2; kNone: stage 1
+};
+
+void PrintTo(const AdamWCase& row, std::ostream* out) {
+  *out << to_string(row.shape) << "_" << name(row.dtype)
+       << (row.partial_sync == Sync::kShard ? "_stage2" : "_stage1");
+}
+
+class AdamWOnSlices : public testing::TestWithParam<AdamWCase> {};
+
+TEST_P(AdamWOnSlices, HasTheBitsOfOneProcess) {
+  const auto& [shape, dtype, partial_sync] = GetParam();
+  constexpr int kSteps = 4;
+  std::vector<StepCase> steps;
+  for (std::uint64_t s = 0; s < kSteps; ++s) {
+    steps.push_back(integer_step(odd_parameters(dtype), shape.size(), kMicrobatches, s));
+  }
+  run_mesh(shape, [&, shape = shape, sync = partial_sync](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 512});
+    reducer.set_partial_sync(sync);
+    Sharded parameters(reducer, steps[0].parameters);
+    AdamW optimizer(reducer, parameters.updated(), kOptions);
+    zero::ParameterGather gather(reducer, parameters.gathered(), 256);
+    Alone alone(steps[0].parameters);
+    Stream stream = Stream::inline_host();
+    for (int s = 0; s < kSteps; ++s) {
+      const StepCase& step = steps[static_cast<std::size_t>(s)];
+      run_microbatches(reducer, step, mesh.rank());
+      // The second step is clipped, the third one skipped.
+      const float factor = s == 1 ? 0.37F : 1.0F;
+      const float found_inf = s == 2 ? 1.0F : 0.0F;
+      gather.fence(stream);
+      optimizer.update(stream, {.grad_factor = &factor, .found_inf = &found_inf});
+      gather.start_all(stream.record());
+      alone.update(mean_gradients(step, shape), &factor, &found_inf);
+      gather.wait_all();
+      parameters.expect(alone, "step " + std::to_string(s));
+    }
+    EXPECT_EQ(optimizer.steps(stream), kSteps - 1);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, AdamWOnSlices,
+                         testing::Values(AdamWCase{{1, 1}}, AdamWCase{{2, 2}},
+                                         AdamWCase{{2, 2}, Dtype::kBf16},
+                                         AdamWCase{{2, 2}, Dtype::kF16},
+                                         AdamWCase{{1, 2}, Dtype::kF32, Sync::kNone},
+                                         AdamWCase{{2, 2}, Dtype::kBf16, Sync::kNone}),
+                         testing::PrintToStringParamName());
+
+TEST(AdamW, WorksInTheOrderOfItsStream) {
+  const StepCase step = integer_step(odd_parameters(Dtype::kF32), 2, kMicrobatches, 7);
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Sharded parameters(reducer, step.parameters);
+    AdamW optimizer(reducer, parameters.updated(), kOptions);
+    zero::ParameterGather gather(reducer, parameters.gathered());
+    Stream stream = Stream::host_worker("optimizer");
+    run_microbatches(reducer, step, mesh.rank());
+    float found_inf = 1.0F;  // until the Reducer has written it
+    stream.wait(reducer.found_inf({&found_inf, 1, Dtype::kF32, {}}));
+    optimizer.update(stream, {.found_inf = &found_inf});
+    gather.start_all(stream.record());
+    gather.wait_all();
+    Alone alone(step.parameters);
+    alone.update(mean_gradients(step, {1, 2}));
+    parameters.expect(alone, "by a worker");
+  });
+}
+
+// What an infinite gradient would do to a parameter it does to none.
+TEST(AdamW, SkipsWhatTheReducerHasFound) {
+  StepCase step = integer_step(odd_parameters(Dtype::kF32), 2, kMicrobatches, 8);
+  (*step.gradients[2][1][1])[3] = std::numeric_limits<float>::infinity();
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Sharded parameters(reducer, step.parameters);
+    AdamW optimizer(reducer, parameters.updated(), kOptions);
+    Stream stream = Stream::inline_host();
+    run_microbatches(reducer, step, mesh.rank());
+    float found_inf = 0.0F;
+    stream.wait(reducer.found_inf({&found_inf, 1, Dtype::kF32, {}}));
+    optimizer.update(stream, {.found_inf = &found_inf});
+    EXPECT_EQ(found_inf, 1.0F);
+    EXPECT_EQ(optimizer.steps(stream), 0);
+    parameters.expect(Alone(step.parameters), "skipped");
+    for (const float moment : values_of(optimizer.moments("large").first)) EXPECT_EQ(moment, 0.0F);
+  });
+}
+
+TEST(AdamW, GoesOnFromItsMomentsAndSteps) {
+  const StepCase step = integer_step(odd_parameters(Dtype::kF32), 1, kMicrobatches, 9);
+  run_mesh({1, 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Sharded parameters(reducer, step.parameters);
+    Alone alone(step.parameters);
+    Stream stream = Stream::inline_host();
+    AdamW before(reducer, parameters.updated(), kOptions);
+    AdamW after(reducer, parameters.updated(), kOptions);
+    for (int s = 0; s < 6; ++s) {
+      run_microbatches(reducer, step, mesh.rank());
+      if (s == 3) {
+        for (const ParameterSpec& spec : step.parameters) {
+          const zero::AdamWMoments from = before.moments(spec.name);
+          const zero::AdamWMoments to = after.moments(spec.name);
+          if (from.first.count == 0) continue;
+          std::memcpy(to.first.data, from.first.data, from.first.size_in_bytes());
+          std::memcpy(to.second.data, from.second.data, from.second.size_in_bytes());
+        }
+        after.set_steps(before.steps(stream), stream);
+        EXPECT_EQ(after.steps(stream), 3);
+      }
+      (s < 3 ? before : after).update(stream);
+      alone.update(mean_gradients(step, {1, 1}));
+    }
+    parameters.expect(alone, "resumed");
+  });
+}
+
+TEST(AdamW, TakesAnotherLearningRate) {
+  const StepCase step = integer_step(odd_parameters(Dtype::kF32), 1, kMicrobatches, 10);
+  run_mesh({1, 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Sharded parameters(reducer, step.parameters);
+    AdamWOptions options = kOptions;
+    options.lr = 1.0;
+    AdamW optimizer(reducer, parameters.updated(), options);
+    optimizer.set_learning_rate(kOptions.lr);
+    EXPECT_EQ(optimizer.options().lr, kOptions.lr);
+    run_microbatches(reducer, step, mesh.rank());
+    Stream stream = Stream::inline_host();
+    optimizer.update(stream);
+    Alone alone(step.parameters);
+    alone.update(mean_gradients(step, {1, 1}));
+    parameters.expect(alone, "another rate");
+    EXPECT_THROW(optimizer.set_learning_rate(-1.0), UsageError);
+    EXPECT_EQ(optimizer.options().lr, kOptions.lr);
+  });
+}
+
+TEST(AdamW, RefusesWhatDoesNotFit) {
+  struct Fault {
+    std::function<void(std::vector<AdamWParameter>& parameters, AdamWOptions& options)> make;
+    std::string text;
+  };
+  const std::vector<Fault> faults{
+      {[](auto& p, auto&) { p[1].name = "unknown"; }, "'unknown'"},
+      {[](auto& p, auto&) { p[1] = p[0]; }, "expected every parameter once, got 'rows' twice"},
+      {[](auto& p, auto&) { p[1].slice.count = 3; },
+       "slice of 'odd': expected 7 f32 on cpu, this rank's slice, got 3 f32 on cpu"},
+      {[](auto& p, auto&) { p[2].slice.dtype = Dtype::kBf16; }, "needs an fp32 master"},
+      {[](auto& p, auto&) { p[1].slice.data = nullptr; }, "got a null pointer"},
+      {[](auto& p, auto&) {
+         p[1].slice.device = {DeviceType::kCuda, 0};
+       },
+       "got 7 f32 on cuda"},
+      {[](auto&, auto& o) { o.lr = -1e-3; }, "lr: expected a finite number of at least 0"},
+      {[](auto&, auto& o) { o.beta1 = 1.0; }, "beta1: expected at least 0 and below 1"},
+      {[](auto&, auto& o) { o.beta2 = -0.1; }, "beta2: expected at least 0 and below 1"},
+      {[](auto&, auto& o) { o.epsilon = std::nan(""); }, "epsilon: expected a finite number"},
+      {[](auto&, auto& o) { o.weight_decay = HUGE_VAL; }, "weight_decay: expected a finite"},
+  };
+  run_mesh({1, 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Sharded parameters(reducer, odd_parameters(Dtype::kF32));
+    for (const Fault& fault : faults) {
+      std::vector<AdamWParameter> given = parameters.updated();
+      AdamWOptions options = kOptions;
+      fault.make(given, options);
+      EXPECT_THAT([&] { const AdamW optimizer(reducer, given, options); },
+                  testing::ThrowsMessage<UsageError>(HasSubstr(fault.text)));
+    }
+    AdamW optimizer(reducer, parameters.updated(), kOptions);
+    Stream stream = Stream::inline_host();
+    EXPECT_THAT([&] { optimizer.update(stream); },
+                testing::ThrowsMessage<UsageError>(HasSubstr("shard")))
+        << "there is no result yet";
+    EXPECT_EQ(optimizer.steps(stream), 0);
+    EXPECT_THAT([&] { static_cast<void>(optimizer.moments("unknown")); },
+                testing::ThrowsMessage<UsageError>(HasSubstr("'unknown'")));
+    EXPECT_THAT([&] { optimizer.set_steps(-1, stream); },
+                testing::ThrowsMessage<UsageError>(HasSubstr("expected at least 0, got -1")));
+  });
+}
+
+}  // namespace
+}  // namespace hsdp

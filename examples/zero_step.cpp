@@ -154,8 +154,12 @@ Result train_sharded(const hsdp::Mesh& mesh) {
   }
   gather.wait_all();
   if (mesh.rank() == 0) {
-    const auto own = static_cast<long long>(slices[0].slice.count + slices[1].slice.count);
-    const auto all = static_cast<long long>(wholes[0].array.count + wholes[1].array.count);
+    long long own = 0;
+    long long all = 0;
+    for (std::size_t l = 0; l < network.size(); ++l) {
+      own += slices[l].slice.count;
+      all += wholes[l].array.count;
+    }
     std::printf("moments of %lld of %lld parameters on this rank\n", own, all);
     std::printf("%lld gathers, for which it waited %.1f ms\n",
                 static_cast<long long>(gather.stats().gather_count),

@@ -30,6 +30,7 @@
 #include "hsdp/kernels/sum_rows.h"
 #include "measurement.h"
 #include "quant/quantize.h"
+#include "zero/adamw_kernels.h"
 
 namespace {
 
@@ -287,6 +288,37 @@ void add_quantization(std::vector<Case>& cases, Quantized& memory) {
                    }});
 }
 
+// Parameters and moments of their own: all of them are written, and what others leave behind may be
+// subnormal, which is slow.
+struct Optimized {
+  explicit Optimized(const Arrays& arrays_) : arrays(&arrays_) {
+    for (int i = 0; i < 3; ++i) {
+      memory.emplace_back(hsdp::Device{}, static_cast<std::size_t>(arrays_.count) * 4);
+    }
+  }
+  [[nodiscard]] hsdp::zero::AdamWSlice slice() const {
+    const auto at = [this](std::size_t i) { return reinterpret_cast<float*>(memory[i].data()); };
+    return {at(0), static_cast<const float*>(arrays->at(0)), at(1), at(2), arrays->count};
+  }
+
+  const Arrays* arrays;
+  std::vector<Buffer> memory;
+  hsdp::zero::AdamWClock clock;
+};
+
+void add_optimizer(std::vector<Case>& cases, Optimized& memory) {
+  const auto n = static_cast<double>(memory.arrays->count);
+  cases.push_back(
+      {"adamw", 16 * n, 12 * n, [&memory] {
+         const hsdp::Stream stream = hsdp::Stream::inline_host();
+         const hsdp::zero::AdamWSlice slice = memory.slice();
+         hsdp::zero::adamw_tick(
+             {.options = {}, .grad_factor = nullptr, .found_inf = nullptr, .clock = &memory.clock},
+             stream);
+         hsdp::zero::adamw_update({&slice, 1}, &memory.clock, stream);
+       }});
+}
+
 // Time that this thread ran: other processes may be on its core in between.
 double thread_s() {
   timespec now{};
@@ -296,10 +328,12 @@ double thread_s() {
 
 // What one thread works on.
 struct Workplace {
-  explicit Workplace(std::int64_t elements) : arrays(elements), quantized(arrays) {}
+  explicit Workplace(std::int64_t elements)
+      : arrays(elements), quantized(arrays), optimized(arrays) {}
 
   Arrays arrays;
   Quantized quantized;
+  Optimized optimized;
   std::vector<Case> cases;
 };
 
@@ -311,6 +345,7 @@ void prepare(Workplace& place, const std::string& wanted) {
   add_casts(cases, place.arrays);
   add_scales_and_norms(cases, place.arrays);
   add_quantization(cases, place.quantized);
+  add_optimizer(cases, place.optimized);
   const auto unwanted = [&](const Case& one) { return one.name.find(wanted) == std::string::npos; };
   cases.erase(std::remove_if(cases.begin() + kBaselines, cases.end(), unwanted), cases.end());
 }

@@ -33,11 +33,10 @@ void check_master(const GatheredParameter& parameter, const Slice& own) {
   const std::string where = std::string(kWhere) + ": master of '" + parameter.name + "'";
   if (master.count != own.count || master.dtype != Dtype::kF32 ||
       master.device != parameter.array.device) {
-    throw UsageError(
-        {.where = where,
-         .expected = text({nullptr, own.count, Dtype::kF32, parameter.array.device}) +
-                     ", this rank's slice",
-         .got = text(master)});
+    throw UsageError({.where = where,
+                      .expected = text({nullptr, own.count, Dtype::kF32, parameter.array.device}) +
+                                  ", this rank's slice",
+                      .got = text(master)});
   }
   if (!is_gradient_dtype(parameter.array.dtype)) {
     throw UsageError({.where = where,

@@ -31,8 +31,8 @@ class GatherHandle {
       one.name = text_argument(key, "zero: parameter gather: name");
       one.array = view(value, "zero: parameter gather: array of '" + one.name + "'", *arrays_);
       if (masters.contains(key)) {
-        one.master = view(masters[key], "zero: parameter gather: master of '" + one.name + "'",
-                          masters_);
+        one.master =
+            view(masters[key], "zero: parameter gather: master of '" + one.name + "'", masters_);
       }
     }
     struct Held {

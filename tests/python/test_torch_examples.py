@@ -34,7 +34,8 @@ def test_train_gpt_zero(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "killed"
     with pytest.raises(AssertionError, match="rank 3 of 4 was ended by signal 9"):
         run(4, program, "--folder", str(folder), "--die-at", "19", *few)
-    again = re.search(r"steps (8|16) to 24 on 1x2 ranks", run(2, program, "--folder", str(folder), *few))
+    output = run(2, program, "--folder", str(folder), *few)
+    again = re.search(r"steps (8|16) to 24 on 1x2 ranks", output)
     assert again is not None
     whole, killed = (
         [float(line) for line in (tmp_path / name / "losses.txt").read_text().splitlines()]
@@ -45,6 +46,13 @@ def test_train_gpt_zero(tmp_path: pathlib.Path) -> None:
     for one, other in zip(killed, whole, strict=True):
         assert abs(one - other) < 1e-3
     assert whole[-1] < 0.8 * whole[0]
+
+
+def test_overlap_gather(tmp_path: pathlib.Path) -> None:
+    picture = tmp_path / "overlap.png"
+    output = run(2, EXAMPLES / "overlap_gather.py", "--width", "256", "--plot", str(picture))
+    assert "the same bits as without overlap" in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_cached_contrastive() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import functools
 import hashlib
 import io
 import math
@@ -302,14 +305,16 @@ def run_before_the_first_step(folder: str) -> list[str]:
     hashes = []
     with hsdp.init_mesh(1, 2) as mesh:
         join_torch(mesh, folder)
-        for dtype in DTYPES:
-            run = Run(mesh, dtype, lr=0.01)
-            run.save(f"{folder}/start_{dtype}")
+        for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
+                            ("ASGD", "float32")):
+            cls = getattr(torch.optim, name)
+            run = Run(mesh, dtype, lr=0.01, cls=cls)
+            run.save(f"{folder}/start_{name}_{dtype}")
             for resumed in (False, True):
                 if resumed:
                     run.reducer.close()
-                    run = Run(mesh, dtype)
-                    run.load(f"{folder}/start_{dtype}")
+                    run = Run(mesh, dtype, cls=cls)
+                    run.load(f"{folder}/start_{name}_{dtype}")
                 for seed in range(2):
                     run.step(seed, 2)
                 hashes.append(hash_of(run.model.values()))
@@ -320,7 +325,7 @@ def run_before_the_first_step(folder: str) -> list[str]:
 
 def test_a_checkpoint_of_the_start(ranks: Launcher, tmp_path: pathlib.Path) -> None:
     for found in ranks(2, run_before_the_first_step, str(tmp_path)):
-        assert found[0] == found[1] and found[2] == found[3]
+        assert found[::2] == found[1::2]
 
 
 def run_other_ways(folder: str) -> list[str]:
@@ -437,6 +442,122 @@ def test_checkpoints_that_do_not_fit(ranks: Launcher, tmp_path: pathlib.Path) ->
         assert "optim.state.first.bias.exp_avg_sq" in lacks
         assert "CheckpointException" in truncated
         assert "parameter groups of [2], got [7, 2]" in other
+
+
+class Late(torch.optim.SGD):
+    """Has a state that comes late."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["calls"] = self.state[p].get("calls", 0) + 1
+            if self.state[p]["calls"] == 2:
+                self.state[p]["slow"] = p.detach().clone()
+        return result
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(hsdp.UsageError) as refused:
+        call()
+    return str(refused.value)
+
+
+def run_habits(folder: str) -> list[str]:
+    """What people do between steps, and must not lose anything by."""
+    errors = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        join_torch(mesh, folder)
+        run = Run(mesh, "bfloat16", lr=0.01)
+        fresh = run.optimizer.state_dict()
+        for seed in range(2):
+            run.step(seed, 2)
+
+        # Others' weights for a while: neither reading nor saving takes them for new ones.
+        own = [run.optimizer.master(p).clone() for p in run.optimizer._parameters]
+        weights = copy.deepcopy(run.model.state_dict())
+        run.model.load_state_dict({k: v * 2 for k, v in weights.items()})
+        run.optimizer.full_state_dict()
+        with run.optimizer.whole_parameters() as whole:
+            assert torch.equal(whole["gain"], weights["gain"].float() * 2)
+        run.optimizer.master(run.model.gain)
+        run.model.load_state_dict(weights)
+        run.optimizer._reread_written()
+        for p, master in zip(run.optimizer._parameters, own, strict=True):
+            assert torch.equal(run.optimizer.master(p), master)
+
+        # A load that fails leaves a training as it was.
+        dcp.save({"optim": get_optimizer_state_dict(run.model, run.optimizer)},
+                 checkpoint_id=f"{folder}/live")
+        dist.barrier()
+        if mesh.rank == 0:
+            for file in pathlib.Path(f"{folder}/live").glob("*.distcp"):
+                with file.open("r+b") as opened:
+                    opened.truncate(file.stat().st_size // 2)
+        dist.barrier()
+        run.step(2, 2)
+        before = hash_of([v for s in run.optimizer.state.values() for v in s.values()])
+        with contextlib.suppress(BaseException):
+            dcp.load({"optim": get_optimizer_state_dict(run.model, run.optimizer)},
+                     checkpoint_id=f"{folder}/live")
+        assert hash_of([v for s in run.optimizer.state.values() for v in s.values()]) == before
+
+        # What lacks something, or is of something else.
+        full = run.optimizer.full_state_dict()
+        for key in ("step", "master"):
+            lacks = copy.deepcopy(full)
+            del lacks["state"][6][key]
+            errors.append(refusal(functools.partial(run.optimizer.load_state_dict, lacks)))
+        for bad in (None, {"state": {}}):
+            errors.append(refusal(functools.partial(run.optimizer.load_state_dict, bad)))
+        full["state"] = {k: {**s, "step": int(s["step"])} for k, s in full["state"].items()}
+        run.optimizer.load_state_dict(full)  # as old versions saved it
+        run.step(3, 2)
+        run.optimizer.state = collections.defaultdict(dict)
+        run.step(4, 2)
+        assert {float(s["step"]) for s in run.optimizer.state.values()} == {1.0}
+        run.optimizer.load_state_dict(fresh)  # all over again
+        assert not run.optimizer.state
+        if mesh.rank == 0:
+            assert get_optimizer_state_dict(run.model, run.optimizer)["state"]
+        run.optimizer.full_state_dict()  # whoever asked for targets
+        if mesh.rank == 0:
+            run.model.first.weight.data = run.model.first.weight.data.clone()
+        run.step(5, 2)
+        run.reducer.close()
+
+        late = Run(mesh, "float32", lr=0.1, cls=Late)
+        for seed in range(3):
+            late.step(seed, 2)
+        full = late.optimizer.full_state_dict()
+        assert full["state"][5]["slow"].shape == late.model.first.weight.shape
+        late.optimizer.load_state_dict(full)
+        late.step(3, 2)
+        late.reducer.close()
+
+        named = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(named)
+        two = [(n, p) for n, p in named.named_parameters() if n.endswith("weight")]
+        optimizer = ShardedOptimizer(
+            torch.optim.AdamW, [{"params": two, "initial_lr": 0.1, "fused": False}], reducer,
+            fused=True, max_grad_norm=1.0,
+        )
+        with reducer.microbatch(last=True):
+            named(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        other = optimizer.full_state_dict()
+        other["param_groups"][0]["param_names"] = ["1.weight", "0.weight"]
+        errors.append(refusal(lambda: optimizer.load_state_dict(other)))
+        dist.destroy_process_group()
+    return errors
+
+
+def test_habits(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    for step, master, none, group, names in ranks(2, run_habits, str(tmp_path)):
+        assert "'step'] of 'second.weight', as of" in step
+        assert "'master', 'step'] of 'second.weight'" in master
+        assert "got NoneType" in none and "got ['state']" in group
+        assert "the states of '0.weight' in its place, got those of '1.weight'" in names
 
 
 @pytest.fixture

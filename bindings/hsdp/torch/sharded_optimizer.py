@@ -500,7 +500,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """In torch's shape, with this rank's slices as `hsdp.torch.FlatSlice`s, and the fp32 masters of
         16-bit parameters as "master". Local: no other rank takes part.
         """
-        return super().state_dict()
+        state: dict[str, Any] = super().state_dict()
+        return state
 
     def _numbers(self) -> dict[int, int]:
         """id(parameter) -> its number in a state dict."""

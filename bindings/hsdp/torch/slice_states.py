@@ -72,7 +72,7 @@ def _take_master(state: Any, master: torch.Tensor) -> None:
 
 def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's states as a state dict has them: what has an element for each of the slice's as a
-    FlatSlice. The memory is shared.
+    FlatSlice, whose memory is shared.
     """
     saved = dict(state)
     if one.is_rounded:
@@ -80,6 +80,8 @@ def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any
     for key, value in saved.items():
         if isinstance(value, torch.Tensor) and value.shape == one.master.shape:
             saved[key] = FlatSlice(value, one.parameter.shape, one.offset)
+        elif isinstance(value, torch.Tensor):
+            saved[key] = value.clone()  # a load writes into it
     return saved
 
 

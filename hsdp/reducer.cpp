@@ -89,6 +89,9 @@ void Reducer::prepare() {
   parts_->steps.check_usable("prepare");
   parts_->steps.prepare();
 }
+void Reducer::together(std::string_view what, const std::function<void()>& part) {
+  reducer::together(parts_->groups.world, what, part);
+}
 void Reducer::begin_step() { parts_->steps.begin_step(); }
 void Reducer::begin_microbatch(const MicrobatchOptions& options) {
   parts_->steps.begin_microbatch(options);

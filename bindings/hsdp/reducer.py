@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
@@ -220,6 +220,17 @@ class Reducer(ReducerResults):
         does. Collective; all ranks have it in the end or none, and it may be tried again.
         """
         self._handle.prepare()
+
+    # Around a part of a set-up: where it raises on one rank, the others get a StepAbortedError.
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Error):
+                self._handle.together(what, str(error) or type(error).__name__)
+            raise
+        self._handle.together(what, "")
 
     def begin_step(self) -> None:
         """Begins a step before its first microbatch, which otherwise does so; the previous result

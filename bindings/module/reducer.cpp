@@ -296,6 +296,14 @@ void bind_settings(Class& bound) {
 
 void bind_step(Class& bound) {
   bound.def("prepare", [](Handle& self) { self.call([](Reducer& r) { r.prepare(); }); })
+      .def("together",
+           [](Handle& self, const std::string& what, const std::string& failure) {
+             self.call([what, failure](Reducer& reducer) {
+               reducer.together(what, [&] {
+                 if (!failure.empty()) throw Error(failure);
+               });
+             });
+           })
       .def("begin_step", [](Handle& self) { self.call([](Reducer& r) { r.begin_step(); }); })
       .def("begin_microbatch", begin_microbatch)
       .def("gradient_ready", &Handle::gradient_ready)

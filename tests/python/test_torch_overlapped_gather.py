@@ -15,7 +15,7 @@ from conftest import Launcher
 from torch import nn
 
 import hsdp
-from hsdp.torch.overlapped_gather import ParameterInFlight
+from hsdp.torch.parameter_in_flight import ParameterInFlight
 from hsdp.zero import ShardedOptimizer
 
 STEPS = 3
@@ -268,7 +268,7 @@ def run_metadata() -> list[str]:
             for p in net.parameters():
                 p.grad = torch.ones_like(p, requires_grad=False)
         optimizer.step()  # remade in the order of use
-        units = [names for gather in optimizer._gathers.values() for names in gather.units()]
+        units = [names for gather in optimizer._gather._gathers.values() for names in gather.units()]
         assert units == [("1.weight",), ("2.weight",), ("0.weight",)]
         optimizer.wait_parameters()
         assert optimizer.gather_stats().gather_count == 6
@@ -303,7 +303,7 @@ def run_other_orders() -> list[Any]:
                         x = net[i](x)
                     x.square().mean().backward()
                 optimizer.step()
-            units = [names[0] for g in optimizer._gathers.values() for names in g.units()]
+            units = [names[0] for g in optimizer._gather._gathers.values() for names in g.units()]
             found.append(units if overlap else [])
             found.append([float(p.double().sum()) for p in net.parameters()])
             optimizer.close()

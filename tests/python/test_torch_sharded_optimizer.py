@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import pathlib
 import pickle
 from collections.abc import Callable, Iterator
@@ -385,7 +386,7 @@ def run_overflow() -> dict[str, Any]:
     torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()
-        reducer, optimizer = sharded(mesh, model, lr=1e-2)
+        reducer, optimizer = sharded(mesh, model, lr=1e-2, max_grad_norm=1e3)
         calls = []
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
         for seed in range(3):
@@ -398,6 +399,7 @@ def run_overflow() -> dict[str, Any]:
             changed = [not torch.equal(p, q) for p, q in
                        zip(model.parameters(), before, strict=True)]
             assert optimizer.step_was_skipped is (seed == 1)
+            assert math.isfinite(optimizer.grad_norm) is (seed != 1)
             assert any(changed) is (seed != 1)
         steps = {float(state["step"]) for state in optimizer.state.values()}
         return {"steps": list(steps), "calls": len(calls)}
@@ -625,6 +627,46 @@ def run_whole() -> list[str]:
 
 def test_whole_parameters(ranks: Launcher) -> None:
     assert ranks(2, run_whole) == [["written back"] * 2] * 2
+
+
+class Broken(torch.optim.SGD):
+    """Cannot be made of more than one parameter."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if len(self.param_groups[0]["params"]) > 1:
+            raise RuntimeError("out of order")
+
+
+def run_refusals() -> list[str]:
+    """A rank that cannot make its optimizer; then all of them can."""
+    found = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = make_model()
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        for bad in ({"stage": 5}, {"max_grad_norm": -1.0}, {"optimizer_class": Broken}):
+            options: Any = bad if mesh.rank == 1 else {}
+            try:
+                ShardedOptimizer(options.pop("optimizer_class", torch.optim.SGD), model, reducer,
+                                 lr=0.1, **options)
+            except (hsdp.Error, RuntimeError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=0.1)
+        run_step(reducer, model, 0, mesh.rank)
+        optimizer.step()
+    return found
+
+
+def test_a_rank_that_cannot_make_it_is_named_to_the_others(ranks: Launcher) -> None:
+    others, own = ranks(2, run_refusals)
+    for text, wanted in zip(own, ("stage 1 or 2, got 5", "max_grad_norm above 0", "out of order"),
+                            strict=True):
+        assert wanted in text
+    for text, wanted in zip(others, own, strict=True):
+        assert text.startswith("StepAbortedError")
+        assert "rank 1 of 2 could not make its ShardedOptimizer" in text
+        assert wanted.split(": ", 1)[1] in text
 
 
 def run_broken_update() -> str:

@@ -34,7 +34,8 @@ class ModelAttachment:
         others: Sequence[Attachment],
     ) -> None:
         self._handle = handle
-        self._model = model
+        #: what was attached
+        self.model = model
         self._keep = keep_grads
         self._placed = False  # whether what is in p.grad was put there by us
         self._step = -1  # which step the last microbatch was in
@@ -71,7 +72,7 @@ class ModelAttachment:
 
     def describe(self) -> str:
         """The model's class."""
-        return type(self._model).__name__
+        return type(self.model).__name__
 
     def microbatch_began(self) -> None:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
@@ -221,14 +222,14 @@ class ModelAttachment:
 
     # One that came or was thawed since would be trained by gradients of this rank alone.
     def _require_same_parameters(self) -> None:
-        for p in self._model.parameters():
+        for p in self.model.parameters():
             if p.requires_grad and id(p) not in self._names:
                 self._require_reduced_elsewhere(p)
 
     def _require_reduced_elsewhere(self, parameter: torch.Tensor) -> None:
         if unreduced_gradient_guard.is_watched(parameter):
             return
-        name = next(name for name, p in self._model.named_parameters() if p is parameter)
+        name = next(name for name, p in self.model.named_parameters() if p is parameter)
         raise UsageError(
             "reducer: begin_microbatch: expected the parameters that were there at attach, got "
             f"'{name}', which came or began to require a gradient later and would not be reduced; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -74,6 +75,23 @@ class ParameterSlice:
 def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """Changes with the memory or layout of a parameter."""
     return parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.dtype
+
+
+def gather_whole(
+    parts: Mapping[ParameterSlice, torch.Tensor],
+) -> list[tuple[ParameterSlice, torch.Tensor]]:
+    """Whole tensors of what this rank has of them. Collective: the same ones on every rank."""
+    whole_of: dict[Reducer, dict[ParameterSlice, torch.Tensor]] = {}
+    for one, part in parts.items():
+        shape, device = one.parameter.shape, one.parameter.device
+        whole = torch.empty(shape, dtype=part.dtype, device=device)
+        one.part_of(whole).copy_(part)
+        whole_of.setdefault(one.reducer, {})[one] = whole
+    result = []
+    for reducer, wholes in whole_of.items():
+        reducer.gather_parameters({one.name: whole for one, whole in wholes.items()})
+        result += [(one, whole.to(parts[one].device)) for one, whole in wholes.items()]
+    return result
 
 
 class Masters:

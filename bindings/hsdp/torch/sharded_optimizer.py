@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -17,19 +17,21 @@ from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
-from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.overlapped_gather import OverlappedGather
-from hsdp.torch.parameter_slices import Masters, ParameterSlice, memory_of, refuse
-from hsdp.torch.slice_states import (
-    MASTER,
-    SharedStates,
-    load_target,
-    loaded_states,
-    require_alike,
-    saved_states,
+from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
+from hsdp.torch.parameter_slices import (
+    Masters,
+    ParameterSlice,
+    gather_whole,
+    memory_of,
+    refuse,
 )
-from hsdp.zero.parameter_gather import GatherStats, ParameterGather
+from hsdp.torch.sharded_state_dict import loadable, make_whole, put_slices
+from hsdp.torch.slice_states import MASTER, SharedStates, load_target
+from hsdp.zero.parameter_gather import GatherStats
 
+_SET_UP = "make its ShardedOptimizer"
 _EPSILON = 1e-6  # torch's, and the Reducer's, when they clip
 
 _owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
@@ -78,7 +80,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Construction and `step` are collective over the mesh. Raises UsageError for parameters that no
     Reducer takes the gradients of, a Reducer that has an optimizer already (`close()` frees it), a
-    `step` without gradients of a new step, and states that do not fit; nothing is changed then. What
+    `step` without gradients of a new step, and states that do not fit; nothing is changed then. Where
+    one rank cannot construct it, the others raise StepAbortedError, and all may try again. What
     goes wrong in the update itself ends the mesh: this rank keeps its error, the others get its text.
     """
 
@@ -97,53 +100,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master_dtype: str = "f32",
         **options: Any,
     ) -> None:
-        if stage not in (1, 2):
-            refuse("stage 1 or 2", repr(stage))
-        if master_dtype != "f32":
-            refuse("a master_dtype of 'f32', which training needs", repr(master_dtype))
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
         self._reducers = _reducers(reducer)
-        offloaded = _is_offloaded(offload, self._reducers[0])
-        self._max_grad_norm = max_grad_norm
-        self._built = False
-        groups = _groups(params)
-        found = [[self._place_of(p) for p in _tensors(g) if p.requires_grad] for g in groups]
-        self._require_parameters([owner for of_group in found for _, _, owner in of_group])
-        states = [require_elementwise(optimizer_class, options, _settings(g)) for g in groups]
+        first = self._reducers[0]
+        with first._together(_SET_UP):
+            _require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
+            offloaded = _is_offloaded(offload, first)
+            groups = parameter_groups(params)
+            found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
+            self._require_parameters([owner for of_group in found for _, _, owner in of_group])
+            states = [require_elementwise(optimizer_class, options, settings(g)) for g in groups]
         for one in self._reducers:
             one.prepare()
-        shards = [
-            [ParameterSlice(*place, of_group, offloaded) for place in places]
-            for places, of_group in zip(found, states, strict=True)
-        ]
-        self._shards = list(itertools.chain.from_iterable(shards))
-        self._parameters = [shard.parameter for shard in self._shards]
-        self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
-        self._note_memory()
-        self._make_masters()
-        self._make_inner = functools.partial(optimizer_class, **options)
-        self._inner = self._make_inner(
-            [
-                {**_settings(group), "params": [shard.master for shard in of_group]}
-                for group, of_group in zip(groups, shards, strict=True)
+        with first._together(_SET_UP):
+            slices = [
+                [ParameterSlice(*place, of_group, offloaded) for place in places]
+                for places, of_group in zip(found, states, strict=True)
             ]
-        )
-        super().__init__(groups, self._inner.defaults)
+            self._shards = list(itertools.chain.from_iterable(slices))
+            self._parameters = [shard.parameter for shard in self._shards]
+            self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
+            self._note_memory()
+            self._make_masters()
+            self._make_inner = functools.partial(optimizer_class, **options)
+            self._inner = self._make_inner(
+                [
+                    {**settings(group), "params": [shard.master for shard in of_group]}
+                    for group, of_group in zip(groups, slices, strict=True)
+                ]
+            )
+            self._built = False
+            super().__init__(groups, self._inner.defaults)
+        self._max_grad_norm = max_grad_norm
         self._states = SharedStates(self._shards)
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
-        self._unit_bytes = gather_bucket_bytes
-        self._order = self._shards  # in which they are gathered
-        self._gathers = {one: self._make_gather(one) for one in self._reducers}
-        self._replaced: list[GatherStats] = []
-        self._gather_count = 0
-        overlaps = overlap_param_gather and self._reducers[0].mesh.shard_size > 1
-        models = [a._model for one in self._reducers for a in one._attachments if hasattr(a, "_model")]
-        self._in_flight = OverlappedGather(models if overlaps else [], self._shards)
-        self._overlaps = overlaps
+        models = [a.model for one in self._reducers for a in _attached_models(one)]
+        overlaps = overlap_param_gather and first.mesh.shard_size > 1
+        self._gather = OverlappedGather(self._shards, gather_bucket_bytes, models if overlaps else [])
         # At the end of the process, too: the other ranks need this one for their gathers.
-        weakref.finalize(self, self._in_flight.close_quietly)
+        weakref.finalize(self, self._gather.close_quietly)
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
             _owners[one] = weakref.ref(self)
@@ -154,8 +149,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _place_of(self, parameter: torch.nn.Parameter) -> tuple[str, torch.nn.Parameter, Reducer]:
         for reducer in self._reducers:
-            for attachment in reducer._attachments:
-                name = getattr(attachment, "name_of", lambda p: None)(parameter)
+            for attachment in _attached_models(reducer):
+                name = attachment.name_of(parameter)
                 if name is not None:
                     return name, parameter, reducer
         refuse(
@@ -182,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owner = _owners.get(reducer)
             if owner is not None and owner() is self:
                 del _owners[reducer]
-        self._in_flight.close()
+        self._gather.close()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse("one optimizer for a Reducer", "a copy; save its state_dict() instead")
@@ -198,16 +193,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 shard.master = torch.nn.Parameter(shard.own)
         self._masters = [Masters(shards) for shards in of_dtype.values()]
-
-    def _make_gather(self, reducer: Reducer) -> ParameterGather:
-        shards = self._ordered_slices(reducer)
-        masters = {
-            s.name: s.master.detach() for s in shards if s.has_own_master and not s.offloaded
-        }
-        return ParameterGather(reducer, {s.name: s.whole for s in shards}, masters, self._unit_bytes)
-
-    def _ordered_slices(self, reducer: Reducer) -> list[ParameterSlice]:
-        return [shard for shard in self._order if shard.reducer is reducer]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices and gathers are laid out there."""
@@ -241,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parts = {s: s.own for s in self._shards if not s.has_own_master}
             for masters in self._masters:
                 parts.update(zip(masters.slices, masters.current(), strict=True))
-            whole = {shard.name: array for shard, array in self._gathered(parts)}
+            whole = {shard.name: array for shard, array in gather_whole(parts)}
         if not write_back:
             yield whole
             return
@@ -251,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._reread_written()
                 for shard in self._shards:
                     shard.master.copy_(shard.part_of(whole[shard.name]))
-                self._gather()
+                self._start_gather()
 
     # The others wait for this rank's slices.
     @contextlib.contextmanager
@@ -259,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            next(iter(self._gathers.values())).abort(f"ShardedOptimizer.{call}: {type(error).__name__}: {error}")
+            self._gather.abort(f"ShardedOptimizer.{call}: {type(error).__name__}: {error}")
             raise
 
     def _find(self, parameter: torch.Tensor) -> ParameterSlice:
@@ -290,11 +275,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._skips_by_itself():
                 self._skipped = self._inner.found_inf = self._found_inf_tensor()
                 self._update()
-                del self._inner.found_inf
             else:
                 self._skipped = self._found_inf()
                 if not self._skipped:
                     self._update()
+                elif self._max_grad_norm is not None:
+                    self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
             _taken.update(zip(self._reducers, steps, strict=True))
         return loss
 
@@ -321,84 +307,58 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         self._forget_targets()
         self._reread_written()
-        with self._clipping():
-            self._run_inner()
-        self._gather()
-
-    # Else it takes a pass over the gradients.
-    @contextlib.contextmanager
-    def _clipping(self) -> Iterator[None]:
-        most = self._max_grad_norm
-        if most is None or not self._is_fused():
-            if most is not None:
-                self.grad_norm = clip_grad_norm_(self._reducers, most)
-            yield
-            return
-        self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
-        device = self._shards[0].master.device
-        norm = torch.as_tensor(self.grad_norm, dtype=torch.float32, device=device)
-        self._inner.grad_scale = ((norm + _EPSILON) / most).clamp(min=1.0)
         try:
-            yield
+            if self._max_grad_norm is not None:
+                self._clip(self._max_grad_norm)
+            self._run_inner()
         finally:
-            del self._inner.grad_scale
+            for name in ("grad_scale", "found_inf"):
+                vars(self._inner).pop(name, None)
+        self._start_gather()
+
+    # A pass over the gradients, or a factor for the optimizer's own.
+    def _clip(self, max_norm: float) -> None:
+        fused = self._is_fused()
+        self.grad_norm = clip_grad_norm_(self._reducers, math.inf if fused else max_norm)
+        if fused:
+            device = self._shards[0].master.device
+            norm = torch.as_tensor(self.grad_norm, dtype=torch.float32, device=device)
+            self._inner.grad_scale = ((norm + _EPSILON) / max_norm).clamp(min=1.0)
 
     def _run_inner(self) -> None:
         for masters in self._masters:
             masters.fetch_gradients()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_settings(group))
+            inner.update(settings(group))
         self._states.lend(self.state, self._inner.state)
         self._inner.step()
         self._states.take_back(self.state, self._inner.state)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_settings(inner))  # some count there
+            group.update(settings(inner))  # some count there
 
     # What this rank has updated is all ranks' from here on.
-    def _gather(self) -> None:
-        if self._gather_count == 1:
-            self._agree_on_order()
-        self._gather_count += 1
+    def _start_gather(self) -> None:
         for masters in self._masters:
             masters.mark_rounded()
             masters.load_parameters()
-        for gather in self._gathers.values():
-            gather.start()
-        started = [(g, self._ordered_slices(one)) for one, g in self._gathers.items()]
-        self._in_flight.start(started, self._overlaps)
-
-    # That in which rank 0 used the parameters first since the first gather. Also without overlap: no
-    # rank knows what the others do.
-    def _agree_on_order(self) -> None:
-        numbers = self._in_flight.order_of_use(self._shards)
-        agreed = torch.tensor(numbers, device=self._shards[0].own.device)
-        self._reducers[0].mesh.world.broadcast(agreed)
-        order = [self._shards[number] for number in agreed.tolist()]
-        if order == self._order:
-            return
-        self._order = order
-        for reducer in self._reducers:
-            self._replaced.append(self._gathers[reducer].stats())
-            self._gathers[reducer] = self._make_gather(reducer)
+        self._gather.start()
 
     def wait_parameters(self) -> None:
         """Waits until all parameters have their new values. Needed only for code that reads their
         memory and asks no class: an extension outside of a module's forward, a tensor that was made
         of a parameter before the step.
         """
-        self._in_flight.wait_all()
+        self._gather.wait_all()
 
     def gather_stats(self) -> GatherStats:
         """Of the gathers so far: their number, bytes, and for how long they were waited for."""
-        every = [*self._replaced, *(gather.stats() for gather in self._gathers.values())]
-        return GatherStats(*map(sum, zip(*every, strict=True)))
+        return self._gather.stats()
 
     def gather_times(self) -> dict[str, tuple[float, float]]:
         """When the last gather of each parameter began and ended, in seconds of time.monotonic(); on a
         GPU, when it was enqueued. The names are those of the Reducers.
         """
-        every = (gather.last_times() for gather in self._gathers.values())
-        return {name: times for one in every for name, times in one.items()}
+        return self._gather.last_times()
 
     def _unscale_shards(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """For torch's GradScaler: divides the gradients by its scale, unless the Reducer has done so
@@ -444,7 +404,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters.reread()
 
     def _bind_moved(self) -> None:
-        self._in_flight.wait_all()
+        self._gather.wait_all()
         if self._bound == [*map(memory_of, self._parameters)]:
             return
         for shard in self._shards:
@@ -455,7 +415,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.bind()
             if not shard.has_own_master:
                 shard.master.data = shard.own
-            self._gathers[shard.reducer].rebind(shard.name, shard.whole)
+            self._gather.rebind(shard)
         self._note_memory()
 
     def _read_copied(self) -> None:
@@ -486,7 +446,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 shard = of_parameter.get(id(parameter))
-                target = shard and load_target(shard, self._make_inner, _settings(group))
+                target = shard and load_target(shard, self._make_inner, settings(group))
                 if target:
                     self.state[parameter] = target
         self._are_targets = True
@@ -503,50 +463,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = super().state_dict()
         return state
 
-    def _numbers(self) -> dict[int, int]:
-        """id(parameter) -> its number in a state dict."""
-        every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        return {id(parameter): i for i, parameter in enumerate(every)}
-
     def full_state_dict(self) -> dict[str, Any]:
         """As `state_dict()` with whole states on every rank: what the unsharded optimizer has, and
         "master". Collective.
         """
         self._forget_targets()  # which this rank alone may have
         state = self.state_dict()
-        parts: dict[str, dict[ParameterSlice, torch.Tensor]] = {}  # of the slices, by key
-        numbers = self._numbers()
-        for shard in self._shards:
-            own = state["state"].get(numbers[id(shard.parameter)], {})
-            for key, value in own.items():
-                if isinstance(value, FlatSlice):
-                    parts.setdefault(key, {})[shard] = value.to_local()
-                elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                    refuse(f"states that are numbers or slices, of '{shard.name}'", f"'{key}'")
-                else:
-                    own[key] = copy.deepcopy(value)
-        for key in sorted(parts):
-            for shard, whole in self._gathered(parts[key]):
-                state["state"][numbers[id(shard.parameter)]][key] = whole
+        make_whole(state, self.param_groups, self._shards)
         return state
-
-    def _gathered(
-        self, parts: dict[ParameterSlice, torch.Tensor]
-    ) -> list[tuple[ParameterSlice, torch.Tensor]]:
-        """Whole tensors of slices. Collective: the same ones on every rank."""
-        result = []
-        for reducer in self._reducers:
-            arrays = {}
-            for shard, part in parts.items():
-                if shard.reducer is reducer:
-                    whole = torch.empty(
-                        shard.parameter.shape, dtype=part.dtype, device=shard.parameter.device
-                    )
-                    shard.part_of(whole).copy_(part)
-                    arrays[shard.name] = whole
-                    result.append((shard, whole))
-            reducer.gather_parameters(arrays)
-        return [(shard, whole.to(parts[shard].device)) for shard, whole in result]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` gave on this rank of the same mesh, or `full_state_dict()` on
@@ -555,61 +479,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        groups = self._loadable_groups(state_dict)
-        keys = list(itertools.chain.from_iterable(group["params"] for group in groups))
-        numbers = self._numbers()
-        loaded = {}
-        for shard in self._shards:
-            state = state_dict["state"].get(keys[numbers[id(shard.parameter)]], {})
-            # Where its own step would have put numbers.
-            on_device = any(g.get("fused") or g.get("capturable") for g in self.param_groups)
-            loaded[id(shard.parameter)] = (shard, loaded_states(shard, state, on_device))
-        for group in self.param_groups:
-            require_alike([loaded[id(p)] for p in group["params"] if id(p) in loaded])
-        self._in_flight.wait_all()  # a gather reads masters
+        groups, states = loadable(state_dict, self.param_groups, self._shards)
+        self._gather.wait_all()  # it reads masters
         self._are_targets = False
         self.state.clear()
-        for shard, state in loaded.values():
+        for shard, state in states:
             if MASTER in state:
                 master = shard.master.detach()
                 state[MASTER] = master.copy_(state[MASTER])
-            if set(state) - {MASTER}:
+            if set(state) - {MASTER}:  # an optimizer begins where a state is empty
                 self.state[shard.parameter] = state
         for masters in self._masters:
             masters.mark_rounded()
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(copy.deepcopy(_settings(saved)))
+            group.update(copy.deepcopy(settings(saved)))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _loadable_groups(self, state_dict: Any) -> list[dict[str, Any]]:
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-            got = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            refuse("a state dict with 'state' and 'param_groups'", str(got))
-        groups: list[dict[str, Any]] = list(state_dict["param_groups"])
-        lengths = [len(group["params"]) for group in self.param_groups]
-        if [len(group.get("params", ())) for group in groups] != lengths:
-            refuse(
-                f"a state dict with parameter groups of {lengths}",
-                str([len(group.get("params", ())) for group in groups]),
-            )
-        for own, saved in zip(self.param_groups, groups, strict=True):
-            # Keys that are names have found their parameters.
-            names = saved.get("param_names", ()) if isinstance((*saved["params"], 0)[0], int) else ()
-            for name, other in zip(own.get("param_names", ()), names):
-                if name != other:
-                    refuse(f"the states of '{name}' in its place", f"those of '{other}'")
-        return groups
 
 
 # A hook of a class's own, before those of users.
 def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    numbers = optimizer._numbers()
-    for shard in optimizer._shards:
-        number = numbers[id(shard.parameter)]
-        states = saved_states(shard, state_dict["state"].get(number, {}))
-        if states:
-            state_dict["state"][number] = states
+    put_slices(state_dict, optimizer.param_groups, optimizer._shards)
+
+
+def _attached_models(reducer: Reducer) -> list[ModelAttachment]:
+    return [one for one in reducer._attachments if isinstance(one, ModelAttachment)]
+
+
+def _require_options(
+    stage: Any, max_grad_norm: Any, gather_bucket_bytes: Any, master_dtype: Any
+) -> None:
+    if stage not in (1, 2):
+        refuse("stage 1 or 2", repr(stage))
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
+    if not isinstance(gather_bucket_bytes, int) or gather_bucket_bytes < 1:
+        refuse("gather_bucket_bytes of at least 1", repr(gather_bucket_bytes))
+    if master_dtype != "f32":
+        refuse("a master_dtype of 'f32', which training needs", repr(master_dtype))
 
 
 def _is_offloaded(offload: Any, reducer: Reducer) -> bool:
@@ -632,29 +539,3 @@ def _reducers(given: Any) -> list[Reducer]:
     if not listed:
         refuse("a Reducer or several", "none")
     return listed
-
-
-# As torch.optim.Optimizer takes them; of a model the named parameters.
-def _groups(params: Any) -> list[dict[str, Any]]:
-    if isinstance(params, torch.nn.Module):
-        params = params.named_parameters()
-    if isinstance(params, (torch.Tensor, set)):
-        refuse("a model, or a list of parameters or groups", f"a {type(params).__name__}")
-    listed = list(params)
-    if not listed or not isinstance(listed[0], dict):
-        listed = [{"params": listed}]
-    return [{**group, "params": _as_list(group["params"])} for group in listed]
-
-
-def _as_list(params: Any) -> list[Any]:
-    if isinstance(params, set):
-        refuse("parameters in an order, as a list", "a set")
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _tensors(group: dict[str, Any]) -> list[torch.nn.Parameter]:
-    return [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -26,19 +26,14 @@ class SharedStates:
         self._slices = slices
         self._outside: list[Any] | None = None  # as the last step left them
         self._inside: list[Any] | None = None
-        self._with_master: list[tuple[Any, torch.Tensor]] = []
 
     def lend(self, outside: Any, inside: Any) -> None:
-        """Gives the optimizer inside the states that users see. Masters are no states to it."""
+        """Gives the optimizer inside the states that users see."""
         if self._outside is not None and _are_same(outside.values(), self._outside):
-            for state, master in self._with_master:
-                _take_master(state, master)
             return
         self._inside = None
         for one in self._slices:
-            state = outside.get(one.parameter, {})
-            if one.is_rounded:
-                _take_master(state, one.master.detach())
+            state = outside.get(one.parameter)
             if state:
                 inside[one.master] = state
             elif self._outside is not None:  # cleared since the last step
@@ -46,28 +41,18 @@ class SharedStates:
 
     def take_back(self, outside: Any, inside: Any) -> None:
         """Gives users the states that the optimizer inside has updated."""
-        if self._inside is None or not _are_same(inside.values(), self._inside):
-            for one in self._slices:
-                if one.is_rounded or inside.get(one.master):
-                    outside[one.parameter] = inside[one.master]
-            self._with_master = [
-                (outside[one.parameter], one.master.detach())
-                for one in self._slices if one.is_rounded
-            ]
-            self._outside, self._inside = [*outside.values()], [*inside.values()]
-        for state, master in self._with_master:
-            state[MASTER] = master
+        if self._inside is not None and _are_same(inside.values(), self._inside):
+            return
+        for one in self._slices:
+            if one.is_rounded:  # torch.distributed.checkpoint loads what `state` has
+                inside[one.master][MASTER] = one.master.detach()
+            if inside.get(one.master):
+                outside[one.parameter] = inside[one.master]
+        self._outside, self._inside = [*outside.values()], [*inside.values()]
 
 
 def _are_same(states: Any, known: list[Any]) -> bool:
     return len(states) == len(known) and all(map(operator.is_, states, known))
-
-
-# Somebody may have put another tensor there.
-def _take_master(state: Any, master: torch.Tensor) -> None:
-    given = state.pop(MASTER, None)
-    if given is not None and given.data_ptr() != master.data_ptr():
-        master.copy_(given)
 
 
 def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any]:

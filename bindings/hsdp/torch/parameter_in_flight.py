@@ -1,0 +1,152 @@
+"""Parameters that are gathered under what comes next: whoever reads one waits for it.
+
+[Note: parameters in flight]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hsdp.torch.parameter_slices import ParameterSlice
+from hsdp.zero.parameter_gather import ParameterGather
+
+
+class GatheredUnit:
+    """Parameters that travel in one message. In flight from a start of the gather until somebody has
+    waited for them. `used` notes those that were used in flight, in this order.
+    """
+
+    def __init__(
+        self, gather: ParameterGather, slices: Sequence[ParameterSlice], used: dict[int, None]
+    ) -> None:
+        self._gather = gather
+        self._slices = slices
+        self._used = used
+        self._is_in_flight = False
+        self._on_host = slices[0].whole.is_cpu
+        self._copied: list[Any] = []  # parameters that are no row-major memory, and what is gathered
+
+    def depart(self, flies: bool) -> None:
+        """Its gather was started: from here on whoever reads one of its parameters waits, or this
+        call does.
+        """
+        self._copied = [(s.parameter.data, s.whole) for s in self._slices if s.is_copied]
+        if self._on_host:  # whoever waits may be inside a transform, in which torch copies nothing
+            self._copied = [(_bits(data), _bits(whole)) for data, whole in self._copied]
+        # A class of the user's has its own ideas of what a class does; a copy is made once, on one
+        # stream.
+        if (
+            flies
+            and (self._on_host or not self._copied)
+            and all(type(one.parameter) is torch.nn.Parameter for one in self._slices)
+        ):
+            self._is_in_flight = True
+            for one in self._slices:
+                _in_flight[id(one.parameter)] = self
+                one.parameter.__class__ = ParameterInFlight
+        else:
+            self._complete()
+
+    def wait_for(self, parameter: torch.Tensor) -> None:
+        """For who is about to use that one."""
+        self._used.setdefault(id(parameter))
+        self.wait()
+
+    def wait(self) -> None:
+        """Until its parameters have their new values. What went wrong is raised, each time."""
+        if not self._is_in_flight:  # and somebody may have written since
+            return
+        self._complete()
+        # On a GPU only the current stream waits; another one may read next.
+        if self._on_host or self._gather.is_ready(self._slices[0].name):
+            self.release()
+
+    def _complete(self) -> None:
+        self._gather.wait(self._slices[0].name)
+        for data, whole in self._copied:
+            data[...] = whole
+
+    def release(self) -> None:
+        """They are parameters like others again."""
+        self._is_in_flight = False
+        for one in self._slices:
+            if _in_flight.get(id(one.parameter)) is self:
+                one.parameter.__class__ = torch.nn.Parameter
+                del _in_flight[id(one.parameter)]
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy()
+
+
+def unit_in_flight(parameter: torch.Tensor) -> GatheredUnit | None:
+    """Who gathers it now."""
+    return _in_flight.get(id(parameter))
+
+
+_in_flight: dict[int, GatheredUnit] = {}  # by id of the parameter, which the unit keeps alive
+
+
+class ParameterInFlight(torch.nn.Parameter):
+    """The class of a parameter while it is gathered: what reads or writes its values waits before."""
+
+    # Not another one in flight: `type(p)(values)` is how torch copies a parameter.
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        return torch.nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _WITHOUT_VALUES and _wait_for_all(args) & _wait_for_all(kwargs.values()):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    # The only method that asks no class.
+    def as_subclass(self, cls: Any) -> Any:
+        """As torch's."""
+        _wait_for_all([self])
+        return super().as_subclass(cls)
+
+
+# Whether none of them is in flight any more.
+def _wait_for_all(values: Iterable[Any]) -> bool:
+    landed = True
+    for value in values:
+        if type(value) is ParameterInFlight:
+            unit = _in_flight.get(id(value))
+            if unit is not None:
+                unit.wait_for(value)
+            landed &= type(value) is not ParameterInFlight
+        elif isinstance(value, (list, tuple)):
+            landed &= _wait_for_all(value)
+        elif isinstance(value, dict):
+            landed &= _wait_for_all(value.values())
+    return landed
+
+
+# What neither reads nor writes values: a Reducer looks at every p.grad when a microbatch begins.
+_WITHOUT_VALUES = {
+    *(getattr(torch.Tensor, name).__get__ for name in (
+        "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta",
+        "is_mkldnn", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu",
+        "itemsize", "layout", "name", "nbytes", "ndim", "output_nr", "requires_grad",
+        "retains_grad", "shape", "_backward_hooks", "_post_accumulate_grad_hooks", "_version",
+    )),
+    *(getattr(torch.Tensor, name).__set__ for name in (
+        "grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+    )),
+    torch.Tensor.grad.__delete__,
+    *(getattr(torch.Tensor, name) for name in (
+        "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
+        "is_floating_point", "is_inference", "is_shared", "is_signed", "nelement", "numel",
+        "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+        "size", "storage_offset", "stride",
+    )),
+    torch.is_complex, torch.is_floating_point, torch.is_inference, torch.is_tensor, torch.numel,
+}

@@ -245,7 +245,8 @@ def parse_arguments(arguments: List[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", type=pathlib.Path, help="where to write the docs' tables")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default=",".join(SIZES), help="of " + ",".join(SIZES))
-    parser.add_argument("--only", default="", help="systems to run, comma separated; default all")
+    parser.add_argument("--only", default="",
+                        help="systems and parts to run, comma separated; default all")
     parser.add_argument("--without", nargs="+", choices=["steps", *PARTS], default=[],
                         help="what to leave out")
     parser.add_argument("--strict", action="store_true", help="a missed claim is a failure")
@@ -277,7 +278,7 @@ def main(arguments: List[str]) -> int:
         print(f"not measured: {system}: {reason}")
     samples, errors = measure(launcher, runs, asked.rounds)
     for name, part in PARTS.items():
-        if not only and name not in asked.without:
+        if name in (only or PARTS) and name not in asked.without:
             measure_part(name, part(asked.build), asked.rounds, samples, errors, skipped)
     found = rules.claims(samples, lambda size: size in sizes)
 

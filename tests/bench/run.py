@@ -20,6 +20,7 @@ from typing import Dict, List
 
 import claims as rules
 from beside_torch import BesideTorch
+from gather_over_link import GatherOverLink
 from programs import (IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP, Program,
                       Report)
 from slow_link import SlowLink
@@ -48,7 +49,8 @@ STEP_PROGRAMS = [
     Program("ours_step", "ours_step", "hsdp_run"),
 ]
 # What measures itself, in a run of its own.
-PARTS = {"snapshots": Snapshots, "torch": BesideTorch, "slow_link": SlowLink}
+PARTS = {"snapshots": Snapshots, "torch": BesideTorch, "slow_link": SlowLink,
+         "gather": GatherOverLink}
 
 
 @dataclasses.dataclass
@@ -160,8 +162,9 @@ def measure(launcher: Launcher, runs: List[Run], rounds: int) -> "tuple[rules.Sa
     return samples, errors
 
 
-def measure_part(name: str, part: "Snapshots | BesideTorch | SlowLink", rounds: int,
-                 samples: rules.Samples, errors: List[str], skipped: Dict[str, str]) -> None:
+def measure_part(name: str, part: "Snapshots | BesideTorch | SlowLink | GatherOverLink",
+                 rounds: int, samples: rules.Samples, errors: List[str],
+                 skipped: Dict[str, str]) -> None:
     reason = part.missing()
     if reason:
         skipped[name] = reason

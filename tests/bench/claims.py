@@ -13,6 +13,9 @@ STEP_PEERS = ("impi_step", "openmpi_step")
 OPS = ("reduce_scatter", "all_reduce")
 TORCH_CASES = {"six_2048": "6 layers of 2048 x 2048", "twentyfour_256": "24 layers of 256 x 256"}
 WINDOW_CASES = {"1x2": "1x2", "2x2": "2x2", "busy": "1x2, of 50 ms each"}
+# Those of torch_gather.py that have a long forward, and what messages of 256 Ki elements take.
+GATHER_CASES = {"f32": "1 MiB", "f16": "512 KiB"}
+GATHER_BUCKETS = ("256k", "1m", "4m")
 
 
 @dataclasses.dataclass
@@ -231,6 +234,31 @@ def slow_link(samples: Samples) -> Iterator[Claim]:
                     quotient(time(f"{case}_each"), time(name)), target, detail(name))
 
 
+def gather_over_link(samples: Samples) -> Iterator[Claim]:
+    """Parameters of 8 layers of 480 x 480, gathered between two ranks under the next forward."""
+    def value(case: str, stage: int, bucket: str, name: str) -> Optional[float]:
+        return samples.value(f"torch_gather_{case}_{stage}_{bucket}_{name}")
+
+    for case, message in GATHER_CASES.items():
+        for stage in (1, 2):
+            name = f"parameter gather over a slow link, {case}, stage {stage}"
+            hidden, forward, gather, exposed = (
+                value(case, stage, "256k", of)
+                for of in ("hidden", "forward_ms", "gather_ms", "exposed_ms"))
+            detail = ""
+            if None not in (hidden, forward, gather, exposed):
+                detail = f"{gather:.0f} ms, {exposed:.1f} ms exposed; forward {forward:.0f} ms"
+                if forward < gather:  # as on a faster machine
+                    hidden, detail = None, detail + ", too short"
+            yield Claim(f"{name}, messages of {message}: share hidden", hidden, 0.8, detail)
+            ratios = [(ratio, bucket) for bucket in GATHER_BUCKETS
+                      for ratio in [value(case, stage, bucket, "ratio")] if ratio is not None]
+            most, bucket = max(ratios) if ratios else (None, "")
+            yield Claim(f"{name}: iteration overlapped / synchronous", most, 1.02,
+                        f"largest of three message sizes, {bucket} elements" if bucket else "",
+                        at_most=True)
+
+
 def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
     """`has` tells whether a size was asked for."""
     shared = {64 * KIB: 1.5, MIB: 4.0, 16 * MIB: 4.0, 64 * MIB: 4.0, 256 * MIB: 3.5}
@@ -259,4 +287,5 @@ def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
     found += snapshots(samples)
     found += torch_steps(samples)
     found += slow_link(samples)
+    found += gather_over_link(samples)
     return found

@@ -80,6 +80,23 @@ class Program:
     setting: str = ""  # NAME=VALUE in the environment, one of several that the system is tried with
 
 
+class PythonPackage:
+    """The package of a build folder, in the virtual environment beside it."""
+
+    def __init__(self, build: pathlib.Path):
+        self.python = str(build.resolve().parent / "venv" / "bin" / "python")
+        self.variables = {"PYTHONPATH": str(build.resolve() / "python"), "OMP_NUM_THREADS": "1"}
+
+    def missing(self) -> Optional[str]:
+        """Why programs that need torch cannot run here, or None."""
+        if not os.path.isfile(self.python):
+            return f"{self.python} is not there; run make test"
+        done = subprocess.run([self.python, "-c", "import torch, hsdp"], check=False,
+                              env={**os.environ, **self.variables}, stdin=subprocess.DEVNULL,
+                              capture_output=True, timeout=TIMEOUT_S)
+        return None if done.returncode == 0 else "torch or hsdp cannot be imported; run make test"
+
+
 def end(process: subprocess.Popen) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)

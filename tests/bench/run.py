@@ -20,6 +20,7 @@ from typing import Dict, List
 
 import claims as rules
 from beside_torch import BesideTorch
+from gather_over_link import GatherOverLink
 from programs import (IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP, Program,
                       Report)
 from slow_link import SlowLink
@@ -48,7 +49,8 @@ STEP_PROGRAMS = [
     Program("ours_step", "ours_step", "hsdp_run"),
 ]
 # What measures itself, in a run of its own.
-PARTS = {"snapshots": Snapshots, "torch": BesideTorch, "slow_link": SlowLink}
+PARTS = {"snapshots": Snapshots, "torch": BesideTorch, "slow_link": SlowLink,
+         "gather": GatherOverLink}
 
 
 @dataclasses.dataclass
@@ -160,8 +162,9 @@ def measure(launcher: Launcher, runs: List[Run], rounds: int) -> "tuple[rules.Sa
     return samples, errors
 
 
-def measure_part(name: str, part: "Snapshots | BesideTorch | SlowLink", rounds: int,
-                 samples: rules.Samples, errors: List[str], skipped: Dict[str, str]) -> None:
+def measure_part(name: str, part: "Snapshots | BesideTorch | SlowLink | GatherOverLink",
+                 rounds: int, samples: rules.Samples, errors: List[str],
+                 skipped: Dict[str, str]) -> None:
     reason = part.missing()
     if reason:
         skipped[name] = reason
@@ -245,7 +248,8 @@ def parse_arguments(arguments: List[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", type=pathlib.Path, help="where to write the docs' tables")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default=",".join(SIZES), help="of " + ",".join(SIZES))
-    parser.add_argument("--only", default="", help="systems to run, comma separated; default all")
+    parser.add_argument("--only", default="",
+                        help="systems and parts to run, comma separated; default all")
     parser.add_argument("--without", nargs="+", choices=["steps", *PARTS], default=[],
                         help="what to leave out")
     parser.add_argument("--strict", action="store_true", help="a missed claim is a failure")
@@ -277,7 +281,7 @@ def main(arguments: List[str]) -> int:
         print(f"not measured: {system}: {reason}")
     samples, errors = measure(launcher, runs, asked.rounds)
     for name, part in PARTS.items():
-        if not only and name not in asked.without:
+        if name in (only or PARTS) and name not in asked.without:
             measure_part(name, part(asked.build), asked.rounds, samples, errors, skipped)
     found = rules.claims(samples, lambda size: size in sizes)
 

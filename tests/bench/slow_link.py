@@ -1,29 +1,24 @@
 #!/usr/bin/env python3
 """Measures replica hops and windows over slow links: each rank in a network namespace of its own.
 
-Each namespace has a veth pair to a bridge, shaped in both directions by tc's token bucket filter,
-for which it needs root and iproute2. Where that is not allowed, and with --sleeping, the ranks talk
-through shared memory and sleep for as long as a link would have taken (sleeping_link.h). In a run,
-its variants take turns. Prints tables of times and ratios: a step with each hop, and one of four
-backward passes that are reduced one by one or as a window.
+Where namespaces are not allowed (shaped_link.py), and with --sleeping, the ranks talk through shared
+memory and sleep for as long as a link would have taken (sleeping_link.h). In a run, its variants take
+turns. Prints tables of times and ratios: a step with each hop, and one of four backward passes that
+are reduced one by one or as a window.
 
 Usage: slow_link.py --build build/bench [--sleeping] [--rates 100 ...] [--rounds N] [--runs hops ...]
 """
 
 import argparse
 import dataclasses
-import os
 import pathlib
-import shutil
 import subprocess
 import sys
 from typing import Dict, Iterable, List, Optional, Tuple
 
-from programs import Report, TIMEOUT_S
+from programs import Report
+from shaped_link import ShapedLink, run_ranks, start, why_not_shaped
 
-HUB = "hsdp-hub"
-ENDS = ("hsdp-a", "hsdp-b", "hsdp-c", "hsdp-d")
-PORT = 29577
 LEAST_ROUNDS = 9  # they are short, and single ones differ by a tenth
 BACKWARD_MS = 50
 
@@ -52,64 +47,8 @@ RUNS = {
 }
 
 
-def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
-
-
-def shape_device(namespace: str, device: str, mbit: int) -> None:
-    tc = ["tc", "-n", namespace, "qdisc"]
-    subprocess.run([*tc, "del", "dev", device, "root"], check=False, capture_output=True)
-    if mbit:
-        # Enough for a millisecond, and for one packet as the kernel cuts them.
-        burst = max(mbit * 1000 // 8, 128 * 1024)
-        subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst",
-                        str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
-
-
-class ShapedLink:
-    """Namespaces, one for each rank, and the bridge that joins them, while the block runs."""
-
-    def __enter__(self) -> "ShapedLink":
-        self.__exit__()  # what a run that was killed has left
-        try:
-            ip("netns", "add", HUB)
-            ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
-            ip("-n", HUB, "link", "set", "bridge", "up")
-            for rank, end in enumerate(ENDS):
-                ip("netns", "add", end)
-                ip("link", "add", "uplink", "netns", end, "type", "veth",
-                   "peer", "name", end, "netns", HUB)
-                ip("-n", HUB, "link", "set", end, "master", "bridge", "up")
-                ip("-n", end, "address", "add", f"{self._address(rank)}/24", "dev", "uplink")
-                ip("-n", end, "link", "set", "lo", "up")
-                ip("-n", end, "link", "set", "uplink", "up")
-        except subprocess.CalledProcessError:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for namespace in (*ENDS, HUB):
-            ip("netns", "del", namespace, check=False)
-
-    @staticmethod
-    def _address(rank: int) -> str:
-        return f"10.77.0.{rank + 1}"
-
-    def shape(self, mbit: int) -> None:
-        """Both directions; 0: not at all."""
-        for end in ENDS:
-            shape_device(end, "uplink", mbit)
-            shape_device(HUB, end, mbit)
-
-    def start(self, rank: int, ranks: int, command: List[str]) -> subprocess.Popen:
-        return start(rank, ranks, ["ip", "netns", "exec", ENDS[rank], *command],
-                     {"HSDP_ADDR": self._address(0), "HSDP_PORT": str(PORT),
-                      "HSDP_SECRET": "slow link", "HSDP_TRANSPORT": "tcp"})
-
-
 class SleepingLink:
-    """The same interface, inside the processes."""
+    """The interface of ShapedLink, inside the processes of ours_hop."""
 
     def __init__(self) -> None:
         self._mbit = 0
@@ -127,25 +66,6 @@ class SleepingLink:
     def start(self, rank: int, ranks: int, command: List[str]) -> subprocess.Popen:
         return start(rank, ranks, [*command, f"--sleeping-mbit={self._mbit}"],
                      {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)})
-
-
-def start(rank: int, ranks: int, command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
-                   "HSDP_JOB": f"slow link {os.getpid()}", **variables}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)
-
-
-def why_not_shaped() -> str:
-    """Empty where a shaped link can be had."""
-    if not all(map(shutil.which, ("ip", "tc"))):
-        return "ip and tc (iproute2) are not installed"
-    try:
-        with ShapedLink() as link:
-            link.shape(1000)
-    except subprocess.CalledProcessError as error:
-        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
-    return ""
 
 
 def choose_link() -> "ShapedLink | SleepingLink":
@@ -184,22 +104,9 @@ class SlowLink:
 
     def _run(self, link: "ShapedLink | SleepingLink", run: Run, rounds: int,
              report: Report) -> Dict[str, float]:
-        ranks: List[subprocess.Popen] = []
         command = [str(self._program), f"--rounds={max(rounds, LEAST_ROUNDS)}", *run.flags]
-        try:
-            for rank in range(run.ranks):
-                ranks.append(link.start(rank, run.ranks, command))
-            outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-        except subprocess.TimeoutExpired:
-            report.error = f"slow link: no end within {TIMEOUT_S} s"
-            return {}
-        finally:
-            for rank in ranks:
-                rank.kill()
-        for rank, output in zip(ranks, outputs):
-            if rank.returncode != 0:
-                report.error = f"slow link: status {rank.returncode}: {output.strip()[-800:]}"
-        lines = [line.split() for line in outputs[0].splitlines() if line.startswith("step ")]
+        output, report.error = run_ranks(link, [command] * run.ranks)
+        lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
         return {line[1]: float(line[3]) for line in lines}
 
 

@@ -7,6 +7,7 @@ import unittest
 import unittest.mock
 
 import claims
+import gather_over_link
 import programs
 import run
 import slow_link
@@ -118,6 +119,63 @@ class Claims(unittest.TestCase):
                               "slow_link_1000_of2_ms": 1000, "slow_link_1000_2x2_of4_ms": 1000,
                               "slow_link_300_of2_ms": 300, "slow_link_300_2x2_of4_ms": 300},
                              report.values)
+
+    def test_parameter_gathers_over_a_slow_link(self):
+        case = "parameter gather over a slow link, f32, stage {}"
+        share = case + ", messages of 1 MiB: share hidden"
+        for hidden, forward, verdict in ((0.85, 130, "held"), (0.75, 130, "MISSED"),
+                                         (0.85, 50, "not measured")):
+            values = {"hidden": hidden, "forward_ms": forward, "gather_ms": 60, "exposed_ms": 9}
+            samples = samples_of(("".join(f"value torch_gather_f32_1_256k_{name} {number}\n"
+                                          for name, number in values.items()), "torch"))
+            found = self.verdicts(samples)
+            self.assertEqual(verdict, found[share.format(1)].verdict)
+            self.assertEqual("not measured", found[share.format(2)].verdict)
+        for slowest, verdict in ((1.02, "held"), (1.03, "MISSED")):
+            samples = samples_of((f"value torch_gather_f32_2_256k_ratio 0.9\n"
+                                  f"value torch_gather_f32_2_1m_ratio {slowest}\n"
+                                  f"value torch_gather_f32_2_4m_ratio 1\n", "torch"))
+            claim = self.verdicts(samples)[case.format(2) + ": iteration overlapped / synchronous"]
+            self.assertEqual((slowest, verdict), (claim.ratio, claim.verdict))
+            self.assertIn("1m elements", claim.detail)
+
+    def test_gathers_need_a_link_that_can_be_shaped_and_torch(self):
+        with tempfile.TemporaryDirectory() as folder:
+            part = gather_over_link.GatherOverLink(pathlib.Path(folder, "release"))
+            for reason, expected in (("no root", "no link can be shaped: no root"),
+                                     ("", "venv/bin/python is not there; run make test")):
+                with unittest.mock.patch.object(gather_over_link, "why_not_shaped",
+                                                lambda: reason):
+                    self.assertIn(expected, part.missing())
+
+    def test_gathers_are_measured_by_two_pinned_ranks(self):
+        ran = []
+
+        def run_ranks(_, commands):
+            ran.extend(commands)
+            return "value torch_gather_f32_1_256k_ratio 0.9\n", "slow link: status 1"
+
+        with unittest.mock.patch.multiple(gather_over_link, run_ranks=run_ranks,
+                                          ShapedLink=unittest.mock.MagicMock()):
+            report = gather_over_link.GatherOverLink(pathlib.Path("release")).measure(1)
+        self.assertEqual(2, len(ran))
+        for command in ran:
+            self.assertEqual(["taskset", "-c"], command[:2])
+            self.assertIn(f"PYTHONPATH={pathlib.Path('release/python').resolve()}", command)
+            self.assertEqual(f"--rounds={gather_over_link.LEAST_ROUNDS}", command[-1])
+        self.assertEqual({"torch_gather_f32_1_256k_ratio": 0.9}, report.values)
+        self.assertIn("torch_gather: slow link: status 1", report.error)
+
+    def test_a_table_of_gathers_has_what_the_claims_are_about(self):
+        values = {f"torch_gather_{case}_{stage}_{bucket}_{column}": 0.875
+                  for case in gather_over_link.CASES for stage in (1, 2)
+                  for bucket in gather_over_link.BUCKETS for column in gather_over_link.COLUMNS}
+        lines = gather_over_link.table(values).splitlines()
+        self.assertEqual(2 + 3 * 2 * 3, len(lines))
+        self.assertEqual({lines[0].count("|")}, {line.count("|") for line in lines})
+        self.assertIn("| 88% | 1 | 1 | 0.875 |", lines[2])
+        self.assertLessEqual({*claims.GATHER_CASES}, {*gather_over_link.CASES})
+        self.assertEqual(claims.GATHER_BUCKETS, tuple(gather_over_link.BUCKETS))
 
     def test_peer_ratio(self):
         name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"

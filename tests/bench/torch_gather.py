@@ -1,17 +1,19 @@
-"""Parameter gathers beside the next forward: one message in step(), buckets in step(), and overlapped.
+"""Gathers of ShardedOptimizer's parameters beside the next forward: waited for in step(), or overlapped.
 
-Run by hsdp_run over a slow link, or by hand; the ranks form one shard group. An iteration is one
-backward pass, reduced while it runs, and AdamW. All variants take turns; medians over rounds of the
-slowest rank. Hidden is the share of the synchronous gather that the overlapped one does not expose.
-Prints a table.
+Run by gather_over_link.py over a slow link; the ranks form one shard group. An iteration goes from one
+step to the next: step(), a forward and a backward pass, which is reduced while it runs. Variants take
+turns, and those that are compared run one after the other, in both orders in turn. Each round's slowest
+rank counts; shares and ratios are taken within a round; medians over rounds. Prints `value NAME NUMBER`
+lines.
 
-    hsdp_run -n 2 python torch_gather.py [--rounds N] [--layers L] [--width W] [--rows B]
+    hsdp_run -n 2 python torch_gather.py [--rounds N] [--cases f32 ...]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import dataclasses
+import gc
 import time
 from collections.abc import Callable
 
@@ -20,97 +22,109 @@ from torch import nn
 
 import hsdp
 
-BUCKETS = (1 << 20, 4_000_000, 16 << 20)  # 4'000'000: a million f32
-ONE_SHOT = 1 << 40
+LAYERS, WIDTH = 8, 480
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    rows: int  # decide how long a forward takes
+
+
+# A product of f16 matrices takes four times as long where the CPU has no such arithmetic, and a gather half.
+CASES = {
+    "f32": Case(torch.float32, 3072),
+    "short": Case(torch.float32, 1024),
+    "f16": Case(torch.float16, 320),
+}
+# Elements of a message: about a layer, about half of the model, and all of it.
+BUCKETS = {"256k": 256 << 10, "1m": 1_000_000, "4m": 4 << 20}
+WAYS = ("in_step", "overlapped")
 Seconds = tuple[float, float, float]  # of a forward, of an iteration, exposed of a gather
+Key = tuple[int, str, str]  # a stage, a bucket, a way
 
 
-def make(
-    mesh: hsdp.Mesh, asked: argparse.Namespace, dtype: torch.dtype, stage: int, bucket: int, overlap: bool
-) -> Callable[[], Seconds]:
+def make(mesh: hsdp.Mesh, case: Case, stage: int, bucket: str, overlap: bool) -> Callable[[], Seconds]:
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(part for _ in range(asked.layers) for part in (nn.Linear(asked.width, asked.width), nn.ReLU()))
-    ).to(dtype)
+        *(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    ).to(case.dtype)
     reducer = hsdp.Reducer(mesh)
     reducer.attach(model)
     optimizer = hsdp.zero.ShardedOptimizer(
-        torch.optim.AdamW, model, reducer, stage=stage, gather_bucket_bytes=bucket,
-        overlap_param_gather=overlap, lr=1e-6,
+        torch.optim.AdamW, model, reducer, stage=stage, overlap_param_gather=overlap, lr=1e-6,
+        gather_bucket_bytes=BUCKETS[bucket] * case.dtype.itemsize,
     )
-    inputs = torch.randn(asked.rows, asked.width, dtype=dtype)
+    inputs = torch.randn(case.rows, WIDTH, dtype=case.dtype)
 
-    # From one forward to the next: the gather of a step is exposed in it or in the forward after it.
-    def iteration() -> Seconds:
-        exposed = optimizer.gather_stats().exposed_s
+    # At its end nothing is in flight: a forward has read all parameters, and the gradients are there.
+    def forward_and_backward() -> float:
         start = time.perf_counter()
         with reducer.microbatch(last=True):
             result = model(inputs)
             forward = time.perf_counter() - start
             result.float().square().mean().backward()
+        reducer.shard(reducer.parameters[0].name)
+        return forward
+
+    def iteration() -> Seconds:
+        exposed = optimizer.gather_stats().exposed_s
+        start = time.perf_counter()
         optimizer.step()
+        forward = forward_and_backward()
         whole = time.perf_counter() - start
         return forward, whole, optimizer.gather_stats().exposed_s - exposed
 
-    def settled() -> Seconds:
-        result = iteration()
-        optimizer.wait_parameters()  # the next variant has the link for itself
-        return result
-
-    # The forward is timed right after a step of the same variant.
-    def timed() -> Seconds:
-        iteration()
-        result = iteration()
-        optimizer.wait_parameters()
-        return result
-
-    settled()
-    settled()
-    return timed
+    forward_and_backward()
+    return iteration
 
 
-def slowest(mesh: hsdp.Mesh, rounds: list[Seconds]) -> list[float]:
-    medians = torch.tensor([statistics.median(column) for column in zip(*rounds, strict=True)])
-    every = torch.from_dlpack(mesh.world.all_gather(medians))
-    return [float(value) for value in every.view(mesh.size, -1).amax(0)]
+def time_rounds(mesh: hsdp.Mesh, case: Case, rounds: int) -> dict[Key, torch.Tensor]:
+    """Of the slowest rank: a row for each round, with columns as in Seconds."""
+    variants = {
+        (stage, bucket, way): make(mesh, case, stage, bucket, way == "overlapped")
+        for stage in (1, 2) for bucket in BUCKETS for way in WAYS
+    }
+    seconds: dict[Key, list[Seconds]] = {key: [] for key in variants}
+    gc.disable()
+    for number in range(rounds + 2):  # the first gather is in another order, the second allocates
+        for key in variants if number % 2 == 0 else reversed(variants):
+            mesh.world.barrier()
+            measured = variants[key]()
+            if number >= 2:
+                seconds[key].append(measured)
+    gc.enable()
+    slowest = {}
+    for key, own in seconds.items():
+        every = torch.from_dlpack(mesh.world.all_gather(torch.tensor(own).flatten()))
+        slowest[key] = every.view(mesh.size, rounds, -1).amax(0)
+    return slowest
 
 
-def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
-    if mesh.rank == 0:
-        print("| dtype | stage | bucket, bytes | gather | forward, ms | iteration, ms | exposed, ms | hidden |")
-        print("| --- " * 8 + "|")
-    for dtype in (torch.float32, torch.float16):
-        for stage in (1, 2):
-            variants = {("one shot", ONE_SHOT): make(mesh, asked, dtype, stage, ONE_SHOT, False)}
-            for bucket in BUCKETS:
-                variants["in step", bucket] = make(mesh, asked, dtype, stage, bucket, False)
-                variants["overlapped", bucket] = make(mesh, asked, dtype, stage, bucket, True)
-            rounds: dict[tuple[str, int], list[Seconds]] = {key: [] for key in variants}
-            for _ in range(asked.rounds):
-                for key, run in variants.items():
-                    mesh.world.barrier()
-                    rounds[key].append(run())
-            found = {key: slowest(mesh, one) for key, one in rounds.items()}
-            for (name, bucket), (forward, whole, exposed) in found.items():
-                hidden = ""
-                if name == "overlapped":
-                    hidden = f"{1 - exposed / found['in step', bucket][2]:.0%}"
-                size = "all" if bucket == ONE_SHOT else str(bucket)
-                if mesh.rank == 0:
-                    print(f"| {str(dtype)[6:]} | {stage} | {size} | {name} | {1e3 * forward:.1f} "
-                          f"| {1e3 * whole:.1f} | {1e3 * exposed:.1f} | {hidden} |", flush=True)
+def report(name: str, seconds: dict[Key, torch.Tensor]) -> None:
+    for stage, bucket in dict.fromkeys((stage, bucket) for stage, bucket, _ in seconds):
+        in_step, overlapped = (seconds[stage, bucket, way].unbind(1) for way in WAYS)
+        values = {
+            "forward_ms": 1e3 * in_step[0], "gather_ms": 1e3 * in_step[2],
+            "exposed_ms": 1e3 * overlapped[2], "in_step_ms": 1e3 * in_step[1],
+            "overlapped_ms": 1e3 * overlapped[1], "hidden": 1 - overlapped[2] / in_step[2],
+            "ratio": overlapped[1] / in_step[1],
+        }
+        for value, of_rounds in values.items():
+            print(f"value torch_gather_{name}_{stage}_{bucket}_{value} {float(of_rounds.quantile(0.5)):.4f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=480)
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with hsdp.init_mesh(replicate=1, shard=hsdp.job_size()) as mesh:
-        measure(mesh, asked)
+        for name in asked.cases:
+            seconds = time_rounds(mesh, CASES[name], asked.rounds)
+            if mesh.rank == 0:
+                report(name, seconds)
 
 
 if __name__ == "__main__":

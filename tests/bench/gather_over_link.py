@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Runs torch_gather.py over a slow link: how much of a parameter gather the next forward hides.
+
+Two ranks, each pinned to a core and in a network namespace of its own (shaped_link.py). Prints the
+table of docs/benchmarks.md.
+
+Usage: gather_over_link.py --build build/bench [--rounds N]
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+from typing import Dict, Optional
+
+from programs import PythonPackage, Report, parse
+from shaped_link import ShapedLink, run_ranks, why_not_shaped
+
+MBIT = 1000
+RANKS = 2
+LEAST_ROUNDS = 9  # iterations are compared within 2 %
+CASES = {"f32": "f32", "short": "f32, short forward", "f16": "f16"}
+BUCKETS = {"256k": "256 Ki", "1m": "1'000'000", "4m": "all"}
+COLUMNS = ("forward_ms", "gather_ms", "exposed_ms", "hidden", "in_step_ms", "overlapped_ms",
+           "ratio")
+
+
+class GatherOverLink:
+    """The package of a build folder, on a link of 1 Gbit/s. None that sleeps: only ours_hop can."""
+
+    def __init__(self, build: pathlib.Path):
+        self._package = PythonPackage(build)
+
+    def missing(self) -> Optional[str]:
+        reason = why_not_shaped()
+        return f"no link can be shaped: {reason}" if reason else self._package.missing()
+
+    def measure(self, rounds: int) -> Report:
+        """Values: torch_gather_<case>_<stage>_<bucket>_<name>, as torch_gather.py prints them."""
+        program = ["env", *(f"{name}={value}" for name, value in self._package.variables.items()),
+                   self._package.python, str(pathlib.Path(__file__).with_name("torch_gather.py")),
+                   f"--rounds={max(rounds, LEAST_ROUNDS)}"]
+        cores = sorted(os.sched_getaffinity(0))
+        with ShapedLink() as link:
+            link.shape(MBIT)
+            output, error = run_ranks(link, [["taskset", "-c", str(core), *program]
+                                             for core in (cores * RANKS)[:RANKS]])
+        report = parse(output, "torch")
+        report.error = error and f"torch_gather: {error}"
+        return report
+
+
+def table(values: Dict[str, float]) -> str:
+    heads = ["case", "stage", "elements a message", "forward, ms", "gather, ms", "exposed, ms",
+             "hidden", "iteration, ms", "overlapped, ms", "overlapped / not"]
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    for case, title in CASES.items():
+        for stage in (1, 2):
+            for bucket, elements in BUCKETS.items():
+                forward, gather, exposed, hidden, in_step, overlapped, ratio = (
+                    values[f"torch_gather_{case}_{stage}_{bucket}_{name}"] for name in COLUMNS)
+                lines.append(f"| {title} | {stage} | {elements} | {forward:.0f} | {gather:.1f} "
+                             f"| {exposed:.1f} | {hidden:.0%} | {in_step:.0f} | {overlapped:.0f} "
+                             f"| {ratio:.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
+    parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS)
+    asked = parser.parse_args()
+    part = GatherOverLink(asked.build)
+    reason = part.missing()
+    report = Report(error=reason) if reason else part.measure(asked.rounds)
+    if report.error:
+        print(f"gather_over_link: {report.error}", file=sys.stderr)
+        return 1
+    print(table(report.values))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

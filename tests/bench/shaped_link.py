@@ -1,0 +1,107 @@
+"""A network in which every rank has a slow link of its own: namespaces, a bridge and tc's token bucket
+filter. Needs root and iproute2."""
+
+import os
+import shutil
+import subprocess
+from typing import Dict, List, Optional, Tuple
+
+from programs import TIMEOUT_S
+
+HUB = "hsdp-hub"
+ENDS = ("hsdp-a", "hsdp-b", "hsdp-c", "hsdp-d")
+PORT = 29577
+
+
+def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
+
+
+def shape_device(namespace: str, device: str, mbit: int) -> None:
+    tc = ["tc", "-n", namespace, "qdisc"]
+    subprocess.run([*tc, "del", "dev", device, "root"], check=False, capture_output=True)
+    if mbit:
+        # Enough for a millisecond, and for one packet as the kernel cuts them.
+        burst = max(mbit * 1000 // 8, 128 * 1024)
+        subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst",
+                        str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
+
+
+class ShapedLink:
+    """Namespaces, one for each rank, and the bridge that joins them, while the block runs."""
+
+    def __enter__(self) -> "ShapedLink":
+        self.__exit__()  # what a run that was killed has left
+        try:
+            ip("netns", "add", HUB)
+            ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
+            ip("-n", HUB, "link", "set", "bridge", "up")
+            for rank, end in enumerate(ENDS):
+                ip("netns", "add", end)
+                ip("link", "add", "uplink", "netns", end, "type", "veth",
+                   "peer", "name", end, "netns", HUB)
+                ip("-n", HUB, "link", "set", end, "master", "bridge", "up")
+                ip("-n", end, "address", "add", f"{self._address(rank)}/24", "dev", "uplink")
+                ip("-n", end, "link", "set", "lo", "up")
+                ip("-n", end, "link", "set", "uplink", "up")
+        except subprocess.CalledProcessError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for namespace in (*ENDS, HUB):
+            ip("netns", "del", namespace, check=False)
+
+    @staticmethod
+    def _address(rank: int) -> str:
+        return f"10.77.0.{rank + 1}"
+
+    def shape(self, mbit: int) -> None:
+        """Both directions; 0: not at all."""
+        for end in ENDS:
+            shape_device(end, "uplink", mbit)
+            shape_device(HUB, end, mbit)
+
+    def start(self, rank: int, ranks: int, command: List[str]) -> subprocess.Popen:
+        return start(rank, ranks, ["ip", "netns", "exec", ENDS[rank], *command],
+                     {"HSDP_ADDR": self._address(0), "HSDP_PORT": str(PORT),
+                      "HSDP_SECRET": "slow link", "HSDP_TRANSPORT": "tcp"})
+
+
+def start(rank: int, ranks: int, command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
+                   "HSDP_JOB": f"slow link {os.getpid()}", **variables}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def run_ranks(link, commands: List[List[str]]) -> Tuple[str, Optional[str]]:
+    """Runs one command a rank over a link that is shaped. What rank 0 printed, and what went wrong."""
+    processes: List[subprocess.Popen] = []
+    try:
+        for rank, command in enumerate(commands):
+            processes.append(link.start(rank, len(commands), command))
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        return "", f"slow link: no end within {TIMEOUT_S} s"
+    finally:
+        for process in processes:
+            process.kill()
+    error = None
+    for process, output in zip(processes, outputs):
+        if process.returncode != 0:
+            error = f"slow link: status {process.returncode}: {output.strip()[-800:]}"
+    return outputs[0], error
+
+
+def why_not_shaped() -> str:
+    """Empty where a shaped link can be had."""
+    if not all(map(shutil.which, ("ip", "tc"))):
+        return "ip and tc (iproute2) are not installed"
+    try:
+        with ShapedLink() as link:
+            link.shape(1000)
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+    return ""

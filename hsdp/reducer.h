@@ -94,8 +94,8 @@ class Reducer {
   // Collective: lays out buckets, takes memory and starts threads, which else the first begin does.
   // All ranks have it in the end or none, and it may be tried again.
   void prepare();
-  // Collective: runs a part of a set-up that rests on this Reducer. Where it throws on one rank, the
-  // others get a StepAbortedError: "rank 1 could not <what>: ...". All ranks have it or none.
+  // Collective: runs a part of a set-up that rests on this Reducer. Where it throws on one rank,
+  // the others get a StepAbortedError, "rank 1 could not <what>: ...".
   void together(std::string_view what, const std::function<void()>& part);
 
   // Begins a step before its first microbatch, which otherwise does so: the last result is over,

@@ -153,6 +153,10 @@ class RowReducer:
     @property
     def replica_hop_bytes(self) -> int: ...
 
+class StepWord:
+    def __init__(self, reducer: Reducer, owner: str) -> None: ...
+    def say(self, word: str) -> None: ...
+
 class ParameterGather:
     """Completes parameters of which each rank of a shard group has updated its slice."""
 

@@ -98,6 +98,8 @@ class Reducer(ReducerResults):
         self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout = layout
         self._attachments: list[Attachment] = []
+        # Called before the ranks compare their words, which these may change.
+        self._before_words: list[Callable[[], None]] = []
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
         open_reducers.add(self)
@@ -315,6 +317,8 @@ class Reducer(ReducerResults):
     def _take_what_is_left(self) -> None:
         for attachment in self._attachments:
             attachment.microbatch_ending()
+        for prepare in self._before_words:
+            prepare()
 
     # The parts of a window; hsdp.zero has the block.
     def _begin_window(
@@ -407,6 +411,8 @@ class Reducer(ReducerResults):
 
         Nothing when none is pending, so it is safe to call twice.
         """
+        for prepare in self._before_words:
+            prepare()
         self._hearing_of_drops(self._handle.finish)
 
     def discard(self) -> None:

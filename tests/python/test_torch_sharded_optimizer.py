@@ -669,6 +669,29 @@ def test_a_rank_that_cannot_make_it_is_named_to_the_others(ranks: Launcher) -> N
         assert wanted.split(": ", 1)[1] in text
 
 
+def run_other_settings() -> str:
+    """A rank's own learning rate, as of a schedule that follows its own loss."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = make_model()
+        reducer, optimizer = sharded(mesh, model, lr=0.5)
+        run_step(reducer, model, 0, mesh.rank)
+        optimizer.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.param_groups[0]["lr"] = 0.5 / (1 + mesh.rank)
+        with pytest.raises(hsdp.MismatchError) as caught:
+            run_step(reducer, model, 1, mesh.rank)
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), before))
+        return str(caught.value)
+
+
+def test_ranks_with_other_settings_do_not_step(ranks: Launcher) -> None:
+    for text in ranks(2, run_other_settings):
+        assert "ShardedOptimizer" in text
+        assert "lr 0.5 #" in text
+        assert "lr 0.25 #" in text
+
+
 def run_broken_update() -> str:
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()

@@ -27,6 +27,7 @@ from hsdp.torch.parameter_slices import (
     memory_of,
     refuse,
 )
+from hsdp.torch.settings_word import SettingsWord
 from hsdp.torch.sharded_state_dict import loadable, make_whole, put_slices
 from hsdp.torch.slice_states import MASTER, SharedStates, load_target
 from hsdp.zero.parameter_gather import GatherStats
@@ -70,9 +71,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `master_dtype`: "f32", whatever the parameters have; moments of 16 bits make training stall.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
-    since the last step (load_state_dict, `.data`) are taken over at the next one. A step in which any rank met a value that is
-    not finite changes nothing (`step_was_skipped`). A parameter that is unused with missing="zero"
-    has a gradient of zeros, and moves by momentum and weight decay.
+    since the last step (load_state_dict, `.data`) are taken over at the next one. A step in which any
+    rank met a value that is not finite changes nothing (`step_was_skipped`). A parameter that is unused
+    with missing="zero" has a gradient of zeros, and moves by momentum and weight decay.
 
     `state_dict()` is local and has this rank's slices; it loads on the same rank of the same mesh, and
     through torch.distributed.checkpoint (`get_optimizer_state_dict`, `save`, `load`) on any, also in
@@ -81,7 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Construction and `step` are collective over the mesh. Raises UsageError for parameters that no
     Reducer takes the gradients of, a Reducer that has an optimizer already (`close()` frees it), a
     `step` without gradients of a new step, and states that do not fit; nothing is changed then. Where
-    one rank cannot construct it, the others raise StepAbortedError, and all may try again. What
+    one rank cannot construct it, the others raise StepAbortedError, and all may try again. Ranks whose
+    settings differ (lr, betas, max_grad_norm and the like) get a MismatchError before they step. What
     goes wrong in the update itself ends the mesh: this rank keeps its error, the others get its text.
     """
 
@@ -142,6 +144,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
             _owners[one] = weakref.ref(self)
+        self._word = SettingsWord(
+            self._reducers, (optimizer_class.__name__, stage, max_grad_norm), self.param_groups
+        )
+        weakref.finalize(self, self._word.close)
         self._built = True
         #: the norm of all gradients before the last step clipped them
         self.grad_norm: Any = None
@@ -177,6 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owner = _owners.get(reducer)
             if owner is not None and owner() is self:
                 del _owners[reducer]
+        self._word.close()
         self._gather.close()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

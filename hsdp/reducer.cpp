@@ -189,6 +189,7 @@ std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name,
   });
   return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name, lines));
 }
+MemoryCount Reducer::memory_count() const { return parts_->memory; }
 ReducerState Reducer::state() const { return parts_->steps.state(); }
 Device Reducer::device() const { return parts_->groups.device; }
 
@@ -225,6 +226,8 @@ ReducerStats Reducer::stats() const {
   s.accumulator_bytes = memory.of(MemoryKind::kLocalSums).live;
   s.replica_hop_state_bytes = memory.of(MemoryKind::kReplicaHop).live;
   s.snapshot_bytes = memory.of(MemoryKind::kSnapshot).live;
+  s.optimizer_bytes = memory.of(MemoryKind::kOptimizer).live;
+  s.parameter_gather_bytes = memory.of(MemoryKind::kParameterGather).live;
   s.resident_bytes = memory.all().live;
   s.peak_resident_bytes = memory.all().peak;
   return s;

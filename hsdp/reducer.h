@@ -46,6 +46,7 @@
 #include "hsdp/device/stream.h"
 #include "hsdp/error.h"
 #include "hsdp/gather_lane.h"
+#include "hsdp/memory_count.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer_options.h"
 #include "hsdp/reducer_stats.h"
@@ -203,6 +204,8 @@ class Reducer {
                                                       const LanePreparation& prepare = {});
 
   [[nodiscard]] ReducerStats stats() const;
+  // For the memory of what works on the Reducer's slices; stats() reports it.
+  [[nodiscard]] MemoryCount memory_count() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
   [[nodiscard]] Device device() const;       // of the mesh
 

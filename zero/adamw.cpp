@@ -72,6 +72,7 @@ struct AdamW::Parts {
   std::unordered_map<std::string_view, std::size_t> indices;  // by name
   std::vector<AdamWSlice> slices;                             // of `parameters`
   Buffer moments;
+  MemoryCount::Held held;  // of the moments
   Buffer clock_memory;
 };
 
@@ -88,7 +89,9 @@ void AdamW::Parts::lay_out() {
     }
     room += 2 * moment_room(count);
   }
-  moments = Buffer(reducer.device(), static_cast<std::size_t>(room) * sizeof(float));
+  const std::int64_t bytes = room * static_cast<std::int64_t>(sizeof(float));
+  moments = Buffer(reducer.device(), static_cast<std::size_t>(bytes));
+  held = reducer.memory_count().hold(MemoryKind::kOptimizer, bytes);
   clock_memory = Buffer(reducer.device(), sizeof(AdamWClock));
   auto* next = reinterpret_cast<float*>(moments.data());
   for (const AdamWParameter& parameter : parameters) {

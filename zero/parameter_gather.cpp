@@ -50,6 +50,7 @@ void check_master(const GatheredParameter& parameter, const Slice& own) {
 struct ParameterGather::Parts {
   Parts(Reducer& its_reducer, std::vector<GatheredParameter> its_parameters)
       : layout((its_reducer.prepare(), its_reducer.layout())),
+        memory(its_reducer.memory_count()),
         parameters(std::move(its_parameters)) {}
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
@@ -57,6 +58,7 @@ struct ParameterGather::Parts {
   void gather(std::size_t unit, Communicator& shard_group, Stream& stream);
 
   const BucketLayout& layout;
+  MemoryCount memory;
   std::vector<GatheredParameter> parameters;
   std::unordered_map<std::string_view, int> indices;  // by name
   std::vector<GatherUnit> units;
@@ -122,7 +124,7 @@ void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group,
     args.count = own.count;
     kernels::scale_and_cast(args, stream);
   }
-  reducer::gather_unit(shard_group, layout, units[unit], stream);
+  reducer::gather_unit(shard_group, layout, units[unit], memory, stream);
   const std::scoped_lock lock(mutex);
   times[unit] = {begin_s, now_s()};
   if (shard_group.size() == 1) return;

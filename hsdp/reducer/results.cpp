@@ -70,13 +70,14 @@ void wait_for(std::span<const Event> events, Stream& stream) {
 }  // namespace
 
 Results::Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups,
-                 Steps& steps, std::string snapshot_id, const MemoryCount& memory)
+                 Steps& steps, std::string snapshot_id, MemoryCount memory)
     : options_(options),
       parameters_(parameters),
       groups_(groups),
       steps_(steps),
       snapshot_id_(std::move(snapshot_id)),
-      snapshots_(memory) {}
+      memory_(std::move(memory)),
+      snapshots_(memory_) {}
 
 Event Results::run(Scope scope, std::int64_t step, Task task) {
   Event done = steps_.frozen()->pipeline().run(
@@ -266,7 +267,7 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
       args.count = own.count;
       kernels::scale_and_cast(args, stream);
     }
-    all_gather_count_ += gather_slices(groups_.shard, layout, full, stream);
+    all_gather_count_ += gather_slices(groups_.shard, layout, full, memory_, stream);
   });
 }
 
@@ -282,7 +283,8 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
                       .remedy = "run one first"});
   }
   run_now(Scope::kAllRanks, [&](Stream& stream) {
-    all_gather_count_ += gather_slices(groups_.shard, steps_.frozen()->layout(), full, stream);
+    const BucketLayout& layout = steps_.frozen()->layout();
+    all_gather_count_ += gather_slices(groups_.shard, layout, full, memory_, stream);
   });
 }
 

@@ -27,7 +27,7 @@ class Results {
  public:
   // All of these outlive it.
   Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups, Steps& steps,
-          std::string snapshot_id, const MemoryCount& memory);
+          std::string snapshot_id, MemoryCount memory);
 
   [[nodiscard]] TensorView shard(int parameter);
   [[nodiscard]] std::vector<float> partial_shard(int parameter);
@@ -87,6 +87,7 @@ class Results {
   Steps& steps_;
   std::string snapshot_id_;
   std::int64_t all_gather_count_ = 0;
+  MemoryCount memory_;
   SnapshotWriter snapshots_;
 };
 

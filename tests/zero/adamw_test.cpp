@@ -260,6 +260,32 @@ TEST(AdamW, GoesOnFromItsMomentsAndSteps) {
   });
 }
 
+// And no more: but each moment of a slice begins on a multiple of 16 elements.
+TEST(AdamW, KeepsEightBytesForEachElementOfItsSlices) {
+  const std::vector<ParameterSpec> even{{.name = "w", .shape = {64, 64}}};
+  for (const auto& specs : {even, odd_parameters(Dtype::kF32), odd_parameters(Dtype::kBf16)}) {
+    run_mesh({1, 2}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      Sharded parameters(reducer, specs);
+      const ReducerStats before = reducer.stats();
+      std::int64_t bytes = 0;
+      for (const ParameterSpec& spec : specs) {
+        bytes += 8 * ((reducer.slice(spec.name).count + 15) / 16 * 16);
+      }
+      {
+        const AdamW optimizer(reducer, parameters.updated(), kOptions);
+        EXPECT_EQ(reducer.stats().optimizer_bytes, bytes);
+        EXPECT_EQ(reducer.stats().resident_bytes, before.resident_bytes + bytes);
+        const AdamW another(reducer, parameters.updated(), kOptions);
+        EXPECT_EQ(reducer.stats().optimizer_bytes, 2 * bytes);
+      }
+      EXPECT_EQ(reducer.stats().optimizer_bytes, 0) << "given back";
+      EXPECT_EQ(reducer.stats().resident_bytes, before.resident_bytes);
+      EXPECT_EQ(reducer.stats().peak_resident_bytes, before.resident_bytes + 2 * bytes);
+    });
+  }
+}
+
 TEST(AdamW, TakesAnotherLearningRate) {
   const StepCase step = integer_step(odd_parameters(Dtype::kF32), 1, kMicrobatches, 10);
   run_mesh({1, 1}, [&](const Mesh& mesh) {

@@ -230,12 +230,10 @@ void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t co
   if (has_memory && out.count == count && out.dtype == dtype && out.device == groups_.device) {
     return;
   }
-  const auto text = [](std::int64_t elements, Dtype of, Device where) {
-    return std::to_string(elements) + " " + std::string(name(of)) + " on " + to_string(where);
-  };
+  const ConstTensorView wanted(nullptr, count, dtype, groups_.device);
   throw UsageError({.where = "reducer: " + std::string(call),
-                    .expected = "an output of " + text(count, dtype, groups_.device),
-                    .got = has_memory ? text(out.count, out.dtype, out.device) : "a null pointer"});
+                    .expected = "an output of " + to_string(wanted),
+                    .got = has_memory ? to_string(out) : "a null pointer"});
 }
 
 const BucketLayout& Results::layout() {

@@ -286,13 +286,13 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
   });
 }
 
-Event Results::add_squares(double* sum, std::vector<Event> after) {
-  return run(
-      Scope::kAllRanks, last_step(),
-      [frozen = steps_.frozen(), &groups = groups_, sum, after = std::move(after)](Stream& stream) {
-        wait_for(after, stream);
-        sum_squares(*frozen, groups, sum, stream);
-      });
+Event Results::add_squares(std::shared_ptr<double> sum, std::vector<Event> after) {
+  return run(Scope::kAllRanks, last_step(),
+             [frozen = steps_.frozen(), &groups = groups_, sum = std::move(sum),
+              after = std::move(after)](Stream& stream) {
+               wait_for(after, stream);
+               sum_squares(*frozen, groups, sum.get(), stream);
+             });
 }
 
 Event Results::grad_norm(TensorView out) {
@@ -316,17 +316,18 @@ double Results::grad_norm() {
   return norm;
 }
 
-Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
+Event Results::clip_factor(std::span<Results* const> all, double max_norm, TensorView norm,
+                           TensorView factor, std::string_view call) {
   Results& first = *all.front();
-  first.require_output(norm, Dtype::kF64, 1, "clip_grad_norm");
+  first.require_output(norm, Dtype::kF64, 1, call);
+  first.require_output(factor, Dtype::kF32, 1, call);
   for (Results* results : all) {
     results->steps_.set_caller(first.steps_.caller());
-    results->expect_result("clip_grad_norm");
+    results->expect_result(call);
   }
   const auto words =
-      std::make_shared<const Scratch>((all.size() + 1) * sizeof(double), first.steps_.caller());
+      std::make_shared<const Scratch>(all.size() * sizeof(double), first.steps_.caller());
   auto* const squares = reinterpret_cast<double*>(words->data());
-  auto* const factor = reinterpret_cast<float*>(squares + all.size());
   // Where a step of one of them is dropped, nobody begins a collective of another: the rank that
   // dropped it may not come to this clip at all.
   std::vector<Event> standing;
@@ -335,19 +336,31 @@ Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, Te
   }
   std::vector<Event> summed;
   for (std::size_t i = 0; i < all.size(); ++i) {
-    summed.push_back(all[i]->add_squares(squares + i, standing));
+    // Each keeps the words: where one fails, the last task does not wait for the others.
+    summed.push_back(all[i]->add_squares({words, squares + i}, standing));
   }
-  const kernels::ClipFactor clip{
-      squares, std::ssize(all), max_norm, kClipEpsilon, static_cast<double*>(norm.data), factor};
-  const Event known = first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
+  const kernels::ClipFactor clip{.squares = squares,
+                                 .count = std::ssize(all),
+                                 .max_norm = max_norm,
+                                 .epsilon = kClipEpsilon,
+                                 .norm = static_cast<double*>(norm.data),
+                                 .factor = static_cast<float*>(factor.data)};
+  return first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
     wait_for(summed, stream);
     kernels::clip_factor(clip, stream);
   });
+}
+
+Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
+  Results& first = *all.front();
+  const auto word = std::make_shared<const Scratch>(sizeof(float), first.steps_.caller());
+  const TensorView factor{word->data(), 1, Dtype::kF32, first.groups_.device};
+  const Event known = clip_factor(all, max_norm, norm, factor, "clip_grad_norm");
   std::vector<Event> scaled;
   for (Results* results : all) {
-    const auto scale = [frozen = results->steps_.frozen(), known, factor, words](Stream& stream) {
+    const auto scale = [frozen = results->steps_.frozen(), known, word](Stream& stream) {
       wait_for({&known, 1}, stream);
-      scale_result(*frozen, factor, stream);
+      scale_result(*frozen, reinterpret_cast<const float*>(word->data()), stream);
     };
     scaled.push_back(results->run(Scope::kThisRank, results->last_step(), scale));
   }

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Measures the table of docs/zero.md: what stages of ZeRO hold and send, with and without windows.
+"""Measures the tables of docs/zero.md: what stages of ZeRO hold and send, with and without windows,
+and what AdamW holds.
 
 Usage: hsdp_run -n 2 python docs/zero_table.py [docs/zero.md]    with torch, and hsdp on PYTHONPATH
 
-Prints the table, or writes it into the page.
+Prints the tables, or writes them into the page.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pathlib
 import re
 import sys
@@ -87,8 +89,8 @@ class Memory:
         self.peak = max(self.peak, self.now())
 
 
-def make_model() -> nn.Sequential:
-    layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS))
+def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS))
     return nn.Sequential(*layers)
 
 
@@ -166,18 +168,118 @@ def table(measured: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """For each parameter: of whole arrays, and of this rank's slices."""
+
+    whole: int
+    sliced: int = 0
+
+    def __str__(self) -> str:
+        parts = (f"{self.whole} n" if self.whole else "", f"{self.sliced} n/S" if self.sliced else "")
+        return " + ".join(filter(None, parts))
+
+    def at(self, shard_size: int) -> float:
+        return self.whole + self.sliced / shard_size
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWRow:
+    """Where AdamW runs, and what is held between two of its steps."""
+
+    dtype: torch.dtype
+    title: str
+    stage: int | None  # of ShardedOptimizer; None: torch's own
+    gradients: Bytes
+    states: Bytes
+
+    @property
+    def holds(self) -> list[Bytes]:
+        return [Bytes(self.dtype.itemsize), self.gradients, self.states]
+
+
+ADAMW_ROWS = tuple(
+    AdamWRow(dtype, title, stage, gradients, states)
+    for dtype, whole_states, sliced_states in (
+        (torch.float32, Bytes(8), Bytes(0, 8)), (torch.bfloat16, Bytes(4), Bytes(0, 14))
+    )
+    for title, stage, gradients, states in (
+        ("`torch.optim.AdamW`", None, Bytes(dtype.itemsize, 4), whole_states),
+        ("`ShardedOptimizer`, stage 1", 1, Bytes(4, 4), sliced_states),
+        ("`ShardedOptimizer`, stage 2", 2, Bytes(0, 4), sliced_states),
+    )
+)
+
+
+def torch_bytes() -> int:
+    """Of everything that torch has allocated and a tensor uses. A Reducer's memory is none of it."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.resizable()}.values())
+
+
+def measure_adamw_row(row: AdamWRow) -> list[float]:
+    """Parameters, gradients and states after two steps, in bytes a parameter."""
+    gc.collect()  # the row before; what the library still held of it goes in the next call
+    with hsdp.init_mesh(replicate=1, shard=2) as mesh:
+        reducer = hsdp.Reducer(mesh, bucket_bytes=BUCKET_BYTES)
+        before = torch_bytes()
+        model = make_model(row.dtype)
+        reducer.attach(model)
+        if row.stage is None:
+            optimizer: Any = torch.optim.AdamW(model.parameters())
+        else:
+            optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, model, reducer, stage=row.stage)
+        for _ in range(2):
+            for m in range(2):
+                with reducer.microbatch(last=m == 1):
+                    model(torch.ones(2, WIDTH, dtype=row.dtype)).sum().backward()
+            if row.stage is None:
+                reducer.gather_gradients()
+            optimizer.step()
+        parameters = sum(p.nbytes for p in model.parameters())
+        grads = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        states = torch_bytes() - before - parameters - grads
+        stats = reducer.stats()
+        gradients = grads + stats.carry_bytes + stats.accumulator_bytes + stats.total_bytes
+        reducer.close()
+    return [count / PARAMETER_COUNT for count in (parameters, gradients, states)]
+
+
+def measure_adamw() -> list[list[float]]:
+    """Each row on this rank, one of two. Collective."""
+    torch.set_num_threads(1)
+    return [measure_adamw_row(row) for row in ADAMW_ROWS]
+
+
+def adamw_table(measured: list[list[float]]) -> str:
+    """As it stands in the page."""
+    heads = ["weights", "AdamW", "weights held", "gradients", "states, masters", "measured, S = 2",
+             "S = 8"]
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    for row, values in zip(ADAMW_ROWS, measured, strict=True):
+        cells = [str(row.dtype).removeprefix("torch."), row.title, *map(str, row.holds),
+                 f"{' + '.join(f'{one:.1f}' for one in values)} = {sum(values):.1f}",
+                 f"{sum(held.at(8) for held in row.holds):g}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     with hsdp.init_mesh(replicate=1, shard=2) as mesh:
-        text = table(measure())
+        tables = [table(measure()), adamw_table(measure_adamw())]
         if mesh.rank > 0:
             return
     if len(sys.argv) == 1:
-        print(text, end="")
+        print("\n".join(tables), end="")
         return
     page = pathlib.Path(sys.argv[1])
-    old = page.read_text(encoding="utf-8")
-    new = re.sub(r"^\| stage \| as \|.*?\n(?=\n)", text, old, flags=re.M | re.S)
-    page.write_text(new, encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    for new in tables:
+        head = re.escape("|".join(new.split("|")[:3]))  # its first two heads
+        text = re.sub(rf"^{head}.*?\n(?=\n)", lambda _, new=new: new, text, flags=re.M | re.S)
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-// Counts the bytes that a Reducer and its hop hold, by kind, when they are taken and given back: so
-// peaks are true, whenever somebody looks. Copies share the count. Thread-safe.
+// Counts the bytes that a Reducer, its hop and what works on its slices hold, by kind, when they
+// are taken and given back: so peaks are true, whenever somebody looks. Copies share the count.
+// Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +13,14 @@
 namespace hsdp {
 
 enum class MemoryKind : std::uint8_t {
-  kCarry,       // fp32 shard sums, also the result
-  kTotal,       // replica-summed totals of groups that are `all` mid-step
-  kStaging,     // buckets on their way
-  kLocalSums,   // full-size, sync = none
-  kReplicaHop,  // what the hop keeps
-  kSnapshot,    // copies not yet written, and one kept for the next
+  kCarry,            // fp32 shard sums, also the result
+  kTotal,            // replica-summed totals of groups that are `all` mid-step
+  kStaging,          // buckets on their way
+  kLocalSums,        // full-size, sync = none
+  kReplicaHop,       // what the hop keeps
+  kSnapshot,         // copies not yet written, and one kept for the next
+  kOptimizer,        // moments and masters of slices
+  kParameterGather,  // messages of small arrays that are being gathered
 };
 
 class MemoryCount {
@@ -30,7 +33,7 @@ class MemoryCount {
   using Held = std::shared_ptr<const void>;
 
   // `bytes` that were just taken.
-  [[nodiscard]] Held hold(MemoryKind kind, std::int64_t bytes) {
+  [[nodiscard]] Held hold(MemoryKind kind, std::int64_t bytes) const {
     change(*state_, kind, bytes);
     return {nullptr, [state = state_, kind, bytes](const void*) { change(*state, kind, -bytes); }};
   }
@@ -47,7 +50,7 @@ class MemoryCount {
  private:
   struct State {
     std::mutex mutex;
-    std::array<Bytes, 6> kinds{};
+    std::array<Bytes, 8> kinds{};
     Bytes all;
   };
   static void change(State& state, MemoryKind kind, std::int64_t bytes) {

@@ -192,6 +192,7 @@ std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name,
   });
   return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name, lines));
 }
+MemoryCount Reducer::memory_count() const { return parts_->memory; }
 ReducerState Reducer::state() const { return parts_->steps.state(); }
 Device Reducer::device() const { return parts_->groups.device; }
 
@@ -228,6 +229,8 @@ ReducerStats Reducer::stats() const {
   s.accumulator_bytes = memory.of(MemoryKind::kLocalSums).live;
   s.replica_hop_state_bytes = memory.of(MemoryKind::kReplicaHop).live;
   s.snapshot_bytes = memory.of(MemoryKind::kSnapshot).live;
+  s.optimizer_bytes = memory.of(MemoryKind::kOptimizer).live;
+  s.parameter_gather_bytes = memory.of(MemoryKind::kParameterGather).live;
   s.resident_bytes = memory.all().live;
   s.peak_resident_bytes = memory.all().peak;
   return s;
@@ -235,11 +238,14 @@ ReducerStats Reducer::stats() const {
 
 // What several Reducers clip by, checked.
 std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const> reducers,
-                                                        double max_norm) {
+                                                        double max_norm, std::string_view call) {
+  const std::string where = "reducer: " + std::string(call);
   if (!(max_norm >= 0)) {
-    throw UsageError({.where = "reducer: clip_grad_norm",
-                      .expected = "a max_norm of at least 0",
-                      .got = std::to_string(max_norm)});
+    throw UsageError(
+        {.where = where, .expected = "a max_norm of at least 0", .got = std::to_string(max_norm)});
+  }
+  if (reducers.empty()) {
+    throw UsageError({.where = where, .expected = "Reducers", .got = "none"});
   }
   std::vector<reducer::Results*> all;
   for (std::size_t i = 0; i < reducers.size(); ++i) {
@@ -248,7 +254,7 @@ std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const
       continue;
     }
     const std::string what = reducers[i] == nullptr ? "none" : "one again";
-    throw UsageError({.where = "reducer: clip_grad_norm",
+    throw UsageError({.where = where,
                       .expected = "every Reducer once",
                       .got = what + " as number " + std::to_string(i)});
   }
@@ -256,16 +262,20 @@ std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const
 }
 
 double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm) {
-  const std::vector<reducer::Results*> all = Reducer::results_to_clip(reducers, max_norm);
-  return all.empty() ? 0.0 : reducer::Results::clip_grad_norm(all, max_norm);
+  if (reducers.empty()) return 0.0;
+  return reducer::Results::clip_grad_norm(
+      Reducer::results_to_clip(reducers, max_norm, "clip_grad_norm"), max_norm);
 }
 
 Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm) {
-  const std::vector<reducer::Results*> all = Reducer::results_to_clip(reducers, max_norm);
-  if (all.empty()) {
-    throw UsageError({.where = "reducer: clip_grad_norm", .expected = "Reducers", .got = "none"});
-  }
-  return reducer::Results::clip_grad_norm(all, max_norm, norm);
+  return reducer::Results::clip_grad_norm(
+      Reducer::results_to_clip(reducers, max_norm, "clip_grad_norm"), max_norm, norm);
+}
+
+Event clip_factor(std::span<Reducer* const> reducers, double max_norm, TensorView norm,
+                  TensorView factor) {
+  return reducer::Results::clip_factor(Reducer::results_to_clip(reducers, max_norm, "clip_factor"),
+                                       max_norm, norm, factor, "clip_factor");
 }
 
 Step::Step(Reducer& reducer) : reducer_(reducer), exceptions_(std::uncaught_exceptions()) {

@@ -23,8 +23,8 @@
 // Threads: gradient_ready may be called from any thread during a microbatch; everything else from
 // one thread at a time. Reductions run on streams of the Reducer's own.
 // Collective: construction, the first begin_microbatch, microbatches, windows, finish, discard,
-// grad_norm, clip_grad_norm, found_inf to memory, gather_*, make_lane and close are called by every
-// rank of the mesh in the same order.
+// grad_norm, clip_grad_norm, clip_factor, found_inf to memory, gather_*, make_lane and close are
+// called by every rank of the mesh in the same order.
 // Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
 // or failed to set the Reducer up (all stay usable). PeerLostError, TimeoutError, a MismatchError
 // but that of a set-up, and a RankError with the text of what failed on another rank end the
@@ -46,6 +46,7 @@
 #include "hsdp/device/stream.h"
 #include "hsdp/error.h"
 #include "hsdp/gather_lane.h"
+#include "hsdp/memory_count.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer_options.h"
 #include "hsdp/reducer_stats.h"
@@ -206,14 +207,18 @@ class Reducer {
                                                       const LanePreparation& prepare = {});
 
   [[nodiscard]] ReducerStats stats() const;
+  // For the memory of what works on the Reducer's slices; stats() reports it.
+  [[nodiscard]] MemoryCount memory_count() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
   [[nodiscard]] Device device() const;       // of the mesh
 
  private:
   friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
   friend Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
+  friend Event clip_factor(std::span<Reducer* const> reducers, double max_norm, TensorView norm,
+                           TensorView factor);
   [[nodiscard]] static std::vector<reducer::Results*> results_to_clip(
-      std::span<Reducer* const> reducers, double max_norm);
+      std::span<Reducer* const> reducers, double max_norm, std::string_view call);
   struct Parts;
   std::unique_ptr<Parts> parts_;
 };
@@ -224,6 +229,11 @@ double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
 // The same with the norm in one f64, as Reducer::grad_norm(out). On CUDA on the stream of the first
 // Reducer, which becomes that of all.
 Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
+// As before, but it scales nothing: it writes what to scale by, which is 1, or max_norm / (norm +
+// 1e-6) where that is less, in one f32. For an optimizer that multiplies gradients as it reads
+// them, as zero::AdamW does.
+Event clip_factor(std::span<Reducer* const> reducers, double max_norm, TensorView norm,
+                  TensorView factor);
 
 // Begins a step, and drops it on all ranks when an exception leaves the scope.
 //   { Step step(reducer); for (...) { Microbatch ... } }

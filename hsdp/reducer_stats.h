@@ -28,8 +28,10 @@ struct ReducerStats {
   std::int64_t replica_hop_state_bytes = 0;
   std::int64_t retained_bytes = 0;  // gradients kept by reference until there is staging
   std::int64_t peak_retained_bytes = 0;
-  std::int64_t snapshot_bytes = 0;  // copies not yet written, and one kept for the next
-  std::int64_t resident_bytes = 0;  // sum of the above, without the retained references
+  std::int64_t snapshot_bytes = 0;          // copies not yet written, and one kept for the next
+  std::int64_t optimizer_bytes = 0;         // moments and masters of slices
+  std::int64_t parameter_gather_bytes = 0;  // messages of small arrays that are being gathered
+  std::int64_t resident_bytes = 0;          // sum of the above, without the retained references
   std::int64_t peak_resident_bytes = 0;
 
   std::string engine;
@@ -60,6 +62,8 @@ void visit_fields(const ReducerStats& stats, Visit visit) {
   visit("retained_bytes", stats.retained_bytes);
   visit("peak_retained_bytes", stats.peak_retained_bytes);
   visit("snapshot_bytes", stats.snapshot_bytes);
+  visit("optimizer_bytes", stats.optimizer_bytes);
+  visit("parameter_gather_bytes", stats.parameter_gather_bytes);
   visit("resident_bytes", stats.resident_bytes);
   visit("peak_resident_bytes", stats.peak_resident_bytes);
   visit("engine", stats.engine);

@@ -7,6 +7,11 @@ std::string to_string(Device device) {
          (device.type == DeviceType::kHost ? std::string() : ":" + std::to_string(device.index));
 }
 
+std::string to_string(const ConstTensorView& view) {
+  return std::to_string(view.count) + " " + std::string(name(view.dtype)) + " on " +
+         to_string(view.device);
+}
+
 std::int64_t element_count(const Shape& shape) {
   std::int64_t count = 1;
   for (const std::int64_t extent : shape) count *= extent;

@@ -61,6 +61,9 @@ struct ConstTensorView {
   }
 };
 
+// For messages: "7 f32 on cuda:0".
+[[nodiscard]] std::string to_string(const ConstTensorView& view);
+
 using Shape = std::vector<std::int64_t>;
 
 // A read-only gradient of any dense strides, as a framework hands it over. `strides` count

@@ -66,9 +66,8 @@ HopErrors::HopErrors(const Kind& kind, const HopPlan& plan, std::vector<std::str
   }
   scattered_ = std::make_unique<ErrorStates>(kind_.dtype, sent, device_);
   if (kind_.gathered) gathered_ = std::make_unique<ErrorStates>(kind_.dtype, owned, device_);
-  held_ = MemoryCount(plan.memory)
-              .hold(MemoryKind::kReplicaHop, 2 * (ErrorStates::bytes(kind_.dtype, sent) +
-                                                  ErrorStates::bytes(kind_.dtype, owned)));
+  held_ = plan.memory.hold(MemoryKind::kReplicaHop, 2 * (ErrorStates::bytes(kind_.dtype, sent) +
+                                                         ErrorStates::bytes(kind_.dtype, owned)));
 }
 
 LocoExchange::Errors HopErrors::next(std::size_t window, bool cleared,

@@ -33,18 +33,16 @@ void check(const AdamWOptions& options) {
 
 void check_slice(const AdamWParameter& parameter, std::int64_t count, Device device) {
   const TensorView& slice = parameter.slice;
-  const auto text = [](std::int64_t elements, Dtype dtype, Device where) {
-    return std::to_string(elements) + " " + std::string(name(dtype)) + " on " + to_string(where);
-  };
-  if (slice.count != count || slice.dtype != Dtype::kF32 || slice.device != device) {
+  const ConstTensorView wanted(nullptr, count, Dtype::kF32, device);
+  if (slice.count != wanted.count || slice.dtype != wanted.dtype || slice.device != wanted.device) {
     throw UsageError({.where = std::string(kAdamW) + ": slice of '" + parameter.name + "'",
-                      .expected = text(count, Dtype::kF32, device) + ", this rank's slice",
-                      .got = text(slice.count, slice.dtype, slice.device),
+                      .expected = to_string(wanted) + ", this rank's slice",
+                      .got = to_string(slice),
                       .remedy = "a 16-bit parameter needs an fp32 master of its slice"});
   }
   if (slice.data == nullptr && count > 0) {
     throw UsageError({.where = std::string(kAdamW) + ": slice of '" + parameter.name + "'",
-                      .expected = text(count, Dtype::kF32, device),
+                      .expected = to_string(wanted),
                       .got = "a null pointer"});
   }
 }
@@ -72,6 +70,7 @@ struct AdamW::Parts {
   std::unordered_map<std::string_view, std::size_t> indices;  // by name
   std::vector<AdamWSlice> slices;                             // of `parameters`
   Buffer moments;
+  MemoryCount::Held held;  // of the moments
   Buffer clock_memory;
 };
 
@@ -88,7 +87,9 @@ void AdamW::Parts::lay_out() {
     }
     room += 2 * moment_room(count);
   }
-  moments = Buffer(reducer.device(), static_cast<std::size_t>(room) * sizeof(float));
+  const std::int64_t bytes = room * static_cast<std::int64_t>(sizeof(float));
+  moments = Buffer(reducer.device(), static_cast<std::size_t>(bytes));
+  held = reducer.memory_count().hold(MemoryKind::kOptimizer, bytes);
   clock_memory = Buffer(reducer.device(), sizeof(AdamWClock));
   auto* next = reinterpret_cast<float*>(moments.data());
   for (const AdamWParameter& parameter : parameters) {

@@ -31,6 +31,7 @@
 //
 // Ownership: the Reducer and the slices outlive the optimizer, the optimizer outlives its work on
 // streams.
+// Memory: 8 bytes an element of the slices, which are in optimizer_bytes of the Reducer's stats().
 // Threads: one at a time.
 // Streams: an update is work of the stream it is given, and must be over before the Reducer's next
 // step begins; on CUDA the stream of Reducer::set_stream is. Nothing waits for the GPU but steps()

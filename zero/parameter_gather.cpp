@@ -22,21 +22,16 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-std::string text(const TensorView& view) {
-  return std::to_string(view.count) + " " + std::string(name(view.dtype)) + " on " +
-         to_string(view.device);
-}
-
 void check_master(const GatheredParameter& parameter, const Slice& own) {
   const TensorView& master = parameter.master;
   if (master.data == nullptr && master.count == 0) return;
   const std::string where = std::string(kWhere) + ": master of '" + parameter.name + "'";
-  if (master.count != own.count || master.dtype != Dtype::kF32 ||
-      master.device != parameter.array.device) {
+  const ConstTensorView wanted(nullptr, own.count, Dtype::kF32, parameter.array.device);
+  if (master.count != wanted.count || master.dtype != wanted.dtype ||
+      master.device != wanted.device) {
     throw UsageError({.where = where,
-                      .expected = text({nullptr, own.count, Dtype::kF32, parameter.array.device}) +
-                                  ", this rank's slice",
-                      .got = text(master)});
+                      .expected = to_string(wanted) + ", this rank's slice",
+                      .got = to_string(master)});
   }
   if (!is_gradient_dtype(parameter.array.dtype)) {
     throw UsageError({.where = where,
@@ -50,6 +45,7 @@ void check_master(const GatheredParameter& parameter, const Slice& own) {
 struct ParameterGather::Parts {
   Parts(Reducer& its_reducer, std::vector<GatheredParameter> its_parameters)
       : layout((its_reducer.prepare(), its_reducer.layout())),
+        memory(its_reducer.memory_count()),
         parameters(std::move(its_parameters)) {}
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
@@ -57,6 +53,7 @@ struct ParameterGather::Parts {
   void gather(std::size_t unit, Communicator& shard_group, Stream& stream);
 
   const BucketLayout& layout;
+  MemoryCount memory;
   std::vector<GatheredParameter> parameters;
   std::unordered_map<std::string_view, int> indices;  // by name
   std::vector<GatherUnit> units;
@@ -122,7 +119,7 @@ void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group,
     args.count = own.count;
     kernels::scale_and_cast(args, stream);
   }
-  reducer::gather_unit(shard_group, layout, units[unit], stream);
+  reducer::gather_unit(shard_group, layout, units[unit], memory, stream);
   const std::scoped_lock lock(mutex);
   times[unit] = {begin_s, now_s()};
   if (shard_group.size() == 1) return;
@@ -196,8 +193,8 @@ void ParameterGather::rebind(int parameter, TensorView array) {
   if (array.count != one.array.count || array.dtype != one.array.dtype ||
       array.device != one.array.device) {
     throw UsageError({.where = std::string(kWhere) + ": array of '" + one.name + "'",
-                      .expected = text(one.array) + ", as before",
-                      .got = text(array)});
+                      .expected = to_string(one.array) + ", as before",
+                      .got = to_string(array)});
   }
   one.array = array;
   const int unit = parts_->unit_of.at(static_cast<std::size_t>(parameter));

@@ -41,6 +41,10 @@ class ReducerStats:
     peak_retained_bytes: int
     #: copies of snapshots not yet written, and one kept for the next
     snapshot_bytes: int
+    #: moments and masters of slices that an optimizer keeps
+    optimizer_bytes: int
+    #: messages of small arrays that are being gathered
+    parameter_gather_bytes: int
     #: the sum of the above, without the retained references
     resident_bytes: int
     peak_resident_bytes: int

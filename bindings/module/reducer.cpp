@@ -263,6 +263,15 @@ py::dict stats(const Handle& self) {
   return d;
 }
 
+// Bytes that count until Python lets go of it.
+struct HeldBytes {
+  MemoryCount::Held held;
+};
+
+HeldBytes hold_optimizer_bytes(const Handle& self, std::int64_t count) {
+  return {self.reducer().memory_count().hold(MemoryKind::kOptimizer, count)};
+}
+
 using Class = py::class_<Handle>;
 
 void bind_settings(Class& bound) {
@@ -285,6 +294,7 @@ void bind_settings(Class& bound) {
       .def("set_loss_scale",
            [](const Handle& self, double scale) { self.reducer().set_loss_scale(scale); })
       .def("stats", stats)
+      .def("hold_optimizer_bytes", hold_optimizer_bytes)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
       .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
@@ -365,6 +375,7 @@ void bind_reducer(py::module_& module) {
       "What the replica all-reduce does to a shard. A hop belongs to one Reducer,\n"
       "or to one `hsdp.torch.replica_hook`.")
       .def("describe", &ReplicaHop::describe, "Its options, as stats and snapshots say them.");
+  py::class_<HeldBytes>(module, "HeldBytes");
   Class bound(module, "Reducer");
   bind_settings(bound);
   bind_step(bound);

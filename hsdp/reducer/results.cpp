@@ -70,13 +70,14 @@ void wait_for(std::span<const Event> events, Stream& stream) {
 }  // namespace
 
 Results::Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups,
-                 Steps& steps, std::string snapshot_id, const MemoryCount& memory)
+                 Steps& steps, std::string snapshot_id, MemoryCount memory)
     : options_(options),
       parameters_(parameters),
       groups_(groups),
       steps_(steps),
       snapshot_id_(std::move(snapshot_id)),
-      snapshots_(memory) {}
+      memory_(std::move(memory)),
+      snapshots_(memory_) {}
 
 Event Results::run(Scope scope, std::int64_t step, Task task) {
   Event done = steps_.frozen()->pipeline().run(
@@ -229,12 +230,10 @@ void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t co
   if (has_memory && out.count == count && out.dtype == dtype && out.device == groups_.device) {
     return;
   }
-  const auto text = [](std::int64_t elements, Dtype of, Device where) {
-    return std::to_string(elements) + " " + std::string(name(of)) + " on " + to_string(where);
-  };
+  const ConstTensorView wanted(nullptr, count, dtype, groups_.device);
   throw UsageError({.where = "reducer: " + std::string(call),
-                    .expected = "an output of " + text(count, dtype, groups_.device),
-                    .got = has_memory ? text(out.count, out.dtype, out.device) : "a null pointer"});
+                    .expected = "an output of " + to_string(wanted),
+                    .got = has_memory ? to_string(out) : "a null pointer"});
 }
 
 const BucketLayout& Results::layout() {
@@ -266,7 +265,7 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
       args.count = own.count;
       kernels::scale_and_cast(args, stream);
     }
-    all_gather_count_ += gather_slices(groups_.shard, layout, full, stream);
+    all_gather_count_ += gather_slices(groups_.shard, layout, full, memory_, stream);
   });
 }
 
@@ -282,17 +281,18 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
                       .remedy = "run one first"});
   }
   run_now(Scope::kAllRanks, [&](Stream& stream) {
-    all_gather_count_ += gather_slices(groups_.shard, steps_.frozen()->layout(), full, stream);
+    const BucketLayout& layout = steps_.frozen()->layout();
+    all_gather_count_ += gather_slices(groups_.shard, layout, full, memory_, stream);
   });
 }
 
-Event Results::add_squares(double* sum, std::vector<Event> after) {
-  return run(
-      Scope::kAllRanks, last_step(),
-      [frozen = steps_.frozen(), &groups = groups_, sum, after = std::move(after)](Stream& stream) {
-        wait_for(after, stream);
-        sum_squares(*frozen, groups, sum, stream);
-      });
+Event Results::add_squares(std::shared_ptr<double> sum, std::vector<Event> after) {
+  return run(Scope::kAllRanks, last_step(),
+             [frozen = steps_.frozen(), &groups = groups_, sum = std::move(sum),
+              after = std::move(after)](Stream& stream) {
+               wait_for(after, stream);
+               sum_squares(*frozen, groups, sum.get(), stream);
+             });
 }
 
 Event Results::grad_norm(TensorView out) {
@@ -316,17 +316,18 @@ double Results::grad_norm() {
   return norm;
 }
 
-Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
+Event Results::clip_factor(std::span<Results* const> all, double max_norm, TensorView norm,
+                           TensorView factor, std::string_view call) {
   Results& first = *all.front();
-  first.require_output(norm, Dtype::kF64, 1, "clip_grad_norm");
+  first.require_output(norm, Dtype::kF64, 1, call);
+  first.require_output(factor, Dtype::kF32, 1, call);
   for (Results* results : all) {
     results->steps_.set_caller(first.steps_.caller());
-    results->expect_result("clip_grad_norm");
+    results->expect_result(call);
   }
   const auto words =
-      std::make_shared<const Scratch>((all.size() + 1) * sizeof(double), first.steps_.caller());
+      std::make_shared<const Scratch>(all.size() * sizeof(double), first.steps_.caller());
   auto* const squares = reinterpret_cast<double*>(words->data());
-  auto* const factor = reinterpret_cast<float*>(squares + all.size());
   // Where a step of one of them is dropped, nobody begins a collective of another: the rank that
   // dropped it may not come to this clip at all.
   std::vector<Event> standing;
@@ -335,19 +336,31 @@ Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, Te
   }
   std::vector<Event> summed;
   for (std::size_t i = 0; i < all.size(); ++i) {
-    summed.push_back(all[i]->add_squares(squares + i, standing));
+    // Each keeps the words: where one fails, the last task does not wait for the others.
+    summed.push_back(all[i]->add_squares({words, squares + i}, standing));
   }
-  const kernels::ClipFactor clip{
-      squares, std::ssize(all), max_norm, kClipEpsilon, static_cast<double*>(norm.data), factor};
-  const Event known = first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
+  const kernels::ClipFactor clip{.squares = squares,
+                                 .count = std::ssize(all),
+                                 .max_norm = max_norm,
+                                 .epsilon = kClipEpsilon,
+                                 .norm = static_cast<double*>(norm.data),
+                                 .factor = static_cast<float*>(factor.data)};
+  return first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
     wait_for(summed, stream);
     kernels::clip_factor(clip, stream);
   });
+}
+
+Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
+  Results& first = *all.front();
+  const auto word = std::make_shared<const Scratch>(sizeof(float), first.steps_.caller());
+  const TensorView factor{word->data(), 1, Dtype::kF32, first.groups_.device};
+  const Event known = clip_factor(all, max_norm, norm, factor, "clip_grad_norm");
   std::vector<Event> scaled;
   for (Results* results : all) {
-    const auto scale = [frozen = results->steps_.frozen(), known, factor, words](Stream& stream) {
+    const auto scale = [frozen = results->steps_.frozen(), known, word](Stream& stream) {
       wait_for({&known, 1}, stream);
-      scale_result(*frozen, factor, stream);
+      scale_result(*frozen, reinterpret_cast<const float*>(word->data()), stream);
     };
     scaled.push_back(results->run(Scope::kThisRank, results->last_step(), scale));
   }

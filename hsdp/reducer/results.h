@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,7 +28,7 @@ class Results {
  public:
   // All of these outlive it.
   Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups, Steps& steps,
-          std::string snapshot_id, const MemoryCount& memory);
+          std::string snapshot_id, MemoryCount memory);
 
   [[nodiscard]] TensorView shard(int parameter);
   [[nodiscard]] std::vector<float> partial_shard(int parameter);
@@ -44,6 +45,9 @@ class Results {
   // One norm over several Reducers of a mesh.
   [[nodiscard]] static double clip_grad_norm(std::span<Results* const> all, double max_norm);
   static Event clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm);
+  // `call`: on whose behalf, for messages.
+  static Event clip_factor(std::span<Results* const> all, double max_norm, TensorView norm,
+                           TensorView factor, std::string_view call);
   [[nodiscard]] bool found_inf();
   Event found_inf(TensorView out);
 
@@ -60,7 +64,7 @@ class Results {
   // does next.
   Event run(Scope scope, std::int64_t step, Task task);
   void run_now(Scope scope, Task task);  // the same; on the host it has run when this returns
-  Event add_squares(double* sum, std::vector<Event> after);
+  Event add_squares(std::shared_ptr<double> sum, std::vector<Event> after);
   template <typename Compute>
   void read(const TensorView& out, const Compute& compute);
 
@@ -87,6 +91,7 @@ class Results {
   Steps& steps_;
   std::string snapshot_id_;
   std::int64_t all_gather_count_ = 0;
+  MemoryCount memory_;
   SnapshotWriter snapshots_;
 };
 

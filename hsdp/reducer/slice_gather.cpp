@@ -40,7 +40,7 @@ void each_slice(const BucketLayout& layout, std::span<const FullArray> unit, int
 }
 
 void gather_message(Communicator& shard_group, const BucketLayout& layout,
-                    std::span<const FullArray> unit, Stream& stream) {
+                    std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream) {
   std::vector<std::int64_t> offsets{0};
   for (int r = 0; r < shard_group.size(); ++r) {
     std::int64_t end = offsets.back();
@@ -49,6 +49,7 @@ void gather_message(Communicator& shard_group, const BucketLayout& layout,
     offsets.push_back(end);
   }
   const Scratch message(static_cast<std::size_t>(offsets.back()), stream);
+  const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, offsets.back());
   const int own = shard_group.rank();
   const std::int64_t own_begin = offsets[static_cast<std::size_t>(own)];
   each_slice(layout, unit, own, own_begin, [&](const TensorView& part, std::int64_t at) {
@@ -123,17 +124,18 @@ std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays, std::int
 }
 
 void gather_unit(Communicator& shard_group, const BucketLayout& layout,
-                 std::span<const FullArray> unit, Stream& stream) {
+                 std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream) {
   if (shard_group.size() == 1) return;
   if (unit.size() == 1) return gather_direct(shard_group, layout, unit.front(), stream);
-  gather_message(shard_group, layout, unit, stream);
+  gather_message(shard_group, layout, unit, memory, stream);
 }
 
 std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
-                           std::span<const FullArray> arrays, Stream& stream) {
+                           std::span<const FullArray> arrays, const MemoryCount& memory,
+                           Stream& stream) {
   if (shard_group.size() == 1) return 0;
   const std::vector<GatherUnit> units = gather_units(arrays, kUnitBytes);
-  for (const GatherUnit& unit : units) gather_unit(shard_group, layout, unit, stream);
+  for (const GatherUnit& unit : units) gather_unit(shard_group, layout, unit, memory, stream);
   return std::ssize(units);
 }
 

@@ -11,6 +11,7 @@
 
 #include "hsdp/bucket_layout.h"
 #include "hsdp/comm/communicator.h"
+#include "hsdp/memory_count.h"
 #include "hsdp/reducer.h"
 
 namespace hsdp::reducer {
@@ -36,12 +37,13 @@ using GatherUnit = std::vector<FullArray>;
                                                    std::int64_t unit_bytes);
 
 // Collective; the same unit on every rank. One all-gather; none in a group of one. Call it inside a
-// task of `stream`.
+// task of `stream`. `memory` counts the message of several arrays.
 void gather_unit(Communicator& shard_group, const BucketLayout& layout,
-                 std::span<const FullArray> unit, Stream& stream);
+                 std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream);
 
 // All units of these arrays. Returns the number of all-gathers it took.
 [[nodiscard]] std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
-                                         std::span<const FullArray> arrays, Stream& stream);
+                                         std::span<const FullArray> arrays,
+                                         const MemoryCount& memory, Stream& stream);
 
 }  // namespace hsdp::reducer

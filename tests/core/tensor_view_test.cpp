@@ -21,12 +21,14 @@ TEST(TensorView, SlicesByElements) {
   EXPECT_EQ(view.slice(10, 0).count, 0);
 }
 
-TEST(TensorView, NamesDevicesAndShapes) {
+TEST(TensorView, NamesDevicesShapesAndViews) {
   EXPECT_EQ(to_string(Device{}), "cpu");
   EXPECT_EQ(to_string(Device{DeviceType::kCuda, 3}), "cuda:3");
   EXPECT_EQ(to_string(Shape{}), "()");
   EXPECT_EQ(to_string(Shape{7}), "(7,)");
   EXPECT_EQ(to_string(Shape{5, 3}), "(5, 3)");
+  EXPECT_EQ(to_string(TensorView{nullptr, 7, Dtype::kBf16, {DeviceType::kCuda, 1}}),
+            "7 bf16 on cuda:1");
 }
 
 TEST(TensorView, CountsElements) {

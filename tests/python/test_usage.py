@@ -229,6 +229,26 @@ def test_use_after_close() -> None:
         refused(call, "mesh", "closed")
 
 
+def test_bytes_of_an_optimizer_count_until_it_is_gone() -> None:
+    with hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 4)
+        reducer.prepare()
+        before = reducer.stats()
+        assert before.optimizer_bytes == 0
+        states, masters = (reducer._handle.hold_optimizer_bytes(n) for n in (1000, 24))
+        held = reducer.stats()
+        assert held.optimizer_bytes == 1024
+        assert held.resident_bytes == before.resident_bytes + 1024
+        del states
+        assert reducer.stats().optimizer_bytes == 24
+        assert reducer.stats().peak_resident_bytes == held.resident_bytes
+        reducer.close()
+        assert reducer.stats().optimizer_bytes == 24
+        del masters
+        assert reducer.stats().optimizer_bytes == 0
+
+
 def test_meshes_that_cannot_be() -> None:
     refused(lambda: hsdp.init_mesh(2, 2), "world of 1", "2 x 2", "start that many processes")
     refused(lambda: hsdp.init_mesh(0, 1), "at least 1")

@@ -116,7 +116,8 @@ TEST(Stats, NameEngineReductionHopAndTransports) {
 
 std::int64_t sum_of_kinds(const ReducerStats& stats) {
   return stats.carry_bytes + stats.total_bytes + stats.staging_bytes + stats.accumulator_bytes +
-         stats.replica_hop_state_bytes + stats.snapshot_bytes;
+         stats.replica_hop_state_bytes + stats.snapshot_bytes + stats.optimizer_bytes +
+         stats.parameter_gather_bytes;
 }
 
 TEST(Memory, IsTheCarryAndTwoStagingBuckets) {
@@ -156,6 +157,52 @@ TEST(Memory, PeaksAreSeenAfterwards) {
   EXPECT_EQ(count.of(MemoryKind::kReplicaHop).peak, 110);
   EXPECT_EQ(count.all().live, 0);
   EXPECT_EQ(count.all().peak, 140);
+}
+
+// What works on a Reducer's slices counts what it keeps beside the Reducer's own.
+TEST(Memory, OfOthersIsHeldInTheReducersCount) {
+  run_mesh({1, 1}, [](const Mesh& mesh) {
+    const StepCase step = integer_step({{.name = "w", .shape = {1 << 10}}}, 1, 1, 3);
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    run_step(reducer, step, 0);
+    const ReducerStats before = reducer.stats();
+    MemoryCount::Held optimizer = reducer.memory_count().hold(MemoryKind::kOptimizer, 1 << 20);
+    const ReducerStats with = reducer.stats();
+    EXPECT_EQ(with.optimizer_bytes, 1 << 20);
+    EXPECT_EQ(with.resident_bytes, before.resident_bytes + (1 << 20));
+    EXPECT_EQ(with.resident_bytes, sum_of_kinds(with));
+    optimizer = nullptr;
+    EXPECT_EQ(reducer.stats().optimizer_bytes, 0);
+    EXPECT_EQ(reducer.stats().resident_bytes, before.resident_bytes);
+    EXPECT_EQ(reducer.stats().peak_resident_bytes, with.resident_bytes);
+  });
+}
+
+// Small arrays travel in one message, which is there while they do. Large ones need none.
+TEST(Memory, OfAGatherIsItsMessage) {
+  constexpr std::int64_t kSmall = 1000;
+  constexpr std::int64_t kLarge = 1 << 18;  // 1 MiB
+  const MeshShape shape{.replicate = 1, .shard = 2};
+  const StepCase step = integer_step({{.name = "a", .shape = {kSmall}},
+                                      {.name = "large", .shape = {kLarge}},
+                                      {.name = "b", .shape = {kSmall}}},
+                                     shape.size(), 1, 3);
+  run_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    Values a(kSmall);
+    Values large(kLarge);
+    Values b(kSmall);
+    const NamedArray arrays[] = {{"a", {a.data(), kSmall, Dtype::kF32, {}}},
+                                 {"large", {large.data(), kLarge, Dtype::kF32, {}}},
+                                 {"b", {b.data(), kSmall, Dtype::kF32, {}}}};
+    reducer.gather_gradients(arrays);
+    reducer.gather_parameters(arrays);
+    EXPECT_EQ(reducer.memory_count().of(MemoryKind::kParameterGather).peak, 2 * kSmall * 4);
+    EXPECT_EQ(reducer.stats().parameter_gather_bytes, 0) << "given back";
+  });
 }
 
 TEST(Memory, OfASnapshotsCopyIsCounted) {

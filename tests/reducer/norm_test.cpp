@@ -1,4 +1,5 @@
 // The norm of the whole mean gradient, clipping by it, and non-finite values.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -13,6 +14,8 @@ namespace hsdp {
 namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+
+using testing::HasSubstr;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -136,6 +139,37 @@ TEST(NormMisuse, WithoutAResultOrWithABadLimitIsAnError) {
       EXPECT_TRUE(caught<UsageError>([&] { reducer.clip_grad_norm(bad); })) << bad;
     }
     static_cast<void>(reducer.grad_norm());
+  });
+}
+
+TEST(NormMisuse, OfAFactorSaysWhatItNeeds) {
+  const StepCase step = random_step(odd_parameters(Dtype::kF32), 1, {Sync::kAll}, 1);
+  run_mesh({1, 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    double norm = 0.0;
+    float factor = 0.0F;
+    const TensorView norm_out{&norm, 1, Dtype::kF64, {}};
+    const TensorView factor_out{&factor, 1, Dtype::kF32, {}};
+    const auto refused = [&](std::vector<Reducer*> reducers, double max_norm,
+                             const TensorView& norm_to, const TensorView& factor_to) {
+      const auto error =
+          caught<UsageError>([&] { clip_factor(reducers, max_norm, norm_to, factor_to); });
+      return error ? std::string(error->what()) : "nothing";
+    };
+    EXPECT_THAT(refused({&reducer}, 1.0, norm_out, factor_out),
+                HasSubstr("clip_factor: expected a finished step, got none"));
+    run_step(reducer, step, mesh.rank());
+    EXPECT_THAT(refused({}, 1.0, norm_out, factor_out), HasSubstr("expected Reducers, got none"));
+    EXPECT_THAT(refused({&reducer}, -1.0, norm_out, factor_out), HasSubstr("a max_norm"));
+    EXPECT_THAT(refused({&reducer}, 1.0, factor_out, factor_out),
+                HasSubstr("expected an output of 1 f64 on cpu, got 1 f32 on cpu"));
+    EXPECT_THAT(refused({&reducer}, 1.0, norm_out, norm_out),
+                HasSubstr("expected an output of 1 f32 on cpu, got 1 f64 on cpu"));
+    Reducer* const one[] = {&reducer};
+    clip_factor(one, 0.0, norm_out, factor_out).wait();
+    EXPECT_EQ(factor, 0.0F);
+    EXPECT_EQ(norm, reducer.grad_norm()) << "nothing is scaled";
   });
 }
 

@@ -30,14 +30,18 @@ void begin(Reducer& reducer, float value, std::vector<float>& gradient) {
 struct Outputs {
   double norm = -1.0;
   float found = -1.0F;
+  double norm_of_both = -1.0;
+  float factor = -1.0F;
   double clip = -1.0;
-  std::array<Event, 3> events;
+  std::array<Event, 4> events;
 
-  // The norm and found_inf of the second; one clip of both.
+  // The norm and found_inf of the second; one factor and one clip of both.
   void ask(Reducer& first, Reducer& second, double max_norm) {
     const std::array<Reducer*, 2> both{&first, &second};
     events = {second.grad_norm({&norm, 1, Dtype::kF64, {}}),
               second.found_inf({&found, 1, Dtype::kF32, {}}),
+              clip_factor(both, max_norm, {&norm_of_both, 1, Dtype::kF64, {}},
+                          {&factor, 1, Dtype::kF32, {}}),
               clip_grad_norm(both, max_norm, {&clip, 1, Dtype::kF64, {}})};
   }
 };
@@ -87,6 +91,8 @@ TEST(ResultEvents, ComeBeforeADelayedPeerAndTheValuesWithIt) {
         EXPECT_EQ(outputs.found, 0.0F);
         EXPECT_EQ(outputs.clip, 20.0);  // with the first one's 16
         const auto factor = static_cast<float>(10.0 / (20.0 + 1e-6));
+        EXPECT_EQ(outputs.norm_of_both, 20.0);
+        EXPECT_EQ(outputs.factor, factor);
         EXPECT_EQ(values_of(first.shard("w")), Values(kCount / 2, 4.0F * factor));
         EXPECT_EQ(values_of(second.shard("w")), Values(kCount / 2, 3.0F * factor));
       });
@@ -114,6 +120,7 @@ TEST(ResultEvents, OfADroppedStepThrowAndNothingIsClipped) {
             EXPECT_EQ(error->ranks(), std::vector<int>{kLateRank});
             EXPECT_NE(std::string(error->what()).find("on purpose"), std::string::npos);
           }
+          EXPECT_EQ(outputs.factor, -1.0F);
           EXPECT_EQ(outputs.clip, -1.0);
           EXPECT_TRUE(caught<StepAbortedError>([&] { second.finish(); }));
         }

@@ -1,5 +1,5 @@
 // zero::AdamW on the memory and the streams of a GPU, on the stand-in for the CUDA runtime: the
-// bits of the host, and that the host does not wait.
+// bits of the host, which clips by scaling there, and that the host does not wait.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,6 +19,7 @@ using stand_in::kGpu;
 using stand_in::Rank;
 
 constexpr int kAdamWSteps = 3;
+constexpr double kMaxNorm = 0.25;
 
 std::vector<float> parameter_values(std::size_t p, const Slice& own) {
   std::vector<float> values(static_cast<std::size_t>(own.count));
@@ -50,6 +51,7 @@ std::vector<std::vector<test::Values>> adamw_on_host(const test::StepCase& step,
     Stream stream = Stream::inline_host();
     for (int s = 0; s < kAdamWSteps; ++s) {
       static_cast<void>(test::run_step(reducer, step, mesh.rank()));
+      EXPECT_GT(reducer.clip_grad_norm(kMaxNorm), kMaxNorm);
       float found_inf = 0.0F;
       stream.wait(reducer.found_inf({&found_inf, 1, Dtype::kF32, {}}));
       optimizer.update(stream, {.found_inf = &found_inf});
@@ -82,11 +84,16 @@ TEST(AdamWOnGpu, HasTheBitsOfTheHostAndDoesNotHoldItUp) {
     }
     zero::AdamW optimizer(reducer, parameters);
     const Buffer found_inf(kGpu, sizeof(float));
+    const Buffer norm(kGpu, sizeof(double));
+    const Buffer factor(kGpu, sizeof(float));
+    Reducer* const reducers[] = {&reducer};
     const auto run_one = [&] {
       rank.run_steps();
       static_cast<void>(reducer.found_inf(found_inf.view(Dtype::kF32)));
+      clip_factor(reducers, kMaxNorm, norm.view(Dtype::kF64), factor.view(Dtype::kF32));
       optimizer.update(rank.stream(),
-                       {.found_inf = reinterpret_cast<const float*>(found_inf.data())});
+                       {.grad_factor = reinterpret_cast<const float*>(factor.data()),
+                        .found_inf = reinterpret_cast<const float*>(found_inf.data())});
     };
     run_one();  // takes its memory
     rank.stream().synchronize();

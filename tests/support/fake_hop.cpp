@@ -76,7 +76,7 @@ void FakeHop::prepare(const HopPlan& plan) {
   for (const auto& [key, values] : loaded_) put_back(key, values);
   loaded_.clear();
   held_ = nullptr;
-  held_ = MemoryCount(plan.memory).hold(MemoryKind::kReplicaHop, bytes);
+  held_ = plan.memory.hold(MemoryKind::kReplicaHop, bytes);
 }
 
 // One that failed lets its Event go before the others are done.

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -191,6 +193,69 @@ INSTANTIATE_TEST_SUITE_P(Cases, AdamWOnSlices,
                                          AdamWCase{{2, 2}, Dtype::kBf16, Sync::kNone}),
                          testing::PrintToStringParamName());
 
+// Reducers of one mesh, an optimizer on each.
+struct Trained {
+  Trained(const Mesh& mesh, std::span<const StepCase> steps) {
+    for (const StepCase& step : steps) {
+      Reducer& reducer = *owners.emplace_back(std::make_unique<Reducer>(mesh));
+      reducers.push_back(&reducer);
+      parameters.push_back(std::make_unique<Sharded>(reducer, step.parameters));
+      optimizers.push_back(
+          std::make_unique<AdamW>(reducer, parameters.back()->updated(), kOptions));
+    }
+  }
+  void update(const zero::AdamWUpdate& how = {}) const {
+    Stream stream = Stream::inline_host();
+    for (const auto& optimizer : optimizers) optimizer->update(stream, how);
+  }
+
+  std::vector<std::unique_ptr<Reducer>> owners;
+  std::vector<Reducer*> reducers;
+  std::vector<std::unique_ptr<Sharded>> parameters;
+  std::vector<std::unique_ptr<AdamW>> optimizers;
+};
+
+TEST(AdamW, ClipsByAFactorWithTheBitsOfScaledGradients) {
+  const std::vector<StepCase> steps{
+      random_step(odd_parameters(Dtype::kF32), 4, {Sync::kShard, Sync::kAll}, 11),
+      random_step(odd_parameters(Dtype::kBf16), 4, {Sync::kShard, Sync::kAll}, 12)};
+  for (const std::size_t reducer_count : {1U, 2U}) {
+    const std::span<const StepCase> own = std::span(steps).first(reducer_count);
+    run_mesh({2, 2}, [&](const Mesh& mesh) {
+      const Trained scaled(mesh, own);
+      const Trained by_factor(mesh, own);
+      for (const double max_norm : {0.25, 1e9, 0.5}) {
+        for (const Trained* const trained : {&scaled, &by_factor}) {
+          for (std::size_t r = 0; r < reducer_count; ++r) {
+            static_cast<void>(run_step(*trained->reducers[r], own[r], mesh.rank()));
+          }
+        }
+        const double want = clip_grad_norm(scaled.reducers, max_norm);
+        scaled.update();
+        double norm = -1.0;
+        float factor = -1.0F;
+        clip_factor(by_factor.reducers, max_norm, {&norm, 1, Dtype::kF64, {}},
+                    {&factor, 1, Dtype::kF32, {}})
+            .wait();
+        by_factor.update({.grad_factor = &factor});
+        EXPECT_EQ(norm, want);
+        EXPECT_EQ(factor < 1.0F, max_norm < 1.0);
+        for (std::size_t r = 0; r < reducer_count; ++r) {
+          for (std::size_t p = 0; p < own[r].parameters.size(); ++p) {
+            const std::string& name = own[r].parameters[p].name;
+            const zero::AdamWMoments got = by_factor.optimizers[r]->moments(name);
+            const zero::AdamWMoments wanted = scaled.optimizers[r]->moments(name);
+            expect_same_bits(values_of(by_factor.parameters[r]->own(p)),
+                             values_of(scaled.parameters[r]->own(p)), name);
+            expect_same_bits(values_of(got.first), values_of(wanted.first), name + ", first");
+            expect_same_bits(values_of(got.second), values_of(wanted.second), name + ", second");
+          }
+        }
+      }
+    });
+  }
+}
+
 TEST(AdamW, WorksInTheOrderOfItsStream) {
   const StepCase step = integer_step(odd_parameters(Dtype::kF32), 2, kMicrobatches, 7);
   run_mesh({1, 2}, [&](const Mesh& mesh) {
@@ -258,6 +323,32 @@ TEST(AdamW, GoesOnFromItsMomentsAndSteps) {
     }
     parameters.expect(alone, "resumed");
   });
+}
+
+// And no more: but each moment of a slice begins on a multiple of 16 elements.
+TEST(AdamW, KeepsEightBytesForEachElementOfItsSlices) {
+  const std::vector<ParameterSpec> even{{.name = "w", .shape = {64, 64}}};
+  for (const auto& specs : {even, odd_parameters(Dtype::kF32), odd_parameters(Dtype::kBf16)}) {
+    run_mesh({1, 2}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      Sharded parameters(reducer, specs);
+      const ReducerStats before = reducer.stats();
+      std::int64_t bytes = 0;
+      for (const ParameterSpec& spec : specs) {
+        bytes += 8 * ((reducer.slice(spec.name).count + 15) / 16 * 16);
+      }
+      {
+        const AdamW optimizer(reducer, parameters.updated(), kOptions);
+        EXPECT_EQ(reducer.stats().optimizer_bytes, bytes);
+        EXPECT_EQ(reducer.stats().resident_bytes, before.resident_bytes + bytes);
+        const AdamW another(reducer, parameters.updated(), kOptions);
+        EXPECT_EQ(reducer.stats().optimizer_bytes, 2 * bytes);
+      }
+      EXPECT_EQ(reducer.stats().optimizer_bytes, 0) << "given back";
+      EXPECT_EQ(reducer.stats().resident_bytes, before.resident_bytes);
+      EXPECT_EQ(reducer.stats().peak_resident_bytes, before.resident_bytes + 2 * bytes);
+    });
+  }
 }
 
 TEST(AdamW, TakesAnotherLearningRate) {

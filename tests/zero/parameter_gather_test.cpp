@@ -163,6 +163,36 @@ TEST(ParameterGather, HasEveryElementInOneUnit) {
   });
 }
 
+// One message at a time: small parameters together, a large one by itself and without any.
+TEST(ParameterGather, HoldsItsLargestMessageWhileItGathers) {
+  for (const MeshShape shape : {MeshShape{1, 2}, MeshShape{2, 1}}) {
+    run_mesh(shape, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      std::vector<ParameterSpec> specs = odd_parameters(Dtype::kBf16);
+      specs.push_back({.name = "huge", .shape = {1 << 19}, .dtype = Dtype::kBf16});  // 1 MiB
+      Parameters parameters(reducer, specs);
+      ParameterGather gather(reducer, parameters.gathered(true), 1 << 20);
+      std::int64_t message = 0;
+      for (int u = 0; u < gather.unit_count(); ++u) {
+        std::int64_t bytes = 0;
+        for (const int p : gather.unit(u)) {
+          bytes += 2 * element_count(specs[static_cast<std::size_t>(p)].shape);
+        }
+        if (gather.unit(u).size() > 1) message = std::max(message, bytes);
+      }
+      ASSERT_GT(message, 0);
+      for (int step = 0; step < 2; ++step) {
+        parameters.update_masters(step);
+        gather.start_all({});
+        gather.wait_all();
+        EXPECT_EQ(reducer.stats().parameter_gather_bytes, 0) << "given back";
+      }
+      EXPECT_EQ(reducer.memory_count().of(MemoryKind::kParameterGather).peak,
+                mesh.shard_size() > 1 ? message : 0);
+    });
+  }
+}
+
 // Whoever waits is held up until the update is there; nobody else is.
 TEST(ParameterGather, WaitsForTheUpdate) {
   run_mesh({1, 2}, [](const Mesh& mesh) {

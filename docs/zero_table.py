@@ -10,7 +10,6 @@ Prints the tables, or writes them into the page.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import pathlib
 import re
 import sys
@@ -211,20 +210,10 @@ ADAMW_ROWS = tuple(
 )
 
 
-def torch_bytes() -> int:
-    """Of everything that torch has allocated and a tensor uses. A Reducer's memory is none of it."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in storages if s.resizable()}.values())
-
-
 def measure_adamw_row(row: AdamWRow) -> list[float]:
     """Parameters, gradients and states after two steps, in bytes a parameter."""
-    gc.collect()  # the row before; what the library still held of it goes in the next call
     with hsdp.init_mesh(replicate=1, shard=2) as mesh:
         reducer = hsdp.Reducer(mesh, bucket_bytes=BUCKET_BYTES)
-        before = torch_bytes()
         model = make_model(row.dtype)
         reducer.attach(model)
         if row.stage is None:
@@ -240,8 +229,11 @@ def measure_adamw_row(row: AdamWRow) -> list[float]:
             optimizer.step()
         parameters = sum(p.nbytes for p in model.parameters())
         grads = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-        states = torch_bytes() - before - parameters - grads
         stats = reducer.stats()
+        states = stats.optimizer_bytes
+        if row.stage is None:
+            kept = [value for state in optimizer.state.values() for value in state.values()]
+            states = sum(value.nbytes for value in kept if value.dim() > 0)
         gradients = grads + stats.carry_bytes + stats.accumulator_bytes + stats.total_bytes
         reducer.close()
     return [count / PARAMETER_COUNT for count in (parameters, gradients, states)]

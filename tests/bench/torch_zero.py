@@ -51,7 +51,9 @@ def alone(model: nn.Module, inputs: torch.Tensor, share: int) -> example.Step:
 def ours(model: nn.Module, inputs: torch.Tensor, mesh: hsdp.Mesh) -> example.Step:
     reducer = hsdp.Reducer(mesh)
     reducer.attach(model)
-    optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, model, reducer)
+    optimizer = hsdp.zero.ShardedOptimizer(
+        torch.optim.AdamW, model, reducer, overlap_param_gather=False  # parameters are usable after it
+    )
 
     def step() -> None:
         with reducer.microbatch(last=True):

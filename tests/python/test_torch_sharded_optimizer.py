@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import math
 import pathlib
@@ -831,17 +832,36 @@ def test_memory_that_is_swapped(ranks: Launcher) -> None:
     assert ranks(2, run_swaps) == [["swapped"] * 2] * 2
 
 
-def run_memory() -> dict[str, int]:
+def run_memory() -> list[dict[str, int]]:
+    """Elements and bytes of states: of this rank, of all, and those that are counted."""
+    found = []
     with hsdp.init_mesh(1, 2) as mesh:
-        model = make_model()
-        reducer, optimizer = sharded(mesh, model)
-        run_step(reducer, model, 0, mesh.rank)
-        optimizer.step()
-        kept = sum(v.numel() for state in optimizer.state.values() for v in state.values()
-                   if v.dim() > 0)
-        return {"kept": kept, "all": 2 * sum(p.numel() for p in model.parameters())}
+        for dtype in (torch.float32, torch.bfloat16):
+            model = make_model(dtype)
+            reducer, optimizer = sharded(mesh, model)
+            run_step(reducer, model, 0, mesh.rank)
+            before = reducer.stats().optimizer_bytes
+            optimizer.step()
+            states = [v for state in optimizer.state.values() for k, v in state.items()
+                      if k != "master"]
+            found.append({
+                "kept": sum(v.numel() for v in states if v.dim() > 0),
+                "all": 2 * sum(p.numel() for p in model.parameters()),
+                "master bytes": before, "state bytes": sum(v.nbytes for v in states),
+                "counted": reducer.stats().optimizer_bytes,
+            })
+            optimizer.close()
+            del optimizer, states
+            gc.collect()
+            assert reducer.stats().optimizer_bytes == 0
+            reducer.close()
+    return found
 
 
-def test_states_are_of_slices(ranks: Launcher) -> None:
-    found = ranks(2, run_memory)
-    assert sum(one["kept"] for one in found) == found[0]["all"]
+def test_states_are_of_slices_and_counted(ranks: Launcher) -> None:
+    for of_ranks, rounded in zip(zip(*ranks(2, run_memory), strict=True), (False, True), strict=True):
+        assert sum(one["kept"] for one in of_ranks) == of_ranks[0]["all"]
+        for one in of_ranks:
+            assert one["counted"] == one["master bytes"] + one["state bytes"]
+            # fp32 masters, and the 16 bits that they were rounded to
+            assert one["master bytes"] == (6 * one["kept"] // 2 if rounded else 0)

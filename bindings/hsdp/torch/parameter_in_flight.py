@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +21,7 @@ from hsdp.zero.parameter_gather import ParameterGather
 
 class GatheredUnit:
     """Parameters that travel in one message. In flight from a start of the gather until somebody has
-    waited for them. `used` notes those that were used in flight, in this order.
+    waited for them, from any thread. `used` notes those that were used in flight, in this order.
     """
 
     def __init__(
@@ -25,6 +30,7 @@ class GatheredUnit:
         self._gather = gather
         self._slices = slices
         self._used = used
+        self._lock = threading.RLock()
         self._is_in_flight = False
         self._on_host = slices[0].whole.is_cpu
         self._copied: list[Any] = []  # parameters that are no row-major memory, and what is gathered
@@ -45,7 +51,7 @@ class GatheredUnit:
         ):
             self._is_in_flight = True
             for one in self._slices:
-                _in_flight[id(one.parameter)] = self
+                in_flight[id(one.parameter)] = self
                 one.parameter.__class__ = ParameterInFlight
         else:
             self._complete()
@@ -57,12 +63,13 @@ class GatheredUnit:
 
     def wait(self) -> None:
         """Until its parameters have their new values. What went wrong is raised, each time."""
-        if not self._is_in_flight:  # and somebody may have written since
-            return
-        self._complete()
-        # On a GPU only the current stream waits; another one may read next.
-        if self._on_host or self._gather.is_ready(self._slices[0].name):
-            self.release()
+        with self._lock:
+            if not self._is_in_flight:  # and somebody may have written since
+                return
+            self._complete()
+            # On a GPU only the current stream waits; another one may read next.
+            if self._on_host or self._gather.is_ready(self._slices[0].name):
+                self.release()
 
     def _complete(self) -> None:
         self._gather.wait(self._slices[0].name)
@@ -73,21 +80,45 @@ class GatheredUnit:
         """They are parameters like others again."""
         self._is_in_flight = False
         for one in self._slices:
-            if _in_flight.get(id(one.parameter)) is self:
+            if in_flight.get(id(one.parameter)) is self:
                 one.parameter.__class__ = torch.nn.Parameter
-                del _in_flight[id(one.parameter)]
+                in_flight.pop(id(one.parameter), None)
 
 
 def _bits(tensor: torch.Tensor) -> Any:
     return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy()
 
 
-def unit_in_flight(parameter: torch.Tensor) -> GatheredUnit | None:
-    """Who gathers it now."""
-    return _in_flight.get(id(parameter))
+#: by id of the parameter, which the unit keeps alive
+in_flight: dict[int, GatheredUnit] = {}
 
 
-_in_flight: dict[int, GatheredUnit] = {}  # by id of the parameter, which the unit keeps alive
+# A forked child has no thread that gathers.
+def _land() -> None:
+    for unit in list(in_flight.values()):
+        with contextlib.suppress(Exception):
+            unit.wait()
+
+
+os.register_at_fork(before=_land)
+
+
+class MetByCompiler(Protocol):
+    """Whoever puts parameters in flight."""
+
+    def met_by_compiler(self) -> None:
+        """A compiler has met a parameter in flight, or a module that waits for some."""
+
+
+may_put_in_flight: weakref.WeakSet[MetByCompiler] = weakref.WeakSet()
+
+
+@torch.compiler.assume_constant_result  # run while a compiler traces, which traces nothing of it
+def tell_of_compiler() -> bool:
+    """Nothing is in flight when the trace goes on."""
+    for one in [*may_put_in_flight]:
+        one.met_by_compiler()
+    return True
 
 
 class ParameterInFlight(torch.nn.Parameter):
@@ -102,7 +133,12 @@ class ParameterInFlight(torch.nn.Parameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _WITHOUT_VALUES and _wait_for_all(args) & _wait_for_all(kwargs.values()):
+        if torch.compiler.is_compiling():
+            tell_of_compiler()
+        elif func is torch.Tensor.detach and _is_made_a_parameter(sys._getframe(1)):
+            _wait_for_all(args)
+            return torch.Tensor._make_subclass(torch.nn.Parameter, args[0], args[0].requires_grad)
+        elif func not in _WITHOUT_VALUES and _wait_for_all(args) & _wait_for_all(kwargs.values()):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -111,7 +147,12 @@ class ParameterInFlight(torch.nn.Parameter):
     def as_subclass(self, cls: Any) -> Any:
         """As torch's."""
         _wait_for_all([self])
-        return super().as_subclass(cls)
+        return torch.Tensor.as_subclass(self, cls)
+
+
+# `nn.Parameter(p)` detaches p, and expects the class that p then has.
+def _is_made_a_parameter(caller: Any) -> bool:
+    return caller.f_code is torch.nn.Parameter.__new__.__code__
 
 
 # Whether none of them is in flight any more.
@@ -119,7 +160,7 @@ def _wait_for_all(values: Iterable[Any]) -> bool:
     landed = True
     for value in values:
         if type(value) is ParameterInFlight:
-            unit = _in_flight.get(id(value))
+            unit = in_flight.get(id(value))
             if unit is not None:
                 unit.wait_for(value)
             landed &= type(value) is not ParameterInFlight

@@ -29,7 +29,7 @@ from hsdp.torch.parameter_slices import (
 )
 from hsdp.torch.settings_word import SettingsWord
 from hsdp.torch.sharded_state_dict import loadable, make_whole, put_slices
-from hsdp.torch.slice_states import MASTER, SharedStates, load_target
+from hsdp.torch.slice_states import MASTER, SharedStates, held_bytes, load_target
 from hsdp.zero.parameter_gather import GatherStats
 
 _SET_UP = "make its ShardedOptimizer"
@@ -97,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stage: int = 2,
         max_grad_norm: float | None = None,
         gather_bucket_bytes: int = 4 << 20,
-        overlap_param_gather: bool = False,
+        overlap_param_gather: bool = True,
         offload: str | None = None,
         master_dtype: str = "f32",
         **options: Any,
@@ -148,6 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._reducers, (optimizer_class.__name__, stage, max_grad_norm), self.param_groups
         )
         weakref.finalize(self, self._word.close)
+        self._count_memory()
         self._built = True
         #: the norm of all gradients before the last step clipped them
         self.grad_norm: Any = None
@@ -339,9 +340,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner.update(settings(group))
         self._states.lend(self.state, self._inner.state)
         self._inner.step()
-        self._states.take_back(self.state, self._inner.state)
+        if self._states.take_back(self.state, self._inner.state):
+            self._count_memory()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(settings(inner))  # some count there
+
+    # For the Reducers' stats().
+    def _count_memory(self) -> None:
+        counts = dict.fromkeys(self._reducers, 0)
+        for shard in self._shards:
+            counts[shard.reducer] += held_bytes(shard, self.state.get(shard.parameter, {}))
+        self._held: list[Any] = []  # what was counted before is let go of
+        for reducer, count in counts.items():
+            self._held.append(reducer._handle.hold_optimizer_bytes(count))
 
     # What this rank has updated is all ranks' from here on.
     def _start_gather(self) -> None:

@@ -39,20 +39,29 @@ class SharedStates:
             elif self._outside is not None:  # cleared since the last step
                 inside.pop(one.master, None)
 
-    def take_back(self, outside: Any, inside: Any) -> None:
-        """Gives users the states that the optimizer inside has updated."""
+    def take_back(self, outside: Any, inside: Any) -> bool:
+        """Gives users the states that the optimizer inside has updated. False: the same as before."""
         if self._inside is not None and _are_same(inside.values(), self._inside):
-            return
+            return False
         for one in self._slices:
             if one.is_rounded:  # torch.distributed.checkpoint loads what `state` has
                 inside[one.master][MASTER] = one.master.detach()
             if inside.get(one.master):
                 outside[one.parameter] = inside[one.master]
         self._outside, self._inside = [*outside.values()], [*inside.values()]
+        return True
 
 
 def _are_same(states: Any, known: list[Any]) -> bool:
     return len(states) == len(known) and all(map(operator.is_, states, known))
+
+
+def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
+    """Of the states, and of masters and what goes with them."""
+    kept = sum(v.nbytes for k, v in state.items() if k != MASTER and isinstance(v, torch.Tensor))
+    if one.has_own_master:  # and what it was rounded to, and an offloaded gradient
+        kept += one.count * (4 + one.own.itemsize + 4 * one.offloaded)
+    return kept
 
 
 def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,12 @@ bool BucketLayout::has_whole_slices(const Bucket& bucket) const {
   return place(bucket.parameters.front()).bucket_count == 1;
 }
 
+std::optional<int> BucketLayout::join_of(int parameter) const {
+  const int first = place(parameter).first_bucket;
+  if (kind_ != Layout::kFlat || bucket(first).parameters.size() == 1) return std::nullopt;
+  return first;
+}
+
 RowCut BucketLayout::rows(int bucket) const {
   const Bucket& b = this->bucket(bucket);
   const bool joined = has_whole_slices(b);

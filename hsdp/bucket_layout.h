@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -96,6 +97,9 @@ class BucketLayout {
   // The consecutive numbers of the buckets that list a parameter. With several, the first has the
   // beginning of every rank's slice, the next one goes on where that ends.
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
+  // The bucket for which a parameter was joined with others before the join was cut, so that a rank
+  // may own all of it. None where its own elements are cut.
+  [[nodiscard]] std::optional<int> join_of(int parameter) const;
   // Row r of the bucket goes to shard rank r.
   [[nodiscard]] RowCut rows(int bucket) const;
   // Where the parameters lie in that rank's row, in order and without gaps.

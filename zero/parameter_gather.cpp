@@ -90,7 +90,7 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
     if (parameter.master.count > 0) masters.emplace(registered, &parameter.master);
     lines.push_back("'" + parameter.name + "' " + std::string(name(parameter.array.dtype)));
   }
-  units = reducer::gather_units(full, unit_bytes);
+  units = reducer::gather_units(layout, full, unit_bytes);
   unit_of.assign(parameters.size(), -1);
   for (std::size_t u = 0; u < units.size(); ++u) {
     std::vector<int>& of_unit = members.emplace_back();

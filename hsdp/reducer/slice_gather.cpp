@@ -1,6 +1,9 @@
 #include "hsdp/reducer/slice_gather.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <iterator>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -18,6 +21,12 @@ constexpr std::int64_t kUnitBytes = std::int64_t{4} << 20;    // small arrays in
 
 std::int64_t bytes_of(const TensorView& view) {
   return static_cast<std::int64_t>(view.size_in_bytes());
+}
+
+std::int64_t bytes_of(const GatherUnit& unit) {
+  std::int64_t bytes = 0;
+  for (const FullArray& full : unit) bytes += bytes_of(full.array);
+  return bytes;
 }
 
 void gather_direct(Communicator& shard_group, const BucketLayout& layout, const FullArray& full,
@@ -101,15 +110,24 @@ std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
   return result;
 }
 
-std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays, std::int64_t unit_bytes) {
+std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const FullArray> arrays,
+                                     std::int64_t unit_bytes) {
+  std::vector<GatherUnit> parts;               // that may not be divided
+  std::unordered_map<int, std::size_t> joins;  // bucket -> its part
+  for (const FullArray& full : arrays) {
+    if (full.array.count == 0) continue;
+    const std::optional<int> join = layout.join_of(full.parameter);
+    const auto part = join ? joins.emplace(*join, parts.size()).first->second : parts.size();
+    if (part == parts.size()) parts.emplace_back();
+    parts[part].push_back(full);
+  }
   std::vector<GatherUnit> units;
   std::size_t small = 0;  // the unit that takes small ones, in the place of its first
   std::int64_t small_bytes = unit_bytes;
-  for (const FullArray& full : arrays) {
-    const std::int64_t bytes = bytes_of(full.array);
-    if (bytes == 0) continue;
-    if (bytes >= kDirectBytes) {
-      units.push_back({full});
+  for (GatherUnit& part : parts) {
+    const std::int64_t bytes = bytes_of(part);
+    if (part.size() == 1 && bytes >= kDirectBytes) {
+      units.push_back(std::move(part));
       continue;
     }
     if (small_bytes > unit_bytes - bytes) {
@@ -117,7 +135,7 @@ std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays, std::int
       small_bytes = 0;
       units.emplace_back();
     }
-    units[small].push_back(full);
+    std::ranges::move(part, std::back_inserter(units[small]));
     small_bytes += bytes;
   }
   return units;
@@ -134,7 +152,7 @@ std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout
                            std::span<const FullArray> arrays, const MemoryCount& memory,
                            Stream& stream) {
   if (shard_group.size() == 1) return 0;
-  const std::vector<GatherUnit> units = gather_units(arrays, kUnitBytes);
+  const std::vector<GatherUnit> units = gather_units(layout, arrays, kUnitBytes);
   for (const GatherUnit& unit : units) gather_unit(shard_group, layout, unit, memory, stream);
   return std::ssize(units);
 }

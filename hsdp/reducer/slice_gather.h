@@ -30,10 +30,13 @@ struct FullArray {
 using GatherUnit = std::vector<FullArray>;
 
 // Divides the arrays into units: an array of 1 MiB or more is one by itself, smaller ones share
-// one up to `unit_bytes`, in their order. Units are in the order of their first arrays: the small
+// one up to `unit_bytes`, in their order. Arrays that the layout has joined before it cut them are
+// never divided: one of them may be a single rank's, and all others would only wait for its bytes
+// [Note: gathers beside backwards]. Units are in the order of their first arrays: the small
 // ones between large ones wait for none that comes later. Arrays without elements are in none.
-// Depends on the sizes alone, so all ranks have the same units.
-[[nodiscard]] std::vector<GatherUnit> gather_units(std::span<const FullArray> arrays,
+// Depends on layout and sizes alone, so all ranks have the same units.
+[[nodiscard]] std::vector<GatherUnit> gather_units(const BucketLayout& layout,
+                                                   std::span<const FullArray> arrays,
                                                    std::int64_t unit_bytes);
 
 // Collective; the same unit on every rank. One all-gather; none in a group of one. Call it inside a

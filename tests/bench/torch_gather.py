@@ -46,14 +46,14 @@ Key = tuple[int, str, str]  # a stage, a bucket, a way
 
 def make(mesh: hsdp.Mesh, case: Case, stage: int, bucket: str, overlap: bool) -> Callable[[], Seconds]:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
-    ).to(case.dtype)
-    reducer = hsdp.Reducer(mesh)
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU()))).to(case.dtype)
+    bucket_bytes = BUCKETS[bucket] * case.dtype.itemsize
+    reducer = hsdp.Reducer(mesh, bucket_bytes=min(bucket_bytes, 2 << 20))  # the default, or less
     reducer.attach(model)
     optimizer = hsdp.zero.ShardedOptimizer(
         torch.optim.AdamW, model, reducer, stage=stage, overlap_param_gather=overlap, lr=1e-6,
-        gather_bucket_bytes=BUCKETS[bucket] * case.dtype.itemsize,
+        gather_bucket_bytes=bucket_bytes,
     )
     inputs = torch.randn(case.rows, WIDTH, dtype=case.dtype)
 

@@ -78,7 +78,7 @@ class Run:
 
     def __init__(self, mesh: hsdp.Mesh, model: nn.Module, overlap: bool = True) -> None:
         self.mesh, self.model = mesh, model
-        self.reducer = hsdp.Reducer(mesh, missing="zero")
+        self.reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=64)
         self.reducer.attach(model)
         self.optimizer = ShardedOptimizer(torch.optim.SGD, model, self.reducer, lr=0.05,
                                           overlap_param_gather=overlap, gather_bucket_bytes=64)

@@ -148,19 +148,41 @@ INSTANTIATE_TEST_SUITE_P(
       return to_string(row.param.shape) + "_" + std::string(name(row.param.layout));
     });
 
-TEST(GatherUnits, JoinSmallArraysAndLeaveLargeOnesAlone) {
+// Of parameters with these counts, gathered in this order.
+std::vector<std::vector<int>> units_of(Layout kind, std::int64_t bucket_bytes,
+                                       std::vector<int> order, std::int64_t unit_bytes) {
+  const std::vector<std::int64_t> counts{10, 0, 20, 1 << 18, 30, 256, 1};
+  std::vector<LayoutParameter> parameters;
+  for (const std::int64_t count : counts) parameters.push_back({.shape = {count}});
+  const BucketLayout layout(parameters, 2, kind, bucket_bytes);
   std::vector<reducer::FullArray> arrays;
-  for (const std::int64_t count : {10, 0, 20, 1 << 18, 30, 256, 1}) {
-    arrays.push_back({static_cast<int>(arrays.size()), {nullptr, count, Dtype::kF32, {}}});
+  for (const int p : order) {
+    arrays.push_back({p, {nullptr, counts[static_cast<std::size_t>(p)], Dtype::kF32, {}}});
   }
-  std::vector<std::vector<int>> parameters;
-  for (const reducer::GatherUnit& unit : reducer::gather_units(arrays, 1 << 10)) {
-    parameters.emplace_back();
-    for (const reducer::FullArray& full : unit) parameters.back().push_back(full.parameter);
+  std::vector<std::vector<int>> result;
+  for (const reducer::GatherUnit& unit : reducer::gather_units(layout, arrays, unit_bytes)) {
+    result.emplace_back();
+    for (const reducer::FullArray& full : unit) result.back().push_back(full.parameter);
   }
-  EXPECT_THAT(parameters,
-              ElementsAre(ElementsAre(0, 2, 4), ElementsAre(3), ElementsAre(5), ElementsAre(6)));
-  EXPECT_TRUE(reducer::gather_units({}, 1 << 10).empty());
+  return result;
+}
+
+TEST(GatherUnits, JoinSmallArraysAndLeaveLargeOnesAlone) {
+  const std::vector<std::vector<int>> alone{{0, 2, 4}, {3}, {5}, {6}};
+  const std::vector<int> all{0, 1, 2, 3, 4, 5, 6};
+  EXPECT_EQ(units_of(Layout::kFlat, 4, all, 1 << 10), alone);
+  EXPECT_EQ(units_of(Layout::kDim0, 4 << 20, all, 1 << 10), alone);
+  EXPECT_TRUE(units_of(Layout::kFlat, 4, {}, 1 << 10).empty());
+}
+
+// A rank may own all of an array that was joined with others: it would send alone.
+TEST(GatherUnits, DivideNoJoin) {
+  const std::vector<int> all{0, 1, 2, 3, 4, 5, 6};
+  EXPECT_THAT(units_of(Layout::kFlat, 4 << 20, all, 1), ElementsAre(ElementsAre(0, 2, 3, 4, 5, 6)));
+  const std::vector<int> mixed{3, 6, 4, 2, 1, 0, 5};
+  // Joins of at most 256 bytes: 3 and 5 are larger.
+  EXPECT_THAT(units_of(Layout::kFlat, 256, mixed, 1),
+              ElementsAre(ElementsAre(3), ElementsAre(6, 4, 2, 0), ElementsAre(5)));
 }
 
 // Asked thousands of times before there are buckets, as an optimizer does that sets itself up.

@@ -145,7 +145,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Gather,
 
 TEST(ParameterGather, HasEveryElementInOneUnit) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
-    Reducer reducer(mesh);
+    Reducer reducer(mesh, {.bucket_bytes = 512});
     std::vector<ParameterSpec> specs = odd_parameters(Dtype::kF32);
     specs.push_back({.name = "huge", .shape = {1 << 18}});  // 1 MiB: alone
     Parameters parameters(reducer, specs);

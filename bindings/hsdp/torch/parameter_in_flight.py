@@ -113,12 +113,14 @@ class MetByCompiler(Protocol):
 may_put_in_flight: weakref.WeakSet[MetByCompiler] = weakref.WeakSet()
 
 
-@torch.compiler.assume_constant_result  # run while a compiler traces, which traces nothing of it
-def tell_of_compiler() -> bool:
-    """Nothing is in flight when the trace goes on."""
+def _tell_of_compiler() -> bool:
     for one in [*may_put_in_flight]:
         one.met_by_compiler()
     return True
+
+
+#: Nothing is in flight when this returns. It runs while a compiler traces, which traces nothing of it.
+tell_of_compiler: Any = torch.compiler.assume_constant_result(_tell_of_compiler)
 
 
 class ParameterInFlight(torch.nn.Parameter):

@@ -63,7 +63,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `stage`: 1 keeps gradients whole and local until the step's last microbatch, 2 shards them in
       every microbatch: what `last=False` means.
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
-    - `gather_bucket_bytes`: small parameters are gathered together in messages of at most so many.
+    - `gather_bucket_bytes`: small parameters are gathered together in messages of at most so many, or
+      of one bucket of the Reducer, which is never divided.
     - `overlap_param_gather`: `step` returns while parameters are gathered, and whoever reads one waits
       for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;

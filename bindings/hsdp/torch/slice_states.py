@@ -58,7 +58,9 @@ def _are_same(states: Any, known: list[Any]) -> bool:
 
 def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
     """Of the states, and of masters and what goes with them."""
-    kept = sum(v.nbytes for k, v in state.items() if k != MASTER and isinstance(v, torch.Tensor))
+    kept = 0
+    for key, value in state.items():
+        kept += value.nbytes if key != MASTER and isinstance(value, torch.Tensor) else 0
     if one.has_own_master:  # and what it was rounded to, and an offloaded gradient
         kept += one.count * (4 + one.own.itemsize + 4 * one.offloaded)
     return kept

@@ -39,7 +39,8 @@ class ParameterGather:
       The same names in the same order on every rank, which the ranks compare.
     - `masters`: fp32 arrays of this rank\'s slices, by name. Those are updated instead of the slice
       in the whole array, and rounded into it on the way; the array is f32, bf16 or f16.
-    - `unit_bytes`: small parameters travel together in messages of at most so many.
+    - `unit_bytes`: small parameters travel together in messages of at most so many. Those that are
+      in one bucket of the Reducer always do: smaller messages need a smaller `bucket_bytes`.
 
     Nobody reads or writes an array between `start` and `wait`, nor a slice or master before `fence`.
     `start` is called by every rank of the shard group; `wait` by whoever reads, from any thread, in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 from hsdp.array import Array
 
@@ -49,6 +49,9 @@ class Attachment(Protocol):
 
     def gather_gradients(self) -> None:
         """Puts the whole mean where the framework's optimizers look for it."""
+
+    def clipped(self, norm: Any, max_norm: float) -> None:
+        """The result had this norm, and was scaled to at most the other one."""
 
     def gather_parameters(self) -> None:
         """Completes the parameters, of which this rank updated its slices."""

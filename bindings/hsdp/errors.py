@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable
 
 
@@ -26,7 +27,7 @@ class PeerLostError(Error):
     """A peer process ended or its link broke; `ranks` names it. The mesh is over on every rank."""
 
 
-class TimeoutError(Error):  # noqa: A001
+class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001
     """A peer did not arrive, or stopped, within the mesh's `timeout_s`. The mesh is over."""
 
 

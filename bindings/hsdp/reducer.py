@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
@@ -429,3 +431,23 @@ class Reducer(ReducerResults):
             self._attachments.pop().close()
         self._handle.close()
         open_reducers.discard(self)
+
+    def __enter__(self) -> Reducer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self not in open_reducers:
+            return "hsdp.Reducer(closed)"
+        found = self.parameters
+        elements = sum(math.prod(parameter.shape) for parameter in found)
+        counts = f"{len(found)} parameters, {elements} elements"
+        what = [attachment.describe() for attachment in self._attachments]
+        return f"hsdp.Reducer({', '.join([*what, counts])}, layout {self._layout}, {self._mesh!r})"

@@ -125,10 +125,11 @@ class ReducerResults:
         return _as_number(self._handle.grad_norm())
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
-        """Scales the shards in place so that the norm is at most `max_norm`; returns the norm that
-        was, as `grad_norm` does. Collective.
+        """Scales the shards in place so that the norm is at most `max_norm`, and what
+        `gather_gradients` has put into `p.grad`; returns the norm that was, as `grad_norm` does.
+        Collective.
         """
-        return _as_number(_hsdp.clip_grad_norm([self._handle], float(max_norm)))
+        return _clip([self], max_norm)
 
     def found_inf(self) -> bool:
         """Whether a sum of the step was not finite on any rank. The same answer on all.
@@ -173,8 +174,16 @@ def clip_grad_norm_(reducers: Iterable[Reducer], max_norm: float) -> Any:
     """As `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers of one
     mesh. Returns the norm that was. Collective.
     """
+    return _clip(list(reducers), max_norm)
+
+
+def _clip(reducers: list[Any], max_norm: float) -> Any:
     handles = [reducer._handle for reducer in reducers]
-    return _as_number(_hsdp.clip_grad_norm(handles, float(max_norm)))
+    norm = _as_number(_hsdp.clip_grad_norm(handles, float(max_norm)))
+    for reducer in reducers:
+        for attachment in reducer._attachments:
+            attachment.clipped(norm, float(max_norm))
+    return norm
 
 
 # Of a GPU it is not waited for.

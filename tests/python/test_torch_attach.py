@@ -478,6 +478,32 @@ def test_gather_gradients_feeds_any_optimizer(mesh: hsdp.Mesh) -> None:
 imported_before = nn.utils.clip_grad_norm_
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathers_first", [False, True])
+def test_clipping_before_or_after_the_gather(
+    mesh: hsdp.Mesh, dtype: torch.dtype, gathers_first: bool
+) -> None:
+    model = linear().to(dtype)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with reducer.microbatch(last=True):
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, 3.0, dtype=dtype)
+    if gathers_first:
+        reducer.gather_gradients()
+    assert reducer.clip_grad_norm_(1e6) == 72**0.5
+    assert hsdp.clip_grad_norm_([reducer], 4.0) == 72**0.5
+    assert reducer.clip_grad_norm_(2.0) == pytest.approx(4.0)
+    if not gathers_first:
+        reducer.gather_gradients()
+    for p in model.parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, torch.full_like(p, 0.5**0.5, requires_grad=False))
+    model.zero_grad()
+    reducer.clip_grad_norm_(1.0)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_what_would_skip_parameters_raises(mesh: hsdp.Mesh) -> None:
     model, other = linear(), linear()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)

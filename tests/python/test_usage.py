@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -420,3 +421,26 @@ def test_ranks_that_disagree(ranks: Launcher) -> None:
         assert heard[0] == "nothing"
         assert heard[1].startswith("[1] mesh: ")
         assert heard[2].startswith("[1] reducer: parameter 0") and "(5,)" in heard[2]
+
+
+def test_a_reducer_is_a_block_and_says_what_it_is(mesh: hsdp.Mesh) -> None:
+    with hsdp.Reducer(mesh, layout="dim0") as reducer:
+        reducer.register("w", (2, 3))
+        reducer.register("b", 4)
+        assert repr(reducer) == (
+            "hsdp.Reducer(2 parameters, 10 elements, layout dim0, hsdp.Mesh(1 x 1, rank 0 of 1, cpu))"
+        )
+    assert repr(reducer) == "hsdp.Reducer(closed)"
+    refused(reducer.begin_microbatch, "closed")
+    with pytest.raises(KeyError), hsdp.Reducer(mesh) as reducer:
+        reducer.register("w", 2)
+        reducer.begin_microbatch()
+        raise KeyError("in a step")
+    refused(reducer.begin_microbatch, "closed")
+
+
+def test_a_timeout_is_pythons_own_too() -> None:
+    error = hsdp.TimeoutError("rank 1 did not arrive", (1,))
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert isinstance(one, TimeoutError) and isinstance(one, hsdp.Error)
+        assert (str(one), one.ranks) == ("rank 1 did not arrive", (1,))

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hsdp.attachment import Attachment
 
 
+_EPSILON = 1e-6  # the Reducer's, when it clips
+
+
 class ModelAttachment:
     """The parameters of a model, their hooks, and what becomes of `p.grad`. Made by
     `Reducer.attach`, which says what it does.
@@ -38,6 +41,7 @@ class ModelAttachment:
         self.model = model
         self._keep = keep_grads
         self._placed = False  # whether what is in p.grad was put there by us
+        self._gathered = False  # whether that is the mean gradient
         self._step = -1  # which step the last microbatch was in
         parameters = trainable_parameters(model, device)
         group_of = groups_by_name(model, groups or {})
@@ -86,6 +90,7 @@ class ModelAttachment:
                 if parameter.grad is not None:
                     self._sums[name] = parameter.grad
         self._step = step
+        self._gathered = False
         self._clear()
 
     def window_began(self, holds: bool, backwards: int | None) -> None:
@@ -171,7 +176,16 @@ class ModelAttachment:
             if not parameter.is_contiguous():
                 grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
             parameter.grad = grad
-        self._placed = True
+        self._placed = self._gathered = True
+
+    def clipped(self, norm: Any, max_norm: float) -> None:
+        """The result was scaled to that norm: what was gathered of it is, too."""
+        grads = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if not self._gathered or not grads:
+            return
+        norm = torch.as_tensor(norm, device=grads[0].device, dtype=torch.float64)
+        factor = max_norm / (norm + _EPSILON)
+        torch._foreach_mul_(grads, torch.where(factor < 1, factor, 1.0).float())
 
     def gather_parameters(self) -> None:
         """Completes every parameter, of which this rank updated its own slice."""

@@ -189,7 +189,7 @@ TEST(Memory, OfAGatherIsItsMessage) {
                                       {.name = "b", .shape = {kSmall}}},
                                      shape.size(), 1, 3);
   run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
+    Reducer reducer(mesh, {.bucket_bytes = kLarge});  // so that "large" is joined with none
     register_all(reducer, step);
     run_step(reducer, step, mesh.rank());
     Values a(kSmall);

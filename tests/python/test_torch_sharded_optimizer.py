@@ -702,6 +702,7 @@ def run_broken_update() -> str:
             optimizer.param_groups[0]["betas"] = None
         try:
             optimizer.step()
+            optimizer.wait_parameters()
         except (hsdp.Error, TypeError) as error:
             return f"{type(error).__name__} {error}"
         return "nothing"

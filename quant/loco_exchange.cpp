@@ -81,7 +81,7 @@ std::span<const GroupTile> LocoWindow::own_tiles(int replica) const {
 }
 
 LocoExchange::LocoExchange(std::vector<LocoWindow> windows, const ExchangeFormats& formats,
-                           Device device, MemoryCount memory)
+                           Device device, const MemoryCount& memory)
     : windows_(std::move(windows)), formats_(formats), device_(device) {
   std::int64_t scattered = 0;
   std::int64_t received = 0;

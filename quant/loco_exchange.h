@@ -57,7 +57,7 @@ struct LocoWindow {
 class LocoExchange {
  public:
   LocoExchange(std::vector<LocoWindow> windows, const ExchangeFormats& formats, Device device,
-               MemoryCount memory);
+               const MemoryCount& memory);
 
   [[nodiscard]] const std::vector<LocoWindow>& windows() const { return windows_; }
   [[nodiscard]] int replica() const { return scatter_.rank(); }

@@ -646,11 +646,12 @@ def run_refusals() -> list[str]:
         model = make_model()
         reducer = hsdp.Reducer(mesh)
         reducer.attach(model)
-        for bad in ({"stage": 5}, {"max_grad_norm": -1.0}, {"optimizer_class": Broken}):
-            options: Any = bad if mesh.rank == 1 else {}
+        for bad in ({"stage": 5}, {"max_grad_norm": -1.0}, {"optimizer_class": Broken},
+                    {"reducer": [reducer, reducer]}):
+            options: Any = {"optimizer_class": torch.optim.SGD, "reducer": reducer}
+            options |= bad if mesh.rank == 1 else {}
             try:
-                ShardedOptimizer(options.pop("optimizer_class", torch.optim.SGD), model, reducer,
-                                 lr=0.1, **options)
+                ShardedOptimizer(params=model, lr=0.1, **options)
             except (hsdp.Error, RuntimeError) as error:
                 found.append(f"{type(error).__name__}: {error}")
         optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=0.1)
@@ -661,8 +662,8 @@ def run_refusals() -> list[str]:
 
 def test_a_rank_that_cannot_make_it_is_named_to_the_others(ranks: Launcher) -> None:
     others, own = ranks(2, run_refusals)
-    for text, wanted in zip(own, ("stage 1 or 2, got 5", "max_grad_norm above 0", "out of order"),
-                            strict=True):
+    for text, wanted in zip(own, ("stage 1 or 2, got 5", "max_grad_norm above 0", "out of order",
+                                  "each Reducer once"), strict=True):
         assert wanted in text
     for text, wanted in zip(others, own, strict=True):
         assert text.startswith("StepAbortedError")
@@ -674,9 +675,15 @@ def run_other_settings() -> str:
     """A rank's own learning rate, as of a schedule that follows its own loss."""
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()
-        reducer, optimizer = sharded(mesh, model, lr=0.5)
+        reducer, optimizer = sharded(mesh, model, lr=0.5, weight_decay=0.0)
         run_step(reducer, model, 0, mesh.rank)
         optimizer.step()
+        if mesh.rank == 1:  # the same values of another type, and what is no setting
+            group = optimizer.param_groups[0]
+            group.update(betas=list(group["betas"]), weight_decay=0, lr=torch.tensor(0.5), note="mine")
+        run_step(reducer, model, 0, mesh.rank)
+        optimizer.step()
+        optimizer.param_groups[0].pop("note", None)
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.param_groups[0]["lr"] = 0.5 / (1 + mesh.rank)
         with pytest.raises(hsdp.MismatchError) as caught:

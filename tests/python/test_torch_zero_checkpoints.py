@@ -77,6 +77,13 @@ def test_a_slice_is_copied_and_pickled() -> None:
             call()
 
 
+def test_ranks_without_a_process_group_do_not_overwrite_each_other() -> None:
+    with pytest.raises(hsdp.UsageError, match="'w'.*init_process_group"):
+        FlatSlice(torch.zeros(3), torch.Size([2, 3]), 3).__create_write_items__("w", None)
+    whole = FlatSlice(torch.zeros(6), torch.Size([2, 3]), 0)
+    assert len(whole.__create_write_items__("w", None)) == 1
+
+
 class Model(nn.Module):
     """With a frozen parameter, one that is never used, a scalar, one of two strides, an empty one."""
 

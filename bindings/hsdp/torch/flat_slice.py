@@ -107,6 +107,13 @@ class FlatSlice(torch.Tensor):
         ]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        is_alone = not torch.distributed.is_initialized()
+        if is_alone and self._local.numel() < math.prod(self.shape):
+            raise UsageError(
+                f"zero: save of '{name}': expected torch.distributed, through which ranks write one "
+                "checkpoint, got no process group, in which each would overwrite the others' files; "
+                "call torch.distributed.init_process_group() before"
+            )
         properties = TensorProperties.create_from_tensor(self._local)
         return [
             WriteItem(

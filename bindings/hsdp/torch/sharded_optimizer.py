@@ -84,8 +84,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Reducer takes the gradients of, a Reducer that has an optimizer already (`close()` frees it), a
     `step` without gradients of a new step, and states that do not fit; nothing is changed then. Where
     one rank cannot construct it, the others raise StepAbortedError, and all may try again. Ranks whose
-    settings differ (lr, betas, max_grad_norm and the like) get a MismatchError before they step. What
-    goes wrong in the update itself ends the mesh: this rank keeps its error, the others get its text.
+    settings differ (lr, betas, max_grad_norm and the like) at the end of a step's last microbatch get a
+    MismatchError. What goes wrong in the update itself ends the mesh: this rank keeps its error, the
+    others get its text.
     """
 
     takes_shards = True  # of torch's optimizers: needs no p.grad
@@ -103,9 +104,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master_dtype: str = "f32",
         **options: Any,
     ) -> None:
-        self._reducers = _reducers(reducer)
-        first = self._reducers[0]
+        listed = list(reducer) if isinstance(reducer, Iterable) else [reducer]
+        first = next((one for one in listed if isinstance(one, Reducer)), None)
+        if first is None:  # by which the others could be told
+            got = f"an object of type {type(listed[0]).__name__}" if listed else "none"
+            refuse("a Reducer or several", got)
         with first._together(_SET_UP):
+            self._reducers = _required_reducers(listed)
             _require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
             offloaded = _is_offloaded(offload, first)
             groups = parameter_groups(params)
@@ -146,7 +151,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             one.set_partial_sync("none" if stage == 1 else "shard")
             _owners[one] = weakref.ref(self)
         self._word = SettingsWord(
-            self._reducers, (optimizer_class.__name__, stage, max_grad_norm), self.param_groups
+            self._reducers,
+            (optimizer_class.__name__, stage, max_grad_norm),
+            self.param_groups,
+            self.defaults,
         )
         weakref.finalize(self, self._word.close)
         self._count_memory()
@@ -469,10 +477,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if target:
                     self.state[parameter] = target
         self._are_targets = True
+        self._count_memory()
 
     def _forget_targets(self) -> None:
         if self._are_targets:
             self.state.clear()
+            self._count_memory()
         self._are_targets = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -512,6 +522,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters.mark_rounded()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(copy.deepcopy(settings(saved)))
+        self._count_memory()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -546,8 +557,7 @@ def _is_offloaded(offload: Any, reducer: Reducer) -> bool:
     return bool(offload == "host")
 
 
-def _reducers(given: Any) -> list[Reducer]:
-    listed = [given] if isinstance(given, Reducer) else list(given)
+def _required_reducers(listed: list[Any]) -> list[Reducer]:
     for i, reducer in enumerate(listed):
         if not isinstance(reducer, Reducer):
             refuse("a Reducer or several", f"an object of type {type(reducer).__name__}")
@@ -555,6 +565,4 @@ def _reducers(given: Any) -> list[Reducer]:
             refuse("Reducers of one mesh", "several meshes")
         if any(reducer is before for before in listed[:i]):
             refuse("each Reducer once", f"one again as number {i}")
-    if not listed:
-        refuse("a Reducer or several", "none")
     return listed

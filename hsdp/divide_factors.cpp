@@ -6,9 +6,15 @@
 namespace hsdp {
 
 double gradient_divide_factor(int shard_size, int replicate_size, bool replica_hop_ran,
-                              std::optional<double> explicit_factor) {
+                              std::optional<double> explicit_factor, std::int64_t microbatches) {
   if (explicit_factor) return *explicit_factor;
-  return static_cast<double>(shard_size) * (replica_hop_ran ? replicate_size : 1);
+  return static_cast<double>(shard_size) * (replica_hop_ran ? replicate_size : 1) *
+         static_cast<double>(microbatches);
+}
+
+double counted_divide_factor(std::int64_t count, std::int64_t summed_microbatches) {
+  if (count == 0) return 1.0;
+  return static_cast<double>(count) / static_cast<double>(summed_microbatches);
 }
 
 float fp32_divisor(double divide_factor, double loss_scale) {

@@ -12,11 +12,17 @@
 
 namespace hsdp {
 
-// S after a reduce-scatter alone, S * R after both hops; a group of one contributes 1.
-// `explicit_factor` (set_gradient_divide_factor) overrides it for partials and results alike.
+// S after a reduce-scatter alone, S * R after both hops; a group of one contributes 1. Times the
+// microbatches that it is to be the mean of. `explicit_factor` (set_gradient_divide_factor)
+// overrides it for partials and results alike.
 [[nodiscard]] double gradient_divide_factor(int shard_size, int replicate_size,
                                             bool replica_hop_ran,
-                                            std::optional<double> explicit_factor = std::nullopt);
+                                            std::optional<double> explicit_factor = std::nullopt,
+                                            std::int64_t microbatches = 1);
+
+// Where ranks count tokens or batches: all of these, over the microbatches that are summed and not
+// averaged. 1 where nothing was counted: then the sum is zero.
+[[nodiscard]] double counted_divide_factor(std::int64_t count, std::int64_t summed_microbatches);
 
 // fp32(f * s): what the last kernel divides by, s the loss scale.
 [[nodiscard]] float fp32_divisor(double divide_factor, double loss_scale);

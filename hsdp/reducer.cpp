@@ -84,6 +84,10 @@ void Reducer::set_loss_scale(double scale) {
   parts_->steps.ledger_for("set_loss_scale").set_loss_scale(scale);
 }
 
+void Reducer::divide_by_tokens(std::int64_t count) {
+  parts_->steps.ledger_for("divide_by_tokens").divide_by_tokens(count);
+}
+
 void Reducer::set_stream(const Stream& stream) { parts_->steps.set_caller(stream); }
 void Reducer::prepare() {
   parts_->steps.check_usable("prepare");
@@ -92,6 +96,7 @@ void Reducer::prepare() {
 void Reducer::together(std::string_view what, const std::function<void()>& part) {
   reducer::together(parts_->groups.world, what, part);
 }
+bool Reducer::has_gradients() const { return parts_->steps.has_gradients(); }
 void Reducer::begin_step() { parts_->steps.begin_step(); }
 void Reducer::begin_microbatch(const MicrobatchOptions& options) {
   parts_->steps.begin_microbatch(options);
@@ -141,6 +146,7 @@ void Reducer::close() {
   parts_->results.flush_snapshots();
 }
 
+std::vector<int> Reducer::unused_parameters() { return parts_->results.unused_parameters(); }
 TensorView Reducer::shard(std::string_view name) {
   return parts_->results.shard(parts_->parameters.find(name));
 }

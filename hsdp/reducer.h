@@ -86,6 +86,10 @@ class Reducer {
   // None restores the default. Outside a microbatch, until the step's last one begins; persists.
   void set_gradient_divide_factor(std::optional<double> factor);
   void set_loss_scale(double scale);  // between steps
+  // For losses that are sums over tokens: before each microbatch of the step, how many it has on
+  // this rank. The numbers add up over microbatches and ranks, and are the divide factor. Where
+  // none were counted the gradient is zero. Not with a factor that was set.
+  void divide_by_tokens(std::int64_t count);
 
   // CUDA: where the caller produces gradients and reads results, a framework's current stream.
   // Default: the device's legacy default stream. It may change from call to call; the last one
@@ -122,6 +126,8 @@ class Reducer {
   // this message and drops the step. From any thread; no-op when no microbatch is open.
   void reject_gradient(std::string_view message);
   void end_microbatch();
+  // Whether gradients of the step that is begun and has not ended were handed over.
+  [[nodiscard]] bool has_gradients() const;
   // A window of several backward passes, however many, that are reduced once: one microbatch of the
   // step. The ranks need not keep step inside of it, and may run different numbers of passes. Calls
   // of begin_microbatch and end_microbatch inside are allowed and do nothing else; flags that are
@@ -157,7 +163,7 @@ class Reducer {
   // Completes a pending carry without fresh gradients; with none pending it only waits until all
   // ranks agree on the step. Safe to call twice.
   void finish();
-  void discard();  // drops it; no-op when none is pending
+  void discard();  // drops it, or the last result; no-op where there is neither
   // As the destructor, and waits for snapshots; then every call but stats() is a UsageError, and
   // the replica hop is free for another owner.
   void close();
@@ -167,6 +173,9 @@ class Reducer {
   void release_memory();
 
   [[nodiscard]] TensorView shard(std::string_view name);  // fp32, writable, this rank's slice
+  // With missing = zero: the parameters of which no rank had a gradient in the finished step. An
+  // optimizer leaves them as they are, as it would without the gradient.
+  [[nodiscard]] std::vector<int> unused_parameters();
   // carry / (f s), a copy. Not while a group that was all earlier in the step holds totals.
   [[nodiscard]] std::vector<float> partial_shard(std::string_view name);
   void partial_shard(std::string_view name, TensorView out);  // f32 of the slice's count

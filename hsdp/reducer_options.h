@@ -22,6 +22,7 @@ enum class Backwards : std::uint8_t { kOne, kMany };
 enum class AccumulateDtype : std::uint8_t { kF32, kParam };
 enum class Accumulate : std::uint8_t { kBuffer, kGrad };
 enum class AccumulateOn : std::uint8_t { kDevice, kHost };
+enum class DivideBy : std::uint8_t { kRanks, kRanksMicrobatches };
 
 // A value of an option and its word, for Python, messages and snapshots.
 template <typename Value>
@@ -51,6 +52,9 @@ constexpr std::array<Choice<Accumulate>, 2> choices(Accumulate /*of*/) {
 constexpr std::array<Choice<AccumulateOn>, 2> choices(AccumulateOn /*of*/) {
   return {{{"device", AccumulateOn::kDevice}, {"host", AccumulateOn::kHost}}};
 }
+constexpr std::array<Choice<DivideBy>, 2> choices(DivideBy /*of*/) {
+  return {{{"ranks", DivideBy::kRanks}, {"ranks*microbatches", DivideBy::kRanksMicrobatches}}};
+}
 template <typename Value>
 constexpr std::string_view word_of(Value value) {
   for (const auto& choice : choices(value)) {
@@ -74,6 +78,7 @@ struct ReducerOptions {
   AccumulateOn accumulate_on = AccumulateOn::kDevice;        // kHost: pinned, beside a GPU
   std::string reduction = "exact";                           // or "native" (nccl only)
   std::shared_ptr<ReplicaHop> replica_hop;                   // default: a PlainHop
+  DivideBy divide_by = DivideBy::kRanks;                     // the default divide factor
 };
 
 // Calls visit(name, value) for every option, in their order.
@@ -90,6 +95,7 @@ void visit_fields(Options& options, Visit visit) requires
   visit("accumulate_on", options.accumulate_on);
   visit("reduction", options.reduction);
   visit("replica_hop", options.replica_hop);
+  visit("divide_by", options.divide_by);
 }
 
 struct ParameterSpec {
@@ -106,6 +112,9 @@ struct ParameterSpec {
 struct MicrobatchOptions {
   std::optional<bool> last;
   std::optional<Sync> sync;
+  // Where ranks may run out of batches: whether this one has one. Without it no gradient may come,
+  // and the divide factor counts the batches that there were. On all ranks, or on none.
+  std::optional<bool> has_batch{};
 };
 
 // A window of backward passes that are reduced once.
@@ -119,6 +128,7 @@ struct WindowOptions {
   // kBuffer: the Reducer adds them up. kGrad: the caller does, and hands each parameter's sum over.
   Accumulate accumulate = Accumulate::kBuffer;
   AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of the Reducer's local sums
+  std::optional<bool> has_batch{};                           // as of a microbatch
 };
 
 // How long `keep_alive` of a gradient on a GPU is kept: until the GPU has read it, or, by an

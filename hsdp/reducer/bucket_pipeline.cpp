@@ -153,12 +153,7 @@ void BucketPipeline::after_hops(const Launch& launch) {
   if (arithmetic.rest == Rest::kNothing || launch.zeros) return;
   const TensorView carry = setting_.memory.bucket_carry(launch.bucket);
   if (arithmetic.rest == Rest::kDivide) {
-    kernels::ScaleAndCast args;
-    args.in = args.out = carry.data;
-    args.count = carry.count;
-    args.divisor = arithmetic.rest_divisor;
-    args.nonfinite = launch.plan->result->nonfinite.get();
-    return kernels::scale_and_cast(args, replica_lane_->stream());
+    return divide(launch.bucket, arithmetic.rest_divisor, *launch.plan, replica_lane_->stream());
   }
   const TensorView total = setting_.memory.bucket_total(launch.bucket);
   const std::array<const void*, 1> rows{arithmetic.rest_reads_carry ? carry.data : total.data};
@@ -172,6 +167,36 @@ void BucketPipeline::after_hops(const Launch& launch) {
   args.count = carry.count;
   args.nonfinite = launch.plan->result->nonfinite.get();
   kernels::sum_rows(args, replica_lane_->stream());
+}
+
+void BucketPipeline::divide(int bucket, float divisor, const MicrobatchPlan& plan,
+                            const Stream& stream) {
+  const TensorView carry = setting_.memory.bucket_carry(bucket);
+  kernels::ScaleAndCast args;
+  args.in = args.out = carry.data;
+  args.count = carry.count;
+  args.divisor = divisor;
+  args.nonfinite = plan.result->nonfinite.get();
+  kernels::scale_and_cast(args, stream);
+}
+
+// What all ranks have counted is known with their words, which are here.
+void BucketPipeline::count(const MicrobatchPlan& plan, const StepAgreement::Words& words) {
+  StepResult& result = *plan.result;
+  const int shard_size = setting_.groups.shard.size();
+  const int replica = setting_.groups.world.rank() / shard_size;
+  for (int r = 0; r < static_cast<int>(words.size()); ++r) {
+    const std::int64_t theirs = words[static_cast<std::size_t>(r)].count;
+    result.world_count += theirs;
+    if (r / shard_size == replica) result.shard_count += theirs;
+  }
+  if (!plan.ends_step() || plan.count_by == CountBy::kNothing) return;
+  result.divide_factor = counted_divide_factor(result.world_count, plan.summed_microbatches);
+  if (!plan.divides_late()) return;
+  const float divisor = fp32_divisor(*result.divide_factor, plan.loss_scale());
+  for (int b = 0; b < static_cast<int>(setting_.layout.buckets().size()); ++b) {
+    divide(b, divisor, plan, shard_lane_->stream());
+  }
 }
 
 // After both lanes' buckets. Also what a dropped step has left: it still writes to the carry.
@@ -247,8 +272,9 @@ void BucketPipeline::send_zeros(const StepAgreement::Words& words, const Microba
 void BucketPipeline::run_end(const Ending& ending) {
   const MicrobatchPlan& plan = *ending.plan;
   if (plan.result) hold(plan.result->nonfinite);
-  StepAgreement::Judgement judgement = setting_.agreement.judge(
-      ending.words ? *ending.words : setting_.agreement.collect(ending.word));
+  const StepAgreement::Words words =
+      ending.words ? *ending.words : setting_.agreement.collect(ending.word);
+  StepAgreement::Judgement judgement = setting_.agreement.judge(words);
   if (judgement.mismatch) setting_.agreement.end_world(*judgement.mismatch);
   if (judgement.dropped) {
     run_when_done([this, step = plan.step, cause = std::move(judgement.cause)] {
@@ -256,6 +282,10 @@ void BucketPipeline::run_end(const Ending& ending) {
     });
     setting_.outcome.drop_step(plan.step, std::move(judgement.drop));
   } else {
+    if (!ending.discards_step) count(plan, words);
+    if (setting_.missing == Missing::kZero && plan.ends_step()) {
+      plan.result->present = setting_.agreement.join_present(plan.step, collector_->present());
+    }
     // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
     if (!on_host() && plan.ends_step()) plan.result->progress = StepResult::Progress::kAgreed;
     run_when_done([this, ending, packs = collector_->record_packs()] {

@@ -44,6 +44,7 @@ class BucketPipeline {
     Groups groups;
     std::shared_ptr<ReplicaHop> hop;
     Reduction reduction = Reduction::kExact;
+    Missing missing = Missing::kError;
     // Issues the hops on a GPU, in one order for all Reducers of the mesh.
     std::shared_ptr<IssueOrder::Issuer> issuer;
   };
@@ -106,6 +107,8 @@ class BucketPipeline {
   void zero_slot(const Launch& launch);
   void shard_hop(const Launch& launch);
   [[nodiscard]] Event replica_hop(const Launch& launch);
+  void divide(int bucket, float divisor, const MicrobatchPlan& plan, const Stream& stream);
+  void count(const MicrobatchPlan& plan, const StepAgreement::Words& words);
   void after_hops(const Launch& launch);
   void finish_hops();
   void run_end(const Ending& ending);

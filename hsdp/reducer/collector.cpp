@@ -49,6 +49,7 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   open_ = true;
   plan_ = std::move(plan);
   std::ranges::fill(arrived_, 0);
+  if (plan_->begins_step) present_.assign(arrived_.size(), '0');
   std::ranges::fill(added_, 0);
   std::ranges::fill(accepted_, 0);
   order_.clear();
@@ -82,6 +83,7 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
   const std::int64_t most = plan_->intake.most;
   if (most != Intake::kAnyNumber && arrived_[p] >= most) return false;
   ++arrived_[p];
+  present_[p] = '1';
   if (!accumulates(parameter)) {
     kept_[p] = {gradient, std::move(owner), produced, false, 0, 0};
     if (plan_->packs_late) {
@@ -317,6 +319,11 @@ std::vector<int> Collector::missing() const {
     if (arrived_[static_cast<std::size_t>(p)] == 0) result.push_back(p);
   }
   return result;
+}
+
+std::string Collector::present() const {
+  const std::scoped_lock lock(mutex_);
+  return present_;
 }
 
 std::vector<std::int64_t> Collector::backward_counts(int group_count) const {

@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -53,6 +54,8 @@ class Collector {
                             const Event& produced);
 
   [[nodiscard]] std::vector<int> missing() const;
+  // By parameter, '1' where a gradient came in a microbatch of this step, else '0'.
+  [[nodiscard]] std::string present() const;
   // By group, the most gradients that one of its parameters got in this microbatch; at least 1.
   [[nodiscard]] std::vector<std::int64_t> backward_counts(int group_count) const;
   // The open microbatch's plan with other counts, before anything is packed by them.
@@ -175,6 +178,7 @@ class Collector {
   std::shared_ptr<const MicrobatchPlan> plan_;
   std::vector<std::int64_t> arrived_;  // gradients in this microbatch
   std::vector<std::int64_t> added_;    // those of them that are in the local sum
+  std::string present_;                // in this step
   std::vector<char> accepted_;         // it will be packed, or is
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;

@@ -94,7 +94,7 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
   together(world, "start its lanes", [&] {
     pipeline_.emplace(BucketPipeline::Setting{*layout_, *memory_, setting.outcome,
                                               setting.agreement, groups, options.replica_hop,
-                                              reduction_of(options), issuer});
+                                              reduction_of(options), options.missing, issuer});
     collector_.emplace(Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_,
                                           setting.outcome, world, groups.device,
                                           pack_order(groups.device, groups.shard.size())});

@@ -5,10 +5,17 @@
 
 namespace hsdp::reducer {
 
-void MicrobatchPlan::set_divisor(std::optional<double> factor, double scale) {
+void MicrobatchPlan::set_divisor(std::optional<double> factor, double scale,
+                                 std::int64_t microbatches) {
   divide_factor_ = factor;
   loss_scale_ = scale;
-  divisor_ = fp32_divisor(gradient_divide_factor(shard_size, replicate_size, true, factor), scale);
+  divisor_ = fp32_divisor(
+      gradient_divide_factor(shard_size, replicate_size, true, factor, microbatches), scale);
+}
+
+void MicrobatchPlan::set_counted_factor(double factor) {
+  counted_factor_ = factor;
+  divisor_ = fp32_divisor(factor, loss_scale_);
 }
 
 void MicrobatchPlan::set_groups(std::vector<GroupPlan> groups) {
@@ -45,7 +52,7 @@ BucketArithmetic MicrobatchPlan::arithmetic(const BucketLayout& layout, int numb
                          .has_total = sums.has_total,
                          .replicates = sums.sync == Sync::kAll,
                          .ends_step = ends_step_,
-                         .divisor = divisor_,
+                         .divisor = divides_late() ? 1.0F : divisor_,
                          .means = !means.empty() && means[index] != 0});
 }
 

@@ -24,7 +24,16 @@ struct StepResult {
   // device has it. kKnown: and found_inf is the whole world's. On the host these are one.
   enum class Progress : std::uint8_t { kRunning, kAgreed, kComputed, kKnown };
   std::atomic<Progress> progress{Progress::kRunning};
+  // What all ranks, and those of this shard group, have counted so far, where that divides, and
+  // what the result was divided by. Of agreed words: to be read when none is under way.
+  std::int64_t world_count = 0;
+  std::int64_t shard_count = 0;
+  std::optional<double> divide_factor;
+  std::string present;  // with missing = zero, by parameter, '1' where any rank had a gradient
 };
+
+// What is counted into the divide factor.
+enum class CountBy : std::uint8_t { kNothing, kBatches, kTokens };
 
 // With the buckets of one group of parameters.
 struct GroupPlan {
@@ -45,6 +54,7 @@ struct Intake {
   std::int64_t most = 1;       // gradients that a parameter may get, or kAnyNumber
   bool adds = false;           // to the local sum, which is packed when it is complete
   bool counts_differ = false;  // between ranks: how many backward passes there are
+  bool is_empty = false;       // this rank has no batch
 };
 
 struct MicrobatchPlan {
@@ -63,9 +73,18 @@ struct MicrobatchPlan {
   AccumulateDtype sums_dtype = AccumulateDtype::kF32;  // of the local sums
   std::shared_ptr<StepResult> result;                  // of the step
   std::vector<char> means;  // by bucket, whether its hop divides; empty: none does
+  CountBy count_by = CountBy::kNothing;
+  std::int64_t count = 0;                // this rank's since its last word
+  std::int64_t summed_microbatches = 1;  // of the step so far, where counts are of their mean
 
-  // f, none: the default rule; and s.
-  void set_divisor(std::optional<double> factor, double scale);
+  // f, none: the default rule, for the mean of so many microbatches; and s. What is counted is
+  // known later.
+  void set_divisor(std::optional<double> factor, double scale, std::int64_t microbatches = 1);
+  // f that was counted over all ranks: hops divide by it. Otherwise what ends the step does.
+  void set_counted_factor(double factor);
+  [[nodiscard]] bool divides_late() const {
+    return count_by != CountBy::kNothing && ends_step() && !counted_factor_;
+  }
   [[nodiscard]] const std::optional<double>& divide_factor() const { return divide_factor_; }
   [[nodiscard]] double loss_scale() const { return loss_scale_; }
   [[nodiscard]] float divisor() const { return divisor_; }  // of a whole step: fp32(f s)
@@ -89,6 +108,7 @@ struct MicrobatchPlan {
 
  private:
   std::optional<double> divide_factor_;
+  std::optional<double> counted_factor_;
   double loss_scale_ = 1.0;
   float divisor_ = 1.0F;
   std::vector<GroupPlan> groups_;  // none: what discards or drops a step

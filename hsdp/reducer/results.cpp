@@ -114,6 +114,7 @@ void Results::expect_result(std::string_view call) {
     steps_.wait_reduced();
   }
   if (steps_.ledger().holds() != Holds::kResult) throw no_result(call);
+  steps_.note_read();
 }
 
 void Results::require_result(std::string_view call) {
@@ -130,6 +131,7 @@ void Results::require_result(std::string_view call) {
   if (stands && progress == Progress::kAgreed) groups_.world.engine()->control().throw_if_failed();
   if (!stands) steps_.check_usable(call);
   if (steps_.ledger().holds() != Holds::kResult) throw no_result(call);
+  steps_.note_read();
 }
 
 void Results::require_no_local_sums(std::string_view call) const {
@@ -160,6 +162,16 @@ TensorView Results::shard(int parameter) {
   return carry(parameter);
 }
 
+std::vector<int> Results::unused_parameters() {
+  require_result("unused_parameters");
+  std::vector<int> unused;
+  const std::string& present = steps_.result().present;
+  for (std::size_t p = 0; p < present.size(); ++p) {
+    if (present[p] == '0') unused.push_back(static_cast<int>(p));
+  }
+  return unused;
+}
+
 void Results::require_partial() {
   steps_.require_idle("partial_shard");
   steps_.wait_reduced();
@@ -181,7 +193,7 @@ void Results::partial_shard(int parameter, TensorView out) {
     args.in = sum.data;
     args.out = out.data;
     args.count = sum.count;
-    args.divisor = fp32_divisor(steps_.ledger().divide_factor(), steps_.ledger().loss_scale());
+    args.divisor = fp32_divisor(steps_.divide_factor(), steps_.ledger().loss_scale());
     kernels::scale_and_cast(args, stream);
   });
 }
@@ -382,7 +394,7 @@ double Results::clip_grad_norm(std::span<Results* const> all, double max_norm) {
 
 void Results::require_ended_step(std::string_view call) {
   steps_.require_idle(call);
-  if (!steps_.ledger().pending()) return;
+  if (!steps_.ledger().pending()) return steps_.note_read();
   steps_.check_usable(call);
   throw UsageError({.where = "reducer: " + std::string(call),
                     .expected = "a finished step",
@@ -485,7 +497,7 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   info.shard_size = groups_.shard.size();
   info.rank = groups_.world.rank();
   info.microbatch_count = ledger.microbatch();
-  info.divide_factor = ledger.divide_factor();
+  info.divide_factor = steps_.divide_factor();
   info.loss_scale = ledger.loss_scale();
   info.replica_dtype = options_.replica_dtype;
   info.quantizes = options_.replica_hop->quantizes();

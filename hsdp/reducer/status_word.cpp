@@ -109,6 +109,12 @@ double number(const std::string& text) {
 
 std::string factor_text(double factor) { return factor == 0 ? "the default" : number_text(factor); }
 
+std::string count_text(CountBy count_by) {
+  return count_by == CountBy::kNothing   ? "nothing"
+         : count_by == CountBy::kBatches ? "batches"
+                                         : "tokens";
+}
+
 // What all must say alike, but for the parties.
 std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
   std::vector<Field> all{
@@ -118,6 +124,7 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
       {"gradients of a parameter", [](const StatusWord& w) { return w.sums; }},
       {"gradient divide factor", [](const StatusWord& w) { return factor_text(w.divide_factor); }},
       {"loss scale", [](const StatusWord& w) { return number_text(w.loss_scale); }},
+      {"divide factor that counts", [](const StatusWord& w) { return count_text(w.count_by); }},
   };
   for (std::size_t g = 0; g < std::min(group_count, names.groups.size()); ++g) {
     all.push_back({"sync of " + names.groups[g], [g](const StatusWord& w) {
@@ -132,6 +139,7 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
 bool agree(const StatusWord& a, const StatusWord& b) {
   return a.call == b.call && a.step == b.step && a.microbatch == b.microbatch && a.sums == b.sums &&
          a.divide_factor == b.divide_factor && a.loss_scale == b.loss_scale &&
+         a.count_by == b.count_by &&
          a.sections == b.sections &&
          std::ranges::equal(a.groups, b.groups, {}, &GroupPlan::sync, &GroupPlan::sync);
 }
@@ -201,7 +209,8 @@ std::string StatusWord::encode() const {
   std::string lines;
   for (const std::string& field :
        {call, std::to_string(step), std::to_string(microbatch), groups_text(groups), sums,
-        number_text(divide_factor), number_text(loss_scale), sections_text(sections),
+        number_text(divide_factor), number_text(loss_scale),
+        std::to_string(static_cast<int>(count_by)), sections_text(sections), std::to_string(count),
         std::to_string(static_cast<int>(dropped))}) {
     lines += field + '\n';
   }
@@ -223,7 +232,9 @@ StatusWord StatusWord::decode(const std::string& bytes) {
   word.sums = line();
   word.divide_factor = number(line());
   word.loss_scale = number(line());
+  word.count_by = static_cast<CountBy>(std::stoi(line()));
   word.sections = parse_sections(line());
+  word.count = std::stoll(line());
   word.dropped = line() == "1";
   word.reason.assign(std::istreambuf_iterator<char>(stream), {});
   return word;

@@ -32,8 +32,10 @@ struct StatusWord {
   std::string sums = "one";       // gradients of a parameter; "several": counts differ by rank
   double divide_factor = 0;       // 0: the default rule
   double loss_scale = 1;
+  CountBy count_by = CountBy::kNothing;
   Sections sections;
   // This rank's own.
+  std::int64_t count = 0;  // of tokens or batches, since its last word
   bool dropped = false;
   std::string reason;  // names the parameter at fault; at most kMaxReasonBytes travel
 

@@ -147,6 +147,17 @@ void StepAgreement::end_world(const comm::Failure& mismatch) {
   comm::throw_failure(mismatch);
 }
 
+std::string StepAgreement::join_present(std::int64_t step, std::string present) {
+  ++asked_;
+  world_.post(key("present", step), present);
+  for (const std::string& theirs : world_.collect(key("present", step), "unused parameters")) {
+    for (std::size_t p = 0; p < std::min(present.size(), theirs.size()); ++p) {
+      if (theirs[p] == '1') present[p] = '1';
+    }
+  }
+  return present;
+}
+
 void StepAgreement::post_nonfinite(std::int64_t step, bool here) {
   ++asked_;
   world_.post(key("nonfinite", step), here ? "1" : "0");

@@ -67,6 +67,10 @@ class StepAgreement {
 
   [[nodiscard]] std::int64_t message_count() const { return posted_ + asked_; }
 
+  // By parameter, '1' where this rank had a gradient in that step, else '0'; returns where any rank
+  // had one. Waits for the others.
+  [[nodiscard]] std::string join_present(std::int64_t step, std::string present);
+
   // Whether this rank met a non-finite value in that step: each says it once, and then settles the
   // step: waits for the others and ends it. Returns whether any rank met one.
   void post_nonfinite(std::int64_t step, bool here);

@@ -29,8 +29,12 @@ void check_divisor(const std::optional<double>& factor, double scale) {
 
 }  // namespace
 
-StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype)
-    : shard_size_(shard_size), replicate_size_(replicate_size), replica_dtype_(replica_dtype) {}
+StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype,
+                       DivideBy divide_by)
+    : shard_size_(shard_size),
+      replicate_size_(replicate_size),
+      replica_dtype_(replica_dtype),
+      divide_by_(divide_by) {}
 
 void StepLedger::require_idle(std::string_view call) const {
   if (window_ == Window::kDropped) {
@@ -71,6 +75,7 @@ void StepLedger::each_flags(std::optional<int> group, Apply apply) {
   if (window_ != Window::kOpen) {
     require_idle("set_requires_gradient_sync and set_requires_all_reduce");
   }
+  flags_were_set_ = true;
   if (group) return apply(flags_[static_cast<std::size_t>(*group)]);
   std::ranges::for_each(flags_, apply);
 }
@@ -89,6 +94,12 @@ void StepLedger::set_gradient_divide_factor(std::optional<double> factor) {
     throw UsageError({.where = "reducer: set_gradient_divide_factor",
                       .expected = "a finite factor other than 0",
                       .got = std::to_string(*factor)});
+  }
+  if (factor && (next_tokens_ || (begun_ && count_by_ == CountBy::kTokens))) {
+    throw UsageError({.where = "reducer: set_gradient_divide_factor",
+                      .expected = "a step without divide_by_tokens",
+                      .got = "one with it",
+                      .remedy = "use one of the two in a step"});
   }
   if (factor_stands_ && factor != divide_factor_) {
     throw UsageError({.where = "reducer: set_gradient_divide_factor",
@@ -115,6 +126,36 @@ void StepLedger::set_loss_scale(double scale) {
   }
   check_divisor(divide_factor_, scale);
   loss_scale_ = scale;
+}
+
+void StepLedger::divide_by_tokens(std::int64_t count) {
+  constexpr std::string_view kWhere = "reducer: divide_by_tokens";
+  require_idle("divide_by_tokens");
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // that fp64 counts one by one
+  if (count < 0 || count > kMost) {
+    throw UsageError({.where = std::string(kWhere),
+                      .expected = "a number of tokens from 0 to 2^53",
+                      .got = std::to_string(count)});
+  }
+  if (divide_factor_) {
+    throw UsageError({.where = std::string(kWhere),
+                      .expected = "the default divide factor",
+                      .got = "one of set_gradient_divide_factor",
+                      .remedy = "call set_gradient_divide_factor(None) first, or leave this out"});
+  }
+  if (factor_stands_) {
+    throw UsageError({.where = std::string(kWhere),
+                      .expected = "a call before the step's first replica hop, which divides",
+                      .got = "one after",
+                      .remedy = "reduce all groups in the step's last microbatch"});
+  }
+  if (microbatch_ > 0 && begun_ && count_by_ != CountBy::kTokens) {
+    throw UsageError({.where = std::string(kWhere),
+                      .expected = "a call before each microbatch of the step",
+                      .got = "none before the first",
+                      .remedy = "call it before every begin_microbatch, with 0 where there are none"});
+  }
+  next_tokens_ = next_tokens_.value_or(0) + count;
 }
 
 void StepLedger::set_partial_sync(Sync sync) {
@@ -162,8 +203,31 @@ std::vector<Sync> StepLedger::sync_of(const WindowOptions& options) const {
   return sync_of(MicrobatchOptions{.last = options.last});
 }
 
+void StepLedger::require_meant(const MicrobatchOptions& options) const {
+  if (begun_ && count_by_ == CountBy::kTokens && !next_tokens_ && options.has_batch.value_or(true)) {
+    throw UsageError({.where = "reducer: begin_microbatch",
+                      .expected = "divide_by_tokens before each microbatch of the step",
+                      .got = "none before this one",
+                      .remedy = "call it with 0 where there are none"});
+  }
+  const bool says_nothing = !options.last && !options.sync && !flags_were_set_;
+  if (!says_nothing || begun_ || holds_ != Holds::kResult || is_read_) return;
+  throw UsageError({.where = "reducer: begin_microbatch",
+                    .expected = "the step's result to be read",
+                    .got = "another microbatch, which begins a new step and loses it",
+                    .remedy = "say last = false for all microbatches of a step but the last one, "
+                              "which has last = true, or drop the result with discard()"});
+}
+
+void StepLedger::forget_result() {
+  if (holds_ == Holds::kResult) holds_ = Holds::kNothing;
+}
+
 void StepLedger::start_step() {
   holds_ = Holds::kNothing;
+  is_read_ = false;
+  count_by_ = CountBy::kNothing;
+  unsaid_count_ = 0;
   std::ranges::fill(groups_, Group{});
   begun_ = true;
   dropped_ = false;
@@ -182,16 +246,54 @@ void StepLedger::begin_step() {
   if (!begun_) start_step();
 }
 
-MicrobatchPlan StepLedger::begin(const std::vector<Sync>& sync, const Intake& intake) {
+MicrobatchPlan StepLedger::begin(const std::vector<Sync>& sync, const Intake& intake,
+                                 std::optional<bool> has_batch) {
+  return begin_any(sync, intake, has_batch, false);
+}
+
+MicrobatchPlan StepLedger::begin_any(const std::vector<Sync>& sync, Intake intake,
+                                     std::optional<bool> has_batch, bool is_window) {
   require_idle("begin_microbatch");
   if (!begun_) start_step();
+  count(has_batch, is_window);
+  intake.is_empty = !has_batch.value_or(true);
   MicrobatchPlan plan = open(sync, true, intake);
   plan.begins_step = !pending();
   return plan;
 }
 
-MicrobatchPlan StepLedger::begin_window(const std::vector<Sync>& sync, const Intake& intake) {
-  MicrobatchPlan plan = begin(sync, intake);
+void StepLedger::count(std::optional<bool> has_batch, bool is_window) {
+  const bool by_passes = is_window && divide_by_ == DivideBy::kRanksMicrobatches;
+  std::int64_t count = has_batch.value_or(true) ? 1 : 0;
+  if (next_tokens_ || count_by_ == CountBy::kTokens) {
+    count_by_ = CountBy::kTokens;
+    count = std::exchange(next_tokens_, std::nullopt).value_or(0);
+  } else if (has_batch || by_passes) {
+    count_by_ = CountBy::kBatches;
+  }
+  unsaid_count_ += count;
+}
+
+CountBy StepLedger::count_by() const { return divide_factor_ ? CountBy::kNothing : count_by_; }
+
+bool StepLedger::factor_is_late(std::optional<bool> has_batch) const {
+  if (divide_factor_) return false;
+  return divide_by_ == DivideBy::kRanksMicrobatches || next_tokens_ || has_batch ||
+         count_by_ != CountBy::kNothing;
+}
+
+std::int64_t StepLedger::averaged(std::int64_t microbatches) const {
+  return divide_by_ == DivideBy::kRanksMicrobatches ? std::max<std::int64_t>(microbatches, 1) : 1;
+}
+
+std::int64_t StepLedger::summed(std::int64_t microbatches) const {
+  const bool sums = divide_by_ == DivideBy::kRanks && count_by_ == CountBy::kBatches;
+  return sums ? std::max<std::int64_t>(microbatches, 1) : 1;
+}
+
+MicrobatchPlan StepLedger::begin_window(const std::vector<Sync>& sync, const Intake& intake,
+                                        std::optional<bool> has_batch) {
+  MicrobatchPlan plan = begin_any(sync, intake, has_batch, true);
   flags_before_window_ = flags_;
   window_ = Window::kOpen;
   return plan;
@@ -253,6 +355,9 @@ MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh, const
   plan.fresh = fresh;
   plan.intake = intake;
   plan.counts_differ = intake.counts_differ || std::ranges::any_of(groups_, &Group::counts_differ);
+  const std::int64_t microbatches = microbatch_ + (fresh ? 1 : 0);
+  plan.set_divisor(divide_factor_, loss_scale_, averaged(microbatches));
+  plan.summed_microbatches = summed(microbatches);
   std::vector<GroupPlan> groups;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
@@ -275,12 +380,15 @@ MicrobatchPlan StepLedger::plan_of_step() const {
   plan.replicate_size = replicate_size_;
   plan.replica_dtype = replica_dtype_;
   plan.set_divisor(divide_factor_, loss_scale_);
+  plan.count_by = count_by();
+  plan.count = unsaid_count_;
   return plan;
 }
 
 void StepLedger::end(const MicrobatchPlan& plan) {
   phase_ = Phase::kIdle;
   leave_window(Window::kNone);
+  unsaid_count_ = plan.is_local() ? plan.count : 0;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const GroupPlan& did = plan.groups()[g];
     Group& group = groups_[g];
@@ -303,7 +411,8 @@ void StepLedger::end(const MicrobatchPlan& plan) {
   if (!plan.ends_step()) return;
   begun_ = factor_stands_ = false;
   ++step_total_;
-  result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor());
+  result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor(),
+                                          averaged(microbatch_));
   result_scale_ = plan.loss_scale();
 }
 
@@ -315,11 +424,13 @@ void StepLedger::drop() {
   holds_ = Holds::kNothing;
   std::ranges::fill(groups_, Group{});
   begun_ = factor_stands_ = false;
+  next_tokens_.reset();
 }
 
 double StepLedger::divide_factor() const {
   if (!pending()) return result_factor_;
-  return gradient_divide_factor(shard_size_, replicate_size_, false, divide_factor_);
+  return gradient_divide_factor(shard_size_, replicate_size_, false, divide_factor_,
+                                averaged(microbatch_));
 }
 
 double StepLedger::loss_scale() const { return pending() ? loss_scale_ : result_scale_; }

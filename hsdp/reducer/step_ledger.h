@@ -17,7 +17,8 @@ namespace hsdp::reducer {
 class StepLedger {
  public:
   // `replica_dtype`: for its plans; none: the shard hop's.
-  StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype = {});
+  StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype = {},
+             DivideBy divide_by = DivideBy::kRanks);
 
   enum class Phase : std::uint8_t { kIdle, kCollecting, kClosed };
   // What the carry and the local sums hold.
@@ -39,6 +40,8 @@ class StepLedger {
   // From here to the step's end the factor stands: a hop divides by it.
   void fix_divide_factor() { factor_stands_ = true; }
   void set_loss_scale(double scale);
+  // What this rank adds to the next microbatch's count, which then divides.
+  void divide_by_tokens(std::int64_t count);
 
   // What last = false means: kShard, or kNone.
   void set_partial_sync(Sync sync);
@@ -47,6 +50,13 @@ class StepLedger {
   // UsageError when they contradict each other; nothing has changed then.
   [[nodiscard]] std::vector<Sync> sync_of(const MicrobatchOptions& options) const;
   [[nodiscard]] std::vector<Sync> sync_of(const WindowOptions& options) const;
+  // What else a microbatch may not be, which a caller could not mean. UsageError where it says
+  // neither `last` nor `sync`, with flags that nobody has set, and would begin a step over a result
+  // that nobody has read; and where others of its step were counted by tokens.
+  void require_meant(const MicrobatchOptions& options) const;
+  // The result was read, or is not wanted.
+  void note_read() { is_read_ = true; }
+  void forget_result();
   // Begins a step before its first microbatch. UsageError while one is pending.
   void begin_step();
   // A step is begun, and has neither ended nor been dropped.
@@ -54,10 +64,12 @@ class StepLedger {
   // The last step that began was dropped.
   [[nodiscard]] bool dropped() const { return dropped_; }
   // Opens a microbatch; the first one of a step begins the step, unless begin_step() has.
-  [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync, const Intake& intake = {});
+  [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync, const Intake& intake = {},
+                                     std::optional<bool> has_batch = {});
   // The same as a window, which is one microbatch. Microbatches inside of it only delimit, and
   // flags that are set there are undone at its end.
-  [[nodiscard]] MicrobatchPlan begin_window(const std::vector<Sync>& sync, const Intake& intake);
+  [[nodiscard]] MicrobatchPlan begin_window(const std::vector<Sync>& sync, const Intake& intake,
+                                            std::optional<bool> has_batch = {});
   [[nodiscard]] bool in_window() const {
     return window_ == Window::kOpen || window_ == Window::kMicrobatchOpen;
   }
@@ -73,6 +85,10 @@ class StepLedger {
   [[nodiscard]] MicrobatchPlan plan_of_step() const;
   // Closes what that plan opened; its sums count.
   void end(const MicrobatchPlan& plan);
+  // Backward passes of a window that are a microbatch each in the mean.
+  [[nodiscard]] bool counts_passes() const {
+    return in_window() && divide_by_ == DivideBy::kRanksMicrobatches;
+  }
   // Forgets the step: pending, open, or ended on this rank before another one dropped it.
   void drop();
   void close() { phase_ = Phase::kClosed; }
@@ -86,8 +102,13 @@ class StepLedger {
   [[nodiscard]] const std::vector<Group>& groups() const { return groups_; }
   [[nodiscard]] bool has_local_sums() const;
   [[nodiscard]] std::int64_t microbatch() const { return microbatch_; }  // of the step
-  // What the carry that can be read was, or is to be, divided by: f and s.
+  // What the carry that can be read was, or is to be, divided by: f and s. Where it is counted f
+  // follows from these.
   [[nodiscard]] double divide_factor() const;
+  [[nodiscard]] CountBy count_by() const;
+  // Whether the step's factor is known only when its last microbatch is.
+  [[nodiscard]] bool factor_is_late(std::optional<bool> has_batch) const;
+  [[nodiscard]] std::int64_t summed_microbatches() const { return summed(microbatch_); }
   [[nodiscard]] double loss_scale() const;
 
   struct Counts {
@@ -111,10 +132,18 @@ class StepLedger {
   [[nodiscard]] MicrobatchPlan open(const std::vector<Sync>& sync, bool fresh,
                                     const Intake& intake);
   void start_step();
+  [[nodiscard]] MicrobatchPlan begin_any(const std::vector<Sync>& sync, Intake intake,
+                                         std::optional<bool> has_batch, bool is_window);
+  void count(std::optional<bool> has_batch, bool is_window);
+  // Of so many, those that a counted factor leaves a sum.
+  [[nodiscard]] std::int64_t summed(std::int64_t microbatches) const;
+  // Of so many, those that the default factor makes the mean of.
+  [[nodiscard]] std::int64_t averaged(std::int64_t microbatches) const;
 
   int shard_size_;
   int replicate_size_;
   std::optional<Dtype> replica_dtype_;
+  DivideBy divide_by_;
   std::atomic<Phase> phase_ = Phase::kIdle;  // any thread may ask for it
   std::atomic<Window> window_ = Window::kNone;
   Holds holds_ = Holds::kNothing;
@@ -122,7 +151,12 @@ class StepLedger {
   std::vector<Flags> flags_ = std::vector<Flags>(1);
   std::vector<Flags> flags_before_window_;
   std::vector<Group> groups_ = std::vector<Group>(1);
+  bool flags_were_set_ = false;
+  bool is_read_ = false;
   std::optional<double> divide_factor_;
+  CountBy count_by_ = CountBy::kNothing;  // of the step
+  std::optional<std::int64_t> next_tokens_;
+  std::int64_t unsaid_count_ = 0;  // since the last word
   double loss_scale_ = 1.0;
   double result_factor_ = 1.0;
   double result_scale_ = 1.0;

@@ -17,7 +17,8 @@ Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Gr
       parameters_(parameters),
       groups_(groups),
       memory_(std::move(memory)),
-      ledger_(groups.shard.size(), groups.replicate.size(), options.replica_dtype),
+      ledger_(groups.shard.size(), groups.replicate.size(), options.replica_dtype,
+              options.divide_by),
       outcome_(groups.world),
       agreement_(groups.world, groups.world.next_exchange_key()),
       caller_(Stream::borrow(groups.device, nullptr)) {}
@@ -214,11 +215,37 @@ void Steps::begin_microbatch(const MicrobatchOptions& options) {
   const std::vector<Sync> sync = ledger_.sync_of(options);
   // How a step ended is known before the next one begins; within a step nobody waits here.
   if (!ledger_.begun()) wait_for_words();
+  require_meant(options);
+  require_known_factor(sync, options.has_batch);
   Intake intake;
   if (options_.backwards == Backwards::kMany) {
     intake = {.most = Intake::kAnyNumber, .adds = true, .counts_differ = true};
   }
-  open(ledger_.begin(sync, intake), sums_dtype(std::nullopt));
+  open(ledger_.begin(sync, intake, options.has_batch), sums_dtype(std::nullopt));
+}
+
+// The other ranks are not left waiting: they hear that the step is dropped.
+void Steps::require_meant(const MicrobatchOptions& options) {
+  try {
+    ledger_.require_meant(options);
+  } catch (const UsageError& error) {
+    if (!ledger_.begun()) ledger_.begin_step();
+    drop(error.what());
+    throw;
+  }
+}
+
+// A hop that divides as it goes needs the factor of the whole step.
+void Steps::require_known_factor(const std::vector<Sync>& sync, std::optional<bool> has_batch) {
+  const auto groups = std::ranges::count(sync, Sync::kAll);
+  if (groups == 0 || groups == std::ssize(sync)) return;
+  if (groups_.replicate.size() == 1 || !options_.replica_hop->quantizes()) return;
+  if (!ledger_.factor_is_late(has_batch)) return;
+  throw UsageError({.where = "reducer: begin_microbatch",
+                    .expected = "all groups to go over the replicas in the step's last microbatch, "
+                                "as the replica hop divides by what was counted until then",
+                    .got = "some of them",
+                    .remedy = "use set_gradient_divide_factor, or end the step here"});
 }
 
 void Steps::begin_window(const WindowOptions& options) {
@@ -232,6 +259,8 @@ void Steps::begin_window(const WindowOptions& options) {
   prepare();
   const std::vector<Sync> sync = ledger_.sync_of(options);
   if (!ledger_.begun()) wait_for_words();
+  require_meant({.last = options.last, .has_batch = options.has_batch});
+  require_known_factor(sync, options.has_batch);
   const AccumulateDtype dtype = sums_dtype(options.accumulate_dtype);
   Intake intake{.most = 1, .adds = false, .counts_differ = true};
   if (options.accumulate == Accumulate::kBuffer) {
@@ -239,7 +268,7 @@ void Steps::begin_window(const WindowOptions& options) {
     intake.adds = true;
   }
   window_ = options;
-  open(ledger_.begin_window(sync, intake), dtype);
+  open(ledger_.begin_window(sync, intake, options.has_batch), dtype);
 }
 
 // Of the local sums that are pending, else the one that was asked for.
@@ -258,10 +287,6 @@ AccumulateDtype Steps::sums_dtype(std::optional<AccumulateDtype> asked) const {
 
 void Steps::open(MicrobatchPlan plan, AccumulateDtype sums_dtype) {
   plan.sums_dtype = sums_dtype;
-  plan.packs_late = plan.counts_differ && frozen_->sends_f16();
-  // The exponents of a plain microbatch, too, are those of the local sums before it.
-  const bool is_handed_over = plan.intake.counts_differ && !plan.intake.adds;
-  plan.intake.adds = plan.intake.adds || (plan.packs_late && !is_handed_over);
   try {
     if (plan.begins_step) {
       result_ = std::make_shared<StepResult>();
@@ -270,7 +295,11 @@ void Steps::open(MicrobatchPlan plan, AccumulateDtype sums_dtype) {
       means_.clear();
     }
     plan.result = result_;
-    ask_for_means(plan);
+    const bool divides_first = ask_for_means(plan) && plan.count_by != CountBy::kNothing;
+    plan.packs_late = (plan.counts_differ && frozen_->sends_f16()) || divides_first;
+    // The exponents of a plain microbatch, too, are those of the local sums before it.
+    const bool is_handed_over = plan.intake.counts_differ && !plan.intake.adds;
+    plan.intake.adds = plan.intake.adds || (plan.packs_late && !is_handed_over);
     plan_ = std::make_shared<const MicrobatchPlan>(std::move(plan));
     provide_memory();
     order_packs();
@@ -287,8 +316,9 @@ void Steps::open(MicrobatchPlan plan, AccumulateDtype sums_dtype) {
   }
 }
 
-void Steps::ask_for_means(MicrobatchPlan& plan) {
-  if (groups_.replicate.size() == 1 || !plan.has(Sync::kAll)) return;
+// Whether a hop divides what it sends.
+bool Steps::ask_for_means(MicrobatchPlan& plan) {
+  if (groups_.replicate.size() == 1 || !plan.has(Sync::kAll)) return false;
   const std::vector<Bucket>& buckets = frozen_->layout().buckets();
   means_.resize(buckets.size());
   for (std::size_t b = 0; b < buckets.size(); ++b) {
@@ -300,6 +330,7 @@ void Steps::ask_for_means(MicrobatchPlan& plan) {
     if (means_[b] != 0) ledger_.fix_divide_factor();
   }
   plan.means = means_;
+  return std::ranges::count(means_, 1) > 0;
 }
 
 // Some of which this rank may not get.
@@ -410,6 +441,7 @@ void Steps::note_fault(const std::string& message) {
 }
 
 std::string Steps::missing_message() const {
+  if (plan_->intake.is_empty) return unexpected_message();
   if (options_.missing != Missing::kError) return {};
   const std::vector<int> missing = frozen_->collector().missing();
   if (missing.empty()) return {};
@@ -421,6 +453,29 @@ std::string Steps::missing_message() const {
                  .got = "none for " + names + " (" + rank + ")",
                  .remedy = "use missing=\"zero\" when parameters may go unused"}
       .text();
+}
+
+std::string Steps::unexpected_message() const {
+  const std::size_t missing = frozen_->collector().missing().size();
+  if (std::cmp_equal(missing, parameters_.size())) return {};
+  return Message{.where = "reducer: end_microbatch",
+                 .expected = "no gradient in a microbatch without a batch",
+                 .got = "some",
+                 .remedy = "run no backward pass where the loader gives None"}
+      .text();
+}
+
+double Steps::divide_factor() const {
+  if (!ledger_.pending()) return result_->divide_factor.value_or(ledger_.divide_factor());
+  if (ledger_.count_by() == CountBy::kNothing) return ledger_.divide_factor();
+  return counted_divide_factor(result_->shard_count, ledger_.summed_microbatches());
+}
+
+bool Steps::has_gradients() const {
+  if (!ledger_.begun()) return false;
+  return ledger_.pending() || (frozen_ && ledger_.phase() == Phase::kCollecting &&
+                               std::cmp_not_equal(frozen_->collector().missing().size(),
+                                                  parameters_.size()));
 }
 
 void Steps::end_microbatch() {
@@ -503,6 +558,9 @@ void Steps::count_backwards(std::int64_t backwards) {
       frozen_->collector().backward_counts(parameters_.group_count());
   for (std::int64_t& count : counts) count *= backwards;
   plan->count_backwards(counts);
+  if (ledger_.counts_passes() && !plan->intake.is_empty) {
+    plan->count += *std::ranges::max_element(counts) - 1;
+  }
   plan_ = std::move(plan);
   frozen_->collector().set_counts_of(plan_);
 }
@@ -519,7 +577,14 @@ std::optional<StepAgreement::Words> Steps::raise_counts(std::int64_t word) {
     raise_failure("end_microbatch");
   }
   auto plan = std::make_shared<MicrobatchPlan>(*plan_);
-  for (const StatusWord& theirs : words) plan->raise_counts(theirs.groups);
+  std::int64_t count = result_->world_count;
+  for (const StatusWord& theirs : words) {
+    plan->raise_counts(theirs.groups);
+    count += theirs.count;
+  }
+  if (plan->count_by != CountBy::kNothing) {
+    plan->set_counted_factor(counted_divide_factor(count, plan->summed_microbatches));
+  }
   plan_ = std::move(plan);
   frozen_->collector().set_counts_of(plan_);
   return words;
@@ -555,6 +620,8 @@ StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {
   if (plan.counts_differ) word.sums = "several, in " + std::string(hsdp::word_of(plan.sums_dtype));
   word.divide_factor = plan.divide_factor().value_or(0.0);
   word.loss_scale = plan.loss_scale();
+  word.count_by = plan.count_by;
+  word.count = plan.count;
   return word;
 }
 
@@ -651,7 +718,10 @@ void Steps::discard() {
   if (ledger_.phase() == Phase::kClosed) check_usable("discard");
   raise_failure("discard");
   ledger_.require_idle("discard");
-  if (!ledger_.begun()) return raise_drop();
+  if (!ledger_.begun()) {
+    raise_drop();
+    return ledger_.forget_result();
+  }
   wait_until_judged();
   if (outcome_.take_drop()) return forget_step();
   if (!ledger_.pending()) return;

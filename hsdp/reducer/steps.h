@@ -49,6 +49,8 @@ class Steps {
   // microbatch is open.
   void reject_gradient(std::string_view message);
   void end_microbatch();
+  // Gradients of the step that is begun were handed over, in this microbatch or an earlier one.
+  [[nodiscard]] bool has_gradients() const;
   void abandon(std::string_view reason) noexcept;
   void finish();
   void discard();
@@ -74,6 +76,9 @@ class Steps {
   [[nodiscard]] StepLedger& ledger_for(std::string_view call);
   [[nodiscard]] const StepLedger& ledger() const { return ledger_; }
   [[nodiscard]] const StepResult& result() const { return *result_; }
+  void note_read() { ledger_.note_read(); }
+  // What the carry that can be read was, or is to be, divided by: f, where no word is under way.
+  [[nodiscard]] double divide_factor() const;
   [[nodiscard]] std::shared_ptr<const StepResult> shared_result() const { return result_; }
   [[nodiscard]] Frozen* frozen() const { return frozen_.get(); }  // null before prepare()
   [[nodiscard]] ReducerState state() const;
@@ -94,7 +99,9 @@ class Steps {
   void open(MicrobatchPlan plan, AccumulateDtype sums_dtype);
   [[nodiscard]] std::string too_many_message(int parameter) const;
   void end(std::int64_t backwards);
-  void ask_for_means(MicrobatchPlan& plan);
+  void require_meant(const MicrobatchOptions& options);
+  void require_known_factor(const std::vector<Sync>& sync, std::optional<bool> has_batch);
+  [[nodiscard]] bool ask_for_means(MicrobatchPlan& plan);
   void provide_memory();
   void order_packs();
   void close_local(std::int64_t backwards);
@@ -111,6 +118,7 @@ class Steps {
   [[nodiscard]] std::int64_t post(StatusWord word);
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
+  [[nodiscard]] std::string unexpected_message() const;
   void check_gradient(int parameter, const StridedView& gradient) const;
 
   const ReducerOptions& options_;

@@ -200,6 +200,43 @@ TEST(LocoHop, GoesToAnotherReducer) {
   EXPECT_EQ(second_step(true), second_step(false));
 }
 
+// The factor is known when all words are in, and this hop divides before it sends.
+TEST(LocoHop, DividesByTokensThatAllRanksCounted) {
+  const auto means_of = [](bool counts) {
+    std::vector<Floats> means(4);
+    test::run_mesh({2, 2}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.replica_hop = std::make_shared<LocoHop>()});
+      reducer.register_parameter({.name = "a", .shape = {1024}, .dtype = Dtype::kF32});
+      reducer.register_parameter({.name = "b", .shape = {640}, .group = "late"});
+      for (int step = 0; step < 3; ++step) {
+        for (int m = 0; m < 2; ++m) {
+          Floats gradient(1024);
+          for (std::size_t i = 0; i < gradient.size(); ++i) {
+            gradient[i] = std::sin(static_cast<float>((i + 3U) * (mesh.rank() + step + m + 1U)));
+          }
+          if (counts) reducer.divide_by_tokens(5 + 2 * mesh.rank() + m);
+          if (!counts) reducer.set_gradient_divide_factor(2 * (5 + 7 + 9 + 11) + 4);
+          if (counts && m == 0) {
+            reducer.set_requires_all_reduce(false, "late");
+            EXPECT_THROW(reducer.begin_microbatch(), UsageError);
+            reducer.set_requires_all_reduce(true, "late");
+          }
+          reducer.begin_microbatch({.last = m == 1});
+          reducer.gradient_ready("a", {.data = gradient.data(), .shape = {1024}});
+          reducer.gradient_ready("b", {.data = gradient.data(), .shape = {640}});
+          reducer.end_microbatch();
+        }
+        const TensorView mean = reducer.shard("a");
+        const auto* const values = static_cast<const float*>(mean.data);
+        Floats& all = means[static_cast<std::size_t>(mesh.rank())];
+        all.insert(all.end(), values, values + mean.count);
+      }
+    });
+    return means;
+  };
+  EXPECT_EQ(means_of(true), means_of(false));
+}
+
 TEST(LocoHop, LetsWhatItExcludesBeFrozen) {
   test::run_world({.size = 2}, [](Communicator& world) {
     HopPlan plan;

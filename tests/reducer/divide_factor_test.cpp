@@ -92,6 +92,25 @@ TEST(DivideFactor, ARankWithAMissingGradientStillCounts) {
   expect_reference(results, step, options, {2, 2}, "missing");
 }
 
+// Ranks 0 to 3 count 3, 8, 13 and 18 tokens in each microbatch.
+TEST(DivideFactor, OfAPartialCountsTheTokensOfItsShardGroup) {
+  const StepCase step = two_microbatches(Dtype::kF32, 4);
+  run_mesh({2, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    for (int m = 0; m < 2; ++m) {
+      reducer.divide_by_tokens(3 + 5 * mesh.rank());
+      run_microbatch(reducer, step, m, mesh.rank(), {.last = false});
+    }
+    EXPECT_EQ(reducer.partial_shard("w"),
+              divided_by(sum_of(step, 2 * mesh.replica(), 2, 2, reducer.slice("w")),
+                         mesh.replica() == 0 ? 22.0F : 62.0F));
+    reducer.finish();
+    EXPECT_EQ(values_of(reducer.shard("w")),
+              divided_by(sum_of(step, 0, 4, 2, reducer.slice("w")), 84.0F));
+  });
+}
+
 class ExplicitFactor : public testing::Test {
  protected:
   static constexpr MeshShape kShape{.replicate = 2, .shard = 2};

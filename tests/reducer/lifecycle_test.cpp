@@ -61,7 +61,6 @@ TEST(Finish, KeepsTheResultOfACompleteStep) {
   expect_no_leak([&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, complete, mesh.rank());
     reducer.finish();
-    reducer.discard();
     results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, complete);
   });
   expect_reference(results, complete, {}, kSquare, "complete");
@@ -84,6 +83,65 @@ TEST(Discard, DropsWhateverIsPending) {
       EXPECT_EQ(reducer.stats().all_reduce_count, 0);
     });
   }
+}
+
+TEST(Discard, DropsAFinishedResultToo) {
+  const StepCase complete = a_step({Sync::kShard, Sync::kAll}, 2);
+  expect_no_leak([&](Reducer& reducer, const Mesh& mesh) {
+    run_step(reducer, complete, mesh.rank());
+    reducer.discard();
+    EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.shard("w")); }));
+    EXPECT_EQ(reducer.stats().step_count, 1);
+  });
+}
+
+// Neither last nor sync: what was meant is a second microbatch of the same step.
+TEST(UnreadResult, IsNotLostToAMicrobatchThatSaysNothing) {
+  const StepCase step = a_step({Sync::kAll}, 4);
+  const std::vector<std::function<void(Reducer&)>> reads{
+      [](Reducer& reducer) { static_cast<void>(reducer.shard("w")); },
+      [](Reducer& reducer) { static_cast<void>(reducer.grad_norm()); },
+      [](Reducer& reducer) { static_cast<void>(reducer.clip_grad_norm(1.0)); },
+      [](Reducer& reducer) { static_cast<void>(reducer.found_inf()); },
+      [](Reducer& reducer) { reducer.gather_gradients({}); },
+      [](Reducer& reducer) { reducer.discard(); }};
+  expect_no_leak([&](Reducer& reducer, const Mesh& mesh) {
+    const auto microbatch = [&](const MicrobatchOptions& options) {
+      run_microbatch(reducer, step, 0, mesh.rank(), options);
+    };
+    for (const auto& read : reads) {
+      microbatch({});
+      read(reducer);
+    }
+    microbatch({});
+    const auto error = caught<UsageError>([&] { microbatch({}); });
+    ASSERT_TRUE(error);
+    EXPECT_NE(std::string(error->what()).find("discard()"), std::string::npos) << error->what();
+    microbatch({});  // the step of that microbatch was dropped, on all ranks
+    microbatch({.last = true});
+    microbatch({.sync = Sync::kAll});
+    reducer.set_requires_all_reduce(true);
+    microbatch({});
+    microbatch({});
+  });
+}
+
+TEST(UnreadResult, OnOneRankDropsTheStepOfAll) {
+  const StepCase step = a_step({Sync::kAll}, 4);
+  expect_no_leak([&](Reducer& reducer, const Mesh& mesh) {
+    run_microbatch(reducer, step, 0, mesh.rank(), {});
+    const bool reads = mesh.rank() != 2;
+    if (reads) static_cast<void>(reducer.shard("w"));
+    const auto next = [&] {
+      run_microbatch(reducer, step, 0, mesh.rank(), {});
+      static_cast<void>(reducer.shard("w"));
+    };
+    if (reads) {
+      EXPECT_TRUE(caught<StepAbortedError>(next));
+    } else {
+      EXPECT_TRUE(caught<UsageError>(next));
+    }
+  });
 }
 
 TEST(Steps, FollowEachOtherWithoutReadingTheResult) {

@@ -168,6 +168,48 @@ TEST(MissingAsZero, NoGradientAtAllIsZero) {
   });
 }
 
+TEST(MissingAsZero, TellsWhichParametersNoRankUsed) {
+  StepCase step =
+      random_step(parameters_with_holes(), kSquare.size(), {Sync::kNone, Sync::kAll}, 3);
+  const auto take = [&step](std::size_t parameter, std::size_t but_rank) {
+    for (auto& gradients : step.gradients[parameter]) {
+      for (std::size_t rank = 0; rank < gradients.size(); ++rank) {
+        if (rank != but_rank) gradients[rank].reset();
+      }
+    }
+  };
+  take(0, 4);  // on no rank
+  take(1, 2);  // on rank 2 alone
+  step.gradients[1][1][2].reset();  // and there in the first microbatch alone
+  for (const Missing missing : {Missing::kZero, Missing::kError}) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.missing = missing});
+      register_all(reducer, step);
+      const bool is_error = missing == Missing::kError;
+      if (is_error) {
+        const StepCase whole =
+            random_step(parameters_with_holes(), kSquare.size(), {Sync::kAll}, 3);
+        run_step(reducer, whole, mesh.rank());
+        EXPECT_EQ(reducer.unused_parameters(), std::vector<int>{});
+        return;
+      }
+      for (int round = 0; round < 2; ++round) {
+        run_step(reducer, step, mesh.rank());
+        EXPECT_EQ(reducer.unused_parameters(), std::vector<int>{0});
+      }
+      EXPECT_FALSE(reducer.has_gradients());
+      reducer.begin_microbatch({.last = false});
+      EXPECT_FALSE(reducer.has_gradients());
+      const auto stored = deliver(reducer, step, 0, mesh.rank());
+      EXPECT_TRUE(reducer.has_gradients());
+      reducer.end_microbatch();
+      EXPECT_TRUE(reducer.has_gradients());
+      reducer.discard();
+      EXPECT_FALSE(reducer.has_gradients());
+    });
+  }
+}
+
 TEST(MissingAsZero, StillRefusesASecondGradient) {
   run_mesh({1, 1}, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.missing = Missing::kZero});

@@ -83,6 +83,7 @@ class Reducer(ReducerResults):
         reduction: str = "exact",
         replica_hop: _hsdp.ReplicaHop | None = None,
         accumulate_on: str = "device",
+        divide_by: str = "ranks",
     ) -> None:
         self._mesh = as_mesh(mesh)
         options = {
@@ -96,6 +97,7 @@ class Reducer(ReducerResults):
             "accumulate_on": accumulate_on,
             "reduction": reduction,
             "replica_hop": replica_hop,
+            "divide_by": divide_by,
         }
         self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout = layout

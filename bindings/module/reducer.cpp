@@ -101,9 +101,11 @@ py::list parameter_specs(const Handle& self) {
   return result;
 }
 
-void begin_microbatch(Handle& self, std::optional<bool> last, const OptionalText& sync) {
+void begin_microbatch(Handle& self, std::optional<bool> last, const OptionalText& sync,
+                      std::optional<bool> has_batch) {
   MicrobatchOptions options;
   options.last = last;
+  options.has_batch = has_batch;
   if (sync) {
     options.sync = choose("sync", *sync, choices(Sync{}));
   }
@@ -293,9 +295,12 @@ void bind_settings(Class& bound) {
            })
       .def("set_loss_scale",
            [](const Handle& self, double scale) { self.reducer().set_loss_scale(scale); })
+      .def("divide_by_tokens",
+           [](const Handle& self, std::int64_t count) { self.reducer().divide_by_tokens(count); })
       .def("stats", stats)
       .def("hold_optimizer_bytes", hold_optimizer_bytes)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
+      .def("has_gradients", [](const Handle& self) { return self.reducer().has_gradients(); })
       .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
       .def("window_open", [](const Handle& self) { return self.reducer().state().window_open; })
@@ -315,7 +320,8 @@ void bind_step(Class& bound) {
              });
            })
       .def("begin_step", [](Handle& self) { self.call([](Reducer& r) { r.begin_step(); }); })
-      .def("begin_microbatch", begin_microbatch)
+      .def("begin_microbatch", begin_microbatch, py::arg("last"), py::arg("sync"),
+           py::arg("has_batch") = py::none())
       .def("gradient_ready", &Handle::gradient_ready)
       .def("gradient_of", gradient_of)
       .def("reject_gradient",
@@ -347,6 +353,10 @@ void bind_step(Class& bound) {
 void bind_results(Class& bound) {
   bound.def("shard", shard)
       .def("partial_shard", partial_shard)
+      .def("unused_parameters",
+           [](Handle& self) {
+             return self.call([](Reducer& reducer) { return reducer.unused_parameters(); });
+           })
       .def("local_sum", local_sum)
       .def("copy_of", copy_of)
       .def("slice", slice)

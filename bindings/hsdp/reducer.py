@@ -37,8 +37,9 @@ class Reducer(ReducerResults):
                 reducer.gradient_ready("w", gradient)
         mean = reducer.shard("w")
 
-    Result = (sum over microbatches and ranks) / f; f is the number of ranks, unless
-    `set_gradient_divide_factor` says otherwise. So microbatches are summed, not averaged.
+    Result = (sum over microbatches and ranks) / f; f is the number of ranks, so microbatches are
+    summed, not averaged, unless `divide_by`, `divide_by_tokens` or `set_gradient_divide_factor` say
+    otherwise.
 
     - `mesh`: an `hsdp.Mesh`, or a torch DeviceMesh.
     - `reduce_dtype`: what travels in the shard group: "f32", "bf16", "f16"; None: each gradient's
@@ -54,6 +55,8 @@ class Reducer(ReducerResults):
     - `accumulate_on`: where local sums lie: "device", or "host": in pinned memory beside a GPU,
       whose own memory it spares; each gradient then crosses the bus.
     - `reduction`: "exact" (the same bits everywhere), or "native" (nccl only).
+    - `divide_by`: "ranks", or "ranks*microbatches", for the mean over microbatches too; of a window
+      each pass counts.
     - `replica_hop`: another way over the replicas, as `hsdp.quant.LocoHop`; None: the plain one.
 
     Construction, the first `begin_microbatch`, microbatches, `finish`, `discard`, `grad_norm`,
@@ -106,6 +109,7 @@ class Reducer(ReducerResults):
         self._before_words: list[Callable[[], None]] = []
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
+        self._next_has_batch: bool | None = None
         open_reducers.add(self)
 
     @property
@@ -210,6 +214,21 @@ class Reducer(ReducerResults):
         """
         self._handle.set_gradient_divide_factor(None if factor is None else float(factor))
 
+    def divide_by_tokens(self, count: int) -> None:
+        """For losses that are summed over tokens: says, before each microbatch of a step, how many
+        this rank has in it. The numbers add up over microbatches and ranks, and their sum divides:
+
+            reducer.divide_by_tokens(int((labels != -100).sum()))
+            with reducer.microbatch(last=last):
+                cross_entropy(logits, labels, reduction="sum").backward()
+
+        So the gradient is that of the mean over all tokens of the step, however they are spread.
+        Where none were counted it is zero. Local; all ranks call it, or none. Raises UsageError
+        where a factor is set, or where microbatches of the step were not counted; after a replica
+        hop of this step that divides as it goes (`hsdp.quant.LocoHop`).
+        """
+        self._handle.divide_by_tokens(int(count))
+
     def set_loss_scale(self, scale: float) -> None:
         """Divides by the loss scale in the same division. Between steps only."""
         self._handle.set_loss_scale(float(scale))
@@ -262,10 +281,17 @@ class Reducer(ReducerResults):
         """
         inside = self._handle.window_open()
         self._hearing_of_drops(
-            lambda: self._handle.begin_microbatch(None if last is None else bool(last), sync)
+            lambda: self._handle.begin_microbatch(
+                None if last is None else bool(last), sync, self._taken_has_batch()
+            )
         )
         if not inside:
             self._began(lambda attachment: attachment.microbatch_began())
+
+    # What hsdp.uneven has said of the next microbatch.
+    def _taken_has_batch(self) -> bool | None:
+        has_batch, self._next_has_batch = self._next_has_batch, None
+        return has_batch
 
     def _began(self, tell: Callable[[Attachment], None]) -> None:
         for i, attachment in enumerate(self._attachments):
@@ -335,7 +361,9 @@ class Reducer(ReducerResults):
                 "accumulate=\"buffer\""
             )
         self._hearing_of_drops(
-            lambda: self._handle.begin_window(last, backwards, accumulate, accumulate_dtype)
+            lambda: self._handle.begin_window(
+                last, backwards, accumulate, accumulate_dtype, self._taken_has_batch()
+            )
         )
         holds = accumulate == "grad"
         try:

@@ -88,7 +88,8 @@ class ReducerResults:
 
         `arrays` are f32, bf16 or f16, writable and contiguous, of the parameters' shapes, by name;
         the same names on every rank. Without it the gradients of the attached models are
-        set (`p.grad`).
+        set (`p.grad`); with missing="zero" that of a parameter which no rank used stays None, and
+        optimizers leave it as it is.
         """
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))
@@ -155,6 +156,14 @@ class ReducerResults:
     def stats(self) -> ReducerStats:
         """Counts of collectives, bytes and memory. Also after `close` and after an error."""
         return ReducerStats(**self._handle.stats())
+
+    # With missing="zero": those of which no rank had a gradient in the finished step.
+    def _unused_parameters(self) -> set[str]:
+        unused = self._handle.unused_parameters()
+        if not unused:
+            return set()
+        rows = self._handle.parameters()
+        return {rows[i][0] for i in unused}
 
     def save_snapshot(self, path: str | os.PathLike[str], step: int) -> None:
         """Writes this rank's file of the result (or of what is pending) into the folder `path`.

@@ -120,11 +120,12 @@ void set_partial_sync(const Handle& self, py::handle sync) {
 }
 
 void begin_window(Handle& self, std::optional<bool> last, std::optional<std::int64_t> backwards,
-                  py::handle accumulate, py::handle accumulate_dtype) {
+                  py::handle accumulate, py::handle accumulate_dtype,
+                  std::optional<bool> has_batch) {
   const auto text = [](py::handle word, const char* option) {
     return text_argument(word, std::string("zero: coalesce_grad_reduction: ") + option);
   };
-  WindowOptions options{.last = last, .backwards = backwards};
+  WindowOptions options{.last = last, .backwards = backwards, .has_batch = has_batch};
   options.accumulate = choose("accumulate", text(accumulate, "accumulate"), choices(Accumulate{}));
   options.accumulate_dtype = choose("accumulate_dtype", text(accumulate_dtype, "accumulate_dtype"),
                                     choices(AccumulateDtype{}));
@@ -331,7 +332,8 @@ void bind_step(Class& bound) {
       .def("pack_streams", pack_streams)
       .def("wait_packed", &Handle::wait_packed)
       .def("end_microbatch", &Handle::end_microbatch)
-      .def("begin_window", begin_window)
+      .def("begin_window", begin_window, py::arg("last"), py::arg("backwards"),
+           py::arg("accumulate"), py::arg("accumulate_dtype"), py::arg("has_batch") = py::none())
       .def("check_window",
            [](Handle& self) { self.call_here([](Reducer& reducer) { reducer.check_window(); }); })
       .def("end_window", &Handle::end_window)

@@ -108,8 +108,8 @@ TEST_P(WindowOnGpu, TheHostDoesNotWaitForTheGpu) {
     static_cast<void>(mesh.world().exchange("", "ready"));
     {
       const stand_in::Standstill nothing_moves;
-      run_window(reducer, step, rank, {});
-      run_window(reducer, step, rank, {.backwards = std::int64_t{kPasses}});
+      run_window(reducer, step, rank, {.last = true});
+      run_window(reducer, step, rank, {.last = true, .backwards = std::int64_t{kPasses}});
       rank.read(results[static_cast<std::size_t>(mesh.rank())]);
       EXPECT_FALSE(rank.stream().record().complete());
     }

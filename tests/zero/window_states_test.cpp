@@ -353,7 +353,7 @@ TEST(Window, KeepsItsMemoryUntilItIsReleased) {
     constexpr std::int64_t kElements = 4096;
     reducer.register_parameter({.name = "w", .shape = {kElements}, .dtype = Dtype::kBf16});
     const StoredGradient gradient(Values(kElements, 1.0F), {kElements}, Dtype::kBf16);
-    const auto run = [&](AccumulateDtype dtype, std::optional<bool> last = {}) {
+    const auto run = [&](AccumulateDtype dtype, bool last = true) {
       CoalescedWindow window({&reducer}, {.last = last, .accumulate_dtype = dtype});
       for (int k = 0; k < 2; ++k) reducer.gradient_ready("w", gradient.view());
       window.end();

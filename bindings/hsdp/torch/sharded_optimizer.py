@@ -73,8 +73,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
     since the last step (load_state_dict, `.data`) are taken over at the next one. A step in which any
-    rank met a value that is not finite changes nothing (`step_was_skipped`). A parameter that is unused
-    with missing="zero" has a gradient of zeros, and moves by momentum and weight decay.
+    rank met a value that is not finite changes nothing (`step_was_skipped`). With missing="zero" a
+    parameter that no rank used in a step stays as it is, as do its states.
 
     `state_dict()` is local and has this rank's slices; it loads on the same rank of the same mesh, and
     through torch.distributed.checkpoint (`get_optimizer_state_dict`, `save`, `load`) on any, also in
@@ -348,11 +348,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(settings(group))
         self._states.lend(self.state, self._inner.state)
-        self._inner.step()
+        with self._without_unused():
+            self._inner.step()
         if self._states.take_back(self.state, self._inner.state):
             self._count_memory()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(settings(inner))  # some count there
+
+    # Optimizers leave what has no gradient as it is.
+    @contextlib.contextmanager
+    def _without_unused(self) -> Iterator[None]:
+        unused = {one: one._unused_parameters() for one in self._reducers}
+        left = [(s.master, s.master.grad) for s in self._shards if s.name in unused[s.reducer]]
+        for master, _ in left:
+            master.grad = None
+        try:
+            yield
+        finally:
+            for master, gradient in left:
+                master.grad = gradient
 
     # For the Reducers' stats().
     def _count_memory(self) -> None:

@@ -35,6 +35,7 @@ std::string describe_absent(const std::vector<RankReport>& reports, const std::v
                             std::chrono::milliseconds waited) {
   const int size = static_cast<int>(reports.size());
   std::string text = ranks_text(ranks, size) + " did not arrive within " + seconds_text(waited);
+  bool works_alone = false;
   for (const int rank : ranks) {
     const RankReport& report = reports[static_cast<std::size_t>(rank)];
     const std::string who = ranks.size() == 1 ? "it" : "rank " + std::to_string(rank);
@@ -46,7 +47,12 @@ std::string describe_absent(const std::vector<RankReport>& reports, const std::v
               operation_text(report.waits.front().operation, report.waits.front().bucket);
     } else {
       text += "; " + who + " is alive, but in no call";
+      works_alone = true;
     }
+  }
+  if (works_alone) {
+    text += "; where a rank works alone for long, as in an evaluation, let all of them take part "
+            "or make the mesh with a larger timeout_s";
   }
   return text;
 }

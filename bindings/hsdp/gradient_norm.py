@@ -1,0 +1,95 @@
+"""The norm of the mean gradient, and clipping by it."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hsdp import _hsdp
+from hsdp.array import Array
+from hsdp.errors import Error, UsageError
+
+if TYPE_CHECKING:
+    from hsdp.reducer_results import ReducerResults
+
+#: What is added to a norm before something is divided by it, as torch does.
+EPSILON = 1e-6
+
+
+def clip(
+    reducers: list[ReducerResults], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Any:
+    """Scales the results of all of them so that their norm is at most `max_norm`; the norm that was,
+    an f64 where the mesh is.
+    """
+    if not reducers:
+        raise UsageError("reducer: clip_grad_norm_: expected Reducers, got none")
+    if norm_type != 2 or error_if_nonfinite:
+        was = norm(reducers, norm_type)
+        if error_if_nonfinite and not math.isfinite(float(was)):
+            raise Error(
+                f"reducer: clip_grad_norm_: expected a finite norm, got {float(was)}; nothing was "
+                "scaled: skip this step where found_inf() is true, or leave error_if_nonfinite out"
+            )
+        if norm_type != 2:
+            _scale(reducers, max_norm, was)
+            return was
+    return _hsdp.clip_grad_norm([one._handle for one in reducers], max_norm)
+
+
+def norm(reducers: list[ReducerResults], norm_type: float) -> Any:
+    """The norm of the results of all of them together, in f64 where the mesh is."""
+    handles = [one._handle for one in reducers]
+    if norm_type == 2:
+        return handles[0].grad_norm() if len(handles) == 1 else _hsdp.clip_grad_norm(handles, math.inf)
+    if norm_type not in (1, math.inf):
+        raise UsageError(
+            f"reducer: norm_type: expected 1, 2 or inf, got {norm_type!r}; compute others from "
+            "gather_gradients()"
+        )
+    results = _results(reducers)
+    group = reducers[0]._mesh.shard_group
+    if reducers[0]._mesh.device == "cpu":
+        return _norm_on_host(results, norm_type, group)
+    return _norm_on_gpu(results, norm_type, group)
+
+
+# Rare ones: the arrays' own libraries know them. One number for each array, in a fixed order.
+def _norm_on_host(results: list[Any], norm_type: float, group: Any) -> float:
+    if norm_type == 1:
+        total = np.array([sum(float(np.abs(x).sum(dtype=np.float64)) for x in results)])
+        return float(group.all_reduce(total)[0])
+    most = np.array([np.max([np.abs(x).max(initial=0.0) for x in results])], dtype=np.float64)
+    return float(np.asarray(group.all_gather(most)).max())
+
+
+def _norm_on_gpu(results: list[Any], norm_type: float, group: Any) -> Any:
+    torch: Any = importlib.import_module("torch")
+    norms = [x.double().abs().sum() if norm_type == 1 else x.double().abs().max() if x.numel()
+             else x.new_zeros((), dtype=torch.float64) for x in results]
+    if norm_type == 1:
+        return group.all_reduce(torch.stack(norms).sum().reshape(1)).reshape(())
+    rows = group.all_gather(torch.stack(norms).amax().reshape(1))
+    return torch.from_dlpack(rows).amax()
+
+
+# NumPy arrays, or on a GPU torch tensors. Once the first stands, the ranks agree on the step.
+def _results(reducers: list[ReducerResults]) -> list[Any]:
+    on_host = reducers[0]._mesh.device == "cpu"
+    as_array = np.asarray if on_host else importlib.import_module("torch").from_dlpack
+    return [as_array(Array(one._handle.shard(p.name))) for one in reducers for p in one.parameters]
+
+
+def _scale(reducers: list[ReducerResults], max_norm: float, was: Any) -> None:
+    factor = max_norm / (was + EPSILON)
+    if reducers[0]._mesh.device == "cpu":
+        if factor < 1:
+            for result in _results(reducers):
+                result *= np.float32(factor)
+        return
+    factor = factor.clamp(max=1.0).float()
+    for result in _results(reducers):
+        result *= factor

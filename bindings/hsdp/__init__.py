@@ -12,7 +12,7 @@ from typing import Any as _Any
 
 import numpy as _numpy  # before the extension: it is the one thing that must be there
 
-from hsdp import plot, quant, zero
+from hsdp import quant, zero
 from hsdp._hsdp import PlainHop, ReplicaHop, __version__
 from hsdp.array import Array
 from hsdp.communicator import Communicator
@@ -65,7 +65,6 @@ __all__ = [
     "compare_snapshots",
     "init_mesh",
     "job_size",
-    "plot",
     "quant",
     "read_snapshot",
     "write_snapshot",

@@ -115,9 +115,5 @@ class Communicator:
         """
         return Array(self._handle.allocate(count, dtype_text(dtype)))
 
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """What the group was asked to do so far: collective -> (calls, bytes that travelled)."""
-        return self._handle.counts()
-
     def __repr__(self) -> str:
         return f"hsdp.Communicator(rank {self.rank} of {self.size}, {self.transport})"

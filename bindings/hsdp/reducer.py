@@ -104,6 +104,7 @@ class Reducer(ReducerResults):
         self._before_words: list[Callable[[], None]] = []
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
+        self._no_sync_depth = 0
         open_reducers.add(self)
 
     @property
@@ -190,6 +191,32 @@ class Reducer(ReducerResults):
         """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""
         self._handle.set_requires_gradient_sync(bool(flag), group)
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`with reducer.no_sync():` as of torch's DistributedDataParallel: microbatches within only
+        add into local fp32 sums, and the first one after the block sends them with its own.
+
+            with reducer.no_sync():
+                for batch in microbatches[:-1]:
+                    with reducer.microbatch():
+                        loss(model(batch)).backward()
+            with reducer.microbatch():
+                loss(model(microbatches[-1])).backward()
+
+        The sync flags are what they were when it ends. An explicit `sync` decides within it, too;
+        `last=True` is a UsageError there, as is a window. Outside a microbatch.
+        """
+        if self._handle.is_collecting() and not self._handle.window_open():
+            raise UsageError(
+                "reducer: no_sync: expected a call outside of a microbatch, got one inside; call "
+                "end_microbatch() before, or pass sync=\"none\" to the microbatch"
+            )
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
     def set_requires_all_reduce(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches stop at the shard group. Counts where `last` is not given."""
         self._handle.set_requires_all_reduce(bool(flag), group)
@@ -259,6 +286,13 @@ class Reducer(ReducerResults):
         ignored.
         """
         inside = self._handle.window_open()
+        if self._no_sync_depth and sync is None and not inside:
+            if last:
+                raise UsageError(
+                    "reducer: begin_microbatch: expected gradient sync on with last=True, got it "
+                    "off by no_sync(); begin the last microbatch after that block"
+                )
+            sync = "none"
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(None if last is None else bool(last), sync)
         )
@@ -319,6 +353,9 @@ class Reducer(ReducerResults):
     def _take_what_is_left(self) -> None:
         for attachment in self._attachments:
             attachment.microbatch_ending()
+        self._prepare_word()
+
+    def _prepare_word(self) -> None:
         for prepare in self._before_words:
             prepare()
 
@@ -331,6 +368,11 @@ class Reducer(ReducerResults):
                 "zero: coalesce_grad_reduction: expected an attached model, whose p.grad holds the "
                 "sums with accumulate=\"grad\", got a Reducer without; call reducer.attach, or use "
                 "accumulate=\"buffer\""
+            )
+        if self._no_sync_depth:
+            raise UsageError(
+                "zero: coalesce_grad_reduction: expected a window outside of no_sync(), got one "
+                "inside; leave no_sync() out, as gradients are local until the window ends"
             )
         self._hearing_of_drops(
             lambda: self._handle.begin_window(last, backwards, accumulate, accumulate_dtype)
@@ -413,8 +455,7 @@ class Reducer(ReducerResults):
 
         Nothing when none is pending, so it is safe to call twice.
         """
-        for prepare in self._before_words:
-            prepare()
+        self._prepare_word()
         self._hearing_of_drops(self._handle.finish)
 
     def discard(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from hsdp import _hsdp
 from hsdp.array import Array
 from hsdp.dtypes import DtypeLike, dtype_text
-from hsdp.errors import UsageError
+from hsdp.errors import Error, UsageError
 from hsdp.exchanged_values import reduce_array, reduce_number
 from hsdp.options import ReduceOp
 
@@ -152,4 +152,13 @@ class Communicator:
         return Array(self._handle.allocate(count, dtype_text(dtype)))
 
     def __repr__(self) -> str:
-        return f"hsdp.Communicator(rank {self.rank} of {self.size}, {self.transport})"
+        try:
+            ranks = _text_of(self.ranks)
+            return f"hsdp.Communicator(rank {self.rank} of {self.size}, {ranks}, {self.transport})"
+        except Error:  # in a forked child, too
+            return "hsdp.Communicator(closed)"
+
+
+def _text_of(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''} of the job"

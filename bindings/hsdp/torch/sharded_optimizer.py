@@ -138,6 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             self._built = False
             super().__init__(groups, self._inner.defaults)
+        self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._states = SharedStates(self._shards)
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
@@ -195,6 +196,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 del _owners[reducer]
         self._word.close()
         self._gather.close()
+
+    def __repr__(self) -> str:
+        rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
+        here = sum(shard.count for shard in self._shards)
+        whole = sum(parameter.numel() for parameter in self._parameters)
+        words = [
+            f"{type(self._inner).__name__}, stage {self._stage}",
+            f"{len(self._shards)} parameters, {here} of {whole} elements here",
+            *([f"lr {'/'.join(dict.fromkeys(rates))}"] if rates else []),
+            *map(repr, self._reducers),
+        ]
+        return f"hsdp.zero.ShardedOptimizer({', '.join(words)})"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse("one optimizer for a Reducer", "a copy; save its state_dict() instead")

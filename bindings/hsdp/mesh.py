@@ -14,6 +14,7 @@ from hsdp.closing import Closing
 from hsdp.communicator import Communicator
 from hsdp.current_stream import CurrentStream
 from hsdp.errors import Error, UsageError
+from hsdp.keyword_hints import MESH, hinting
 
 
 class Mesh(Closing):
@@ -128,6 +129,7 @@ class Mesh(Closing):
             return "hsdp.Mesh(closed)"
 
 
+@hinting(MESH)
 def init_mesh(
     replicate: int = 1,
     shard: int = 1,

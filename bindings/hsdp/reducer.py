@@ -12,6 +12,7 @@ from hsdp.array import as_shape
 from hsdp.closing import Closing
 from hsdp.dtypes import DtypeLike, dtype_text, wire_text
 from hsdp.errors import Error, StepAbortedError, UsageError
+from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
 from hsdp.open_reducers import open_reducers
 from hsdp.parameter import Parameter
@@ -77,6 +78,7 @@ class Reducer(ReducerResults, Closing):
     they get an `hsdp.Error` that names this rank. In a forked child every call is a UsageError.
     """
 
+    @hinting(REDUCER)
     def __init__(
         self,
         mesh: Any,
@@ -172,6 +174,7 @@ class Reducer(ReducerResults, Closing):
             put_name(error, self._name)
             raise
 
+    @hinting(REDUCER)
     def attach(
         self,
         model: torch.nn.Module,

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from hsdp.errors import UsageError
+from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
@@ -91,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     takes_shards = True  # of torch's optimizers: needs no p.grad
 
+    @hinting(OPTIMIZER)
     def __init__(
         self,
         optimizer_class: Any,

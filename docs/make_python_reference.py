@@ -29,7 +29,7 @@ SECTIONS: dict[str, list[str]] = {
     "Arrays": ["Array"],
     "Snapshots": [
         "write_snapshot", "read_snapshot", "Snapshot", "SnapshotInfo", "compare_snapshots",
-        "Comparison", "ParameterDifference", "ErrorHistogram", "plot",
+        "Comparison", "ParameterDifference", "ErrorHistogram",
     ],
     "Errors": [
         "Error", "PeerLostError", "TimeoutError", "MismatchError", "StepAbortedError",

@@ -98,7 +98,7 @@ def plot(path: pathlib.Path, spans: list[Span]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install hsdp[plot])")
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
         return
     figure = Figure(figsize=(9, 2.6), layout="constrained")
     axes = figure.subplots()

@@ -149,7 +149,7 @@ def plot(path: pathlib.Path, curves: dict[str, list[float]]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install hsdp[plot])")
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -96,7 +96,7 @@ def plot(path: pathlib.Path, found: dict[str, Training]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install hsdp[plot])")
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
         return
     figure = Figure(figsize=(7, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)

@@ -12,8 +12,8 @@ from typing import Any as _Any
 
 import numpy as _numpy  # before the extension: it is the one thing that must be there
 
-from hsdp import plot, quant, zero
-from hsdp._hsdp import PlainHop, ReplicaHop, __version__
+from hsdp import quant, zero
+from hsdp._hsdp import ReplicaHop, __version__
 from hsdp.array import Array
 from hsdp.communicator import Communicator
 from hsdp.comparison import Comparison, ErrorHistogram, ParameterDifference, compare_snapshots
@@ -31,6 +31,7 @@ from hsdp.parameter import Parameter, Slice
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_stats import ReducerStats
+from hsdp.replica_hop import PlainHop
 from hsdp.same_weights import broadcast_parameters
 from hsdp.snapshot import Snapshot, SnapshotInfo, read_snapshot, write_snapshot
 from hsdp.step_blocks import Microbatch, Step
@@ -65,7 +66,6 @@ __all__ = [
     "compare_snapshots",
     "init_mesh",
     "job_size",
-    "plot",
     "quant",
     "read_snapshot",
     "write_snapshot",

@@ -5,9 +5,14 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any, TypeVar, overload
 
+import numpy as np
+
 from hsdp import _hsdp
 from hsdp.array import Array
 from hsdp.dtypes import DtypeLike, dtype_text
+from hsdp.errors import Error, UsageError
+from hsdp.exchanged_values import reduce_array, reduce_number
+from hsdp.options import ReduceOp
 
 ArrayT = TypeVar("ArrayT")
 
@@ -51,9 +56,40 @@ class Communicator:
         """Which way the bytes go: "shared memory", "tcp", "mixed", "nccl", "mpi" or "none"."""
         return self._handle.transport
 
-    def all_reduce(self, x: ArrayT) -> ArrayT:
-        """Sums `x` over the ranks, in place, and returns it. f32, bf16, f16, f64 or i64."""
-        self._handle.all_reduce(x)
+    @overload
+    def all_reduce(self, x: int, op: ReduceOp = "sum") -> int: ...
+    @overload
+    def all_reduce(self, x: float, op: ReduceOp = "sum") -> float: ...
+    @overload
+    def all_reduce(self, x: ArrayT, op: ReduceOp = "sum") -> ArrayT: ...
+    def all_reduce(self, x: Any, op: ReduceOp = "sum") -> Any:
+        """Sums `x` over the ranks, or takes the maximum or minimum: of an array in place; of a
+        Python number as a new one (ints exactly, floats in fp64, in ascending rank).
+
+        Sums of arrays are of f32, bf16, f16, f64 or i64. "max" and "min" take any real dtype and,
+        of a GPU, torch tensors; where a rank has a NaN the result is one, as in torch. They, and
+        numbers, go over the control connection through the host: for metrics, not for gradients.
+        Ranks whose ops, dtypes or shapes differ get a MismatchError there, and may go on.
+        """
+        if op not in ("sum", "max", "min"):
+            raise UsageError(
+                f"all_reduce: op: expected one of 'sum', 'max', 'min', got {op!r}; the mean is "
+                "mean(x)"
+            )
+        if isinstance(x, (int, float)) and not isinstance(x, bool):
+            kind = int if isinstance(x, int) else float
+            return reduce_number(self._handle, kind(x), op)
+        if isinstance(x, bool):
+            raise UsageError("all_reduce: expected a number or an array, got bool; pass int(x)")
+        if isinstance(x, np.generic):  # it would become a copy, to be reduced in vain
+            raise UsageError(
+                "all_reduce: expected a Python number or a writable array, got a NumPy scalar, "
+                f"{type(x).__name__}; pass x.item(), or np.array(x) as a copy to write to"
+            )
+        if op == "sum":
+            self._handle.all_reduce(x)
+        else:
+            reduce_array(self._handle, x, op)
         return x
 
     @overload
@@ -115,9 +151,14 @@ class Communicator:
         """
         return Array(self._handle.allocate(count, dtype_text(dtype)))
 
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """What the group was asked to do so far: collective -> (calls, bytes that travelled)."""
-        return self._handle.counts()
-
     def __repr__(self) -> str:
-        return f"hsdp.Communicator(rank {self.rank} of {self.size}, {self.transport})"
+        try:
+            ranks = _text_of(self.ranks)
+            return f"hsdp.Communicator(rank {self.rank} of {self.size}, {ranks}, {self.transport})"
+        except Error:  # in a forked child, too
+            return "hsdp.Communicator(closed)"
+
+
+def _text_of(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''} of the job"

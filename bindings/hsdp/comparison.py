@@ -109,8 +109,8 @@ def compare_snapshots(
     The default verdict asks that relative L2 and max|a-b| / max|b| of every parameter be at most
     2^-20, or 2^-6 where bf16 travelled, or 2^-9 where f16 did. `rtol` and `atol` ask for
     |a-b| <= atol + rtol |b| of every element instead; `ulp` for at most so many units of the last
-    place of the coarser dtype; `bitwise` for equal bits. `detail` adds histograms and heat strips,
-    for `hsdp.plot`. Memory stays bounded whatever the size.
+    place of the coarser dtype; `bitwise` for equal bits. `detail` adds histograms and heat strips.
+    Memory stays bounded whatever the size.
 
     Raises UsageError for options that contradict each other, SnapshotError when nothing can be
     told: damaged files, different sets of parameters, unequal replicas.

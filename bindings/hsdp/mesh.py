@@ -7,16 +7,17 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from hsdp import _hsdp
+from hsdp.closing import Closing
 from hsdp.communicator import Communicator
 from hsdp.current_stream import CurrentStream
-from hsdp.errors import UsageError
+from hsdp.errors import Error, UsageError
+from hsdp.keyword_hints import MESH, hinting
 
 
-class Mesh:
+class Mesh(Closing):
     """A world of ranks cut into replicate x shard: rank = replica * shard_size + shard_rank.
 
     Made by `init_mesh`. Ranks of a shard group are neighbours (one node), ranks of a replicate
@@ -118,26 +119,17 @@ class Mesh:
         """
         self._handle.close()
 
-    def __enter__(self) -> Mesh:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
-        if self.closed:
+        try:
+            return (
+                f"hsdp.Mesh({self.replicate_size} x {self.shard_size}, rank {self.rank} of "
+                f"{self.size}, {self.device}, {self._world.transport})"
+            )
+        except Error:  # in a forked child, too
             return "hsdp.Mesh(closed)"
-        return (
-            f"hsdp.Mesh({self.replicate_size} x {self.shard_size}, rank {self.rank} of "
-            f"{self.size}, {self.device})"
-        )
 
 
+@hinting(MESH)
 def init_mesh(
     replicate: int = 1,
     shard: int = 1,

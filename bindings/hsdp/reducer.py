@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
 from hsdp.array import as_shape
+from hsdp.closing import Closing
 from hsdp.dtypes import DtypeLike, dtype_text, wire_text
 from hsdp.errors import Error, StepAbortedError, UsageError
+from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
 from hsdp.open_reducers import open_reducers
 from hsdp.parameter import Parameter
 from hsdp.reducer_results import ReducerResults
+from hsdp.reducer_text import (
+    Wires,
+    checked_name,
+    put_name,
+    what_is_reduced,
+    where_it_stands,
+)
 from hsdp.step_blocks import Microbatch, Step
 
 if TYPE_CHECKING:
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
     from hsdp.attachment import Attachment
 
 
-class Reducer(ReducerResults):
+class Reducer(ReducerResults, Closing):
     """Reduces gradients over a mesh: each microbatch is reduce-scattered in the shard group and
     added to an fp32 carry, the step's last one goes over the replicas too.
 
@@ -58,6 +65,7 @@ class Reducer(ReducerResults):
     - `divide_by`: "ranks", or "ranks*microbatches", for the mean over microbatches too; of a window
       each pass counts.
     - `replica_hop`: another way over the replicas, as `hsdp.quant.LocoHop`; None: the plain one.
+    - `name`: for errors and `repr`, in programs with several.
 
     Construction, the first `begin_microbatch`, microbatches, `finish`, `discard`, `grad_norm`,
     `clip_grad_norm_`, `gather_*` and `close` are called by every rank of the mesh in the same
@@ -73,6 +81,7 @@ class Reducer(ReducerResults):
     they get an `hsdp.Error` that names this rank. In a forked child every call is a UsageError.
     """
 
+    @hinting(REDUCER)
     def __init__(
         self,
         mesh: Any,
@@ -87,8 +96,13 @@ class Reducer(ReducerResults):
         replica_hop: _hsdp.ReplicaHop | None = None,
         accumulate_on: str = "device",
         divide_by: str = "ranks",
+        name: str | None = None,
     ) -> None:
+        self._name = checked_name(name)
+        self._who = "reducer" if name is None else f"reducer '{name}'"
         self._mesh = as_mesh(mesh)
+        self._closed = False
+        self._wires = Wires(wire_text(reduce_dtype), wire_text(replica_dtype), replica_hop)
         options = {
             "reduce_dtype": wire_text(reduce_dtype),
             "replica_dtype": wire_text(replica_dtype),
@@ -102,7 +116,8 @@ class Reducer(ReducerResults):
             "replica_hop": replica_hop,
             "divide_by": divide_by,
         }
-        self._handle = _hsdp.Reducer(self._mesh._handle, options)
+        with self._naming():
+            self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout = layout
         self._attachments: list[Attachment] = []
         # Called before the ranks compare their words, which these may change.
@@ -110,12 +125,23 @@ class Reducer(ReducerResults):
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
         self._next_has_batch: bool | None = None
+        self._no_sync_depth = 0
         open_reducers.add(self)
 
     @property
     def mesh(self) -> Any:
         """The mesh that gradients are reduced over."""
         return self._mesh
+
+    @property
+    def name(self) -> str | None:
+        """What it was called when it was made."""
+        return self._name
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def layout(self) -> str:
@@ -141,10 +167,20 @@ class Reducer(ReducerResults):
         `dtype` is that of its gradients: f32, bf16 or f16. Parameters of one `group` get their sync
         flags together and have buckets of their own.
         """
-        return self._handle.register(
-            name, as_shape(shape), dtype_text(dtype), wire_text(reduce_dtype), group or ""
-        )
+        with self._naming():
+            return self._handle.register(
+                name, as_shape(shape), dtype_text(dtype), wire_text(reduce_dtype), group or ""
+            )
 
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            put_name(error, self._name)
+            raise
+
+    @hinting(REDUCER)
     def attach(
         self,
         model: torch.nn.Module,
@@ -186,15 +222,41 @@ class Reducer(ReducerResults):
         parameters that were added or began to require a gradient since: make another Reducer then.
         """
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
-        self._attachments.append(
-            make(
+        with self._naming():
+            attached = make(
                 self._handle, self._mesh.device, model, groups, bool(keep_grads), self._attachments
             )
-        )
+        self._attachments.append(attached)
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""
         self._handle.set_requires_gradient_sync(bool(flag), group)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`with reducer.no_sync():` as of torch's DistributedDataParallel: microbatches within only
+        add into local fp32 sums, and the first one after the block sends them with its own.
+
+            with reducer.no_sync():
+                for batch in microbatches[:-1]:
+                    with reducer.microbatch():
+                        loss(model(batch)).backward()
+            with reducer.microbatch():
+                loss(model(microbatches[-1])).backward()
+
+        The sync flags are what they were when it ends. An explicit `sync` decides within it, too;
+        `last=True` is a UsageError there, as is a window. Outside a microbatch.
+        """
+        if self._handle.is_collecting() and not self._handle.window_open():
+            raise UsageError(
+                f"{self._who}: no_sync: expected a call outside of a microbatch, got one inside; call "
+                "end_microbatch() before, or pass sync=\"none\" to the microbatch"
+            )
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
 
     def set_requires_all_reduce(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches stop at the shard group. Counts where `last` is not given."""
@@ -280,6 +342,13 @@ class Reducer(ReducerResults):
         ignored.
         """
         inside = self._handle.window_open()
+        if self._no_sync_depth and sync is None and not inside:
+            if last:
+                raise UsageError(
+                    f"{self._who}: begin_microbatch: expected gradient sync on with last=True, got "
+                    "it off by no_sync(); begin the last microbatch after that block"
+                )
+            sync = "none"
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(
                 None if last is None else bool(last), sync, self._taken_has_batch()
@@ -298,6 +367,7 @@ class Reducer(ReducerResults):
             try:
                 tell(attachment)
             except BaseException as error:  # this one has told what it will not have
+                put_name(error, self._name)
                 self._handle.abandon_step(str(error))
                 for before in self._attachments[:i]:
                     before.microbatch_ended(completed=False)
@@ -339,7 +409,8 @@ class Reducer(ReducerResults):
         try:
             self._take_what_is_left()
             end()
-        except BaseException:
+        except BaseException as error:
+            put_name(error, self._name)
             self._ended(completed=False)
             raise
         self._ended(completed=True)
@@ -347,6 +418,9 @@ class Reducer(ReducerResults):
     def _take_what_is_left(self) -> None:
         for attachment in self._attachments:
             attachment.microbatch_ending()
+        self._prepare_word()
+
+    def _prepare_word(self) -> None:
         for prepare in self._before_words:
             prepare()
 
@@ -359,6 +433,11 @@ class Reducer(ReducerResults):
                 "zero: coalesce_grad_reduction: expected an attached model, whose p.grad holds the "
                 "sums with accumulate=\"grad\", got a Reducer without; call reducer.attach, or use "
                 "accumulate=\"buffer\""
+            )
+        if self._no_sync_depth:
+            raise UsageError(
+                "zero: coalesce_grad_reduction: expected a window outside of no_sync(), got one "
+                "inside; leave no_sync() out, as gradients are local until the window ends"
             )
         self._hearing_of_drops(
             lambda: self._handle.begin_window(
@@ -419,8 +498,10 @@ class Reducer(ReducerResults):
     def _hearing_of_drops(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except StepAbortedError:
-            self._step_dropped()
+        except Error as error:
+            put_name(error, self._name)
+            if isinstance(error, StepAbortedError):
+                self._step_dropped()
             raise
 
     def _ended(self, completed: bool) -> None:
@@ -443,8 +524,7 @@ class Reducer(ReducerResults):
 
         Nothing when none is pending, so it is safe to call twice.
         """
-        for prepare in self._before_words:
-            prepare()
+        self._prepare_word()
         self._hearing_of_drops(self._handle.finish)
 
     def discard(self) -> None:
@@ -459,25 +539,20 @@ class Reducer(ReducerResults):
         """
         while self._attachments:  # what was attached last may rest on the others
             self._attachments.pop().close()
+        self._closed = True
         self._handle.close()
         open_reducers.discard(self)
 
-    def __enter__(self) -> Reducer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
-        if self not in open_reducers:
-            return "hsdp.Reducer(closed)"
-        found = self.parameters
-        elements = sum(math.prod(parameter.shape) for parameter in found)
-        counts = f"{len(found)} parameters, {elements} elements"
-        what = [attachment.describe() for attachment in self._attachments]
-        return f"hsdp.Reducer({', '.join([*what, counts])}, layout {self._layout}, {self._mesh!r})"
+        words = [] if self._name is None else [repr(self._name)]
+        if self._closed:
+            return f"hsdp.Reducer({', '.join([*words, 'closed'])})"
+        try:
+            parameters = self.parameters
+            words += [
+                what_is_reduced(self._attachments, parameters), self._wires.describe(parameters),
+                f"layout {self._layout}", where_it_stands(self._handle),
+            ]
+        except Error:  # in a forked child
+            words += ["of the parent process"]
+        return f"hsdp.Reducer({', '.join(words)}, {self._mesh!r})"

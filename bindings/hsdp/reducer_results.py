@@ -29,6 +29,7 @@ class ReducerResults:
     _mesh: Mesh
     _handle: _hsdp.Reducer
     _attachments: list[Attachment]
+    _who: str  # in errors
 
     def shard(self, name: str) -> Array:
         """This rank's slice of the mean gradient: fp32, writable, `slice(name).count` elements, on
@@ -100,7 +101,7 @@ class ReducerResults:
     def _attached(self, call: str) -> list[Attachment]:
         if not self._attachments:
             raise UsageError(
-                f"reducer: {call}: expected arrays by name, or an attached model, got neither; "
+                f"{self._who}: {call}: expected arrays by name, or an attached model, got neither; "
                 "pass {name: array}"
             )
         return self._attachments

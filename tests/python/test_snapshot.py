@@ -96,27 +96,6 @@ def compare(folder: pathlib.Path) -> None:
     assert hsdp_check(folder / "mesh", folder / "reference.h5") == 0
     assert hsdp_check(folder / "mesh", folder / "off") == 1
     assert hsdp_check(folder / "all_ranks") == 0
-    draw(same, off, folder)
-
-
-def draw(same: hsdp.Comparison, off: hsdp.Comparison, folder: pathlib.Path) -> None:
-    for name, comparison in {"same": same, "off": off}.items():
-        figure = hsdp.plot.comparison(comparison, folder / f"{name}.png")
-        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-        assert labels == [p.name for p in comparison.parameters]
-        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert len(hsdp.plot.comparison(same).axes) == 2
-    hsdp.plot.comparison(off, folder / "off.svg", most=1)
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hsdp.write_snapshot(tmp_path / "a", {"w": np.ones(3)})
-    comparison = hsdp.compare_snapshots(tmp_path / "a", tmp_path / "a")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(hsdp.UsageError, match=r"pip install hsdp\[plot\]"):
-        hsdp.plot.comparison(comparison)
 
 
 def test_plain_arrays_of_every_dtype(tmp_path: pathlib.Path) -> None:

@@ -438,6 +438,22 @@ def test_an_exception_drops_the_step(mesh: hsdp.Mesh) -> None:
     require_equal(shards(reducer), want)
 
 
+def test_a_named_reducer_is_named_in_what_it_refuses(mesh: hsdp.Mesh) -> None:
+    model = linear()
+    reducer = hsdp.Reducer(mesh, name="critic")
+    with pytest.raises(hsdp.UsageError, match="^reducer 'critic': attach: .*torch.nn.Module"):
+        reducer.attach(3)
+    reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="^reducer 'critic': attach: .*attached once"):
+        reducer.attach(model)
+    model.weight.grad = torch.ones(2, 3)
+    with pytest.raises(hsdp.UsageError, match="^reducer 'critic': begin_microbatch: .*'weight'"):
+        reducer.begin_microbatch()
+    model.weight.grad = None
+    with reducer.microbatch(last=True):
+        backward(model)
+
+
 def test_groups() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with hsdp.init_mesh() as mesh:

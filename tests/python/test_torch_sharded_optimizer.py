@@ -545,6 +545,16 @@ def message(call: Callable[[], Any]) -> str:
     return str(error.value)
 
 
+def test_it_says_what_it_is(mesh: hsdp.Mesh) -> None:
+    model = nn.Linear(3, 2)
+    reducer, optimizer = sharded(mesh, model, stage=1, lr=1e-2)
+    assert repr(optimizer) == (
+        "hsdp.zero.ShardedOptimizer(AdamW, stage 1, 2 parameters, 8 of 8 elements here, lr 0.01, "
+        "hsdp.Reducer(Linear, 2 parameters, 8 elements, wire f32, layout flat, no step yet, "
+        "hsdp.Mesh(1 x 1, rank 0 of 1, cpu, none)))"
+    )
+
+
 def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     model = make_model()
     reducer = hsdp.Reducer(mesh)

@@ -304,6 +304,7 @@ def test_a_forked_child_is_refused() -> None:
 
     def check() -> None:
         nonlocal mesh, reducer, shard
+        assert "closed" in repr(mesh.world) and "of the parent process" in repr(reducer)
         x = np.ones(4, F32)
         for call in [
             lambda: reducer.begin_microbatch(), lambda: reducer.gradient_ready("w", x),
@@ -424,19 +425,77 @@ def test_ranks_that_disagree(ranks: Launcher) -> None:
 
 
 def test_a_reducer_is_a_block_and_says_what_it_is(mesh: hsdp.Mesh) -> None:
-    with hsdp.Reducer(mesh, layout="dim0") as reducer:
+    with hsdp.Reducer(mesh, layout="dim0", replica_dtype="bf16") as reducer:
         reducer.register("w", (2, 3))
         reducer.register("b", 4)
         assert repr(reducer) == (
-            "hsdp.Reducer(2 parameters, 10 elements, layout dim0, hsdp.Mesh(1 x 1, rank 0 of 1, cpu))"
+            "hsdp.Reducer(2 parameters, 10 elements, wire f32, replicas bf16, layout dim0, "
+            "no step yet, hsdp.Mesh(1 x 1, rank 0 of 1, cpu, none))"
         )
-    assert repr(reducer) == "hsdp.Reducer(closed)"
+        assert not reducer.closed
+    assert reducer.closed and repr(reducer) == "hsdp.Reducer(closed)"
     refused(reducer.begin_microbatch, "closed")
     with pytest.raises(KeyError), hsdp.Reducer(mesh) as reducer:
         reducer.register("w", 2)
         reducer.begin_microbatch()
         raise KeyError("in a step")
     refused(reducer.begin_microbatch, "closed")
+
+
+def test_a_reducer_says_where_its_step_stands(mesh: hsdp.Mesh) -> None:
+    with hsdp.Reducer(mesh, name="critic", reduce_dtype=np.float16) as reducer:
+        reducer.register("w", 2)
+        reducer.register("v", 1, reduce_dtype="f32")
+        assert repr(reducer).startswith(
+            "hsdp.Reducer('critic', 2 parameters, 3 elements, wire f16/f32, layout flat, no step yet, "
+        )
+
+        def give() -> None:
+            reducer.gradient_ready("w", np.ones(2, F32))
+            reducer.gradient_ready("v", np.ones(1, F32))
+
+        with reducer.microbatch(last=False):
+            assert "layout flat, in a microbatch of step 0, " in repr(reducer)
+            give()
+        assert ", step 0 begun, " in repr(reducer)
+        reducer.abandon_step()
+        assert ", step 0 dropped, " in repr(reducer)
+        with hsdp.zero.coalesce_grad_reduction(reducer):
+            assert ", in a window of step 1, " in repr(reducer)
+            give()
+        assert ", step 1 finished, " in repr(reducer)
+    assert repr(reducer) == "hsdp.Reducer('critic', closed)"
+    hop = hsdp.quant.LocoHop()
+    with hsdp.Reducer(mesh, replica_hop=hop) as reducer:
+        assert f"0 parameters, 0 elements, wire as gradients, replicas {hop!r}, " in repr(reducer)
+
+
+def test_what_else_says_what_it_is() -> None:
+    assert repr(hsdp.PlainHop("bfloat16")) == "PlainHop('bf16')" and repr(hsdp.PlainHop()) == "PlainHop()"
+    with hsdp.init_mesh() as mesh:
+        assert repr(mesh) == "hsdp.Mesh(1 x 1, rank 0 of 1, cpu, none)"
+        world = mesh.world
+        assert repr(world) == "hsdp.Communicator(rank 0 of 1, ranks 0 of the job, none)"
+    assert repr(mesh) == "hsdp.Mesh(closed)" and repr(world) == "hsdp.Communicator(closed)"
+
+
+def test_errors_name_the_reducer(mesh: hsdp.Mesh) -> None:
+    with hsdp.Reducer(mesh, name="critic") as reducer:
+        assert reducer.name == "critic"
+        reducer.register("w", (2, 3))
+        named = "^reducer 'critic': "
+        refused(lambda: reducer.register("w", 2), named + "parameter 'w'")
+        refused(lambda: reducer.begin_microbatch(sync="some"), named + "sync")
+        refused(lambda: reducer.gather_gradients(), named + "gather_gradients")
+        with reducer.no_sync():
+            refused(lambda: reducer.begin_microbatch(last=True), named + "begin_microbatch")
+        reducer.begin_microbatch()
+        refused(lambda: reducer.no_sync().__enter__(), named + "no_sync")
+        refused(reducer.end_microbatch, named + ".*'w'")
+    refused(lambda: hsdp.Reducer(mesh, name="critic", layout="rows"), named + "layout")
+    for name in ("", "a\nb", 3):
+        refused(lambda: hsdp.Reducer(mesh, name=name), "reducer: name", "one line")
+    assert hsdp.Reducer(mesh).name is None
 
 
 def test_a_timeout_is_pythons_own_too() -> None:

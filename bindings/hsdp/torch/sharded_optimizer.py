@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from hsdp.errors import UsageError
+from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
@@ -91,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     takes_shards = True  # of torch's optimizers: needs no p.grad
 
+    @hinting(OPTIMIZER)
     def __init__(
         self,
         optimizer_class: Any,
@@ -138,6 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             self._built = False
             super().__init__(groups, self._inner.defaults)
+        self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._states = SharedStates(self._shards)
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
@@ -195,6 +198,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 del _owners[reducer]
         self._word.close()
         self._gather.close()
+
+    def __repr__(self) -> str:
+        rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
+        here = sum(shard.count for shard in self._shards)
+        whole = sum(parameter.numel() for parameter in self._parameters)
+        words = [
+            f"{type(self._inner).__name__}, stage {self._stage}",
+            f"{len(self._shards)} parameters, {here} of {whole} elements here",
+            *([f"lr {'/'.join(dict.fromkeys(rates))}"] if rates else []),
+            *map(repr, self._reducers),
+        ]
+        return f"hsdp.zero.ShardedOptimizer({', '.join(words)})"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse("one optimizer for a Reducer", "a copy; save its state_dict() instead")

@@ -1,0 +1,113 @@
+"""Keyword arguments that other libraries have, and what says the same here.
+
+One that is not known here is Python's TypeError; one that is known from DDP, FSDP, DeepSpeed or
+torch's ZeroRedundancyOptimizer is the same TypeError with a hint. Type checkers see the signatures
+as they are, and refuse both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MESH = "the ranks are those of the mesh: hsdp.init_mesh(replicate=, shard=), or a torch DeviceMesh"
+_DEVICE = "the device is that of the mesh: hsdp.init_mesh(..., device=)"
+_WIRE = 'what travels: reduce_dtype="bf16", replica_dtype='
+_WEIGHTS = "call hsdp.broadcast_parameters(mesh, model) before the first step"
+_HOLES = 'missing="zero" of hsdp.Reducer takes parameters without a gradient'
+_LEAVE_OUT = "there is nothing to choose here; leave it out"
+_WHOLE = "parameters are whole on every rank here; leave it out"
+_LAST = "the microbatch that ends a step says so: reducer.microbatch(last=True)"
+_OPTIMIZER = "hsdp.zero.ShardedOptimizer has it: "
+
+#: of hsdp.Reducer and Reducer.attach
+REDUCER = {
+    # DistributedDataParallel
+    "module": "call reducer.attach(model)",
+    "bucket_cap_mb": "bucket_bytes= of hsdp.Reducer counts bytes: 25 << 20 for 25 MiB",
+    "find_unused_parameters": _HOLES,
+    "broadcast_buffers": _WEIGHTS,
+    "init_sync": _WEIGHTS,
+    "device_ids": _DEVICE,
+    "output_device": _DEVICE,
+    "process_group": _MESH,
+    "static_graph": _LEAVE_OUT,
+    "gradient_as_bucket_view": "gradients are packed as they come and freed; leave it out",
+    "mixed_precision": _WIRE,
+    # FullyShardedDataParallel and fully_shard
+    "sharding_strategy": "the mesh says it: hsdp.init_mesh(replicate=, shard=); and stage= of "
+    "hsdp.zero.ShardedOptimizer",
+    "device_id": _DEVICE,
+    "device_mesh": "pass it as the first argument of hsdp.Reducer",
+    "mp_policy": _WIRE,
+    "sync_module_states": _WEIGHTS,
+    "auto_wrap_policy": "bucket_bytes= of hsdp.Reducer cuts the buckets; leave it out",
+    "reshard_after_forward": _WHOLE,
+    "backward_prefetch": _WHOLE,
+    "forward_prefetch": _WHOLE,
+    "limit_all_gathers": _WHOLE,
+    "use_orig_params": _WHOLE,
+    "cpu_offload": _OPTIMIZER + 'offload="host"',
+    "offload_policy": _OPTIMIZER + 'offload="host"',
+    # DeepSpeed's ZeRO
+    "stage": _OPTIMIZER + "stage=1 or 2",
+    "reduce_bucket_size": "bucket_bytes= of hsdp.Reducer counts bytes, not elements",
+    "communication_data_type": _WIRE,
+    "gradient_accumulation_steps": _LAST,
+    "gradient_clipping": "call reducer.clip_grad_norm_(max_norm)",
+    "gradient_predivide_factor": "call reducer.set_gradient_divide_factor(f)",
+    "prescale_gradients": _LEAVE_OUT,
+    "overlap_comm": "reductions always overlap with the backward pass; leave it out",
+    "contiguous_gradients": _LEAVE_OUT,
+    "zero_quantized_gradients": "replica_hop=hsdp.quant.LocoHop() of hsdp.Reducer",
+}
+
+#: of hsdp.zero.ShardedOptimizer
+OPTIMIZER = {
+    "process_group": _MESH,
+    "parameters_as_bucket_view": _LEAVE_OUT,
+    "overlap_with_ddp": "overlap_param_gather= hides the gather of the parameters",
+    "allgather_bucket_size": "gather_bucket_bytes= counts bytes, not elements",
+    "gradient_clipping": "max_grad_norm=",
+    "cpu_offload": 'offload="host"',
+    "offload_optimizer": 'offload="host"',
+    "mesh": "the mesh is that of the Reducer; leave it out",
+}
+
+#: of hsdp.init_mesh
+MESH = {
+    "backend": 'engine="host", "nccl" or "mpi"',
+    "device_type": "device=",
+    "mesh_shape": "replicate= and shard=",
+    "mesh_dim_names": "the dimensions are replicate and shard; leave it out",
+    "world_size": "replicate= and shard=, whose product it is",
+    "rank": "the launcher says it; leave it out",
+    "timeout": "timeout_s=, in seconds",
+}
+
+
+def hinting(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Gives a function the hints; a word that it takes itself needs none."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        own = inspect.signature(function).parameters
+        foreign = {word: hint for word, hint in hints.items() if word not in own}
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            for word in kwargs:
+                if word in foreign:
+                    raise TypeError(
+                        f"{function.__qualname__.removesuffix('.__init__')}() got an unexpected "
+                        f"keyword argument '{word}'; {foreign[word]}"
+                    )
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorate

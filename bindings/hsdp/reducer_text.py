@@ -1,0 +1,70 @@
+"""A Reducer in words: who it is in errors, and what it says of itself."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hsdp import _hsdp
+from hsdp.errors import Error, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hsdp.attachment import Attachment
+    from hsdp.parameter import Parameter
+
+
+def checked_name(name: str | None) -> str | None:
+    """The name of a Reducer; UsageError for what is none."""
+    if name is None or (isinstance(name, str) and name.isprintable() and name):
+        return name
+    raise UsageError(f"reducer: name: expected text of one line, or None, got {name!r}")
+
+
+def put_name(error: BaseException, name: str | None) -> None:
+    """Makes an error that begins with "reducer: " say which one."""
+    head, colon, rest = str(error).partition(": ")
+    if name is not None and isinstance(error, Error) and head == "reducer" and colon:
+        error.args = (f"reducer '{name}': {rest}",)
+
+
+def what_is_reduced(attachments: Iterable[Attachment], parameters: Iterable[Parameter]) -> str:
+    """What is attached, and how much it is."""
+    sizes = [math.prod(parameter.shape) for parameter in parameters]
+    counts = f"{len(sizes)} parameters, {sum(sizes)} elements"
+    return ", ".join([*(attachment.describe() for attachment in attachments), counts])
+
+
+class Wires:
+    """What travels, as a Reducer was told."""
+
+    def __init__(
+        self, reduce: str | None, replica: str | None, hop: _hsdp.ReplicaHop | None
+    ) -> None:
+        self._reduce = reduce
+        self._replica = replica if hop is None else repr(hop)
+
+    def describe(self, parameters: Iterable[Parameter]) -> str:
+        """In the shard group, and over the replicas where that is something else."""
+        shard = self._reduce or "as gradients"
+        dtypes = {p.reduce_dtype or self._reduce or p.dtype for p in parameters}
+        if dtypes:
+            shard = "/".join(sorted(dtypes))
+        if self._replica is None or self._replica == shard:
+            return f"wire {shard}"
+        return f"wire {shard}, replicas {self._replica}"
+
+
+def where_it_stands(handle: _hsdp.Reducer) -> str:
+    """In its steps, which count from 0."""
+    step = handle.step_number()
+    if step < 0:
+        return "no step yet"
+    if handle.window_open():
+        return f"in a window of step {step}"
+    if handle.is_collecting():
+        return f"in a microbatch of step {step}"
+    if handle.step_begun():
+        return f"step {step} begun"
+    return f"step {step} {'dropped' if handle.step_dropped() else 'finished'}"

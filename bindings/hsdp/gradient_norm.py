@@ -29,15 +29,20 @@ def clip(
         raise UsageError("reducer: clip_grad_norm_: expected Reducers, got none")
     if norm_type != 2 or error_if_nonfinite:
         was = norm(reducers, norm_type)
-        if error_if_nonfinite and not math.isfinite(float(was)):
+        number = _number_of(was) if error_if_nonfinite else 0.0
+        if not math.isfinite(number):
             raise Error(
-                f"reducer: clip_grad_norm_: expected a finite norm, got {float(was)}; nothing was "
+                f"reducer: clip_grad_norm_: expected a finite norm, got {number}; nothing was "
                 "scaled: skip this step where found_inf() is true, or leave error_if_nonfinite out"
             )
         if norm_type != 2:
             _scale(reducers, max_norm, was)
             return was
     return _hsdp.clip_grad_norm([one._handle for one in reducers], max_norm)
+
+
+def _number_of(norm: Any) -> float:
+    return norm.number() if isinstance(norm, _hsdp.Memory) else float(norm)
 
 
 def norm(reducers: list[ReducerResults], norm_type: float) -> Any:

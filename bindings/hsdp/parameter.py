@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hsdp import _hsdp
+
 
 class Parameter(NamedTuple):
     """A registered parameter."""
@@ -22,3 +24,10 @@ class Slice(NamedTuple):
 
     offset: int
     count: int  # type: ignore[assignment]
+
+
+def unused_names(handle: _hsdp.Reducer) -> set[str]:
+    """With missing="zero", the parameters of which no rank had a gradient in the finished step."""
+    unused = handle.unused_parameters()
+    rows = handle.parameters() if unused else []
+    return {rows[i][0] for i in unused}

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hsdp import _hsdp
+from hsdp import _hsdp, gradient_norm
 from hsdp.array import Array
 from hsdp.errors import UsageError
 from hsdp.parameter import Slice
@@ -118,20 +118,23 @@ class ReducerResults:
         for attachment in self._attached("gather_parameters"):
             attachment.gather_parameters()
 
-    def grad_norm(self) -> Any:
-        """The L2 norm of the whole mean gradient, over all parameters. Collective.
+    def grad_norm(self, norm_type: float = 2.0) -> Any:
+        """The norm of the whole mean gradient, over all parameters: 1, 2 or inf. Collective.
 
         A float; on a GPU a number there, which nothing waits for until it is looked at: a torch
         tensor of no dimensions where torch uses the GPU, else an `hsdp.Array` of one element.
         """
-        return _as_number(self._handle.grad_norm())
+        return _as_number(gradient_norm.norm([self], norm_type))
 
-    def clip_grad_norm_(self, max_norm: float) -> Any:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Any:
         """Scales the shards in place so that the norm is at most `max_norm`, and what
         `gather_gradients` has put into `p.grad`; returns the norm that was, as `grad_norm` does.
-        Collective.
+        Collective. With `error_if_nonfinite` a norm that is not finite raises an `hsdp.Error` on
+        every rank, and nothing is scaled; on a GPU this waits for it.
         """
-        return _clip([self], max_norm)
+        return _clip([self], max_norm, norm_type, error_if_nonfinite)
 
     def found_inf(self) -> bool:
         """Whether a sum of the step was not finite on any rank. The same answer on all.
@@ -158,14 +161,6 @@ class ReducerResults:
         """Counts of collectives, bytes and memory. Also after `close` and after an error."""
         return ReducerStats(**self._handle.stats())
 
-    # With missing="zero": those of which no rank had a gradient in the finished step.
-    def _unused_parameters(self) -> set[str]:
-        unused = self._handle.unused_parameters()
-        if not unused:
-            return set()
-        rows = self._handle.parameters()
-        return {rows[i][0] for i in unused}
-
     def save_snapshot(self, path: str | os.PathLike[str], step: int) -> None:
         """Writes this rank's file of the result (or of what is pending) into the folder `path`.
 
@@ -180,16 +175,20 @@ class ReducerResults:
         self._handle.flush()
 
 
-def clip_grad_norm_(reducers: Iterable[Reducer], max_norm: float) -> Any:
+def clip_grad_norm_(
+    reducers: Iterable[Reducer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Any:
     """As `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers of one
     mesh. Returns the norm that was. Collective.
     """
-    return _clip(list(reducers), max_norm)
+    return _clip(list(reducers), max_norm, norm_type, error_if_nonfinite)
 
 
-def _clip(reducers: list[Any], max_norm: float) -> Any:
-    handles = [reducer._handle for reducer in reducers]
-    norm = _as_number(_hsdp.clip_grad_norm(handles, float(max_norm)))
+def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:
+    norm = _as_number(gradient_norm.clip(reducers, float(max_norm), norm_type, error_if_nonfinite))
     for reducer in reducers:
         for attachment in reducer._attachments:
             attachment.clipped(norm, float(max_norm))
@@ -197,7 +196,9 @@ def _clip(reducers: list[Any], max_norm: float) -> Any:
 
 
 # Of a GPU it is not waited for.
-def _as_number(memory: _hsdp.Memory) -> Any:
+def _as_number(memory: Any) -> Any:
+    if not isinstance(memory, _hsdp.Memory):
+        return memory
     if memory.device == "cpu":
         return memory.number()
     torch: Any = sys.modules.get("torch")

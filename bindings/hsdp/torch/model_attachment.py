@@ -10,6 +10,8 @@ import torch
 
 from hsdp.array import Array
 from hsdp.errors import UsageError
+from hsdp.gradient_norm import EPSILON
+from hsdp.parameter import unused_names
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.trainable_parameters import groups_by_name, trainable_parameters
@@ -17,9 +19,6 @@ from hsdp.torch.trainable_parameters import groups_by_name, trainable_parameters
 if TYPE_CHECKING:
     from hsdp import _hsdp
     from hsdp.attachment import Attachment
-
-
-_EPSILON = 1e-6  # the Reducer's, when it clips
 
 
 class ModelAttachment:
@@ -41,6 +40,7 @@ class ModelAttachment:
         self.model = model
         self._keep = keep_grads
         self._placed = False  # whether what is in p.grad was put there by us
+        self._unused: set[str] = set()  # by all ranks, in the step that was gathered last
         self._gathered = False  # whether that is the mean gradient
         self._step = -1  # which step the last microbatch was in
         parameters = trainable_parameters(model, device)
@@ -69,6 +69,10 @@ class ModelAttachment:
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The name of an attached parameter; None for another one."""
         return self._names.get(id(parameter))
+
+    def is_left(self, name: str) -> bool:
+        """Whether the last gather left a parameter without a gradient, as no rank had one."""
+        return self._gathered and name in self._unused
 
     def parameter_names(self) -> Collection[str]:
         """The names of its parameters."""
@@ -166,12 +170,17 @@ class ModelAttachment:
 
     def gather_gradients(self) -> None:
         """Sets every p.grad to the whole mean gradient."""
+        self._unused = unused_names(self._handle)
         whole = {
             name: torch.empty(p.shape, dtype=p.dtype, device=p.device)
             for name, p in self._parameters.items()
+            if name not in self._unused
         }
         self._handle.gather_gradients(whole)
         for name, parameter in self._parameters.items():
+            if name in self._unused:
+                parameter.grad = None
+                continue
             grad = whole[name]
             if not parameter.is_contiguous():
                 grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
@@ -184,7 +193,7 @@ class ModelAttachment:
         if not self._gathered or not grads:
             return
         norm = torch.as_tensor(norm, device=grads[0].device, dtype=torch.float64)
-        factor = max_norm / (norm + _EPSILON)
+        factor = max_norm / (norm + EPSILON)
         torch._foreach_mul_(grads, torch.where(factor < 1, factor, 1.0).float())
 
     def gather_parameters(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from hsdp.errors import UsageError
+from hsdp.gradient_norm import EPSILON
+from hsdp.parameter import unused_names
 from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
@@ -34,7 +36,6 @@ from hsdp.torch.slice_states import MASTER, SharedStates, held_bytes, load_targe
 from hsdp.zero.parameter_gather import GatherStats
 
 _SET_UP = "make its ShardedOptimizer"
-_EPSILON = 1e-6  # torch's, and the Reducer's, when they clip
 
 _owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -355,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if fused:
             device = self._shards[0].master.device
             norm = torch.as_tensor(self.grad_norm, dtype=torch.float32, device=device)
-            self._inner.grad_scale = ((norm + _EPSILON) / max_norm).clamp(min=1.0)
+            self._inner.grad_scale = ((norm + EPSILON) / max_norm).clamp(min=1.0)
 
     def _run_inner(self) -> None:
         for masters in self._masters:
@@ -373,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # Optimizers leave what has no gradient as it is.
     @contextlib.contextmanager
     def _without_unused(self) -> Iterator[None]:
-        unused = {one: one._unused_parameters() for one in self._reducers}
+        unused = {one: unused_names(one._handle) for one in self._reducers}
         left = [(s.master, s.master.grad) for s in self._shards if s.name in unused[s.reducer]]
         for master, _ in left:
             master.grad = None

@@ -82,7 +82,7 @@ def _require_gradients(caller: str, parameters: Iterable[Any]) -> None:
             continue
         for attachment in watching:
             name = attachment.name_of(parameter)
-            if name is not None:
+            if name is not None and not attachment.is_left(name):
                 raise UsageError(
                     f"{caller}: expected a gradient in '{name}', got none: its Reducer took it, "
                     "and the parameter would be skipped in silence; call reducer.gather_gradients() "

@@ -176,7 +176,7 @@ def test_memory_is_kept_until_it_is_released(attached: tuple[hsdp.Reducer, nn.Mo
     with coalesce_grad_reduction(reducer, accumulate="grad"):
         run_pass(model, 1)
     assert reducer.stats().accumulator_bytes == 0
-    with coalesce_grad_reduction(reducer):
+    with coalesce_grad_reduction(reducer, last=True):
         run_pass(model, 1)
     assert elements * 4 <= reducer.stats().accumulator_bytes < elements * 4 + 4 * 64
     reducer.release_memory()

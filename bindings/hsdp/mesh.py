@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import operator
@@ -140,9 +141,11 @@ def init_mesh(
 ) -> Mesh:
     """Connects to the other processes of the job and cuts them into replicate x shard.
 
-    Rank and size come from the launcher: hsdp_run, torchrun, mpirun or srun; alone, a process is a
-    world of one. Collective over the job. Across hosts the ranks meet at HSDP_ADDR:HSDP_PORT; without
-    these MPI tells them where, or torch's store at MASTER_ADDR:MASTER_PORT (torchrun).
+    Rank and size come from the launcher: hsdp_run, torchrun, mpirun or srun; where its variables
+    are missing or incomplete, from torch.distributed once init_process_group was called
+    (torch.multiprocessing.spawn, Lightning); alone, a process is a world of one. Collective over the
+    job. Across hosts the ranks meet at HSDP_ADDR:HSDP_PORT; without these MPI tells them where, or
+    torch's store.
 
     - `replicate`, `shard`: their product is the number of processes, or of `ranks`.
     - `engine`: "host", "nccl", "mpi" or "auto" (nccl for a CUDA device, else host).
@@ -150,28 +153,42 @@ def init_mesh(
       "cuda" is torch's current device once torch is imported, else the first one.
     - `ranks`: a 2-D array of job ranks, `ranks[replica][shard_rank]`, for several meshes in one
       job. Each process passes the array that holds its own rank.
-    - `timeout_s`: seconds after which any wait for a peer is a TimeoutError. Meshes that are
-      open at the same time share the first one's; `mesh.timeout_s` tells.
+    - `timeout_s`: seconds after which any wait for a peer is a TimeoutError: also for one that is
+      busy with its own work, as an evaluation on rank 0 only. Meshes that are open at the same time
+      share the first one's; `mesh.timeout_s` tells.
 
-    Raises UsageError for sizes that do not fit the job, MismatchError when ranks ask for different
-    meshes, TimeoutError when a rank does not come. Ctrl-C while it waits leaves the attempt behind;
-    the process should end then.
+    Raises UsageError for sizes that do not fit the job, and where the launcher and torch.distributed
+    disagree on rank or size; MismatchError when ranks ask for different meshes, TimeoutError when a
+    rank does not come. Ctrl-C while it waits leaves the attempt behind; the process should end then.
     """
     rows, columns = _whole("replicate", replicate), _whole("shard", shard)
     table = [] if ranks is None else [[_whole("ranks", rank) for rank in row] for row in ranks]
     where = "cpu" if device is None else str(device)
     if where == "cuda":
         where = _current_device()
-    _meet_at_store(float(timeout_s))
-    return Mesh(_hsdp.init_mesh(rows, columns, str(engine), where, table, float(timeout_s)))
+    launch = _distributed_launch()
+    with contextlib.nullcontext() if launch is None else launch.launched(float(timeout_s)):
+        _meet_at_store(float(timeout_s))
+        return Mesh(_hsdp.init_mesh(rows, columns, str(engine), where, table, float(timeout_s)))
 
 
 def job_size() -> int:
-    """How many ranks the launcher started, whichever it was: 1 without one. Connects to nobody.
+    """How many ranks the launcher started, whichever it was, else torch.distributed has: 1 without
+    either. Connects to nobody.
 
-    Raises UsageError for variables of a launcher that are incomplete or contradict each other.
+    Raises UsageError for variables of a launcher that contradict torch.distributed, and without
+    that for variables that are incomplete or contradict each other.
     """
-    return _hsdp.job_size()
+    launch = _distributed_launch()
+    return _hsdp.job_size() if launch is None else int(launch.job_size())
+
+
+# What init_process_group was told about the ranks; None before it was called.
+def _distributed_launch() -> Any:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return importlib.import_module("hsdp.torch.distributed_launch")
 
 
 def _meet_at_store(timeout_s: float) -> None:

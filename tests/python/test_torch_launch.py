@@ -49,12 +49,14 @@ BY_HAND = """
 import sys, torch, hsdp
 import torch.distributed as dist
 torch.set_num_threads(1)
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+with hsdp.init_mesh(shard=hsdp.job_size()) as own:
+    assert (own.rank, own.size) == (rank, size)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (size,))
 reducer = hsdp.Reducer(mesh)
 again = hsdp.Reducer(mesh)
-assert again.mesh is reducer.mesh and reducer.mesh.shard_size == 2
+assert again.mesh is reducer.mesh and reducer.mesh.shard_size == size
 assert "RANK" not in __import__("os").environ
 reducer.attach(torch.nn.Linear(4, 3))
 print(f"rank {reducer.mesh.rank}: {reducer.mesh.shard_rank}", flush=True)
@@ -162,11 +164,11 @@ def test_without_a_store_the_variables_are_named() -> None:
     assert done.returncode != 0 and "set HSDP_ADDR and HSDP_PORT" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("size", [2, 4])
 def test_without_a_launcher(tmp_path: pathlib.Path, size: int) -> None:
     command = [sys.executable, "-c", BY_HAND]
     processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment(),
+        subprocess.Popen([*command, str(rank), str(size), str(tmp_path / "store")], env=environment(),
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(size)
     ]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from hsdp.errors import UsageError
 from hsdp.mesh import Mesh, init_mesh
@@ -53,35 +49,6 @@ def mesh_from_torch(device_mesh: Any, **options: Any) -> Mesh:
     device = device_mesh.device_type
     if device == "cuda":
         device = f"cuda:{torch.cuda.current_device()}"
-    with _launched_as_torch():
-        made = init_mesh(len(table), len(table[0]), device=device, ranks=table, **options)
-    _require_same_rank(made)
+    made = init_mesh(len(table), len(table[0]), device=device, ranks=table, **options)
     _known[device_mesh] = _Known(made, options)
     return made
-
-
-# Processes that were started without a launcher told torch.distributed who they are; nobody else
-# needs to be told again.
-@contextmanager
-def _launched_as_torch() -> Iterator[None]:
-    families = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-    if not dist.is_initialized() or any(name in os.environ for name in families):
-        yield
-        return
-    ours = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
-
-
-def _require_same_rank(mesh: Mesh) -> None:
-    rank = mesh.world.ranks[mesh.rank]
-    if dist.is_initialized() and rank != dist.get_rank():
-        raise UsageError(
-            f"mesh: expected torch.distributed and the launcher to agree on ranks, got rank "
-            f"{dist.get_rank()} of torch.distributed on rank {rank} of the launcher; leave the "
-            "numbering to the launcher"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hsdp.errors import TimeoutError, UsageError
+from hsdp.torch.meeting_store import MeetingStore
 
 _PROBE_S = 5.0
 
@@ -31,31 +33,54 @@ def meet_at_store(rank: int, size: int, timeout_s: float) -> None:
         return
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store = dist.PrefixStore(f"hsdp/{run}", _open_store(*master, timeout_s))
-        # Names may lead a host to its own loopback; the last rank is on another host than rank 0.
-        if rank == size - 1:
-            store.set("address", reached)
-        address = store.get("address").decode()
-        if rank == 0:
-            store.set("port", _free_port(address))
-            store.set("secret", _offered_secret())
-        port, secret = store.get("port").decode(), store.get("secret").decode()
+        opened = _open_store(*master, timeout_s)
     except dist.DistError as error:
         raise TimeoutError(
-            f"rendezvous: expected ranks 0 and {size - 1} of {size} at torch's store at "
-            f"{master[0]}:{master[1]} within {timeout_s:g} s: {error}; check that all ranks were "
-            "started and still run, or set HSDP_ADDR and HSDP_PORT on every rank",
-            [0, size - 1],
+            f"rendezvous: expected torch's store at {master[0]}:{master[1]} within {timeout_s:g} s: "
+            f"{error}; check that the launcher still runs, or set HSDP_ADDR and HSDP_PORT on every "
+            "rank"
         ) from error
+    store = MeetingStore(opened, f"hsdp/{run}", size, timeout_s)
+    # Names may lead a host to its own loopback; the last rank is on another host than rank 0.
+    os.environ.update(address_of_rank_0(store, rank, size - 1, reached))
+
+
+def address_of_rank_0(
+    store: MeetingStore, rank: int, far_rank: int, reached: str
+) -> dict[str, str]:
+    """HSDP_ADDR and HSDP_PORT, agreed with the others, and HSDP_SECRET if the store may carry it.
+
+    `reached`: where this rank reaches the store, which is on rank 0's host as a rule; "" where it
+    has no address. That of `far_rank`, on another host, counts.
+    """
+    if rank == far_rank:
+        store.put("reached", reached)
+    if rank == 0:
+        own = store.get("reached", far_rank) or _named_address()
+        store.put("address", own)
+        store.put("port", _free_port(own) if own else "")
+        store.put("secret", _offered_secret())
+    address, port, secret = (store.get(key, 0) for key in ("address", "port", "secret"))
     if not port:
+        got = f"{address}, which is not its own" if address else "a name that means a loopback"
         raise UsageError(
-            f"rendezvous: expected rank 0 to listen at {address}, where rank {size - 1} of {size} "
-            "reaches it, got an address that is not its own; set HSDP_ADDR and HSDP_PORT on every "
-            "rank to an address of rank 0's host and a free port of it"
+            f"rendezvous: expected an address of rank 0 at which rank {far_rank} on another host "
+            f"reaches it, got {got}; set HSDP_ADDR and HSDP_PORT on every rank to an address of "
+            "rank 0's host and a free port of it"
         )
-    os.environ["HSDP_ADDR"], os.environ["HSDP_PORT"] = address, port
+    found = {"HSDP_ADDR": address, "HSDP_PORT": port}
     if secret and _trusted() and not _has_secret():
-        os.environ["HSDP_SECRET"] = secret
+        found["HSDP_SECRET"] = secret
+    return found
+
+
+def address_of_store(store: Any) -> str:
+    """Where this host reaches a store of torch; "" for one that has no address, as a file."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return ""
+    return _reached_address(store.host, store.port) or ""
 
 
 def _reached_address(host: str, port: int) -> str | None:
@@ -81,6 +106,19 @@ def _free_port(address: str) -> str:
             return str(probe.getsockname()[1])
     except OSError:
         return ""
+
+
+def _named_address() -> str:
+    """What this host's own name means to others; "" where that is a loopback."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    for *_, place in found:
+        address = ipaddress.ip_address(str(place[0]).partition("%")[0])
+        if not (address.is_loopback or address.is_link_local):
+            return str(address)
+    return ""
 
 
 def _trusted() -> bool:

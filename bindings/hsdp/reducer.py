@@ -161,6 +161,9 @@ class Reducer(ReducerResults):
         backward passes in a microbatch, or reentrant checkpointing of shared parameters, make the
         Reducer with `backwards="many"`.
 
+        The model keeps this Reducer alive until `close`, or as long as it lives itself; a copy of it,
+        or what is loaded of its pickle, has no Reducer. `hsdp.torch.reducers_of(model)` finds it.
+
         Several models may be attached, with one call each. They share neither parameters nor names:
         `torch.nn.ModuleDict({"critic": model})` gives the names of a model a prefix.
 
@@ -180,11 +183,7 @@ class Reducer(ReducerResults):
         parameters that were added or began to require a gradient since: make another Reducer then.
         """
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
-        self._attachments.append(
-            make(
-                self._handle, self._mesh.device, model, groups, bool(keep_grads), self._attachments
-            )
-        )
+        self._attachments.append(make(self, model, groups, bool(keep_grads)))
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""

@@ -13,7 +13,11 @@ from hsdp.errors import UsageError
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.kept_reducers import keep_reducer
-from hsdp.torch.trainable_parameters import groups_by_name, trainable_parameters
+from hsdp.torch.trainable_parameters import (
+    described_parameters,
+    groups_by_name,
+    trainable_parameters,
+)
 
 if TYPE_CHECKING:
     from hsdp.attachment import Attachment
@@ -34,12 +38,14 @@ class ModelAttachment:
         model: torch.nn.Module,
         groups: Mapping[str, Any] | None,
         keep_grads: bool,
+        check_parameters: bool,
     ) -> None:
         self._reducer = reducer
         self._handle = reducer._handle
         #: what was attached
         self.model = model
         self._keep = keep_grads
+        self._checks = check_parameters
         self._placed = False  # whether what is in p.grad was put there by us
         self._gathered = False  # whether that is the mean gradient
         self._step = -1  # which step the last microbatch was in
@@ -78,6 +84,10 @@ class ModelAttachment:
     def describe(self) -> str:
         """The model's class."""
         return type(self.model).__name__
+
+    def description(self) -> list[str]:
+        """Of what every rank's model has alike when the first step begins."""
+        return described_parameters(self.model) if self._checks else []
 
     def microbatch_began(self) -> None:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""

@@ -21,6 +21,9 @@ class Attachment(Protocol):
     def describe(self) -> str:
         """What was attached, for errors."""
 
+    def description(self) -> list[str]:
+        """Lines that are to be the same on every rank before the first step."""
+
     def microbatch_began(self) -> None:
         """Raises when the microbatch cannot be; it is then dropped on every rank."""
 

@@ -24,6 +24,7 @@ from hsdp.reducer_text import (
     what_is_reduced,
     where_it_stands,
 )
+from hsdp.same_weights import require_same_models
 from hsdp.step_blocks import Microbatch, Step
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class Reducer(ReducerResults, Closing):
             self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout = layout
         self._attachments: list[Attachment] = []
+        self._is_agreed = True  # whether what is attached is known to be the same on every rank
         # Called before the ranks compare their words, which these may change.
         self._before_words: list[Callable[[], None]] = []
         self._pass_count = 1  # of the window that is about to end
@@ -186,6 +188,7 @@ class Reducer(ReducerResults, Closing):
         model: torch.nn.Module,
         groups: Mapping[str, torch.nn.Module | Iterable[torch.nn.Module]] | None = None,
         keep_grads: bool = False,
+        check_parameters: bool = True,
     ) -> None:
         """Takes the gradients of a torch model as its backward passes produce them.
 
@@ -203,6 +206,9 @@ class Reducer(ReducerResults, Closing):
         backward passes in a microbatch, or reentrant checkpointing of shared parameters, make the
         Reducer with `backwards="many"`.
 
+        The model keeps this Reducer alive until `close`, or as long as it lives itself; a copy of it,
+        or what is loaded of its pickle, has no Reducer. `hsdp.torch.reducers_of(model)` finds it.
+
         Several models may be attached, with one call each. They share neither parameters nor names:
         `torch.nn.ModuleDict({"critic": model})` gives the names of a model a prefix.
 
@@ -211,6 +217,12 @@ class Reducer(ReducerResults, Closing):
           treats modules that were sharded one by one.
         - `keep_grads`: `end_microbatch` puts this rank's own sum over the step's microbatches into
           `p.grad`.
+        - `check_parameters`: when the first step begins, or in `prepare`, a digest of 128 bits of every
+          parameter, frozen ones too, is compared over the ranks: a MismatchError on all of them names
+          the first that differs. The Reducer stays usable, and asks again at the next call: after
+          `hsdp.broadcast_parameters(mesh, model)` it succeeds. Once it has, nothing is compared any
+          more. It reads each parameter once, where it lies (2 to 3 GB a second on a CPU core), and
+          sends a short message; a world of one does neither. False: weights differ on purpose.
 
         torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
         here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
@@ -223,10 +235,9 @@ class Reducer(ReducerResults, Closing):
         """
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
         with self._naming():
-            attached = make(
-                self._handle, self._mesh.device, model, groups, bool(keep_grads), self._attachments
-            )
+            attached = make(self, model, groups, bool(keep_grads), check_parameters)
         self._attachments.append(attached)
+        self._is_agreed = self._mesh.size == 1
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""
@@ -307,6 +318,22 @@ class Reducer(ReducerResults, Closing):
         does. Collective; all ranks have it in the end or none, and it may be tried again.
         """
         self._handle.prepare()
+        self._agree()
+
+    # Asked until it is so, as whoever sets up does.
+    def _agree(self) -> None:
+        if self._is_agreed:
+            return
+        self._handle.prepare()
+        with self._together("describe what is attached"):
+            if self._mesh.closed:
+                raise UsageError(
+                    "reducer: set-up: expected an open mesh when the first step of an attached model "
+                    "begins, got a closed one; close it later"
+                )
+            lines = [line for one in self._attachments for line in one.description()]
+        require_same_models(self._mesh.world, lines)
+        self._is_agreed = True
 
     # Around a part of a set-up: where it raises on one rank, the others get a StepAbortedError.
     @contextlib.contextmanager
@@ -323,6 +350,7 @@ class Reducer(ReducerResults, Closing):
         """Begins a step before its first microbatch, which otherwise does so; the previous result
         is over. Raises StepAbortedError when another rank dropped the step before it.
         """
+        self._agree()
         self._hearing_of_drops(self._handle.begin_step)
 
     def microbatch(self, last: bool | None = None, sync: str | None = None) -> Microbatch:
@@ -349,6 +377,7 @@ class Reducer(ReducerResults, Closing):
                     "it off by no_sync(); begin the last microbatch after that block"
                 )
             sync = "none"
+        self._agree()
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(
                 None if last is None else bool(last), sync, self._taken_has_batch()
@@ -439,6 +468,7 @@ class Reducer(ReducerResults, Closing):
                 "zero: coalesce_grad_reduction: expected a window outside of no_sync(), got one "
                 "inside; leave no_sync() out, as gradients are local until the window ends"
             )
+        self._agree()
         self._hearing_of_drops(
             lambda: self._handle.begin_window(
                 last, backwards, accumulate, accumulate_dtype, self._taken_has_batch()
@@ -460,6 +490,7 @@ class Reducer(ReducerResults, Closing):
     def _drop_step(self, reason: str) -> None:
         with contextlib.suppress(Error):
             if not self._handle.step_begun():
+                self._agree()
                 self._handle.begin_step()
         self.abandon_step(reason)
         self._leave_window(reason)
@@ -537,6 +568,7 @@ class Reducer(ReducerResults, Closing):
 
         Safe to call twice. Arrays that `shard` returned keep their memory.
         """
+        self._is_agreed = True
         while self._attachments:  # what was attached last may rest on the others
             self._attachments.pop().close()
         self._closed = True

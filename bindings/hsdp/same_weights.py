@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from hsdp.communicator import Communicator
+from hsdp.errors import MismatchError
+from hsdp.line_agreement import first_difference
 
 if TYPE_CHECKING:
     import torch
+
+# What comes after it in a line changes with the values of what the line describes.
+VALUES = " #"
 
 
 def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> None:
@@ -16,3 +24,26 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
     differ in names, shapes or dtypes; UsageError for DTensors and for parameters without memory.
     """
     importlib.import_module("hsdp.torch.broadcast").broadcast_parameters(mesh, model, root)
+
+
+def require_same_models(world: Communicator, lines: Sequence[str]) -> None:
+    """MismatchError on every rank where the lines that describe the ranks' models differ. Collective."""
+    difference = first_difference(world, lines)
+    if difference is None:
+        return
+    plain = [line.partition(VALUES)[0] for line in difference.lines]
+    ranks = [world.ranks[place] for place in difference.places]
+    other = plain[difference.places[0]]
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if plain[0] == other:
+        raise MismatchError(
+            f"reducer: set-up: expected the same weights on every rank, got other values of {other} on "
+            f"{who} than on rank {world.ranks[0]}; call hsdp.broadcast_parameters(mesh, model) before "
+            "the first step, or attach with check_parameters=False where they differ on purpose",
+            ranks,
+        )
+    raise MismatchError(
+        f"reducer: set-up: expected the same model on every rank, got {plain[0]} on rank "
+        f"{world.ranks[0]} and {other} on {who}; attach the same models with the same options",
+        ranks,
+    )

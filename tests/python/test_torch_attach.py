@@ -411,18 +411,6 @@ def expected_of_two(models: nn.ModuleDict, seed: int) -> dict[str, torch.Tensor]
     return result
 
 
-def test_a_dropped_reducer_lets_go_of_the_model(mesh: hsdp.Mesh) -> None:
-    model = linear()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    alive = weakref.ref(reducer)
-    del reducer
-    gc.collect()
-    assert alive() is None
-    backward(model)
-    assert model.weight.grad is not None
-
-
 def test_an_exception_drops_the_step(mesh: hsdp.Mesh) -> None:
     model = linear()
     want = expected(model, [0])

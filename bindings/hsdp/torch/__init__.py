@@ -22,16 +22,26 @@ from hsdp.torch.grad_scaler import GradScaler
 
 if _TYPE_CHECKING:
     from hsdp.torch.flat_slice import FlatSlice as FlatSlice
+    from hsdp.torch.kept_reducers import reducers_of as reducers_of
     from hsdp.torch.replica_hook_handle import ReplicaHookHandle as ReplicaHookHandle
     from hsdp.torch.replica_hook_handle import replica_hook as replica_hook
 
-__all__ = ["FlatSlice", "GradScaler", "ReplicaHookHandle", "mesh_from_torch", "replica_hook"]
+__all__ = [
+    "FlatSlice",
+    "GradScaler",
+    "ReplicaHookHandle",
+    "mesh_from_torch",
+    "reducers_of",
+    "replica_hook",
+]
 
 
 # FSDP2, DTensor and torch's checkpoints take long to import, and not everyone needs them.
 def __getattr__(name: str) -> _Any:
     if name == "FlatSlice":
         return _importlib.import_module("hsdp.torch.flat_slice").FlatSlice
+    if name == "reducers_of":
+        return _importlib.import_module("hsdp.torch.kept_reducers").reducers_of
     if name in ("ReplicaHookHandle", "replica_hook"):
         return getattr(_importlib.import_module("hsdp.torch.replica_hook_handle"), name)
     raise AttributeError(f"module 'hsdp.torch' has no attribute '{name}'")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hsdp.errors import MismatchError, UsageError
+from hsdp.line_agreement import first_difference
 from hsdp.mesh import as_mesh
 from hsdp.torch.trainable_parameters import is_dtensor
 
@@ -18,7 +19,15 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
     world = as_mesh(mesh).world
     tensors = _tensors(model)
     described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
-    _require_agreement(world.ranks, world._handle.exchange("\n".join(described)))
+    difference = first_difference(world, described)
+    if difference is not None:
+        place = difference.places[0]
+        raise MismatchError(
+            f"broadcast_parameters: expected the same model on every rank, got "
+            f"'{difference.lines[0]}' on rank {world.ranks[0]} and '{difference.lines[place]}' on "
+            f"rank {world.ranks[place]}",
+            [world.ranks[place]],
+        )
     with torch.no_grad():
         for tensor in tensors.values():
             if tensor.numel() == 0:
@@ -39,18 +48,3 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 "broadcast before the model is sharded, after it is materialized"
             )
     return found
-
-
-def _require_agreement(ranks: tuple[int, ...], words: list[str]) -> None:
-    for place, word in enumerate(words):
-        if word == words[0]:
-            continue
-        here, there = words[0].split("\n"), word.split("\n")
-        at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
-        at = min(len(here), len(there)) if at is None else at
-        first, other = (lines[at] if at < len(lines) else "nothing" for lines in (here, there))
-        raise MismatchError(
-            f"broadcast_parameters: expected the same model on every rank, got '{first}' on rank "
-            f"{ranks[0]} and '{other}' on rank {ranks[place]}",
-            [ranks[place]],
-        )

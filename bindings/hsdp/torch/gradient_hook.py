@@ -1,6 +1,6 @@
 """Hooks that hand a parameter's gradient over as soon as it is accumulated.
 
-[Note: p.grad is taken out] [Note: gradients are packed, not viewed]
+[Note: p.grad is taken out] [Note: gradients are packed, not viewed] [Note: a model keeps its Reducers]
 """
 
 from __future__ import annotations

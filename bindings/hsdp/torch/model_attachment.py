@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +14,16 @@ from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
-from hsdp.torch.trainable_parameters import groups_by_name, trainable_parameters
+from hsdp.torch.kept_reducers import keep_reducer
+from hsdp.torch.trainable_parameters import (
+    described_parameters,
+    groups_by_name,
+    trainable_parameters,
+)
 
 if TYPE_CHECKING:
-    from hsdp import _hsdp
     from hsdp.attachment import Attachment
+    from hsdp.reducer import Reducer
 
 
 class ModelAttachment:
@@ -28,26 +33,27 @@ class ModelAttachment:
 
     def __init__(
         self,
-        handle: _hsdp.Reducer,
-        device: str,
+        reducer: Reducer,
         model: torch.nn.Module,
         groups: Mapping[str, Any] | None,
         keep_grads: bool,
-        others: Sequence[Attachment],
+        check_parameters: bool,
     ) -> None:
-        self._handle = handle
+        self._reducer = reducer
+        self._handle = reducer._handle
         #: what was attached
         self.model = model
         self._keep = keep_grads
+        self._checks = check_parameters
         self._placed = False  # whether what is in p.grad was put there by us
         self._unused: set[str] = set()  # by all ranks, in the step that was gathered last
         self._gathered = False  # whether that is the mean gradient
         self._step = -1  # which step the last microbatch was in
-        parameters = trainable_parameters(model, device)
+        parameters = trainable_parameters(model, reducer.mesh.device)
         group_of = groups_by_name(model, groups or {})
         for name, parameter in parameters:
             unreduced_gradient_guard.require_unwatched(name, parameter)
-        self._require_new_names([name for name, _ in parameters], others)
+        self._require_new_names([name for name, _ in parameters], reducer._attachments)
         # A backward pass produces the last layers' gradients first.
         self._parameters = dict(reversed(parameters))
         self._names = {id(p): name for name, p in parameters}
@@ -56,10 +62,11 @@ class ModelAttachment:
         self._in_window = False
         self._held = HeldGradients()
         self._hooks: dict[str, GradientHook] = {}
-        self._removable: list[Any] = []
+        self._installed: list[tuple[dict[int, Any], int]] = []  # a parameter's hooks, and which is ours
         for name, parameter in self._parameters.items():
             self._add(name, parameter, group_of.get(name, ""))
         unreduced_gradient_guard.watch(self)
+        self._kept = keep_reducer(model, reducer)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -81,6 +88,10 @@ class ModelAttachment:
     def describe(self) -> str:
         """The model's class."""
         return type(self.model).__name__
+
+    def description(self) -> list[str]:
+        """Of what every rank's model has alike when the first step begins."""
+        return described_parameters(self.model) if self._checks else []
 
     def microbatch_began(self) -> None:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
@@ -208,14 +219,20 @@ class ModelAttachment:
     def close(self) -> None:
         """Removes the hooks. Gradients stay where they are."""
         unreduced_gradient_guard.forget(self)
-        for removable in self._removable:
-            removable.remove()
-        self._removable = []
+        self._remove_hooks()
+        for kept in self._kept:
+            kept.reducers.remove(self._reducer)
+        self._kept = []
 
-    # Hooks must not outlive the Reducer, also when nobody closed it.
+    # Parameters may outlive their model and the Reducer, which nobody has closed; hooks must not.
     def __del__(self) -> None:
-        for removable in getattr(self, "_removable", ()):
-            removable.remove()
+        self._remove_hooks()
+
+    # Without torch's handles: the collector clears the weak references in them before it calls this.
+    def _remove_hooks(self) -> None:
+        for hooks, number in getattr(self, "_installed", ()):
+            hooks.pop(number, None)
+        self._installed = []
 
     def _clear(self) -> None:
         for parameter in self._parameters.values():
@@ -267,4 +284,5 @@ class ModelAttachment:
         if self._keep:
             hook = keeping_hook(hook, name, self._fresh)
         self._hooks[name] = hook
-        self._removable.append(parameter.register_post_accumulate_grad_hook(hook))
+        number = parameter.register_post_accumulate_grad_hook(hook).id
+        self._installed.append((parameter._post_accumulate_grad_hooks, number))

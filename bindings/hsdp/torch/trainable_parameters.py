@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from hsdp.errors import UsageError
+from hsdp.same_weights import VALUES
+from hsdp.torch.value_digests import value_digests
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -36,6 +38,29 @@ def trainable_parameters(model: torch.nn.Module, device: str) -> Named:
     for name, parameter in found:
         _require_usable(name, parameter, device)
     return found
+
+
+def described_parameters(model: torch.nn.Module) -> list[str]:
+    """A line for each parameter, frozen or not, that changes with its values. Values that have no memory
+    of their own (DTensors, sparse and uninitialized parameters) are left out.
+    """
+    lines, compared = [], []
+    for name, p in model.named_parameters():
+        plain = type(p) is not torch.nn.UninitializedParameter and not is_dtensor(p)
+        if not plain or p.layout is not torch.strided or p.is_quantized:
+            lines.append(f"parameter '{name}' {type(p).__name__}")
+            continue
+        if p.is_meta:
+            _fault(
+                f"'{name}' to have memory when the first step begins",
+                "it on the meta device; materialize the model and broadcast its parameters before",
+            )
+        compared.append((len(lines), p))
+        lines.append(f"parameter '{name}' {tuple(p.shape)} {p.dtype}")
+    digests = value_digests([p for _, p in compared])
+    for (place, _), digest in zip(compared, digests, strict=True):
+        lines[place] += VALUES + digest
+    return lines
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

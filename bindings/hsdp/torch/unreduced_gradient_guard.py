@@ -52,8 +52,8 @@ def require_unwatched(name: str, parameter: torch.Tensor) -> None:
     if is_watched(parameter):
         raise UsageError(
             f"reducer: attach: expected '{name}' to be attached once, got it attached already; "
-            "close the other Reducer first, or join models that share parameters in a "
-            "torch.nn.ModuleList"
+            "close the other Reducer first (hsdp.torch.reducers_of(model) has it), or join models that "
+            "share parameters in a torch.nn.ModuleList"
         )
 
 

@@ -1,0 +1,75 @@
+"""What 128 bits say of a tensor's values, computed where it lies.
+
+[Note: digests of parameters]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+_WORD_BYTES = 8
+_CHUNK_WORDS = 1 << 18  # so that a cache holds a chunk
+_ODD = -7046029254386353131  # its 64 bits look random
+_LOW_HALF = 0xFFFFFFFF
+
+
+def value_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """One for each tensor: of the bits of its elements, in row-major order. The same on every device.
+    No tensor is copied to the host, and a GPU is waited for once.
+    """
+    places = _Weights()
+    with torch.no_grad():
+        sums = [_chunk_sums(tensor, places) for tensor in tensors]
+    on_host = {
+        device: iter(torch.cat([one for one in sums if one.device == device]).tolist())
+        for device in {one.device for one in sums}
+    }
+    return [_digest([next(on_host[one.device]) for _ in range(one.numel())]) for one in sums]
+
+
+def _digest(numbers: list[int]) -> str:
+    return hashlib.blake2b(repr(numbers).encode(), digest_size=16).hexdigest()
+
+
+class _Weights:
+    """For each place in a chunk two odd numbers: times one of them no other word gives the same."""
+
+    def __init__(self) -> None:
+        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """On that device."""
+        if device not in self._on:
+            first = _mixed(_mixed(torch.arange(1, _CHUNK_WORDS + 1, device=device)))
+            self._on[device] = (first | 1, _mixed(first) | 1)
+        return self._on[device]
+
+
+# Two sums of each chunk.
+def _chunk_sums(tensor: torch.Tensor, weights: _Weights) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8)
+    sums = []
+    for chunk in data.split(_CHUNK_WORDS * _WORD_BYTES):
+        words = _mixed(_words(chunk))
+        for weight in weights.on(chunk.device):
+            sums.append((words * weight[: words.numel()]).sum())
+    return torch.stack(sums)
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    rest = -data.numel() % _WORD_BYTES
+    if rest != 0 or data.storage_offset() % _WORD_BYTES != 0:
+        data = torch.cat([data, data.new_zeros(rest)])
+    return data.view(torch.int64)
+
+
+# No two words become the same. The plain words would not do: a highest bit times the difference of two
+# odd weights is nothing, so that numbers which swap their signs would not show.
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    words = words * _ODD
+    words ^= (words >> 32) & _LOW_HALF
+    return words

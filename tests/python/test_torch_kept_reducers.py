@@ -1,0 +1,152 @@
+"""A model keeps the Reducers that it is attached to, and what is made from it has none."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+def attached(mesh: hsdp.Mesh, **options: Any) -> nn.Module:
+    """Only the model is left of what is made here."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    hsdp.Reducer(mesh).attach(model, **options)
+    gc.collect()
+    return model
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.arange(12.0).reshape(4, 3)).square().sum().backward()
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_a_model_keeps_its_reducer(mesh: hsdp.Mesh, keep_grads: bool) -> None:
+    model = attached(mesh, keep_grads=keep_grads)
+    with pytest.raises(hsdp.UsageError, match="begin_microbatch"):
+        backward(model)
+    (reducer,) = hsdp.torch.reducers_of(model)
+    model.zero_grad()
+    with reducer.microbatch(last=True):
+        backward(model)
+    with pytest.raises(hsdp.UsageError, match=r"attached once.*hsdp.torch.reducers_of\(model\)"):
+        hsdp.Reducer(mesh).attach(model)
+    reducer.close()
+    assert hsdp.torch.reducers_of(model) == []
+    backward(model)
+    assert model[0].weight.grad is not None
+    hsdp.Reducer(mesh).attach(model)
+
+
+def test_the_models_in_a_dictionary_keep_their_reducer(mesh: hsdp.Mesh) -> None:
+    first, second, other = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(nn.ModuleDict({"a": first, "b": nn.ModuleList([second])}))
+    reducer.attach(other)
+    alive = weakref.ref(reducer)
+    del reducer
+    gc.collect()
+    for model in (first, second, other):
+        assert hsdp.torch.reducers_of(model) == [alive()]
+        with pytest.raises(hsdp.UsageError, match="begin_microbatch"):
+            backward(model)
+    del model, first, second
+    gc.collect()
+    assert hsdp.torch.reducers_of(other) == [alive()]
+    del other
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "save"])
+def test_copies_have_no_reducer(mesh: hsdp.Mesh, how: str) -> None:
+    model = attached(mesh)
+    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"hsdp." not in file.getvalue()  # nor is the package needed to load it
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert hsdp.torch.reducers_of(other) == [] and len(hsdp.torch.reducers_of(model)) == 1
+    backward(other)
+    assert all(p.grad is not None for p in other.parameters())
+    other.zero_grad()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(other)
+    again = copy.deepcopy(other)
+    with reducer.microbatch(last=True):
+        backward(other)
+    backward(again)
+    for p, q in zip(other.parameters(), again.parameters(), strict=True):
+        assert q.grad is not None and p.grad is None
+
+
+@pytest.mark.parametrize("trains", ["alone", "keep_grads", "sharded"])
+def test_model_and_reducer_die_together(mesh: hsdp.Mesh, trains: str) -> None:
+    model = attached(mesh, keep_grads=trains == "keep_grads")
+    (reducer,) = hsdp.torch.reducers_of(model)
+    optimizer: Any = None
+    if trains == "sharded":
+        optimizer = hsdp.zero.ShardedOptimizer(torch.optim.SGD, model, reducer, lr=0.1)
+    for m in range(2):
+        with reducer.microbatch(last=m == 1):
+            backward(model)
+    if optimizer is not None:
+        optimizer.step()
+    alive = [weakref.ref(one) for one in (model, reducer, model[0].weight)]
+    weight = model[0].bias
+    del model, reducer, optimizer
+    gc.collect()
+    assert [one() for one in alive] == [None, None, None]
+    weight.sum().backward()  # no hook is left on what outlives them
+    assert weight.grad is not None
+
+
+def run_collection() -> float:
+    """Rank 0 lets go of its model while rank 1 does nothing."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(3, 2)
+        reducer: Any = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        with reducer.microbatch(last=True):
+            backward(model)
+        reducer.gather_gradients()
+        mesh.world.barrier()
+        took = 0.0
+        if mesh.rank == 0:
+            alive = weakref.ref(reducer)
+            begun = time.monotonic()
+            del model, reducer
+            gc.collect()
+            took = time.monotonic() - begun
+            assert alive() is None
+        else:
+            time.sleep(3.0)
+        mesh.world.barrier()
+        return took
+
+
+def test_collecting_waits_for_nobody(ranks: Launcher) -> None:
+    assert ranks(2, run_collection)[0] < 1.5

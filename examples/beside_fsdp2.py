@@ -15,15 +15,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import hsdp
+from hsdp.options import PartialSync
 
 LAYERS, WIDTH, ROWS = 12, 384, 8
 MICROBATCHES = 4
@@ -51,15 +54,16 @@ def without_reduction(model: nn.Module, inputs: torch.Tensor) -> Step:
 
 
 def reduced_by_hsdp(
-    reducer: hsdp.Reducer, model: nn.Module, inputs: torch.Tensor, first: str = "shard"
+    reducer: hsdp.Reducer, model: nn.Module, inputs: torch.Tensor, first: PartialSync = "shard"
 ) -> Step:
     """`first`: what all microbatches but the last do."""
+    reducer.set_partial_sync(first)
     reducer.attach(model)
     names = [parameter.name for parameter in reducer.parameters]
 
     def step() -> None:
         for m in range(MICROBATCHES):
-            with reducer.microbatch(sync="all" if m == MICROBATCHES - 1 else first):
+            with reducer.microbatch(last=m == MICROBATCHES - 1):
                 backward(model, inputs, m)
         for name in names:
             reducer.shard(name)
@@ -75,16 +79,17 @@ def reduced_by_fsdp2(
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    sharded = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    sharded = cast(FSDPModule, model)
     sharded.set_reshard_after_backward(False)
-    parameters = list(sharded.parameters())
+    parameters = list(model.parameters())
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
         for m in range(MICROBATCHES):
             sharded.set_requires_all_reduce(m == MICROBATCHES - 1)
-            backward(sharded, inputs, m)
+            backward(model, inputs, m)
 
     return step, parameters
 
@@ -118,7 +123,7 @@ def distance(parameters: list[nn.Parameter], exact: list[torch.Tensor]) -> float
     for parameter, mean in zip(parameters, exact, strict=True):
         grad = parameter.grad
         assert grad is not None
-        whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
         off += float((whole.double() - mean).square().sum())
         size += float(mean.square().sum())
     return float((off / size) ** 0.5)

@@ -10,11 +10,14 @@ process, and replicas hold the same bits.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import hsdp
 
@@ -37,7 +40,7 @@ def loss_of(model: nn.Module, step: int, microbatch: int, rank: int, size: int) 
     return nn.functional.mse_loss(model(x), y) / MICROBATCHES
 
 
-def train_sharded(device_mesh: dist.DeviceMesh, mesh: hsdp.Mesh) -> tuple[nn.Module, list[float]]:
+def train_sharded(device_mesh: DeviceMesh, mesh: hsdp.Mesh) -> tuple[nn.Module, list[float]]:
     model = make_model()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=device_mesh["dp_shard"])  # one dimension: replicas are hsdp's
@@ -87,7 +90,7 @@ def main() -> None:
     with hsdp.init_mesh(replicate=replicate, shard=size // replicate) as mesh:
         model, losses = train_sharded(device_mesh, mesh)
         for name, parameter in model.named_parameters():
-            mine = parameter.to_local().detach().flatten()
+            mine = cast(DTensor, parameter).to_local().detach().flatten()
             together = mesh.replicate_group.all_gather(mine).numpy().reshape(replicate, -1)
             assert (together == mine.numpy()).all(), f"{name} differs between replicas"
         if mesh.rank == 0:

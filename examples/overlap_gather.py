@@ -67,7 +67,8 @@ def train(mesh: hsdp.Mesh, width: int, rows: int, steps: int, overlaps: bool) ->
     optimizer = hsdp.zero.ShardedOptimizer(
         torch.optim.AdamW, model, reducer, overlap_param_gather=overlaps, lr=1e-3
     )
-    before_s = 0.0
+    before_s = waited_s = 0.0
+    spans: list[Span] = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step * mesh.size + mesh.rank)
         batch = torch.randn(rows, width, generator=generator)

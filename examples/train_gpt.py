@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ def progress(steps: int, what: str, shown: bool) -> Iterable[int]:
             from tqdm import tqdm  # type: ignore[import-untyped]
         except ImportError:
             return range(steps)
-        bar: Iterator[int] = tqdm(range(steps), desc=what, leave=False)
+        bar: Iterable[int] = tqdm(range(steps), desc=what, leave=False)
         return bar
     return range(steps)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from beside_fsdp2 import join_gloo
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from train_gpt import MICROBATCHES, NOISE, Text, at_the_end, loss_of, make_model
 
@@ -61,7 +61,7 @@ def train(mesh: hsdp.Mesh, text: Text, steps: int, hop: hsdp.ReplicaHop) -> Trai
 
 
 def train_fsdp2(
-    mesh: hsdp.Mesh, shard_mesh: dist.DeviceMesh, text: Text, steps: int, hop: hsdp.ReplicaHop
+    mesh: hsdp.Mesh, shard_mesh: DeviceMesh, text: Text, steps: int, hop: hsdp.ReplicaHop
 ) -> Training:
     model, _ = make_model(text, seed=0)
     for module in [*model.blocks, model]:

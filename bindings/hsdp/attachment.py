@@ -17,9 +17,11 @@ class Attachment(Protocol):
 
     def parameter_names(self) -> Collection[str]:
         """What it registered; no two attachments of a Reducer have a name in common."""
+        ...
 
     def describe(self) -> str:
         """What was attached, for errors."""
+        ...
 
     def description(self) -> list[str]:
         """Lines that are to be the same on every rank before the first step."""
@@ -37,6 +39,7 @@ class Attachment(Protocol):
 
     def pass_count(self) -> int:
         """Of how many passes what it hands over is the sum."""
+        ...
 
     def held_sum(self, name: str) -> Array | None:
         """What a parameter's passes add up to so far, where its framework does that."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import operator
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -28,7 +27,10 @@ def reduce_number(group: _hsdp.Communicator, x: NumberT, op: ReduceOp) -> Number
     header = f"{op} of {'an int' if kind is int else 'a float'}"
     values = [kind(text) for text in _exchange(group, header, repr(x))]
     if op == "sum":
-        return functools.reduce(operator.add, values)
+        total = values[0]
+        for value in values[1:]:
+            total += value
+        return total
     if kind is int:
         return max(values) if op == "max" else min(values)
     return kind(_extreme(op).reduce(np.array(values)))  # a NaN is the result

@@ -16,6 +16,7 @@ from hsdp.communicator import Communicator
 from hsdp.current_stream import CurrentStream
 from hsdp.errors import Error, UsageError
 from hsdp.keyword_hints import MESH, hinting
+from hsdp.options import Engine
 
 
 class Mesh(Closing):
@@ -134,7 +135,7 @@ class Mesh(Closing):
 def init_mesh(
     replicate: int = 1,
     shard: int = 1,
-    engine: str = "auto",
+    engine: Engine = "auto",
     device: Any = None,
     ranks: Sequence[Sequence[int]] | None = None,
     timeout_s: float = 300.0,

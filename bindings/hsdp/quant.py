@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from hsdp import _hsdp
 from hsdp.dtypes import DtypeLike, dtype_text, optional_dtype_text
 from hsdp.errors import UsageError
+from hsdp.options import Bits
 
 __all__ = ["LocoHop", "QuantizationError"]
 
@@ -92,7 +93,7 @@ class LocoHop(_hsdp.LocoHop):
 
     def __init__(
         self,
-        bits: int = 4,
+        bits: Bits = 4,
         group_size: int = 64,
         scale_dtype: DtypeLike = "bf16",
         err_beta: float = 0.8,

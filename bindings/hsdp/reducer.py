@@ -15,6 +15,18 @@ from hsdp.errors import Error, StepAbortedError, UsageError
 from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
 from hsdp.open_reducers import open_reducers
+from hsdp.options import (
+    Accumulate,
+    AccumulateDtype,
+    AccumulateOn,
+    Backwards,
+    DivideBy,
+    Layout,
+    Missing,
+    PartialSync,
+    Reduction,
+    Sync,
+)
 from hsdp.parameter import Parameter
 from hsdp.reducer_results import ReducerResults
 from hsdp.reducer_text import (
@@ -88,15 +100,15 @@ class Reducer(ReducerResults, Closing):
         mesh: Any,
         reduce_dtype: DtypeLike | None = None,
         replica_dtype: DtypeLike | None = None,
-        layout: str = "flat",
+        layout: Layout = "flat",
         bucket_bytes: int | None = None,
-        missing: str = "error",
-        backwards: str = "one",
-        accumulate_dtype: str = "f32",
-        reduction: str = "exact",
+        missing: Missing = "error",
+        backwards: Backwards = "one",
+        accumulate_dtype: AccumulateDtype = "f32",
+        reduction: Reduction = "exact",
         replica_hop: _hsdp.ReplicaHop | None = None,
-        accumulate_on: str = "device",
-        divide_by: str = "ranks",
+        accumulate_on: AccumulateOn = "device",
+        divide_by: DivideBy = "ranks",
         name: str | None = None,
     ) -> None:
         self._name = checked_name(name)
@@ -119,7 +131,7 @@ class Reducer(ReducerResults, Closing):
         }
         with self._naming():
             self._handle = _hsdp.Reducer(self._mesh._handle, options)
-        self._layout = layout
+        self._layout: Layout = layout
         self._attachments: list[Attachment] = []
         self._is_agreed = True  # whether what is attached is known to be the same on every rank
         # Called before the ranks compare their words, which these may change.
@@ -146,7 +158,7 @@ class Reducer(ReducerResults, Closing):
         return self._closed
 
     @property
-    def layout(self) -> str:
+    def layout(self) -> Layout:
         """How parameters are cut into slices: "flat" or "dim0"."""
         return self._layout
 
@@ -273,7 +285,7 @@ class Reducer(ReducerResults, Closing):
         """False: microbatches stop at the shard group. Counts where `last` is not given."""
         self._handle.set_requires_all_reduce(bool(flag), group)
 
-    def set_partial_sync(self, sync: str) -> None:
+    def set_partial_sync(self, sync: PartialSync) -> None:
         """What `last=False` means: "shard" reduce-scatters each microbatch, as stages 2 and 3 of
         ZeRO do; "none" keeps gradients whole and local until the step's end, as stage 1 does.
         Outside a microbatch; the same on every rank.
@@ -353,13 +365,13 @@ class Reducer(ReducerResults, Closing):
         self._agree()
         self._hearing_of_drops(self._handle.begin_step)
 
-    def microbatch(self, last: bool | None = None, sync: str | None = None) -> Microbatch:
+    def microbatch(self, last: bool | None = None, sync: Sync | None = None) -> Microbatch:
         """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
         drops the step on every rank when the block raises. `last` and `sync` as there.
         """
         return Microbatch(self, last, sync)
 
-    def begin_microbatch(self, last: bool | None = None, sync: str | None = None) -> None:
+    def begin_microbatch(self, last: bool | None = None, sync: Sync | None = None) -> None:
         """Opens a microbatch; the previous result is over.
 
         `last=True` ends the step: the gradients are reduced over the replicas as well. `sync` says
@@ -455,7 +467,11 @@ class Reducer(ReducerResults, Closing):
 
     # The parts of a window; hsdp.zero has the block.
     def _begin_window(
-        self, last: bool | None, backwards: int | None, accumulate: str, accumulate_dtype: str
+        self,
+        last: bool | None,
+        backwards: int | None,
+        accumulate: Accumulate,
+        accumulate_dtype: AccumulateDtype,
     ) -> None:
         if accumulate == "grad" and not self._attachments:
             raise UsageError(

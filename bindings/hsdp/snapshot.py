@@ -18,6 +18,7 @@ from hsdp import _hsdp
 from hsdp.dtypes import DtypeLike, optional_dtype_text
 from hsdp.errors import MismatchError, SnapshotError, UsageError
 from hsdp.mesh import Mesh, as_mesh
+from hsdp.options import ReadDtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,9 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
         """The dtype of a parameter's gradients, as "bf16"."""
         return self._dtypes[name]
 
-    def read(self, name: str, replica: int = 0, dtype: str = "f32") -> np.ndarray[Any, Any]:
+    def read(
+        self, name: str, replica: int = 0, dtype: ReadDtype = "f32"
+    ) -> np.ndarray[Any, Any]:
         """The gradient of `name` as replica `replica` holds it, in "f32" or "f64".
 
         Raises KeyError for an unknown name, SnapshotError for damaged data.

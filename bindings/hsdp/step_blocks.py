@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hsdp.options import Sync
     from hsdp.reducer import Reducer
 
 
@@ -47,10 +48,10 @@ class Microbatch:
 
     __slots__ = ("_last", "_reducer", "_sync")
 
-    def __init__(self, reducer: Reducer, last: bool | None, sync: str | None) -> None:
+    def __init__(self, reducer: Reducer, last: bool | None, sync: Sync | None) -> None:
         self._reducer = reducer
         self._last = last
-        self._sync = sync
+        self._sync: Sync | None = sync
 
     def __enter__(self) -> Reducer:
         self._reducer.begin_microbatch(self._last, self._sync)

@@ -1,12 +1,18 @@
-"""Types: the package, its stubs and the examples under mypy --strict, and stubs against the module."""
+"""Types: the package, its stubs and the examples under mypy --strict and pyright, and stubs against
+the module.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import tomllib
+from typing import Any
 
 import pytest
 
@@ -39,15 +45,97 @@ def test_the_package_and_the_examples(cache: str, tmp_path: pathlib.Path) -> Non
     assert mypy(cache, tmp_path, *own, *examples) == ""
 
 
-def test_wrong_types_are_found(cache: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "wrong.py").write_text(
-        "import hsdp\n"
-        "mesh = hsdp.init_mesh(replicate='two')\n"
-        "hsdp.Reducer(mesh).register(1, 2)\n"
-        "size: str = mesh.size\n"
+def pyright(folder: pathlib.Path, config: dict[str, Any]) -> list[str]:
+    """Of basedpyright, pyright as a wheel: errors as file:line, each with its text."""
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--project", str(folder)]
+    done = subprocess.run(
+        [*command, "--pythonpath", sys.executable], capture_output=True, text=True, timeout=300
     )
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert found["summary"]["filesAnalyzed"] > 0
+    return [
+        f"{pathlib.Path(one['file']).name}:{one['range']['start']['line'] + 1}: {one['message']}"
+        for one in found["generalDiagnostics"] if one["severity"] == "error"
+    ]
+
+
+def pyright_settings() -> dict[str, Any]:
+    """As pyproject.toml has them, with whole paths."""
+    settings: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    return {
+        key: [str(ROOT / path) for path in value] if isinstance(value, list) else value
+        for key, value in settings.items()
+    }
+
+
+def test_the_package_and_the_examples_under_pyright(tmp_path: pathlib.Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch, whose types it looks at")
+    assert pyright(tmp_path, pyright_settings()) == []
+
+
+WRONG = """import hsdp
+mesh = hsdp.init_mesh(replicate='two')
+hsdp.Reducer(mesh).register(1, 2)
+size: str = mesh.size
+hsdp.init_mesh(engine="gloo")
+reducer = hsdp.Reducer(mesh, layout="rows")
+hsdp.Reducer(mesh, missing="ignore")
+hsdp.Reducer(mesh, backwards="two")
+hsdp.Reducer(mesh, accumulate_dtype="bf16")
+hsdp.Reducer(mesh, accumulate_on="disk")
+hsdp.Reducer(mesh, reduction="fast")
+reducer.microbatch(sync="some")
+reducer.begin_microbatch(sync="partial")
+reducer.set_partial_sync("all")
+hsdp.zero.coalesce_grad_reduction(reducer, accumulate="sum")
+hsdp.zero.coalesce_grad_reduction(reducer, accumulate_dtype="f16")
+hsdp.quant.LocoHop(bits=5)
+mesh.world.all_reduce(1, op="mean")
+hsdp.Reducer(mesh, bucket_cap_mb=25)
+hsdp.read_snapshot("x").read("w", dtype="bf16")
+"""
+RIGHT = """import numpy as np
+import hsdp
+from hsdp.options import Layout
+layout: Layout = "dim0"
+mesh = hsdp.init_mesh(engine="host")
+reducer = hsdp.Reducer(mesh, layout=layout, missing="zero", backwards="many", accumulate_on="host",
+                       accumulate_dtype="param", reduction="native", reduce_dtype="bf16")
+with reducer.microbatch(last=True), reducer.no_sync():
+    reducer.set_partial_sync("none")
+kept: Layout = reducer.layout
+whole: int = mesh.world.all_reduce(3, op="max")
+part: float = mesh.world.all_reduce(3.0)
+array: np.ndarray[tuple[int], np.dtype[np.float32]] = mesh.world.all_reduce(np.ones(3, np.float32))
+w = np.ones(3, np.float32)
+w -= 0.1 * reducer.shard("w")
+norm: float = float(reducer.grad_norm())
+"""
+
+
+def lines(text: str) -> list[int]:
+    return list(range(2, text.count("\n") + 1))
+
+
+def test_wrong_types_are_found(cache: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
     found = mypy(cache, tmp_path, tmp_path / "wrong.py")
-    assert [f"wrong.py:{line}" in found for line in (2, 3, 4)] == [True] * 3, found
+    assert [n for n in lines(WRONG) if f"wrong.py:{n}:" not in found] == [], found
+
+
+def test_wrong_types_are_found_by_pyright(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    found = pyright(tmp_path, {**pyright_settings(), "include": [str(tmp_path)]})
+    assert sorted({int(one.split(":")[1]) for one in found}) == lines(WRONG), found
+
+
+def test_right_types_are_no_errors(cache: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "right.py").write_text(RIGHT)
+    assert mypy(cache, tmp_path, tmp_path / "right.py") == ""
+    assert pyright(tmp_path, {**pyright_settings(), "include": [str(tmp_path)]}) == []
 
 
 def test_the_package_is_typed() -> None:

@@ -82,7 +82,8 @@ class FsdpParameterGroup:
 
     def set_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
         """As FSDPModule.set_all_reduce_hook; None takes the hook out."""
-        self._module.set_all_reduce_hook(hook)
+        module: Any = self._module  # torch has forgotten None in the type
+        module.set_all_reduce_hook(hook)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of them, as optimizers have it."""

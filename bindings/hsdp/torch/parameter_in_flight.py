@@ -184,7 +184,7 @@ _WITHOUT_VALUES = {
     *(getattr(torch.Tensor, name).__set__ for name in (
         "grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
     )),
-    torch.Tensor.grad.__delete__,
+    getattr(torch.Tensor, "grad").__delete__,  # noqa: B009 - a descriptor, not a tensor
     *(getattr(torch.Tensor, name) for name in (
         "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
         "is_floating_point", "is_inference", "is_shared", "is_signed", "nelement", "numel",

@@ -129,9 +129,8 @@ class Masters:
     def fetch_gradients(self) -> None:
         """Before an update."""
         if self._offloaded:
-            torch._foreach_copy_(
-                [one.master.grad for one in self.slices], [one.gradient for one in self.slices]
-            )
+            grads: list[Any] = [one.master.grad for one in self.slices]
+            torch._foreach_copy_(grads, [one.gradient for one in self.slices])
 
     # Elements that somebody has written since they were rounded.
     def _with_written(self, now: torch.Tensor) -> torch.Tensor:

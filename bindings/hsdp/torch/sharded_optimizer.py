@@ -17,6 +17,7 @@ from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
 from hsdp.keyword_hints import OPTIMIZER, hinting
+from hsdp.options import MasterDtype, Offload, Stage
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.torch.elementwise_probe import require_elementwise
@@ -99,12 +100,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_class: Any,
         params: Any,
         reducer: Reducer | Iterable[Reducer],
-        stage: int = 2,
+        stage: Stage = 2,
         max_grad_norm: float | None = None,
         gather_bucket_bytes: int = 4 << 20,
         overlap_param_gather: bool = True,
-        offload: str | None = None,
-        master_dtype: str = "f32",
+        offload: Offload | None = None,
+        master_dtype: MasterDtype = "f32",
         **options: Any,
     ) -> None:
         listed = list(reducer) if isinstance(reducer, Iterable) else [reducer]

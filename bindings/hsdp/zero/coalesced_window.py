@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from hsdp import _hsdp
 from hsdp.errors import UsageError
+from hsdp.options import Accumulate, AccumulateDtype
 from hsdp.reducer import Reducer
 from hsdp.step_blocks import reason_of
 
@@ -23,8 +24,8 @@ class CoalescedWindow:
         reducers: list[Reducer],
         last: bool | None,
         backwards: int | None,
-        accumulate: str,
-        accumulate_dtype: str,
+        accumulate: Accumulate,
+        accumulate_dtype: AccumulateDtype,
     ) -> None:
         self._reducers = reducers
         self._options = (last, backwards, accumulate, accumulate_dtype)
@@ -81,8 +82,8 @@ def coalesce_grad_reduction(
     reducers: Reducer | Iterable[Reducer],
     last: bool | None = None,
     backwards: int | None = None,
-    accumulate: str = "buffer",
-    accumulate_dtype: str = "f32",
+    accumulate: Accumulate = "buffer",
+    accumulate_dtype: AccumulateDtype = "f32",
 ) -> CoalescedWindow:
     """A block of several backward passes that are reduced once, at its end, however many they are.
 

@@ -53,14 +53,14 @@ void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
     lines.push_back("the hop " + description + " sends " +
                     (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
   });
-  const auto difference = reducer::compare_lines(world, lines, "registration");
+  const auto difference = reducer::compare_lines(world, lines, "compare its model and hop");
   if (!difference) return;
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
   throw MismatchError(
       {.where = "replica_hook: model",
-       .expected = "the same on all ranks",
-       .got = difference->got + " (" + rank + ") and " + difference->expected + " on rank 0",
-       .remedy = "shard the same model in the same way everywhere, and give it the same hop"},
+       .expected = difference->expected + " on every rank",
+       .got = difference->got + " on " + rank,
+       .remedy = "shard the same model in the same way on every rank, and give it the same hop"},
       {world.world_rank(difference->rank)});
 }
 

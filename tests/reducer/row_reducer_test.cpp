@@ -618,12 +618,13 @@ TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {
         if (mesh.rank() == 1) groups[kLate].parameters[1].shape = {3};
         auto error = caught<MismatchError>([&] { RowReducer rows(mesh, groups); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("got late.b (3,) f32 (rank 1 of 2) and late.b (2,)"));
+        EXPECT_THAT(error->what(), HasSubstr("expected late.b (2,) f32 on every rank, got late.b "
+                                             "(3,) f32 on rank 1 of 2"));
         const Dtype wire = mesh.rank() == 0 ? Dtype::kF32 : Dtype::kBf16;
         error = caught<MismatchError>(
             [&] { RowReducer rows(mesh, two_modules(), std::make_shared<PlainHop>(wire)); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 (rank 1 of 2)"));
+        EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 on rank 1 of 2"));
       },
       kPatient);
 }

@@ -447,7 +447,7 @@ void LocoHop::scale_errors(float factor) {
   Parts& parts = *parts_;
   if (!(std::abs(factor) <= 1.0F)) {
     throw UsageError({.where = "loco: scale_errors",
-                      .expected = "a factor from -1 to 1",
+                      .expected = "a factor of magnitude at most 1",
                       .got = std::to_string(factor)});
   }
   parts.require_no_step("scale_errors");

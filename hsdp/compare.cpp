@@ -23,7 +23,9 @@ constexpr std::size_t kMaxNamed = 5;  // in messages
 
 void check_limit(const char* option, std::optional<double> value) {
   if (value && !(*value >= 0 && std::isfinite(*value))) {
-    throw UsageError(std::string("compare: ") + option + " must be finite and not negative");
+    throw UsageError({.where = "compare",
+                      .expected = std::string(option) + " finite and at least 0",
+                      .got = std::to_string(*value)});
   }
 }
 
@@ -33,7 +35,10 @@ Criterion choose_criterion(const CompareOptions& options) {
   check_limit("ulp", options.ulp);
   const bool tolerance = options.rtol || options.atol;
   if ((tolerance ? 1 : 0) + (options.ulp ? 1 : 0) + (options.bitwise ? 1 : 0) > 1) {
-    throw UsageError("compare: choose one of rtol/atol, ulp and bitwise");
+    throw UsageError({.where = "compare",
+                      .expected = "one of rtol and atol, ulp, bitwise",
+                      .got = "several",
+                      .remedy = "choose one"});
   }
   if (options.bitwise) return Criterion::kBitwise;
   if (options.ulp) return Criterion::kUlp;

@@ -31,8 +31,9 @@ Dtype parse_dtype(std::string_view text) {
   for (std::size_t i = 0; i < kFacts.size(); ++i) {
     if (text == kFacts[i].name || text == kFacts[i].long_name) return static_cast<Dtype>(i);
   }
-  throw UsageError("dtype: expected one of f32, bf16, f16, f64, i64, u8, got '" +
-                   std::string(text) + "'");
+  throw UsageError({.where = "dtype",
+                    .expected = "one of f32, bf16, f16, f64, i64, u8",
+                    .got = "'" + std::string(text) + "'"});
 }
 
 }  // namespace hsdp

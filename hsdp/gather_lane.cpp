@@ -18,12 +18,12 @@ namespace {
 void compare(Communicator& world, const std::string& name, const std::vector<std::string>& lines) {
   std::vector<std::string> all{"lane '" + name + "'"};
   all.insert(all.end(), lines.begin(), lines.end());
-  const auto difference = reducer::compare_lines(world, all, "make_lane");
+  const auto difference = reducer::compare_lines(world, all, "compare lane '" + name + "'");
   if (!difference) return;
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
   throw MismatchError({.where = "reducer: make_lane",
-                       .expected = difference->expected + " as on rank 0",
-                       .got = difference->got + " (" + rank + ")",
+                       .expected = difference->expected + " on every rank",
+                       .got = difference->got + " on " + rank,
                        .remedy = "make the same lanes in the same order on every rank"},
                       {world.world_rank(difference->rank)});
 }

@@ -24,7 +24,9 @@ std::string size_text(const MeshOptions& options) {
 
 void check_sizes(const MeshOptions& options) {
   if (options.replicate < 1 || options.shard < 1) {
-    throw UsageError("mesh: expected replicate and shard of at least 1, got " + size_text(options));
+    throw UsageError({.where = "mesh",
+                      .expected = "replicate and shard of at least 1",
+                      .got = size_text(options)});
   }
 }
 
@@ -34,17 +36,22 @@ void check_timeout(const MeshOptions& options) {
 
 void check_engine(const MeshOptions& options, std::string_view engine) {
   if (options.engine != "auto" && options.engine != engine) {
-    throw UsageError("mesh: expected the engine of its job, '" + std::string(engine) +
-                     "', or 'auto', got '" + options.engine + "'");
+    throw UsageError({.where = "mesh: engine",
+                      .expected = "'" + std::string(engine) + "', as in the job's world, or 'auto'",
+                      .got = "'" + options.engine + "'",
+                      .remedy = "give every mesh of a job the same engine"});
   }
   if (options.device.type == DeviceType::kHost && options.device.index != 0) {
-    throw UsageError("mesh: expected index 0 of a host device, got " +
-                     std::to_string(options.device.index));
+    throw UsageError({.where = "mesh: device",
+                      .expected = "index 0 of the cpu",
+                      .got = std::to_string(options.device.index)});
   }
   const bool only_host_memory = engine == "host" || engine == "mpi";
   if (!only_host_memory || options.device == Device{}) return;
-  throw UsageError("mesh: expected host memory on the " + std::string(engine) + " engine, got " +
-                   to_string(options.device));
+  throw UsageError({.where = "mesh: device",
+                    .expected = "cpu on the " + std::string(engine) + " engine",
+                    .got = to_string(options.device),
+                    .remedy = "use engine 'nccl' for GPUs"});
 }
 
 // The job ranks of the mesh in world order (replica major), from `ranks` or the whole job.
@@ -52,38 +59,46 @@ std::vector<int> world_order(const MeshOptions& options, int job_rank, int job_s
   std::vector<int> order;
   if (options.ranks.empty()) {
     if (std::int64_t{options.replicate} * options.shard != job_size) {
-      throw UsageError("mesh: expected replicate x shard equal to the world of " +
-                       std::to_string(job_size) + ", got " + size_text(options) +
-                       "; start that many processes, or name the mesh's ranks with `ranks`");
+      throw UsageError({.where = "mesh",
+                        .expected =
+                            "replicate x shard equal to the world of " + std::to_string(job_size),
+                        .got = size_text(options),
+                        .remedy = "start that many processes, or name the mesh's ranks with ranks="});
     }
     for (int r = 0; r < job_size; ++r) order.push_back(r);
     return order;
   }
   if (static_cast<int>(options.ranks.size()) != options.replicate) {
-    throw UsageError("mesh: expected ranks of " + size_text(options) + ", got " +
-                     std::to_string(options.ranks.size()) + " rows");
+    throw UsageError({.where = "mesh: ranks",
+                      .expected = "an array of " + size_text(options),
+                      .got = std::to_string(options.ranks.size()) + " rows"});
   }
   for (const std::vector<int>& row : options.ranks) {
     if (static_cast<int>(row.size()) != options.shard) {
-      throw UsageError("mesh: expected ranks of " + size_text(options) + ", got a row of " +
-                       std::to_string(row.size()));
+      throw UsageError({.where = "mesh: ranks",
+                        .expected = "an array of " + size_text(options),
+                        .got = "a row of " + std::to_string(row.size())});
     }
     order.insert(order.end(), row.begin(), row.end());
   }
   std::set<int> seen;
   for (const int rank : order) {
     if (rank < 0 || rank >= job_size) {
-      throw UsageError("mesh: expected ranks from 0 to " + std::to_string(job_size - 1) + ", got " +
-                       std::to_string(rank));
+      throw UsageError({.where = "mesh: ranks",
+                        .expected = "ranks of the job from 0 to " + std::to_string(job_size - 1),
+                        .got = std::to_string(rank)});
     }
     if (!seen.insert(rank).second) {
-      throw UsageError("mesh: expected every rank once, got rank " + std::to_string(rank) +
-                       " twice");
+      throw UsageError({.where = "mesh: ranks",
+                        .expected = "every rank once",
+                        .got = "rank " + std::to_string(rank) + " twice"});
     }
   }
   if (!seen.contains(job_rank)) {
-    throw UsageError("mesh: expected ranks to hold this process' rank " + std::to_string(job_rank) +
-                     "; each process passes the array that holds its own rank");
+    throw UsageError({.where = "mesh: ranks",
+                      .expected = "rank " + std::to_string(job_rank) + " of this process in it",
+                      .got = "an array without",
+                      .remedy = "pass the array that holds its own rank in each process"});
   }
   return order;
 }
@@ -118,10 +133,12 @@ void check_agreement(const std::vector<std::string>& all, const std::vector<int>
       const auto m = static_cast<std::size_t>(member);
       if (all[m] == all[r]) continue;
       const std::size_t later = std::max(r, m);
-      throw MismatchError("mesh: expected '" + all[std::min(r, m)] + "', got '" + all[later] +
-                              "' on rank " + of_size(later) +
-                              "; pass the same replicate, shard and ranks on all of them",
-                          {members[later]});
+      throw MismatchError(
+          {.where = "mesh",
+           .expected = "'" + all[std::min(r, m)] + "' on every rank",
+           .got = "'" + all[later] + "' on rank " + of_size(later),
+           .remedy = "pass the same replicate, shard and ranks on all ranks of a mesh"},
+          {members[later]});
     }
   }
 }
@@ -168,8 +185,11 @@ Mesh::Mesh(const Communicator& job, const MeshOptions& options)
 }
 
 Mesh::State& Mesh::state() const {
-  if (!state_ || !state_->world) throw UsageError("mesh: it was closed; make a new one");
-  return *state_;
+  if (state_ && state_->world) return *state_;
+  throw UsageError({.where = "mesh",
+                    .expected = "an open mesh",
+                    .got = "a closed one",
+                    .remedy = "make a new one"});
 }
 
 int Mesh::rank() const { return state_->rank; }

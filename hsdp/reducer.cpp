@@ -251,7 +251,8 @@ std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const
         {.where = where, .expected = "a max_norm of at least 0", .got = std::to_string(max_norm)});
   }
   if (reducers.empty()) {
-    throw UsageError({.where = where, .expected = "Reducers", .got = "none"});
+    throw UsageError(
+        {.where = where, .expected = "Reducers", .got = "none", .remedy = "pass one or several"});
   }
   std::vector<reducer::Results*> all;
   for (std::size_t i = 0; i < reducers.size(); ++i) {
@@ -304,7 +305,10 @@ Microbatch::~Microbatch() {
 
 void Microbatch::end() {
   if (reducer_ == nullptr) {
-    throw UsageError({.where = "reducer: microbatch", .expected = "one end()", .got = "another"});
+    throw UsageError({.where = "reducer: microbatch",
+                      .expected = "one end()",
+                      .got = "another",
+                      .remedy = "begin another Microbatch"});
   }
   std::exchange(reducer_, nullptr)->end_microbatch();
 }

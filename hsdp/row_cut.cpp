@@ -10,8 +10,9 @@ namespace hsdp {
 
 RowCut::RowCut(std::int64_t count, int size) {
   if (count < 0 || size < 1) {
-    throw UsageError("row cut: bad shape: expected count >= 0 and size >= 1, got " +
-                     std::to_string(count) + " over " + std::to_string(size));
+    throw UsageError({.where = "row cut",
+                      .expected = "a count of at least 0 over at least 1 rank",
+                      .got = std::to_string(count) + " over " + std::to_string(size)});
   }
   const std::int64_t row = count / size + (count % size != 0 ? 1 : 0);
   offsets_.reserve(static_cast<std::size_t>(size) + 1);
@@ -24,9 +25,9 @@ RowCut::RowCut(std::int64_t count, int size) {
 
 RowCut::RowCut(std::vector<std::int64_t> offsets) : offsets_(std::move(offsets)) {
   if (offsets_.size() < 2 || offsets_.front() != 0 || !std::ranges::is_sorted(offsets_)) {
-    throw UsageError(
-        "row cut: bad offsets: expected size + 1 non-decreasing offsets, the first 0, got " +
-        std::to_string(offsets_.size()) + " offsets");
+    throw UsageError({.where = "row cut",
+                      .expected = "two offsets or more in ascending order, the first 0",
+                      .got = std::to_string(offsets_.size()) + " that are not"});
   }
 }
 

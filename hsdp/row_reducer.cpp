@@ -1,5 +1,9 @@
 #include "hsdp/row_reducer.h"
 
+#include <array>
+#include <cinttypes>
+#include <cstdint>
+#include <cstdio>
 #include <exception>
 #include <optional>
 #include <string>
@@ -53,25 +57,31 @@ void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
     lines.push_back("the hop " + description + " sends " +
                     (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
   });
-  const auto difference = reducer::compare_lines(world, lines, "registration");
+  const auto difference = reducer::compare_lines(world, lines, "compare its model and hop");
   if (!difference) return;
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
   throw MismatchError(
       {.where = "replica_hook: model",
-       .expected = "the same on all ranks",
-       .got = difference->got + " (" + rank + ") and " + difference->expected + " on rank 0",
-       .remedy = "shard the same model in the same way everywhere, and give it the same hop"},
+       .expected = difference->expected + " on every rank",
+       .got = difference->got + " on " + rank,
+       .remedy = "shard the same model in the same way on every rank, and give it the same hop"},
       {world.world_rank(difference->rank)});
 }
 
 // Says in each word which parameters are in the rows, which change where some are frozen.
 class RowContent final : public StepParty {
  public:
-  [[nodiscard]] std::string owner() const override { return "the trainable parameters"; }
+  [[nodiscard]] std::string owner() const override { return "trainable parameters"; }
   [[nodiscard]] std::string word() const override { return digest_; }
   [[nodiscard]] bool has_state() const override { return false; }
   void set(const std::vector<RowGroup>& groups) {
-    digest_ = std::to_string(reducer::digest_of(model_lines(groups)));
+    std::size_t count = 0;
+    for (const RowGroup& group : groups) count += group.parameters.size();
+    std::array<char, 32> digest{};
+    constexpr std::uint64_t kMask = (std::uint64_t{1} << 48) - 1;  // a word is short
+    std::snprintf(digest.data(), digest.size(), " #%012" PRIx64,
+                  reducer::digest_of(model_lines(groups)) & kMask);
+    digest_ = std::to_string(count) + digest.data();
   }
 
  private:
@@ -240,10 +250,10 @@ void RowReducer::set_groups(std::vector<RowGroup> groups) {
   parts_->steps.close_complete_step("set_groups");
   if (!parts_->steps.begins_step() || groups.size() != parts_->groups.size()) {
     throw UsageError({.where = "replica_hook",
-                      .expected = "other parameters before the first row of a step and in the "
-                                  "same modules",
-                      .got = "them later, or other modules",
-                      .remedy = "freeze parameters between steps only"});
+                      .expected = "parameters frozen or thawed between steps, in the same modules",
+                      .got = "it within a step, or other modules",
+                      .remedy = "change requires_grad between steps only, or close() the handle "
+                                "and make a new replica_hook"});
   }
   parts_->sums.wait();
   parts_->content->set(groups);

@@ -21,13 +21,14 @@ std::string_view name(Code code) {
 void require_valid(const GroupFormat& format) {
   if (format.group_size % kLeastGroupSize != 0 || format.group_size < kLeastGroupSize ||
       format.group_size > kMostGroupSize) {
-    throw UsageError(
-        "quant: cannot use this group size: expected a multiple of 32 from 32 to 4096, got " +
-        std::to_string(format.group_size));
+    throw UsageError({.where = "quant: group_size",
+                      .expected = "a multiple of 32 from 32 to 4096",
+                      .got = std::to_string(format.group_size)});
   }
   if (format.scale_dtype != Dtype::kBf16 && format.scale_dtype != Dtype::kF32) {
-    throw UsageError("quant: cannot use this scale dtype: expected bf16 or f32, got " +
-                     std::string(hsdp::name(format.scale_dtype)));
+    throw UsageError({.where = "quant: scale_dtype",
+                      .expected = "bf16 or f32",
+                      .got = std::string(hsdp::name(format.scale_dtype))});
   }
 }
 

@@ -32,8 +32,10 @@ GroupMap::GroupMap(std::span<const ParameterRange> runs, int group_size, int own
   std::int64_t total = 0;
   for (const ParameterRange& run : runs) total += run.count;
   if (total > std::numeric_limits<std::int32_t>::max()) {
-    throw UsageError("quant: too much for one map: expected at most 2^31 - 1 elements, got " +
-                     std::to_string(total));
+    throw UsageError({.where = "quant: bucket",
+                      .expected = "at most 2^31 - 1 elements",
+                      .got = std::to_string(total),
+                      .remedy = "use smaller bucket_bytes"});
   }
   const std::int64_t row = (total + owners - 1) / owners;
   const std::int64_t room = kTileElements - kTileElements % group_size;

@@ -165,7 +165,7 @@ void LocoHop::Parts::require_patterns_match(const HopPlan& plan) {
     throw UsageError({.where = "loco: exclude",
                       .expected = "names or patterns of parameters",
                       .got = "'" + pattern + "', which matches none",
-                      .remedy = "the first parameter is '" +
+                      .remedy = "use names as registered, such as '" +
                                 (plan.parameters.empty() ? "" : plan.parameters.front().name) +
                                 "'"});
   }
@@ -343,7 +343,8 @@ void LocoHop::Parts::take_figures() {
   if (error_of(worst) > kHighError && !std::exchange(has_warned, true)) {
     std::fprintf(stderr,
                  "hsdp: loco: '%s': quantization changed its gradient by %.2f of its norm in step "
-                 "%lld (0.08 to 0.17 is usual); exclude it, or take smaller groups or 8 bits\n",
+                 "%lld: expected 0.08 to 0.17; name it in exclude, or use a smaller group_size or "
+                 "bits=8\n",
                  worst.parameter.c_str(), error_of(worst), static_cast<long long>(steps.load()));
   }
   const std::scoped_lock lock(mutex);
@@ -358,10 +359,10 @@ std::vector<QuantizationError> LocoHop::quantization_error() const {
 void LocoHop::Parts::require_no_step(const char* what) const {
   if (in_step) {
     throw UsageError({.where = std::string("loco: ") + what,
-                      .expected = "to be called between steps",
-                      .got = "a step whose end is not known yet",
-                      .remedy = "read the step's result or call finish() first, after a drop too; "
-                                "close() where the world has failed"});
+                      .expected = "a call between steps",
+                      .got = "one in a step whose end is not known yet",
+                      .remedy = "read the step's result or call finish() on the Reducer first, after "
+                                "a drop too; close() it where the world has failed"});
   }
   if (exchange) exchange->finish();  // errors that are being cleared
 }

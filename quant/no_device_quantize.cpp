@@ -5,9 +5,10 @@ namespace hsdp::quant {
 namespace {
 
 [[noreturn]] void refuse() {
-  throw UsageError(
-      "quant: expected a build with CUDA, got one without; configure with -DHSDP_CUDA=ON, or use "
-      "the cpu");
+  throw UsageError({.where = "quant",
+                    .expected = "a build with CUDA",
+                    .got = "one without",
+                    .remedy = "configure with -DHSDP_CUDA=ON, or use the cpu"});
 }
 
 }  // namespace

@@ -200,7 +200,7 @@ namespace {
 
 void require(bool holds, const char* kernel, const char* expected, const std::string& got) {
   if (holds) return;
-  throw UsageError(std::string("quant: ") + kernel + ": expected " + expected + ", got " + got);
+  throw UsageError({.where = std::string("quant: ") + kernel, .expected = expected, .got = got});
 }
 
 void check(const Quantize& args) {

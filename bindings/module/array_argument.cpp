@@ -54,7 +54,7 @@ Dtype dtype_of(const py::array& array, std::string_view what) {
   const std::optional<Dtype> dtype = dtype_of_number(descriptor->type_num);
   if (!dtype || descriptor->byteorder == '>') {
     refuse(what, "dtype float32, bfloat16 (ml_dtypes), float16, float64, int64 or uint8",
-           std::string(py::str(array.dtype())) + "; convert it with astype");
+           std::string(py::str(array.dtype())), "convert it with astype");
   }
   return *dtype;
 }
@@ -66,7 +66,7 @@ ArrayArgument from_numpy(const py::array& array, std::string_view what) {
   constexpr int kAligned = 0x0100;
   const int flags = array.flags();
   if ((flags & kAligned) == 0) {
-    refuse(what, "memory aligned to its elements", "an unaligned array; pass a copy of it");
+    refuse(what, "memory aligned to its elements", "an unaligned array", "pass a copy of it");
   }
   result.view.data = array.data();
   result.writable = array.writeable();
@@ -76,7 +76,7 @@ ArrayArgument from_numpy(const py::array& array, std::string_view what) {
     for (std::size_t i = 0; i < dimensions; ++i) {
       const py::ssize_t stride = array.strides(static_cast<py::ssize_t>(i));
       if (stride % item_bytes != 0) {
-        refuse(what, "strides of whole elements", "others; pass numpy.ascontiguousarray of it");
+        refuse(what, "strides of whole elements", "others", "pass numpy.ascontiguousarray(x)");
       }
       result.view.strides.push_back(stride / item_bytes);
     }
@@ -123,15 +123,17 @@ ArrayArgument any_array(py::handle object, std::string_view what, CallerStream& 
 
 }  // namespace
 
-void refuse(std::string_view what, const std::string& expected, const std::string& got) {
-  throw UsageError(std::string(what) + ": expected " + expected + ", got " + got);
+void refuse(std::string_view what, const std::string& expected, const std::string& got,
+            const std::string& remedy) {
+  throw UsageError(
+      {.where = std::string(what), .expected = expected, .got = got, .remedy = remedy});
 }
 
 void require_device(Device device, std::string_view what, const CallerStream& caller) {
   if (device == caller.device()) return;
-  if (!caller.of_mesh()) refuse(what, "host memory", to_string(device) + "; copy it there first");
+  if (!caller.of_mesh()) refuse(what, "host memory", to_string(device), "copy it there first");
   refuse(what, "memory on " + to_string(caller.device()) + ", the mesh's device",
-         to_string(device) + "; move it there, or make the mesh with its device");
+         to_string(device), "move it there, or make the mesh with its device");
 }
 
 ArrayArgument array_argument(py::handle object, std::string_view what, CallerStream& caller) {
@@ -149,9 +151,8 @@ ConstTensorView contiguous(const ArrayArgument& argument, std::string_view what)
   if (!argument.view.is_contiguous()) {
     refuse(what, "a contiguous array",
            "one of shape " + to_string(argument.view.shape) + " with strides " +
-               to_string(argument.view.strides) +
-               "; pass numpy.ascontiguousarray(x) or "
-               "x.contiguous()");
+               to_string(argument.view.strides),
+           "pass numpy.ascontiguousarray(x) or x.contiguous()");
   }
   return {argument.view.data, argument.view.count(), argument.view.dtype, argument.view.device};
 }
@@ -160,8 +161,8 @@ TensorView writable(const ArrayArgument& argument, std::string_view what) {
   const ConstTensorView view = contiguous(argument, what);
   if (!argument.writable) {
     refuse(what, "a writable array",
-           "a read-only one, or one that does not say by DLPack that it may be written to; pass a "
-           "copy");
+           "a read-only one, or one that does not say by DLPack that it may be written to",
+           "pass a copy");
   }
   return {const_cast<void*>(view.data), view.count, view.dtype, view.device};  // NOLINT
 }
@@ -186,9 +187,10 @@ py::object numpy_dtype(Dtype dtype) {
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_ImportError)) throw;
   }
-  throw UsageError(
-      "array: NumPy has no bfloat16 of its own: expected the package ml_dtypes, got none; install "
-      "it, or take the array by DLPack");
+  throw UsageError({.where = "array: bfloat16 for NumPy, which has none of its own",
+                    .expected = "the package ml_dtypes",
+                    .got = "none",
+                    .remedy = "install it, or take the array by DLPack"});
 }
 
 }  // namespace hsdp::python

@@ -39,9 +39,9 @@ struct ArrayArgument {
 // UsageError unless an array's memory lies where the caller's does.
 void require_device(Device device, std::string_view what, const CallerStream& caller);
 
-// UsageError: "what: expected ..., got ...".
+// UsageError: "what: expected ..., got ...; remedy".
 [[noreturn]] void refuse(std::string_view what, const std::string& expected,
-                         const std::string& got);
+                         const std::string& got, const std::string& remedy = {});
 
 // "float32", "bfloat16" and the like as NumPy's dtype; bf16 is that of ml_dtypes.
 [[nodiscard]] pybind11::object numpy_dtype(Dtype dtype);

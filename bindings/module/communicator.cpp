@@ -50,8 +50,10 @@ void mean(const Handle& self, py::handle x) {
   ArrayArgument array = argument(self, x, "mean: x");
   const TensorView data = writable(array, "mean: x");
   if (!is_gradient_dtype(data.dtype)) {
-    throw UsageError("mean: x: expected f32, bf16 or f16, got " + std::string(name(data.dtype)) +
-                     "; use all_reduce and divide");
+    throw UsageError({.where = "mean: x",
+                      .expected = "f32, bf16 or f16",
+                      .got = std::string(name(data.dtype)),
+                      .remedy = "use all_reduce and divide"});
   }
   collective(self, {std::move(array)}, [data](Communicator& group, const Stream& stream) {
     group.all_reduce({.data = data, .divisor = static_cast<float>(group.size())}, stream);

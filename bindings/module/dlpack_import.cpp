@@ -32,7 +32,7 @@ Dtype dtype_of(dlpack::ElementType type, std::string_view what) {
     if (type.code == TypeCode::kUInt && type.bits == 8) return Dtype::kU8;
   }
   refuse(what, "dtype float32, bfloat16, float16, float64, int64 or uint8",
-         type_text(type) + "; convert it first");
+         type_text(type), "convert it first");
 }
 
 // The one place that decides which devices' memory the library can take.
@@ -46,8 +46,8 @@ Device device_of(dlpack::DeviceId device, std::string_view what) {
       return {DeviceType::kCuda, device.index};
   }
   refuse(what, "memory of the host or of a CUDA device",
-         "memory of DLPack device type " + std::to_string(static_cast<int>(device.kind)) +
-             "; copy it to the host first");
+         "memory of DLPack device type " + std::to_string(static_cast<int>(device.kind)),
+         "copy it to the host first");
 }
 
 // What the producer says before it exports; nothing from old ones.
@@ -84,8 +84,8 @@ py::object export_capsule(py::handle object, std::string_view what, CallerStream
     if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt and the like
     const std::string reason = py::str(error.value());
     refuse(what, "an array that can be exported by DLPack",
-           "a " + type_name(object) + " that refuses (" + reason +
-               "); detach it, or convert it to a plain array first");
+           "a " + type_name(object) + " that refuses (" + reason + ")",
+           "detach it, or convert it to a plain array first");
   }
 }
 
@@ -93,7 +93,7 @@ py::object export_capsule(py::handle object, std::string_view what, CallerStream
 void require_unmarked(py::handle object, std::string_view what) {
   if (!py::hasattr(object, "is_neg") || !object.attr("is_neg")().cast<bool>()) return;
   refuse(what, "an array whose memory holds its values",
-         "a " + type_name(object) + " that is negated by a mark; pass x.resolve_neg()");
+         "a " + type_name(object) + " that is negated by a mark", "pass x.resolve_neg()");
 }
 
 struct Capsule {

@@ -109,8 +109,10 @@ Memory Memory::zeros(std::int64_t count, Dtype dtype) {
 
 py::object Memory::numpy() const {
   if (view_.device.type != DeviceType::kHost) {
-    throw UsageError("array: expected host memory for NumPy, got " + to_string(view_.device) +
-                     "; take it by DLPack");
+    throw UsageError({.where = "array",
+                      .expected = "host memory for NumPy",
+                      .got = to_string(view_.device),
+                      .remedy = "take it by DLPack"});
   }
   auto owner = std::make_unique<std::shared_ptr<const void>>(owner_);
   const py::capsule base(owner.get(), [](void* pointer) {

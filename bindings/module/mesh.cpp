@@ -23,7 +23,9 @@ Device parse_device(const std::string& text) {
       text.find_first_not_of("0123456789", 5) == std::string::npos) {
     return {DeviceType::kCuda, std::stoi(text.substr(5))};
   }
-  throw UsageError("mesh: expected a device like 'cpu', 'cuda' or 'cuda:1', got '" + text + "'");
+  throw UsageError({.where = "mesh: device",
+                    .expected = "one like 'cpu', 'cuda' or 'cuda:1'",
+                    .got = "'" + text + "'"});
 }
 
 MeshHandle connect(int replicate, int shard, const std::string& engine, const std::string& device,

@@ -21,9 +21,10 @@ class OwnProcess {
   [[nodiscard]] bool here() const { return generation_ == comm::fork_generation(); }
   void require(const char* what) const {
     if (here()) return;
-    throw UsageError(std::string(what) +
-                     ": expected the process that made it, got a forked child of that process; "
-                     "use it in the parent, or start workers by spawn or forkserver");
+    throw UsageError({.where = what,
+                      .expected = "the process that made it",
+                      .got = "a forked child of that process",
+                      .remedy = "use it in the parent, or start workers by spawn or forkserver"});
   }
 
  private:

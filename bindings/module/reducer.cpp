@@ -34,7 +34,9 @@ auto choose(const std::string& option, const std::string& got, const Choices& ch
     if (got == word) return value;
     accepted += (accepted.empty() ? "'" : ", '") + std::string(word) + "'";
   }
-  throw UsageError("reducer: " + option + ": expected one of " + accepted + ", got '" + got + "'");
+  throw UsageError({.where = "reducer: " + option,
+                    .expected = "one of " + accepted,
+                    .got = "'" + got + "'"});
 }
 
 std::optional<Dtype> wire_dtype(const std::string& option, const OptionalText& text) {
@@ -66,8 +68,10 @@ struct SetOption {
     const py::object hop = given[key];
     if (hop.is_none()) return;
     if (!py::isinstance<ReplicaHop>(hop)) {
-      throw UsageError("reducer: replica_hop: expected an hsdp.ReplicaHop, got an object of type " +
-                       type_name(hop) + "; take hsdp.PlainHop(\"bf16\")");
+      throw UsageError({.where = "reducer: replica_hop",
+                        .expected = "an hsdp.ReplicaHop",
+                        .got = "an object of type " + type_name(hop),
+                        .remedy = "pass hsdp.PlainHop(\"bf16\") or hsdp.quant.LocoHop()"});
     }
     value = hop.cast<std::shared_ptr<ReplicaHop>>();
   }
@@ -207,8 +211,9 @@ struct NamedArrays {
       ArrayArgument argument = array_argument(value, what, self.caller());
       const auto shape = shapes.find(name);
       if (shape != shapes.end() && *shape->second != argument.view.shape) {
-        throw UsageError(what + ": expected shape " + to_string(*shape->second) + ", got " +
-                         to_string(argument.view.shape));
+        throw UsageError({.where = what,
+                          .expected = "shape " + to_string(*shape->second),
+                          .got = to_string(argument.view.shape)});
       }
       arrays.push_back({name, writable(argument, what)});
       held.push_back(hold(std::move(argument.owner)));
@@ -230,7 +235,12 @@ void gather_parameters(Handle& self, const py::dict& given) {
 
 // The norm that was: one f64, where the mesh is.
 Memory clip_together(const std::vector<Handle*>& handles, double max_norm) {
-  if (handles.empty()) throw UsageError("reducer: clip_grad_norm: expected Reducers, got none");
+  if (handles.empty()) {
+    throw UsageError({.where = "reducer: clip_grad_norm_",
+                      .expected = "Reducers",
+                      .got = "none",
+                      .remedy = "pass one or several"});
+  }
   std::vector<std::shared_ptr<Reducer>> shared;
   for (const Handle* handle : handles) shared.push_back(handle->share());
   CallerStream& caller = handles.front()->caller();

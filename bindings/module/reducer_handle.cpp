@@ -20,9 +20,11 @@ constexpr std::int64_t kReleasesGilFromBytes = 16 << 10;
 ReducerHandle::InUse::InUse(ReducerHandle& handle) : handle_(handle) {
   handle.process_.require("reducer");
   if (handle.in_use_) {
-    throw UsageError(
-        "reducer: expected one call at a time, got one while another thread (or the code that a "
-        "signal handler interrupted) is in one; only gradient_ready may be called from any thread");
+    throw UsageError({.where = "reducer",
+                      .expected = "one call at a time",
+                      .got = "one while another thread, or the code that a signal handler "
+                             "interrupted, is in one",
+                      .remedy = "call only gradient_ready from several threads"});
   }
   handle.in_use_ = true;
 }
@@ -55,13 +57,14 @@ int ReducerHandle::index_of(py::handle key) {
     return overflow != 0 || index < 0 ? -1 : static_cast<int>(std::min(index, 1L << 30));
   }
   if (PyUnicode_Check(key.ptr()) == 0) {
-    throw UsageError(
-        "reducer: gradient_ready: expected a parameter's name or index, got an object of type " +
-        type_name(key));
+    throw UsageError({.where = "reducer: gradient_ready",
+                      .expected = "a parameter's name or index",
+                      .got = "an object of type " + type_name(key)});
   }
-  throw UsageError("reducer: gradient_ready: expected a registered parameter, got '" +
-                   text_argument(key, "reducer: gradient_ready: name") +
-                   "'; register it before the first microbatch");
+  throw UsageError({.where = "reducer: gradient_ready",
+                    .expected = "a registered parameter",
+                    .got = "'" + text_argument(key, "reducer: gradient_ready: name") + "'",
+                    .remedy = "register it before the first microbatch"});
 }
 
 void ReducerHandle::gradient_ready(py::handle key, py::handle gradient) {

@@ -40,8 +40,10 @@ GivenEntry given_entry(const py::tuple& given) {
   const std::string what = "snapshot: array of '" + entry.name + "'";
   ArrayArgument argument = host_array_argument(given[4], what);
   if (argument.view.device.type != DeviceType::kHost) {
-    throw UsageError(what + ": expected host memory, got " + to_string(argument.view.device) +
-                     "; copy it to the host first");
+    throw UsageError({.where = what,
+                      .expected = "host memory",
+                      .got = to_string(argument.view.device),
+                      .remedy = "copy it to the host first"});
   }
   entry.data = contiguous(argument, what);
   entry.shape = given[1].is_none() ? argument.view.shape : given[1].cast<Shape>();
@@ -86,9 +88,15 @@ Memory read(const Snapshot& self, std::size_t parameter, int replica, std::int64
             std::int64_t count, const std::string& dtype) {
   const Dtype parsed = parse_dtype(dtype);
   if (parsed != Dtype::kF32 && parsed != Dtype::kF64) {
-    throw UsageError("snapshot: read: expected dtype f32 or f64, got '" + dtype + "'");
+    throw UsageError({.where = "snapshot: read",
+                      .expected = "dtype f32 or f64",
+                      .got = "'" + dtype + "'"});
   }
-  if (count < 0) throw UsageError("snapshot: read: expected a count of at least 0");
+  if (count < 0) {
+    throw UsageError({.where = "snapshot: read",
+                      .expected = "a count of at least 0",
+                      .got = std::to_string(count)});
+  }
   return call_interruptibly([self, parameter, replica, begin, count, parsed] {
     Memory memory = Memory::zeros(count, parsed);
     const auto elements = static_cast<std::size_t>(count);

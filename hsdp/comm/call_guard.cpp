@@ -8,13 +8,16 @@ namespace hsdp::comm {
 
 CallGuard::Entry CallGuard::enter() {
   if (in_forked_child()) {
-    throw UsageError(
-        "communicator: used in a forked child: expected the process that made it; connect there");
+    throw UsageError({.where = "communicator",
+                      .expected = "use in the process that made it",
+                      .got = "use in a forked child",
+                      .remedy = "connect in the child"});
   }
   if (busy_.exchange(true)) {
-    throw UsageError(
-        "communicator: used by two threads at the same time: expected one stream at a time; "
-        "split() a second communicator");
+    throw UsageError({.where = "communicator",
+                      .expected = "one call at a time",
+                      .got = "calls by two threads at once",
+                      .remedy = "split() a second communicator"});
   }
   return Entry(busy_);
 }

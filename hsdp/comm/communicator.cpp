@@ -16,9 +16,10 @@ namespace {
 
 Communicator::Engine& require(const std::shared_ptr<Communicator::Engine>& engine) {
   if (engine == nullptr) {
-    throw UsageError(
-        "communicator: no group: expected a member of a group, got an empty communicator (a rank "
-        "that split with a negative color is in none)");
+    throw UsageError({.where = "communicator",
+                      .expected = "a member of a group",
+                      .got = "an empty communicator",
+                      .remedy = "split() with a color of at least 0 to be in a group"});
   }
   return *engine;
 }
@@ -43,8 +44,10 @@ std::vector<std::string> in_rank_order(const std::vector<int>& members,
 
 void check_reduction(Reduction reduction, const Communicator::Engine& engine) {
   if (reduction == Reduction::kExact || engine.name() == "nccl") return;
-  throw UsageError("communicator: native reduction: expected the nccl engine, got " +
-                   std::string(engine.name()) + "; use exact");
+  throw UsageError({.where = "communicator: native reduction",
+                    .expected = "the nccl engine",
+                    .got = std::string(engine.name()),
+                    .remedy = "use exact"});
 }
 
 // What travels.

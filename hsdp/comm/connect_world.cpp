@@ -34,11 +34,15 @@ EngineKind choose_engine(const WorldOptions& options) {
     return EngineKind::kMpi;
   }
   if (name != "auto" && name != "host") {
-    throw UsageError("engine: expected one of auto, host, nccl, mpi, got '" + name + "'");
+    throw UsageError({.where = "engine",
+                      .expected = "one of auto, host, nccl, mpi",
+                      .got = "'" + name + "'"});
   }
   if (on_cuda) {
-    throw UsageError("engine: host: expected device cpu, got " + to_string(options.device) +
-                     "; use engine 'nccl' for CUDA devices");
+    throw UsageError({.where = "engine: host",
+                      .expected = "device cpu",
+                      .got = to_string(options.device),
+                      .remedy = "use engine 'nccl' for CUDA devices"});
   }
   return EngineKind::kHost;
 }
@@ -48,7 +52,9 @@ TransportChoice choose_transport(const WorldOptions& options) {
   const std::string_view forced = text == nullptr ? "" : text;
   if (forced == "tcp") return TransportChoice::kTcp;
   if (!forced.empty() && forced != "auto") {
-    throw UsageError("HSDP_TRANSPORT: expected auto or tcp, got '" + std::string(forced) + "'");
+    throw UsageError({.where = "launch: HSDP_TRANSPORT",
+                      .expected = "auto or tcp",
+                      .got = "'" + std::string(forced) + "'"});
   }
   return options.transport;
 }
@@ -72,9 +78,14 @@ OpenWorld& open_world() {
 
 void require_same_place(const comm::Control& control, const comm::LaunchEnvironment& launch) {
   if (control.rank() == launch.rank && control.size() == launch.size) return;
-  throw UsageError("world: this process is already rank " + std::to_string(control.rank()) +
-                   " of " + std::to_string(control.size()) + ", expected the same, got rank " +
-                   std::to_string(launch.rank) + " of " + std::to_string(launch.size));
+  const auto place = [](int rank, int size) {
+    return "rank " + std::to_string(rank) + " of " + std::to_string(size);
+  };
+  throw UsageError({.where = "world",
+                    .expected = place(control.rank(), control.size()) +
+                                ", as in the world that this process has open",
+                    .got = place(launch.rank, launch.size),
+                    .remedy = "close its meshes first"});
 }
 
 // What of the open world all ranks go on with.
@@ -109,9 +120,10 @@ Communicator connect_world(const WorldOptions& options) {
   OpenWorld& open = open_world();
   const std::lock_guard lock(open.mutex);
   if (open.generation != comm::fork_generation() && !open.control.expired()) {
-    throw UsageError(
-        "world: a forked child cannot connect while its parent's world is open; fork first, or "
-        "start the process anew");
+    throw UsageError({.where = "world",
+                      .expected = "a process that did not inherit an open world",
+                      .got = "a forked child",
+                      .remedy = "fork before the parent connects, or start a new process"});
   }
   const auto end = std::chrono::steady_clock::now() + options.timeout;
   const comm::LaunchEnvironment launch =

@@ -16,8 +16,10 @@ std::optional<std::vector<std::string>> Control::exchange_while_open(std::string
 
 void require_other_rank(int peer, int rank, int size) {
   if (peer >= 0 && peer < size && peer != rank) return;
-  throw UsageError("control: tell: expected another world rank, got " + std::to_string(peer) +
-                   " (rank " + std::to_string(rank) + " of " + std::to_string(size) + ")");
+  throw UsageError({.where = "control: tell",
+                    .expected = "another world rank",
+                    .got = std::to_string(peer) + " (rank " + std::to_string(rank) + " of " +
+                           std::to_string(size) + ")"});
 }
 
 void throw_failure(const Failure& failure) {

@@ -474,7 +474,7 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   try {
     Communicator world(state.engine.lock());
     world.post(key, mine);
-    for (const std::string& text : world.collect(key, "Reducer")) {
+    for (const std::string& text : world.collect(key, "set-up")) {
       others = others || text.front() == '1';
       furthest = std::max<std::int64_t>(furthest, std::stoll(text.substr(2)));
     }

@@ -4,9 +4,10 @@
 namespace hsdp::comm {
 
 void require_mpi() {
-  throw UsageError(
-      "engine: mpi: this build of hsdp has none; build it with -DHSDP_MPI=ON, or use "
-      "engine 'host'");
+  throw UsageError({.where = "engine: mpi",
+                    .expected = "a build of hsdp with MPI",
+                    .got = "one without",
+                    .remedy = "configure with -DHSDP_MPI=ON, or use engine 'host'"});
 }
 
 Communicator mpi_world(const std::shared_ptr<Control>& /*control*/) {

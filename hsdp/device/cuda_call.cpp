@@ -35,7 +35,7 @@ void check_cuda(int status, Device device, const std::string& what) {
   std::string message = "device: " + to_string(device) + ": cannot " + what +
                         ": expected success, got " + cudaGetErrorName(error) + " (" +
                         cudaGetErrorString(error) + ")";
-  if (error == cudaErrorMemoryAllocation) message += "; free memory or use smaller buckets";
+  if (error == cudaErrorMemoryAllocation) message += "; free memory, or use smaller bucket_bytes";
   throw Error(message);
 }
 

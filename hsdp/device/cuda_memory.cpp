@@ -49,8 +49,9 @@ const DevicePool& pool_of(Device device) {
   static std::mutex mutex;
   static std::array<DevicePool, kMostDevices> pools;
   if (device.index >= kMostDevices) {
-    throw UsageError("device: expected an index below " + std::to_string(kMostDevices) + ", got " +
-                     to_string(device));
+    throw UsageError({.where = "device",
+                      .expected = "an index below " + std::to_string(kMostDevices),
+                      .got = to_string(device)});
   }
   const std::lock_guard lock(mutex);
   DevicePool& pool = pools[static_cast<std::size_t>(device.index)];

@@ -7,9 +7,10 @@ namespace hsdp {
 namespace {
 
 [[noreturn]] void refuse(Device device) {
-  throw UsageError("device: cannot use " + to_string(device) +
-                   ": expected a build with CUDA, got one without; configure with "
-                   "-DHSDP_CUDA=ON, or use the cpu");
+  throw UsageError({.where = "device: " + to_string(device),
+                    .expected = "a build with CUDA",
+                    .got = "one without",
+                    .remedy = "configure with -DHSDP_CUDA=ON, or use the cpu"});
 }
 
 }  // namespace

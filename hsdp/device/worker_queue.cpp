@@ -123,8 +123,9 @@ void WorkerQueue::wait(const Event& event) {
 
 void WorkerQueue::synchronize() {
   if (thread_.get_id() == std::this_thread::get_id()) {
-    throw UsageError(
-        "stream: cannot synchronize from a task of the stream itself: expected another thread");
+    throw UsageError({.where = "stream: synchronize",
+                      .expected = "a call from another thread",
+                      .got = "one from a task of the stream itself"});
   }
   record().wait();
 }

@@ -101,15 +101,19 @@ TransposePlan plan_tiles(const Window& window, std::size_t row, int element_byte
 void require_alignment(const void* data, Dtype dtype) {
   const auto bytes = static_cast<std::uintptr_t>(gradient_bytes(dtype));
   if (reinterpret_cast<std::uintptr_t>(data) % bytes == 0) return;
-  throw UsageError("kernels: expected memory that lies on a multiple of " + std::to_string(bytes) +
-                   " bytes, as " + std::string(name(dtype)) + " on a GPU must");
+  throw UsageError({.where = "kernels: " + std::string(name(dtype)) + " on a GPU",
+                    .expected = "memory at a multiple of " + std::to_string(bytes) + " bytes",
+                    .got = "memory that is not",
+                    .remedy = "hand over a copy"});
 }
 
 void require_dimensions(std::size_t count) {
   if (count <= kMostDimensions) return;
-  throw UsageError("cast_and_pack: expected at most " + std::to_string(kMostDimensions) +
-                   " dimensions on a GPU once those are merged that one stride covers, got " +
-                   std::to_string(count) + "; hand over a contiguous copy");
+  throw UsageError({.where = "cast_and_pack: on a GPU",
+                    .expected = "at most " + std::to_string(kMostDimensions) +
+                                " dimensions once those are merged that one stride covers",
+                    .got = std::to_string(count),
+                    .remedy = "hand over a contiguous copy"});
 }
 
 std::int64_t elements_to_alignment(const void* data, int element_bytes, std::int64_t count) {
@@ -121,8 +125,9 @@ std::int64_t elements_to_alignment(const void* data, int element_bytes, std::int
 
 DevicePass plan_pass(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite) {
   if (pass.outs.empty() || pass.outs.size() > kMostOuts) {
-    throw UsageError("kernels: expected 1 to " + std::to_string(kMostOuts) +
-                     " outputs on a GPU, got " + std::to_string(pass.outs.size()));
+    throw UsageError({.where = "kernels: on a GPU",
+                      .expected = "1 to " + std::to_string(kMostOuts) + " outputs",
+                      .got = std::to_string(pass.outs.size())});
   }
   for (const void* const row : pass.rows) require_alignment(row, pass.row_dtype);
   for (const void* const out : pass.outs) require_alignment(out, pass.out_dtype);
@@ -202,9 +207,11 @@ EvenRows even_rows(std::span<const void* const> rows) {
 
 ListedRows listed_rows(std::span<const void* const> rows) {
   if (rows.size() > kMostListedRows) {
-    throw UsageError("kernels: expected at most " + std::to_string(kMostListedRows) +
-                     " rows at unequal distances on a GPU, got " + std::to_string(rows.size()) +
-                     "; lay them out at equal distances");
+    throw UsageError({.where = "kernels: on a GPU",
+                      .expected = "at most " + std::to_string(kMostListedRows) +
+                                  " rows at unequal distances",
+                      .got = std::to_string(rows.size()),
+                      .remedy = "lay them out at equal distances"});
   }
   ListedRows listed{};
   std::ranges::copy(rows, listed.rows);

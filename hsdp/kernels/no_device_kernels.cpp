@@ -5,9 +5,10 @@ namespace hsdp::kernels {
 namespace {
 
 [[noreturn]] void refuse() {
-  throw UsageError(
-      "kernels: expected a build with CUDA, got one without; configure with -DHSDP_CUDA=ON, or use "
-      "the cpu");
+  throw UsageError({.where = "kernels",
+                    .expected = "a build with CUDA",
+                    .got = "one without",
+                    .remedy = "configure with -DHSDP_CUDA=ON, or use the cpu"});
 }
 
 }  // namespace

@@ -40,15 +40,16 @@ std::uint32_t run_scalar(const RowPass& pass) {
 
 void require_gradient_dtype(Dtype dtype, const char* kernel, const char* what) {
   if (is_gradient_dtype(dtype)) return;
-  throw UsageError(std::string(kernel) + ": cannot take this " + what +
-                   ": expected f32, bf16 or f16, got " + std::string(name(dtype)));
+  throw UsageError({.where = std::string(kernel) + ": " + what,
+                    .expected = "f32, bf16 or f16",
+                    .got = std::string(name(dtype))});
 }
 
 float checked_power_of_two(int exponent, const char* kernel) {
   if (exponent < -126 || exponent > 126) {
-    throw UsageError(std::string(kernel) +
-                     ": cannot scale: expected an exponent from -126 to 126, got " +
-                     std::to_string(exponent));
+    throw UsageError({.where = std::string(kernel),
+                      .expected = "an exponent from -126 to 126",
+                      .got = std::to_string(exponent)});
   }
   return power_of_two(exponent);
 }

@@ -15,8 +15,9 @@ void check(const ScaleAndCast& args) {
   require_gradient_dtype(args.in_dtype, kScaleAndCast, "input dtype");
   require_gradient_dtype(args.out_dtype, kScaleAndCast, "output dtype");
   if (args.count < 0) {
-    throw UsageError(std::string(kScaleAndCast) + ": expected a count of at least 0, got " +
-                     std::to_string(args.count));
+    throw UsageError({.where = std::string(kScaleAndCast),
+                      .expected = "a count of at least 0",
+                      .got = std::to_string(args.count)});
   }
 }
 

@@ -22,15 +22,18 @@ bool is_plain_sum_dtype(Dtype dtype) { return dtype == Dtype::kF64 || dtype == D
 void check(const SumRows& args) {
   const SumSpec& spec = args.spec;
   if (args.rows.empty() || args.count < 0) {
-    throw UsageError(std::string(kSumRows) + ": expected rows and a count of at least 0, got " +
-                     std::to_string(args.rows.size()) + " rows of " + std::to_string(args.count));
+    throw UsageError(
+        {.where = std::string(kSumRows),
+         .expected = "rows and a count of at least 0",
+         .got = std::to_string(args.rows.size()) + " rows of " + std::to_string(args.count)});
   }
   if (is_plain_sum_dtype(spec.row_dtype)) {
     if (spec.out_dtype != spec.row_dtype || args.add != nullptr || spec.divisor != 1.0F) {
-      throw UsageError(std::string(kSumRows) + ": cannot sum " + std::string(name(spec.row_dtype)) +
-                       " rows: expected the same output dtype, no divisor and no carry, got " +
-                       std::string(name(spec.out_dtype)) + " and divisor " +
-                       std::to_string(spec.divisor));
+      throw UsageError(
+          {.where = std::string(kSumRows) + ": rows of " + std::string(name(spec.row_dtype)),
+           .expected = "the same output dtype, no divisor and no carry",
+           .got = std::string(name(spec.out_dtype)) + " and divisor " +
+                  std::to_string(spec.divisor)});
     }
     return;
   }

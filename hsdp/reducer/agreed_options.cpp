@@ -9,41 +9,45 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/set_up_exchange.h"
 #include "hsdp/reducer/together.h"
 #include "hsdp/snapshot.h"
 
 namespace hsdp::reducer {
 namespace {
 
+std::string quoted(std::string_view text) { return '"' + std::string(text) + '"'; }
+
+// As Python writes it.
 struct OptionText {
   std::string operator()(const std::optional<Dtype>& dtype) const {
-    return dtype ? std::string(name(*dtype)) : "own";
+    return dtype ? quoted(name(*dtype)) : "None";
   }
   std::string operator()(const std::optional<std::int64_t>& number) const {
     return std::to_string(number.value_or(0));
   }
-  std::string operator()(const std::string& text) const { return text; }
+  std::string operator()(const std::string& text) const { return quoted(text); }
   std::string operator()(const std::shared_ptr<ReplicaHop>& hop) const { return hop->describe(); }
   template <typename Value>
   std::string operator()(const Value& value) const {
-    return std::string(word_of(value));
+    return quoted(word_of(value));
   }
 };
 
-// "reduce_dtype bf16, replica_dtype own, ...".
-std::string options_text(const ReducerOptions& options) {
-  std::string text;
-  visit_fields(options, [&text](const char* name, const auto& value) {
-    text += (text.empty() ? "" : ", ") + std::string(name) + " " + OptionText{}(value);
+// A line for each: "reduce_dtype=\"bf16\"".
+std::vector<std::string> option_lines(const ReducerOptions& options) {
+  std::vector<std::string> lines;
+  visit_fields(options, [&lines](const char* name, const auto& value) {
+    lines.push_back(std::string(name) + "=" + OptionText{}(value));
   });
-  return text;
+  return lines;
 }
 
 void check_options(const ReducerOptions& options, Device device, std::string_view engine) {
   for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
     if (dtype && !is_gradient_dtype(*dtype)) {
-      throw UsageError({.where = "reducer",
-                        .expected = "reduce_dtype and replica_dtype of f32, bf16 or f16",
+      throw UsageError({.where = "reducer: reduce_dtype and replica_dtype",
+                        .expected = "f32, bf16 or f16",
                         .got = std::string(name(*dtype))});
     }
   }
@@ -51,7 +55,7 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
   const std::optional<Dtype> sent = options.replica_hop->wire();
   if (sent && !is_gradient_dtype(*sent)) {
     throw UsageError({.where = "reducer: replica_hop",
-                      .expected = "a wire of f32, bf16 or f16",
+                      .expected = "a wire dtype of f32, bf16 or f16",
                       .got = std::string(name(*sent))});
   }
   if (sent && options.replica_dtype && *sent != *options.replica_dtype) {
@@ -72,14 +76,15 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
                       .remedy = "leave it out"});
   }
   if (options.reduction != "exact" && options.reduction != "native") {
-    throw UsageError({.where = "reducer",
-                      .expected = "reduction 'exact' or 'native'",
+    throw UsageError({.where = "reducer: reduction",
+                      .expected = "'exact' or 'native'",
                       .got = "'" + options.reduction + "'"});
   }
   if (options.reduction == "native" && engine != "nccl") {
     throw UsageError({.where = "reducer",
                       .expected = "reduction 'exact' on the " + std::string(engine) + " engine",
-                      .got = "'native', which only the nccl engine has"});
+                      .got = "'native', which only the nccl engine has",
+                      .remedy = "leave reduction out"});
   }
 }
 
@@ -108,22 +113,25 @@ void check_description(const std::string& text) {
 
 AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicator& world) {
   AgreedOptions agreed{with_defaults(std::move(options), device), {}};
-  std::string own;
+  std::vector<std::string> own;
   together(world, "make its Reducer", [&] {
     check_options(agreed.options, device, world.engine_name());
     if (!agreed.options.replica_dtype) {
       agreed.options.replica_dtype = agreed.options.replica_hop->wire();
     }
-    own = options_text(agreed.options);
+    own = option_lines(agreed.options);
   });
-  if (const auto difference = compare_lines(world, {own}, "Reducer")) {
+  if (const auto difference = compare_lines(world, own, "compare its Reducer's options")) {
     const std::string rank = comm::ranks_text({difference->rank}, world.size());
     throw MismatchError({.where = "reducer",
-                         .expected = "the options of rank 0 (" + difference->expected + ")",
-                         .got = difference->got + " (" + rank + ")"},
+                         .expected = difference->expected + " on every rank",
+                         .got = difference->got + " on " + rank,
+                         .remedy = "make the same Reducers with the same options, in the same "
+                                   "order on every rank"},
                         {world.world_rank(difference->rank)});
   }
-  agreed.snapshot_id = world.exchange(new_snapshot_id(), "Reducer").front();
+  agreed.snapshot_id =
+      exchange_in_set_up(world, "share its snapshots' id", new_snapshot_id()).front();
   return agreed;
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "hsdp/reducer/set_up_exchange.h"
+
 namespace hsdp::reducer {
 namespace {
 
@@ -28,26 +30,26 @@ std::uint64_t digest_of(const std::vector<std::string>& lines) {
   return digest_of(whole);
 }
 
-std::optional<LineDifference> compare_lines(Communicator& group,
+std::optional<LineDifference> compare_lines(Communicator& world,
                                             const std::vector<std::string>& lines,
-                                            std::string_view operation) {
+                                            std::string_view what) {
   std::string digests;
   for (const std::string& line : lines) digests += std::to_string(digest_of(line)) + "\n";
-  const std::vector<std::string> all =
-      group.exchange(lines.empty() ? std::string() : std::to_string(digest_of(lines)), operation);
+  const std::vector<std::string> all = exchange_in_set_up(
+      world, what, lines.empty() ? std::string() : std::to_string(digest_of(lines)));
   if (!first_difference(all)) return std::nullopt;
   const auto empty = std::ranges::find(all, std::string());
   if (empty != all.end()) {
     return LineDifference{.rank = static_cast<int>(empty - all.begin()), .is_empty = true};
   }
-  const std::vector<std::string> of_lines = group.exchange(digests, operation);
+  const std::vector<std::string> of_lines = exchange_in_set_up(world, what, digests);
   const std::optional<int> rank = first_difference(of_lines);
   if (!rank) return std::nullopt;  // the same lines after all
   const std::string& theirs = of_lines[static_cast<std::size_t>(*rank)];
   const auto differs = std::ranges::mismatch(of_lines.front(), theirs).in1;
   const auto line = static_cast<std::size_t>(std::count(of_lines.front().begin(), differs, '\n'));
   const std::vector<std::string> texts =
-      group.exchange(line < lines.size() ? lines[line] : "nothing more", operation);
+      exchange_in_set_up(world, what, line < lines.size() ? lines[line] : "nothing more");
   return LineDifference{.line = line,
                         .expected = texts.front(),
                         .got = texts[static_cast<std::size_t>(*rank)],

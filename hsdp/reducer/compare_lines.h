@@ -20,14 +20,15 @@ struct LineDifference {
   std::size_t line = 0;
   std::string expected;   // on rank 0; "nothing more" where there it has ended
   std::string got;        // on `rank`, the first that differs from rank 0
-  int rank = 0;           // in the group
+  int rank = 0;           // in the world
   bool is_empty = false;  // that rank has no lines at all; the others have
 };
 
 // Collective; the same answer on every rank, nothing when all agree. Digests travel first; of the
-// lines only the first that differs does. `operation` is static text for errors.
-[[nodiscard]] std::optional<LineDifference> compare_lines(Communicator& group,
+// lines only the first that differs does. `what` says what they are, as "compare its options":
+// MismatchError where other ranks are about to do something else.
+[[nodiscard]] std::optional<LineDifference> compare_lines(Communicator& world,
                                                           const std::vector<std::string>& lines,
-                                                          std::string_view operation);
+                                                          std::string_view what);
 
 }  // namespace hsdp::reducer

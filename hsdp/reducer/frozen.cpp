@@ -21,13 +21,17 @@ Reduction reduction_of(const ReducerOptions& options) {
 }
 
 void compare_registrations(const ParameterTable& parameters, Communicator& world) {
-  constexpr auto kRemedy = "register the same parameters in the same order on every rank";
+  constexpr auto kRemedy =
+      "register the same parameters in the same order on every rank, and begin the Reducers in one "
+      "order";
   const std::optional<LineDifference> difference =
-      compare_lines(world, parameters.describe(), "registration");
+      compare_lines(world, parameters.describe(), "compare its registered parameters");
   if (!difference) {
     if (parameters.size() > 0) return;
-    throw UsageError(
-        {.where = "reducer: begin_microbatch", .expected = "registered parameters", .got = "none"});
+    throw UsageError({.where = "reducer: begin_microbatch",
+                      .expected = "registered parameters",
+                      .got = "none",
+                      .remedy = "register them before the first microbatch"});
   }
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
   const std::vector<int> ranks{world.world_rank(difference->rank)};
@@ -39,8 +43,8 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
                         ranks);
   }
   throw MismatchError({.where = "reducer: parameter " + std::to_string(difference->line),
-                       .expected = difference->expected + " as on rank 0",
-                       .got = difference->got + " (" + rank + ")",
+                       .expected = difference->expected + " on every rank",
+                       .got = difference->got + " on " + rank,
                        .remedy = kRemedy},
                       ranks);
 }

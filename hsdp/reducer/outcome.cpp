@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
 
@@ -53,8 +54,8 @@ void Outcome::fail(std::exception_ptr error) {
     if (!failure_) failure_ = std::move(error);
   }
   control.fail({.kind = comm::FailureKind::kAborted,
-                .message = "reducer: rank " + std::to_string(control.rank()) + " of " +
-                           std::to_string(control.size()) + " failed: " + text,
+                .message = "reducer: " + comm::ranks_text({control.rank()}, control.size()) +
+                           " failed: " + text,
                 .ranks = {control.rank()}});
   on_change_();
 }
@@ -107,7 +108,9 @@ void Outcome::drop_step(std::int64_t step, std::optional<Drop> drop) {
   {
     const std::scoped_lock lock(mutex_);
     last_drop_ =
-        drop.value_or(Drop{"reducer: step " + std::to_string(step) + " was dropped on this rank",
+        drop.value_or(Drop{"reducer: step " + std::to_string(step) + " was dropped by " +
+                               comm::ranks_text({world_.rank()}, world_.size()) +
+                               ", this one; begin a new step on every rank",
                            {world_.engine()->control().rank()}});
     drop_ = std::move(drop);
     skip_through_step_ = std::max(skip_through_step_, step);

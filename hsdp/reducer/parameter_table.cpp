@@ -82,10 +82,13 @@ int ParameterTable::find(std::string_view name) const {
   if (found != index_.end()) return found->second;
   Message message{.where = "reducer",
                   .expected = "a registered parameter",
-                  .got = "'" + std::string(name) + "'"};
+                  .got = "'" + std::string(name) + "'",
+                  .remedy = specs_.empty() ? "register it before the first microbatch"
+                                           : "use a name as registered, such as '" +
+                                                 specs_.front().name + "'"};
   for (const ParameterSpec& spec : specs_) {
     if (spec.name.ends_with(name) || name.ends_with(spec.name)) {
-      message.remedy = "did you mean '" + spec.name + "'?";
+      message.remedy = "use '" + spec.name + "', as registered";
       break;
     }
   }

@@ -102,7 +102,7 @@ UsageError Results::no_result(std::string_view call) const {
                      .expected = "a finished step",
                      .got = pending ? "one with microbatches pending" : "none",
                      .remedy = pending
-                                   ? "end it with last = true or finish(), or read partial_shard()"
+                                   ? "end it with last=True or finish(), or read partial_shard()"
                                    : "run the microbatches of a step first"});
 }
 
@@ -140,7 +140,7 @@ void Results::require_no_local_sums(std::string_view call) const {
     if (groups[g].local_count > 0) {
       throw UsageError({.where = "reducer: " + std::string(call),
                         .expected = "reduced microbatches",
-                        .got = "local sums (sync = none) that were not reduced yet",
+                        .got = "local sums (sync=\"none\") that were not reduced yet",
                         .remedy = "call finish() first"});
     }
     if (groups[g].has_total) {
@@ -290,7 +290,7 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
     throw UsageError({.where = "reducer: gather_parameters",
                       .expected = "a step before it",
                       .got = "none",
-                      .remedy = "run one first"});
+                      .remedy = "run the microbatches of a step first"});
   }
   run_now(Scope::kAllRanks, [&](Stream& stream) {
     const BucketLayout& layout = steps_.frozen()->layout();

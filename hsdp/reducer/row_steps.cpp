@@ -14,7 +14,7 @@ WordNames row_names(const std::vector<std::string>& groups) {
   names.microbatch = "backward";
   names.remedy =
       "call set_requires_all_reduce with the same flags once before each backward, and finish() "
-      "after the last, on all ranks";
+      "after the last, on every rank";
   names.groups = groups;
   return names;
 }
@@ -65,7 +65,8 @@ void RowSteps::close_backward(std::string_view call) {
     outcome_.fail(std::make_exception_ptr(
         Error({.where = "replica_hook: " + std::string(call),
                .expected = "the end of a backward that reduces over the replicas",
-               .got = "one that an error has left"})));
+               .got = "one that an error has left",
+               .remedy = "save what you need and restart the job"})));
     outcome_.rethrow_failure(call);
   }
   if (backward_ == Backward::kNothingReduced) return;

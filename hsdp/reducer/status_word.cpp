@@ -17,7 +17,14 @@ namespace {
 struct Field {
   std::string name;
   std::function<std::string(const StatusWord&)> text;
+  std::string remedy{};  // where it is not that of all fields
 };
+
+// What parties say may end in "#" and a digest.
+constexpr const char* kPartyRemedy =
+    "give it the same settings and make the same calls on every rank (# is a digest of more that "
+    "has to be the same)";
+constexpr const char* kUnnamedParty = "an optimizer or replica hop";
 
 std::string sync_text(Sync sync) {
   return sync == Sync::kNone ? "none" : sync == Sync::kShard ? "shard" : "all";
@@ -121,10 +128,10 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
       {"call", [](const StatusWord& w) { return w.call; }},
       {"step", [](const StatusWord& w) { return std::to_string(w.step); }},
       {names.microbatch, [](const StatusWord& w) { return std::to_string(w.microbatch); }},
-      {"gradients of a parameter", [](const StatusWord& w) { return w.sums; }},
+      {"gradients per parameter", [](const StatusWord& w) { return w.sums; }},
       {"gradient divide factor", [](const StatusWord& w) { return factor_text(w.divide_factor); }},
       {"loss scale", [](const StatusWord& w) { return number_text(w.loss_scale); }},
-      {"divide factor that counts", [](const StatusWord& w) { return count_text(w.count_by); }},
+      {"divide factor counted in", [](const StatusWord& w) { return count_text(w.count_by); }},
   };
   for (std::size_t g = 0; g < std::min(group_count, names.groups.size()); ++g) {
     all.push_back({"sync of " + names.groups[g], [g](const StatusWord& w) {
@@ -189,7 +196,7 @@ std::optional<comm::Failure> Comparison::of(const Field& field,
                                  std::to_string(first.step),
                         .expected = field.name + " '" + printable(expected) + "' on every rank",
                         .got = got,
-                        .remedy = names.remedy};
+                        .remedy = field.remedy.empty() ? names.remedy : field.remedy};
   failure.message = message.text();
   return failure;
 }
@@ -263,13 +270,14 @@ std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
   }
   std::erase_if(members, [&](std::size_t r) { return words[r].dropped; });
   if (members.empty()) return std::nullopt;
-  const Field count{"number of step parties",
-                    [](const StatusWord& w) { return std::to_string(w.sections.size()); }};
+  const Field count{"number of optimizers and replica hops",
+                    [](const StatusWord& w) { return std::to_string(w.sections.size()); },
+                    "make the same ones for this Reducer on every rank"};
   if (auto failure = comparison.of(count, members)) return failure;
   for (std::size_t i = 0; i < words[members.front()].sections.size(); ++i) {
     const bool is_named = i < names.parties.size();
-    const Field section{"word of " + (is_named ? names.parties[i] : "a step party"),
-                        [i](const StatusWord& w) { return w.sections[i].value(); }};
+    const Field section{is_named ? names.parties[i] : kUnnamedParty,
+                        [i](const StatusWord& w) { return w.sections[i].value(); }, kPartyRemedy};
     std::vector<std::size_t> present;
     std::ranges::copy_if(members, std::back_inserter(present),
                          [&](std::size_t r) { return words[r].sections[i].has_value(); });

@@ -52,7 +52,7 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 struct WordNames {
   std::string component = "reducer";
   std::string microbatch = "microbatch";
-  std::string remedy = "make the same calls with the same arguments on all ranks";
+  std::string remedy = "make the same calls with the same arguments on every rank";
   std::vector<std::string> groups{};  // where they have names
   std::vector<std::string> parties{};
 };

@@ -121,7 +121,7 @@ void StepAgreement::stop_waiting() {
 StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   WordNames names = names_;
   for (const Present& present : parties()) {
-    names.parties.push_back(present.party ? present.party->owner() : "a step party");
+    names.parties.push_back(present.party ? present.party->owner() : "an optimizer or replica hop");
   }
   Judgement judgement;
   judgement.mismatch = find_mismatch(words, world_.world_ranks(), names);
@@ -134,10 +134,10 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   judgement.dropped = true;
   judgement.cause = theirs.reason;
   if (own.dropped || own.call == kDiscardCall) return judgement;
-  judgement.drop = Drop{names_.component + ": step " + std::to_string(own.step) + " was dropped: " +
-                            comm::ranks_text({*dropper}, world_.size()) + " abandoned it in " +
-                            names_.microbatch + " " + std::to_string(theirs.microbatch) + ": " +
-                            theirs.reason + "; every rank is idle and may begin a new step",
+  judgement.drop = Drop{names_.component + ": step " + std::to_string(own.step) +
+                            " was dropped by " + comm::ranks_text({*dropper}, world_.size()) +
+                            " in " + names_.microbatch + " " + std::to_string(theirs.microbatch) +
+                            ": " + theirs.reason + "; begin a new step on every rank",
                         {world_.world_rank(*dropper)}};
   return judgement;
 }

@@ -24,7 +24,8 @@ void check_divisor(const std::optional<double>& factor, double scale) {
   throw UsageError(
       {.where = "reducer: divide factor times loss scale",
        .expected = "a product that fp32 and its reciprocal hold",
-       .got = (factor ? short_text(*factor) : "the default") + " times " + short_text(scale)});
+       .got = (factor ? short_text(*factor) : "the default") + " times " + short_text(scale),
+       .remedy = "choose another factor or scale"});
 }
 
 }  // namespace
@@ -162,8 +163,9 @@ void StepLedger::set_partial_sync(Sync sync) {
   require_idle("set_partial_sync");
   if (sync == Sync::kAll) {
     throw UsageError({.where = "reducer: set_partial_sync",
-                      .expected = "sync = shard or none",
-                      .got = "all, which ends a step"});
+                      .expected = "sync=\"shard\" or \"none\"",
+                      .got = "\"all\", which ends a step",
+                      .remedy = "end a step with last=True"});
   }
   partial_sync_ = sync;
 }
@@ -179,7 +181,7 @@ std::vector<Sync> StepLedger::sync_of(const MicrobatchOptions& options) const {
   const bool last = options.last.value_or(false);
   if (last && options.sync && *options.sync != Sync::kAll) {
     throw UsageError({.where = "reducer: begin_microbatch",
-                      .expected = "sync = all with last = true",
+                      .expected = "sync=\"all\" with last=True",
                       .got = "another sync",
                       .remedy = "leave one of the two out"});
   }
@@ -194,8 +196,8 @@ void StepLedger::require_gradient_sync(std::string_view call) const {
   if (std::ranges::all_of(flags_, &Flags::gradient_sync)) return;
   throw UsageError({.where = "reducer: " + std::string(call),
                     .expected = "gradient sync on in the last microbatch",
-                    .got = "it off",
-                    .remedy = "call set_requires_gradient_sync(true) first"});
+                    .got = "gradient sync off",
+                    .remedy = "call set_requires_gradient_sync(True) first"});
 }
 
 std::vector<Sync> StepLedger::sync_of(const WindowOptions& options) const {
@@ -215,8 +217,8 @@ void StepLedger::require_meant(const MicrobatchOptions& options) const {
   throw UsageError({.where = "reducer: begin_microbatch",
                     .expected = "the step's result to be read",
                     .got = "another microbatch, which begins a new step and loses it",
-                    .remedy = "say last = false for all microbatches of a step but the last one, "
-                              "which has last = true, or drop the result with discard()"});
+                    .remedy = "pass last=False to every microbatch of a step but the last one and "
+                              "last=True to that, or drop the result with discard()"});
 }
 
 void StepLedger::forget_result() {
@@ -241,7 +243,7 @@ void StepLedger::begin_step() {
     throw UsageError({.where = "reducer: step",
                       .expected = "no step under way",
                       .got = "one with microbatches pending",
-                      .remedy = "end it with last = true, finish() or discard() first"});
+                      .remedy = "end it with last=True, finish() or discard() first"});
   }
   if (!begun_) start_step();
 }

@@ -92,9 +92,8 @@ TensorView Steps::local_sum(int parameter) {
                     .expected = "gradients of '" + parameters_.spec(parameter).name +
                                 "' that are added up on this rank",
                     .got = "none",
-                    .remedy =
-                        "read it inside of a window or between microbatches with sync = none; "
-                        "with accumulate = grad the caller has the sums"});
+                    .remedy = "read it inside of a window or between microbatches with "
+                              "sync=\"none\"; with accumulate=\"grad\" the caller has the sums"});
 }
 
 void Steps::release_memory() {
@@ -242,10 +241,10 @@ void Steps::require_known_factor(const std::vector<Sync>& sync, std::optional<bo
   if (groups_.replicate.size() == 1 || !options_.replica_hop->quantizes()) return;
   if (!ledger_.factor_is_late(has_batch)) return;
   throw UsageError({.where = "reducer: begin_microbatch",
-                    .expected = "all groups to go over the replicas in the step's last microbatch, "
-                                "as the replica hop divides by what was counted until then",
-                    .got = "some of them",
-                    .remedy = "use set_gradient_divide_factor, or end the step here"});
+                    .expected = "the replica hop of all groups in the step's last microbatch, as "
+                                "it divides by what was counted until then",
+                    .got = "that of some groups only",
+                    .remedy = "call set_gradient_divide_factor, or end the step here"});
 }
 
 void Steps::begin_window(const WindowOptions& options) {
@@ -460,7 +459,8 @@ std::string Steps::unexpected_message() const {
   if (std::cmp_equal(missing, parameters_.size())) return {};
   return Message{.where = "reducer: end_microbatch",
                  .expected = "no gradient in a microbatch without a batch",
-                 .got = "some",
+                 .got = "some (" +
+                        comm::ranks_text({groups_.world.rank()}, groups_.world.size()) + ")",
                  .remedy = "run no backward pass where the loader gives None"}
       .text();
 }

@@ -9,6 +9,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/set_up_exchange.h"
 
 namespace hsdp::reducer {
 
@@ -32,14 +33,15 @@ void together(Communicator& world, std::string_view what, const std::function<vo
                                         comm::ranks_text({world.rank()}, world.size()) + ")"));
   }
   if (own && reason.empty()) reason = "an error without a text";
-  const std::vector<std::string> all = world.exchange(reason, "Reducer");
+  const std::vector<std::string> all = exchange_in_set_up(world, what, reason, own);
   if (own) std::rethrow_exception(own);
   for (int r = 0; r < world.size(); ++r) {
     const std::string& theirs = all[static_cast<std::size_t>(r)];
     if (theirs.empty()) continue;
     throw StepAbortedError("reducer: set-up: " + comm::ranks_text({r}, world.size()) +
                                " could not " + std::string(what) + ": " + theirs +
-                               "; every rank gave back what it had and may try again",
+                               "; every rank gave back what it had: mend that, then try again on "
+                               "every rank",
                            {world.world_rank(r)});
   }
 }

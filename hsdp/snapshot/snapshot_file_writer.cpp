@@ -21,11 +21,15 @@ constexpr std::size_t kMinUserBlockBytes = 512;
 
 void require_on_host(const std::string& name, const ConstTensorView& data) {
   if (data.device.type != DeviceType::kHost) {
-    throw UsageError("snapshot: data of '" + printable(name) + "' must be in host memory, got " +
-                     to_string(data.device));
+    throw UsageError({.where = "snapshot: data of '" + printable(name) + "'",
+                      .expected = "host memory",
+                      .got = to_string(data.device),
+                      .remedy = "copy it to the host first"});
   }
   if (data.count > 0 && data.data == nullptr) {
-    throw UsageError("snapshot: data of '" + printable(name) + "' is a null pointer");
+    throw UsageError({.where = "snapshot: data of '" + printable(name) + "'",
+                      .expected = "memory",
+                      .got = "a null pointer"});
   }
 }
 
@@ -79,8 +83,9 @@ std::size_t user_block_bytes(SnapshotHeader header) {
   for_each_slice(header, [](SnapshotSlice& slice) { slice.data_offset = kLongest; });
   const std::size_t json_bytes = encode_json(header).size();
   if (json_bytes > kMaxHeaderJsonBytes) {
-    throw UsageError("snapshot: names and shapes take " + std::to_string(json_bytes) +
-                     " bytes, more than " + std::to_string(kMaxHeaderJsonBytes));
+    throw UsageError({.where = "snapshot: names and shapes",
+                      .expected = "at most " + std::to_string(kMaxHeaderJsonBytes) + " bytes",
+                      .got = std::to_string(json_bytes)});
   }
   return std::max(kMinUserBlockBytes, std::bit_ceil(kHeaderPrefixBytes + json_bytes));
 }
@@ -191,7 +196,10 @@ void write_snapshot(const std::filesystem::path& path, SnapshotInfo info,
   info.layout = "full";
   if (info.id.empty()) {
     if (!names_a_file(path) && info.replicate_size * info.shard_size > 1) {
-      throw UsageError("snapshot: a snapshot of several files needs an id that its ranks share");
+      throw UsageError({.where = "snapshot: several files",
+                        .expected = "an id that its ranks share",
+                        .got = "none",
+                        .remedy = "give all ranks that of one new_snapshot_id()"});
     }
     info.id = new_snapshot_id();
   }

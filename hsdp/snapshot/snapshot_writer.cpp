@@ -22,7 +22,7 @@ class Memory {
         ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
       throw SnapshotError("snapshot: no memory for a copy of " + std::to_string(size_bytes) +
-                          " bytes; flush() earlier or write_snapshot_file() without a copy");
+                          " bytes; free memory, or flush() earlier snapshots first");
     }
     data_ = static_cast<std::byte*>(data);
     held_ = count.hold(MemoryKind::kSnapshot, static_cast<std::int64_t>(size_bytes));

@@ -49,7 +49,9 @@ std::optional<double> get_number(const po::variables_map& values, const char* op
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(number) ||
       number < 0) {
-    throw UsageError(std::string("--") + option + ": expected a number >= 0, got '" + text + "'");
+    throw UsageError({.where = std::string("--") + option,
+                      .expected = "a number of at least 0",
+                      .got = "'" + text + "'"});
   }
   return number;
 }
@@ -108,7 +110,10 @@ CheckOptions parse_check_options(int argc, const char* const* argv) {
   const bool limits = options.compare.rtol || options.compare.atol || options.compare.ulp ||
                       options.compare.bitwise;
   if (limits && !options.b)
-    throw UsageError("--rtol, --atol, --ulp and --bitwise need two snapshots");
+    throw UsageError({.where = "--rtol, --atol, --ulp and --bitwise",
+                      .expected = "two snapshots",
+                      .got = "one",
+                      .remedy = "give both, or leave them out"});
   return options;
 }
 

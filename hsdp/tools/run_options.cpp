@@ -70,22 +70,35 @@ RunOptions parse_run_options(const std::vector<std::string>& arguments) {
   }
   options.help = values.count("help") != 0;
   if (options.help) return options;
-  if (values.count("ranks") == 0) throw UsageError("hsdp_run: how many ranks? give -n N");
+  if (values.count("ranks") == 0) {
+    throw UsageError({.where = "hsdp_run",
+                      .expected = "a number of ranks",
+                      .got = "none",
+                      .remedy = "give it as -n N"});
+  }
   options.rank_count = values["ranks"].as<int>();
   if (options.rank_count < 1 || options.rank_count > kMaxRanks) {
-    throw UsageError("hsdp_run: -n: expected 1 to " + std::to_string(kMaxRanks) + " ranks, got " +
-                     std::to_string(options.rank_count));
+    throw UsageError({.where = "hsdp_run: -n",
+                      .expected = "1 to " + std::to_string(kMaxRanks) + " ranks",
+                      .got = std::to_string(options.rank_count)});
   }
   const double grace_s = values["grace-s"].as<double>();
   if (!std::isfinite(grace_s) || grace_s < 0 || grace_s > kMaxGraceSeconds) {
-    throw UsageError("hsdp_run: --grace-s: expected 0 to 1000000 seconds");
+    throw UsageError({.where = "hsdp_run: --grace-s",
+                      .expected = "0 to 1000000 seconds",
+                      .got = std::to_string(grace_s)});
   }
   options.grace = std::chrono::milliseconds(static_cast<std::int64_t>(grace_s * 1000));
   options.command.assign(split, arguments.end());
   if (!options.command.empty() && options.command.front() == "--") {
     options.command.erase(options.command.begin());
   }
-  if (options.command.empty()) throw UsageError("hsdp_run: which program? give it after -n N");
+  if (options.command.empty()) {
+    throw UsageError({.where = "hsdp_run",
+                      .expected = "a program to run",
+                      .got = "none",
+                      .remedy = "give it after -n N"});
+  }
   return options;
 }
 

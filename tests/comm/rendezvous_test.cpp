@@ -155,7 +155,7 @@ TEST_F(RendezvousTest, ASecondProcessOfARankIsRefusedAlone) {
   EXPECT_TRUE(outcomes[2].ok()) << outcomes[2].error;
   const RankOutcome& refused = outcomes[1].ok() ? outcomes[3] : outcomes[1];
   EXPECT_NE(outcomes[1].ok(), outcomes[3].ok());
-  expect_failure(refused, kMismatched, {"rank 1 has already joined"});
+  expect_failure(refused, kMismatched, {"expected one process as rank 1 of 3, got a second"});
 }
 
 TEST_F(RendezvousTest, RanksThatDisagreeAboutTheSizeAreNamed) {
@@ -168,7 +168,7 @@ TEST_F(RendezvousTest, RanksThatDisagreeAboutTheSizeAreNamed) {
   });
   for (const auto& outcome : outcomes) {
     expect_failure(outcome, kMismatched,
-                   {"world size: expected 3 (rank 0), got 4 (rank 2)", "at fault 2"});
+                   {"world size: expected 3 on every rank, got 4 on rank 2", "at fault 2"});
   }
 }
 

@@ -96,7 +96,7 @@ INSTANTIATE_TEST_SUITE_P(
                "cuda:0"},
         Misuse{"host_device_index",
                {.replicate = 2, .shard = 2, .device = {.index = 3}},
-               "expected index 0 of a host device, got 3"},
+               "expected index 0 of the cpu, got 3"},
         Misuse{"timeout_huge",
                {.replicate = 2, .shard = 2, .timeout_s = 1e300},
                "timeout_s: expected 0.001 to 1000000 seconds, got 1e+300"},

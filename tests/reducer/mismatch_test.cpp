@@ -89,6 +89,29 @@ TEST(OptionMismatch, IsAnErrorOnEveryRankBeforeAnythingIsReduced) {
   }
 }
 
+// Each message of a set-up says what it is for: none is read as one of another set-up.
+TEST(AnotherNumberOfReducers, IsNamedOnEveryRankAndMayBeMended) {
+  run_mesh(
+      kSquare,
+      [](const Mesh& mesh) {
+        Reducer first(mesh);
+        first.register_parameter({.name = "w", .shape = {4}});
+        const auto error = caught<MismatchError>([&] {
+          if (mesh.rank() == kOddRank) first.begin_microbatch({.last = true});
+          const Reducer second(mesh);
+        });
+        ASSERT_TRUE(error);
+        EXPECT_EQ(error->ranks(), std::vector<int>{kOddRank});
+        EXPECT_NE(std::string(error->what())
+                      .find("expected 'make its Reducer' on every rank, got 'compare its "
+                            "registered parameters' on rank 2 of 4"),
+                  std::string::npos)
+            << error->what();
+        const Reducer second(mesh);
+      },
+      kPatient);
+}
+
 constexpr std::chrono::seconds kWellBefore{30};  // kPatient gives up
 
 TEST(NoRegistration, OnOneRankIsNamedOnEveryRankAtOnce) {

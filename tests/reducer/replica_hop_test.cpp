@@ -271,8 +271,8 @@ TEST(HopMismatch, OfOptionsAndOfWordsIsNamedOnAllRanks) {
         error = caught<MismatchError>(
             [&] { run_with_flags(*made.reducer, some_step(1, 1), mesh.rank()); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("expected word of replica hop fake 'same' on every "
-                                             "rank, got 'step 7' on rank 2 of 4"));
+        EXPECT_THAT(error->what(), HasSubstr("expected replica hop fake 'same' on every rank, "
+                                             "got 'step 7' on rank 2 of 4"));
         EXPECT_EQ(error->ranks(), std::vector<int>{2});
       },
       kPatient);
@@ -454,7 +454,7 @@ TEST(StepParties, ThatDifferAreNamed) {
     own.party->prefix = own.rank == 0 ? "v1" : "v2";
     const auto error = caught<MismatchError>([&] { own.run_step(); });
     ASSERT_TRUE(error);
-    EXPECT_THAT(error->what(), HasSubstr("expected word of optimizer 'v10'"));
+    EXPECT_THAT(error->what(), HasSubstr("expected optimizer 'v10'"));
   });
 }
 

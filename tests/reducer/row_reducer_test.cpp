@@ -250,7 +250,7 @@ TEST(RowReducer, AStepIsDroppedBetweenBackwards) {
               }
             });
             ASSERT_TRUE(error);
-            EXPECT_THAT(error->what(), HasSubstr("rank 0 of 2 abandoned it"));
+            EXPECT_THAT(error->what(), HasSubstr("was dropped by rank 0 of 2"));
             EXPECT_THAT(error->what(), HasSubstr("a bad batch"));
           }
         }
@@ -326,7 +326,7 @@ TEST(RowReducer, AFinishThatOneRankRefusesDropsTheStep) {
         ASSERT_TRUE(error);
         EXPECT_THAT(error->what(), HasSubstr("hop: no words"));
         if (mesh.rank() == 0) {
-          EXPECT_THAT(error->what(), HasSubstr("rank 1 of 2 abandoned it"));
+          EXPECT_THAT(error->what(), HasSubstr("was dropped by rank 1 of 2"));
         }
         EXPECT_EQ(modules.rows.kept_bytes(), 0);
         modules.step({1, 2});
@@ -486,7 +486,7 @@ TEST(RowReducer, OtherParametersOnOneRankAreAMismatch) {
         if (mesh.rank() == 0) modules.rows.set_groups(renamed);
         const auto error = caught<MismatchError>([&] { modules.step({1}); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("word of the trainable parameters"));
+        EXPECT_THAT(error->what(), HasSubstr("expected trainable parameters '"));
         modules.rows.set_groups(renamed);
         modules.step({2});
         modules.expect({2}, "after it");
@@ -618,12 +618,13 @@ TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {
         if (mesh.rank() == 1) groups[kLate].parameters[1].shape = {3};
         auto error = caught<MismatchError>([&] { RowReducer rows(mesh, groups); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("got late.b (3,) f32 (rank 1 of 2) and late.b (2,)"));
+        EXPECT_THAT(error->what(), HasSubstr("expected late.b (2,) f32 on every rank, got late.b "
+                                             "(3,) f32 on rank 1 of 2"));
         const Dtype wire = mesh.rank() == 0 ? Dtype::kF32 : Dtype::kBf16;
         error = caught<MismatchError>(
             [&] { RowReducer rows(mesh, two_modules(), std::make_shared<PlainHop>(wire)); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 (rank 1 of 2)"));
+        EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 on rank 1 of 2"));
       },
       kPatient);
 }

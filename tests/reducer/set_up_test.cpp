@@ -78,7 +78,7 @@ TEST(SetUpOfRegistrations, MayBeMendedAndTriedAgain) {
         ASSERT_TRUE(error);
         EXPECT_EQ(error->ranks(), std::vector<int>{2});
         EXPECT_THAT(error->what(), AllOf(HasSubstr("parameter 1"), HasSubstr("'w1'"),
-                                         HasSubstr("nothing more (rank 2 of 4)")));
+                                         HasSubstr("nothing more on rank 2 of 4")));
         if (mesh.rank() == 2) reducer.register_parameter(step.parameters[1]);
         results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
       },

@@ -72,7 +72,7 @@ TEST(StatusWord, RanksAgreeOnWhetherCountsMayDiffer) {
   words[2].sums = "several, in f32";
   const auto failure = find_mismatch(words, std::vector<int>{0, 1, 2});
   ASSERT_TRUE(failure);
-  EXPECT_NE(failure->message.find("expected gradients of a parameter 'one' on every rank, got "
+  EXPECT_NE(failure->message.find("expected gradients per parameter 'one' on every rank, got "
                                   "'several, in f32' on rank 2 of 3"),
             std::string::npos)
       << failure->message;
@@ -120,14 +120,14 @@ TEST(StatusWord, ThePartiesOfThoseWhoGoOnMustSayTheSame) {
   auto failure = find_mismatch(words, ranks, names);
   ASSERT_TRUE(failure);
   EXPECT_EQ(failure->ranks, std::vector<int>{1});
-  EXPECT_NE(failure->message.find("expected word of replica hop loco '' on every rank, got "
+  EXPECT_NE(failure->message.find("expected replica hop loco '' on every rank, got "
                                   "'step 3' on rank 1 of 3"),
             std::string::npos)
       << failure->message;
   words[1].sections.clear();
   failure = find_mismatch(words, ranks, names);
   ASSERT_TRUE(failure);
-  EXPECT_NE(failure->message.find("number of step parties '2'"), std::string::npos);
+  EXPECT_NE(failure->message.find("number of optimizers and replica hops '2'"), std::string::npos);
   words[1].dropped = true;
   EXPECT_FALSE(find_mismatch(words, ranks, names));
 }

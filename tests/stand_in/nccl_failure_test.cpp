@@ -322,8 +322,8 @@ TEST(NcclFailure, DifferentVersionsAreNamed) {
         if (host.rank() == 2) control = std::make_shared<OlderControl>(control, Stage{});
         EXPECT_THAT(
             outcome_of([&] { static_cast<void>(comm::nccl_world(control, gpu_of(host.rank()))); }),
-            AllOf(HasSubstr("MismatchError"), HasSubstr("expected version 2.28.9 as on rank 0"),
-                  HasSubstr("got 2.20.5 (rank 2 of 3)")));
+            AllOf(HasSubstr("MismatchError"), HasSubstr("expected version 2.28.9 on every rank"),
+                  HasSubstr("got 2.20.5 on rank 2 of 3")));
       },
       kUnhurried);
 }
@@ -347,7 +347,7 @@ TEST(NcclFailure, MemoryElsewhereIsRefusedAndNothingIsLost) {
     std::vector<float> host(8, 1.0F);
     const TensorView view{host.data(), 8, Dtype::kF32};
     EXPECT_THAT(outcome_of([&] { world.all_reduce(view); }),
-                AllOf(HasSubstr("UsageError: all_reduce: wrong device: expected memory on cuda:"),
+                AllOf(HasSubstr("UsageError: all_reduce: expected memory on cuda:"),
                       HasSubstr("got cpu")));
     const Buffer other(gpu_of(7), 400);
     EXPECT_THAT(outcome_of([&] { world.broadcast(other.view(Dtype::kF32)); }),

@@ -114,7 +114,7 @@ TEST_F(HsdpCheck, ExitsWithTwoWhenItCannotTell) {
       {"s s --rtol nan", "--rtol"},
       {"s s --rtol", "--rtol"},
       {"s s --bit", "--bit"},
-      {"s --bitwise", "need two snapshots"},
+      {"s --bitwise", "expected two snapshots, got one"},
       {"s s --bitwise --ulp 1", "choose one"},
       {"s absent", "cannot open"},
       {"s t", "the parameters differ"},

@@ -156,8 +156,8 @@ TEST(HsdpRunTest, WrongUsageSaysWhatIsWrong) {
   const std::vector<Row> rows{
       {{}, 2, "-n N"},
       {{"true"}, 2, "-n N"},
-      {{"-n", "2"}, 2, "which program"},
-      {{"-n", "2", "--"}, 2, "which program"},
+      {{"-n", "2"}, 2, "expected a program to run"},
+      {{"-n", "2", "--"}, 2, "expected a program to run"},
       {{"-n", "0", "true"}, 2, "got 0"},
       {{"-n", "-3", "true"}, 2, "got -3"},
       {{"-n", "two", "true"}, 2, "two"},

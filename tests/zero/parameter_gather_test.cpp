@@ -277,8 +277,8 @@ TEST(ParameterGather, IsAgreedOnByAllRanks) {
     if (mesh.rank() == 1) std::swap(given[0], given[1]);
     const auto make = [&] { const ParameterGather gather(reducer, given); };
     EXPECT_THAT(make, testing::ThrowsMessage<MismatchError>(
-                          testing::AllOf(HasSubstr("expected 'rows' f32 as on rank 0"),
-                                         HasSubstr("got 'odd' f32 (rank 1 of 2)"))));
+                          testing::AllOf(HasSubstr("expected 'rows' f32 on every rank"),
+                                         HasSubstr("got 'odd' f32 on rank 1 of 2"))));
   });
 }
 

@@ -83,29 +83,44 @@ void ControlHub::refuse(std::shared_ptr<ControlLink> link, const WorldEnd& probl
 // A message without ranks refuses the newcomer alone; with ranks it ends the world.
 std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   const JoinFrame& own = options_.own;
-  const std::string who = " (rank " + std::to_string(join.rank) + ")";
+  const std::string who = " on " + ranks_text({join.rank}, own.size);
   if (join.version != own.version) {
-    return mismatch(join.rank, "rendezvous: protocol version: expected " +
-                                   std::to_string(own.version) + ", got " +
-                                   std::to_string(join.version) + who +
-                                   "; use one build of hsdp for all ranks");
+    return mismatch(join.rank,
+                    Message{.where = "rendezvous: protocol version",
+                            .expected = std::to_string(own.version) + " on every rank",
+                            .got = std::to_string(join.version) + who,
+                            .remedy = "use one build of hsdp for all ranks"}
+                        .text());
   }
   if (!same_job(join.job, own.job) || join.restart_count != own.restart_count) {
-    WorldEnd alone =
-        mismatch(join.rank, "rendezvous: expected job '" + own.job + "' restart " +
-                                std::to_string(own.restart_count) + ", got '" + join.job +
-                                "' restart " + std::to_string(join.restart_count) + who);
+    WorldEnd alone = mismatch(
+        join.rank, Message{.where = "rendezvous",
+                           .expected = "job '" + own.job + "' restart " +
+                                       std::to_string(own.restart_count) + " on every rank",
+                           .got = "'" + join.job + "' restart " +
+                                  std::to_string(join.restart_count) + who,
+                           .remedy = "set HSDP_JOB to one name on all ranks of a job"}
+                       .text());
     alone.failure.ranks.clear();
     return alone;
   }
   if (join.size != own.size || join.rank < 1 || join.rank >= own.size) {
-    return mismatch(join.rank, "rendezvous: world size: expected " + std::to_string(own.size) +
-                                   " (rank 0), got " + std::to_string(join.size) + who);
+    return mismatch(join.rank, Message{.where = "rendezvous: world size",
+                                       .expected = std::to_string(own.size) + " on every rank",
+                                       .got = std::to_string(join.size) + " on rank " +
+                                              std::to_string(join.rank),
+                                       .remedy = "start all ranks with one launcher"}
+                                   .text());
   }
   const Peer& peer = peers_[static_cast<std::size_t>(join.rank)];
   if (peer.phase != Phase::kAwaited && (welcomed_ || peer.process != join.process)) {
-    WorldEnd alone = mismatch(join.rank, "rendezvous: rank " + std::to_string(join.rank) +
-                                             " has already joined; two processes have this rank");
+    WorldEnd alone =
+        mismatch(join.rank, Message{.where = "rendezvous",
+                                    .expected = "one process as " + ranks_text({join.rank}, own.size),
+                                    .got = "a second one",
+                                    .remedy = "start each rank once, and other jobs with another "
+                                              "HSDP_JOB"}
+                                .text());
     alone.failure.ranks.clear();
     return alone;
   }

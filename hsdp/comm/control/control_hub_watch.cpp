@@ -26,7 +26,7 @@ void ControlHub::tick() {
     world_end.failure.message = "rendezvous: " + ranks_text(missing(), options_.own.size) +
                                 " did not join within " + seconds_text(options_.timeout) + "; " +
                                 (trouble.empty() ? "check that all ranks were started and still run"
-                                                 : trouble + " (rank 0)");
+                                                 : trouble + " (rank 0 of " + std::to_string(options_.own.size) + ")");
     return end(std::move(world_end));
   }
   const std::vector<RankReport> all = reports();

@@ -233,13 +233,11 @@ std::optional<Failure> InProcessHub::judge() const {
   if (oldest == nullptr || Clock::now() - oldest->since < timeout_) return std::nullopt;
   Failure failure{.kind = FailureKind::kTimeout, .message = {}, .ranks = chain_end(oldest->rank)};
   failure.message =
-      operation_text(oldest->state.operation, oldest->state.bucket) + ": timed out: rank " +
-      std::to_string(oldest->rank) + " of " + std::to_string(size_) + " waited " +
+      operation_text(oldest->state.operation, oldest->state.bucket) + ": " +
+      ranks_text(failure.ranks, size_) + " did not arrive within " +
       seconds_text(
-          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - oldest->since));
-  for (const int rank : failure.ranks) {
-    failure.message += "; rank " + std::to_string(rank) + " did not arrive";
-  }
+          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - oldest->since)) +
+      "; save what you need and restart the job";
   return failure;
 }
 
@@ -261,8 +259,9 @@ std::vector<int> InProcessHub::chain_end(int rank) const {
 std::vector<std::shared_ptr<Control>> in_process_control(int size,
                                                          std::chrono::milliseconds timeout) {
   if (size < 1) {
-    throw UsageError("in_process_control: bad size: expected at least 1 rank, got " +
-                     std::to_string(size));
+    throw UsageError({.where = "in_process_control",
+                      .expected = "at least 1 rank",
+                      .got = std::to_string(size)});
   }
   require_timeout(timeout, "in_process_control: timeout");
   const auto hub = std::make_shared<InProcessHub>(size, timeout);

@@ -27,10 +27,11 @@ bool ProcessControl::is_forked() const { return fork_generation() != generation_
 
 void ProcessControl::require_own_process() const {
   if (!is_forked()) return;
-  throw UsageError(
-      "control: a forked child cannot use the world of its parent; use it in the process that "
-      "connected (rank " +
-      std::to_string(rank_) + " of " + std::to_string(size_) + ")");
+  throw UsageError({.where = "control",
+                    .expected = "use in the process that connected",
+                    .got = "use in a forked child (rank " + std::to_string(rank_) + " of " +
+                           std::to_string(size_) + ")",
+                    .remedy = "use the world in its parent only"});
 }
 
 void ProcessControl::require_member(std::span<const int> members) const {

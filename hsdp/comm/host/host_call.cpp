@@ -69,7 +69,7 @@ Failure mismatch(std::span<const HostCall> calls, std::span<const int> members,
                         " (" + join(right) + "), got " + second;
   if (first == second)
     message += " with another cut, exponent or divisor (layouts, divide factors, loss scales?)";
-  message += " (" + join(wrong) + "); every rank of a group makes the same calls in one order";
+  message += " (" + join(wrong) + "); make the same calls in the same order on every rank";
   return {.kind = FailureKind::kMismatch, .message = std::move(message), .ranks = std::move(wrong)};
 }
 

@@ -39,8 +39,10 @@ Communicator host_world(std::shared_ptr<Control> control, TransportChoice transp
 
 std::vector<Communicator> in_process_world(int size, const WorldOptions& options) {
   if (options.engine != "auto" && options.engine != "host") {
-    throw UsageError("in_process_world: bad engine: expected auto or host, got '" + options.engine +
-                     "'; ranks that are threads use the host engine");
+    throw UsageError({.where = "in_process_world: engine",
+                      .expected = "'auto' or 'host'",
+                      .got = "'" + options.engine + "'",
+                      .remedy = "ranks that are threads need the host engine"});
   }
   const auto controls = comm::in_process_control(size, options.timeout);
   std::vector<Communicator> worlds(controls.size());

@@ -34,7 +34,7 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
                               std::size_t size) {
   const std::string reason = std::generic_category().message(errno);
   throw Error("host memory: " + action + " " + std::to_string(size) + " bytes for " + what +
-              " failed: " + reason + "; free memory or lower the bucket size");
+              " failed: " + reason + "; free memory, or use smaller bucket_bytes");
 }
 
 // Address space on a huge page boundary, so that the kernel can use huge pages inside.

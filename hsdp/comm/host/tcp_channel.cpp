@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/error.h"
 
@@ -74,12 +75,11 @@ void TcpChannel::lose(const std::string& reason) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   throw_if_failed(peer_.control, peer_.waiting);
-  std::string operation(peer_.waiting.operation);
-  if (peer_.waiting.bucket >= 0) operation += " of bucket " + std::to_string(peer_.waiting.bucket);
   end_world(peer_.control,
             {.kind = FailureKind::kPeerLost,
-             .message = operation + ": lost rank " + std::to_string(peer_.world_rank) + " of " +
-                        std::to_string(peer_.control.size()) + ": " + reason,
+             .message = operation_text(peer_.waiting.operation, peer_.waiting.bucket) + ": " +
+                        ranks_text({peer_.world_rank}, peer_.control.size()) + " was lost (" +
+                        reason + "); save what you need and restart the job",
              .ranks = {peer_.world_rank}},
             peer_.waiting);
 }

@@ -17,8 +17,10 @@ namespace {
 
 void require_host(Device device, std::string_view operation) {
   if (device.type == DeviceType::kHost) return;
-  throw UsageError(std::string(operation) + ": wrong device: expected host memory, got " +
-                   to_string(device) + "; the mpi engine reduces in host memory");
+  throw UsageError({.where = std::string(operation),
+                    .expected = "host memory, in which the mpi engine reduces",
+                    .got = to_string(device),
+                    .remedy = "copy it to the host, or use engine 'nccl'"});
 }
 
 }  // namespace

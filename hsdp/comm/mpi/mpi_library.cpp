@@ -90,7 +90,7 @@ int initialize() {
 
 [[noreturn]] void throw_finalized() {
   throw UsageError(
-      "mpi: MPI was finalized while hsdp still needs it: close the mesh and its reducers before "
+      "mpi: MPI was finalized while hsdp still needs it; close the mesh and its reducers before "
       "MPI_Finalize");
 }
 
@@ -162,7 +162,10 @@ bool MpiUse::is_possible() {
 MpiUse::MpiUse() {
   Library& mpi = library();
   if (mpi.process != ::getpid()) {
-    throw UsageError("mpi: used in a forked child: expected the process that opened it");
+    throw UsageError({.where = "mpi",
+                      .expected = "use in the process that opened it",
+                      .got = "use in a forked child",
+                      .remedy = "use it in the parent only"});
   }
   if (mpi.is_finalizing) throw_finalized();
   lock_ = std::shared_lock(mpi.use);

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/mpi/address_probe.h"
 #include "hsdp/comm/mpi/mpi_library.h"
 #include "hsdp/comm/mpi/mpi_link.h"
@@ -60,10 +61,10 @@ class MpiMeeting {
       if (Clock::now() > end_) {
         worsen_mpi_exit(MpiExit::kLeave);
         throw TimeoutError("rendezvous: the ranks did not meet over MPI within " +
-                               std::to_string(timeout_.count()) + " ms (rank " +
+                               seconds_text(timeout_) + " (rank " +
                                std::to_string(launch_.rank) + " of " +
                                std::to_string(launch_.size) +
-                               "); check that all ranks call init_mesh with the same settings",
+                               "); call init_mesh on every rank with the same arguments",
                            {});
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));

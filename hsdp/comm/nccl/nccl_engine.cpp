@@ -41,9 +41,10 @@ Transport NcclEngine::transport() const {
 
 void NcclEngine::require_own_device(Device device, std::string_view operation) const {
   if (device == this->device()) return;
-  throw UsageError(std::string(operation) + ": wrong device: expected memory on " +
-                   to_string(this->device()) + ", got " + to_string(device) +
-                   "; the nccl engine works on the device that its world was made for");
+  throw UsageError({.where = std::string(operation),
+                    .expected = "memory on " + to_string(this->device()) + ", the world's device",
+                    .got = to_string(device),
+                    .remedy = "move it there, or make the mesh with its device"});
 }
 
 void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {

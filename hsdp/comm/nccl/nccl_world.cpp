@@ -102,9 +102,10 @@ void check_faults(const std::vector<Seat>& seats, const Seat& own) {
 void check_versions(const std::vector<Seat>& seats) {
   for (std::size_t r = 1; r < seats.size(); ++r) {
     if (seats[r].version == seats[0].version) continue;
-    throw MismatchError("nccl: expected version " + seats[0].version + " as on rank 0, got " +
-                            seats[r].version + " (" + of_size(r, seats.size()) +
-                            "); use one libnccl on all ranks, HSDP_NCCL_LIBRARY names it",
+    throw MismatchError({.where = "nccl",
+                         .expected = "version " + seats[0].version + " on every rank",
+                         .got = seats[r].version + " on " + of_size(r, seats.size()),
+                         .remedy = "use one libnccl on every rank, HSDP_NCCL_LIBRARY names it"},
                         {static_cast<int>(r)});
   }
 }

@@ -33,9 +33,9 @@ Millis left_until(Clock::time_point end) {
 [[noreturn]] void throw_hub_absent(const std::string& where, Millis timeout, int rank, int size,
                                    const std::string& detail = {}) {
   throw TimeoutError("rendezvous: rank 0 of " + std::to_string(size) + " did not answer at " +
-                         where + " within " + seconds_text(timeout) + detail +
-                         "; check that all ranks were started and still run (rank " +
-                         std::to_string(rank) + " of " + std::to_string(size) + ")",
+                         where + " within " + seconds_text(timeout) + detail + " (" +
+                         ranks_text({rank}, size) +
+                         "); check that all ranks were started and still run",
                      {0});
 }
 
@@ -86,8 +86,9 @@ ProcessControl::ProcessControl(const LaunchEnvironment& launch, std::chrono::mil
       secret_(launch.secret.value_or("")),
       shares_(static_cast<std::size_t>(std::max(launch.size, 0)), false) {
   if (size_ < 1 || rank_ < 0 || rank_ >= size_) {
-    throw UsageError("control: expected a rank below the world size, got rank " +
-                     std::to_string(rank_) + " of " + std::to_string(size_));
+    throw UsageError({.where = "control",
+                      .expected = "a rank below the world size",
+                      .got = "rank " + std::to_string(rank_) + " of " + std::to_string(size_)});
   }
   require_timeout(timeout_, "control: timeout");
   shares_[static_cast<std::size_t>(rank_)] = true;

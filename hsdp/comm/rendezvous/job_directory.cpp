@@ -32,9 +32,10 @@ bool is_private(const struct stat& status) {
 }
 
 void refuse(const std::filesystem::path& directory) {
-  throw Error("rendezvous: directory " + directory.string() +
-              ": expected a directory of this user with mode 0700, got something else; remove it "
-              "or set another HSDP_JOB");
+  throw Error({.where = "rendezvous: " + directory.string(),
+               .expected = "a directory of this user with mode 0700",
+               .got = "something else",
+               .remedy = "remove it, or set another HSDP_JOB"});
 }
 
 // nullopt: it is not there. Refuses what is not private, links included.
@@ -61,7 +62,9 @@ sockaddr_un address_of(const std::filesystem::path& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.native().size() >= sizeof address.sun_path) {
-    throw Error("rendezvous: socket path too long: " + path.string());
+    throw Error({.where = "rendezvous: path of a socket",
+                 .expected = "less than " + std::to_string(sizeof address.sun_path) + " bytes",
+                 .got = path.string()});
   }
   std::memcpy(address.sun_path, path.c_str(), path.native().size() + 1);
   return address;
@@ -175,7 +178,10 @@ UniqueFd connect_job_socket(const std::filesystem::path& path, int socket_type,
   socklen_t length = sizeof peer;
   if (::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0 ||
       peer.uid != ::geteuid()) {
-    throw Error("rendezvous: " + path.string() + " is served by another user");
+    throw Error({.where = "rendezvous: " + path.string(),
+                 .expected = "a socket of this user",
+                 .got = "another user's",
+                 .remedy = "set another HSDP_JOB"});
   }
   return fd;
 }

@@ -82,8 +82,9 @@ class Variables {
     const char* end = value->data() + value->size();
     const auto [stop, error] = std::from_chars(value->data(), end, result);
     if (error != std::errc{} || stop != end || result < 0) {
-      throw UsageError("launch: " + name + ": expected a non-negative integer, got '" + *value +
-                       "'");
+      throw UsageError({.where = "launch: " + name,
+                        .expected = "an integer of at least 0",
+                        .got = "'" + *value + "'"});
     }
     return result;
   }
@@ -128,7 +129,7 @@ std::optional<int> slurm_local_size(const Variables& variables) {
 void require(bool holds, const FamilyVariables& names, const std::string& problem) {
   if (holds) return;
   throw UsageError("launch: contradictory variables of " + std::string(names.launcher) + ": " +
-                   problem);
+                   problem + "; set them as the launcher does, or none of them");
 }
 
 std::string shown(const char* name, int value) {
@@ -208,8 +209,9 @@ std::optional<std::string> read_secret(const Variables& variables) {
 std::optional<int> read_port(const Variables& variables, const char* name) {
   const auto port = variables.number(name);
   if (port && (*port < 1 || *port > 65535)) {
-    throw UsageError("launch: " + std::string(name) + ": expected a port in 1..65535, got " +
-                     std::to_string(*port));
+    throw UsageError({.where = "launch: " + std::string(name),
+                      .expected = "a port from 1 to 65535",
+                      .got = std::to_string(*port)});
   }
   return port;
 }

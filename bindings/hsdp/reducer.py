@@ -102,6 +102,8 @@ class Reducer(ReducerResults):
         self._attachments: list[Attachment] = []
         # Called before the ranks compare their words, which these may change.
         self._before_words: list[Callable[[], None]] = []
+        # Of the loop of hsdp.uneven that is open.
+        self._before_microbatch: Callable[[], None] | None = None
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
         open_reducers.add(self)
@@ -259,11 +261,16 @@ class Reducer(ReducerResults):
         ignored.
         """
         inside = self._handle.window_open()
+        if self._before_microbatch is not None:
+            self._before_microbatch()
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(None if last is None else bool(last), sync)
         )
         if not inside:
             self._began(lambda attachment: attachment.microbatch_began())
+
+    def _next_is_empty(self) -> None:
+        """The next microbatch is that of a rank which has no batch left in hsdp.uneven."""
 
     def _began(self, tell: Callable[[Attachment], None]) -> None:
         for i, attachment in enumerate(self._attachments):
@@ -332,6 +339,8 @@ class Reducer(ReducerResults):
                 "sums with accumulate=\"grad\", got a Reducer without; call reducer.attach, or use "
                 "accumulate=\"buffer\""
             )
+        if self._before_microbatch is not None:
+            self._before_microbatch()
         self._hearing_of_drops(
             lambda: self._handle.begin_window(last, backwards, accumulate, accumulate_dtype)
         )

@@ -21,7 +21,7 @@ SECTIONS: dict[str, list[str]] = {
     "The mesh": ["init_mesh", "job_size", "Mesh", "Communicator"],
     "Reducing gradients": [
         "Reducer", "Step", "Microbatch", "Parameter", "Slice", "ReducerStats", "clip_grad_norm_",
-        "ReplicaHop", "PlainHop",
+        "ReplicaHop", "PlainHop", "uneven",
     ],
     "ZeRO": ["zero"],
     "Quantization": ["quant"],

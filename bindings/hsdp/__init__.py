@@ -35,6 +35,7 @@ from hsdp.replica_hop import PlainHop
 from hsdp.same_weights import broadcast_parameters
 from hsdp.snapshot import Snapshot, SnapshotInfo, read_snapshot, write_snapshot
 from hsdp.step_blocks import Microbatch, Step
+from hsdp.uneven import uneven
 
 __all__ = [
     "Array",
@@ -68,6 +69,7 @@ __all__ = [
     "job_size",
     "quant",
     "read_snapshot",
+    "uneven",
     "write_snapshot",
     "zero",
 ]

@@ -144,9 +144,9 @@ def init_mesh(
 
     Rank and size come from the launcher: hsdp_run, torchrun, mpirun or srun; where its variables
     are missing or incomplete, from torch.distributed once init_process_group was called
-    (torch.multiprocessing.spawn, Lightning); alone, a process is a world of one. Collective over the
-    job. Across hosts the ranks meet at HSDP_ADDR:HSDP_PORT; without these MPI tells them where, or
-    torch's store.
+    (torch.multiprocessing.spawn, Lightning); alone, a process is a world of one. Collective over
+    the job. Across hosts the ranks meet at HSDP_ADDR:HSDP_PORT; without these MPI tells them where,
+    or torch's store.
 
     - `replicate`, `shard`: their product is the number of processes, or of `ranks`.
     - `engine`: "host", "nccl", "mpi" or "auto" (nccl for a CUDA device, else host).
@@ -155,12 +155,13 @@ def init_mesh(
     - `ranks`: a 2-D array of job ranks, `ranks[replica][shard_rank]`, for several meshes in one
       job. Each process passes the array that holds its own rank.
     - `timeout_s`: seconds after which any wait for a peer is a TimeoutError: also for one that is
-      busy with its own work, as an evaluation on rank 0 only. Meshes that are open at the same time
-      share the first one's; `mesh.timeout_s` tells.
+      busy with its own work, as an evaluation on rank 0 only. Meshes that are open at the same
+      time share the first one's; `mesh.timeout_s` tells.
 
-    Raises UsageError for sizes that do not fit the job, and where the launcher and torch.distributed
-    disagree on rank or size; MismatchError when ranks ask for different meshes, TimeoutError when a
-    rank does not come. Ctrl-C while it waits leaves the attempt behind; the process should end then.
+    Raises UsageError for sizes that do not fit the job, and where the launcher and
+    torch.distributed disagree on rank or size; MismatchError when ranks ask for different meshes,
+    TimeoutError when a rank does not come. Ctrl-C while it waits leaves the attempt behind; the
+    process should end then.
     """
     rows, columns = _whole("replicate", replicate), _whole("shard", shard)
     table = [] if ranks is None else [[_whole("ranks", rank) for rank in row] for row in ranks]

@@ -136,6 +136,8 @@ class Reducer(ReducerResults, Closing):
         self._is_agreed = True  # whether what is attached is known to be the same on every rank
         # Called before the ranks compare their words, which these may change.
         self._before_words: list[Callable[[], None]] = []
+        # Of the loop of hsdp.uneven that is open.
+        self._before_microbatch: Callable[[], None] | None = None
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
         self._next_has_batch: bool | None = None
@@ -390,6 +392,8 @@ class Reducer(ReducerResults, Closing):
                 )
             sync = "none"
         self._agree()
+        if self._before_microbatch is not None:
+            self._before_microbatch()
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(
                 None if last is None else bool(last), sync, self._taken_has_batch()
@@ -485,6 +489,8 @@ class Reducer(ReducerResults, Closing):
                 "inside; leave no_sync() out, as gradients are local until the window ends"
             )
         self._agree()
+        if self._before_microbatch is not None:
+            self._before_microbatch()
         self._hearing_of_drops(
             lambda: self._handle.begin_window(
                 last, backwards, accumulate, accumulate_dtype, self._taken_has_batch()

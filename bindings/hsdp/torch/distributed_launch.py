@@ -1,4 +1,4 @@
-"""Who the ranks are by torch.distributed, where the launcher does not say [Note: launch detection]."""
+"""Who the ranks are, where only torch.distributed was told [Note: launch detection]."""
 
 from __future__ import annotations
 

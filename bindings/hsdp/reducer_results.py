@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
-from hsdp.array import Array
+from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
 from hsdp.parameter import Slice
 from hsdp.reducer_stats import ReducerStats
@@ -31,9 +30,10 @@ class ReducerResults:
     _attachments: list[Attachment]
     _who: str  # in errors
 
-    def shard(self, name: str) -> Array:
+    def shard(self, name: str) -> TensorOrArray:
         """This rank's slice of the mean gradient: fp32, writable, `slice(name).count` elements, on
-        the mesh's device.
+        the mesh's device. A torch tensor for a parameter of an attached torch model, else an
+        `hsdp.Array`.
 
         A view, valid until the next `begin_microbatch`, after which its content is that of a later
         step. Slices of the ranks of a shard group, joined in rank order, are the flattened
@@ -41,7 +41,14 @@ class ReducerResults:
         the view comes before the next step on the current stream of its `begin_microbatch`.
         UsageError while microbatches are pending.
         """
-        return Array(self._handle.shard(name))
+        return self._array(name, self._handle.shard(name))
+
+    # As whoever attached the parameter has arrays.
+    def _array(self, name: str, memory: _hsdp.Memory) -> TensorOrArray:
+        for attachment in self._attachments:
+            if name in attachment.parameter_names():
+                return attachment.as_array(Array(memory))
+        return Array(memory)
 
     def shard_dtensor(self, name: str, device_mesh: DeviceMesh | None = None) -> DTensor:
         """This rank's slice of the mean gradient as the torch DTensor that users of `fully_shard`
@@ -57,15 +64,15 @@ class ReducerResults:
         found: DTensor = module.shard_dtensor(self, name, device_mesh)
         return found
 
-    def partial_shard(self, name: str) -> Array:
+    def partial_shard(self, name: str) -> TensorOrArray:
         """A copy of this rank's slice of what is pending: the mean over the shard group so far,
-        fp32. UsageError when nothing is pending.
+        fp32, a torch tensor where `shard` is one. UsageError when nothing is pending.
         """
-        return Array(self._handle.partial_shard(name))
+        return self._array(name, self._handle.partial_shard(name))
 
-    def local_sum(self, name: str) -> Array:
+    def local_sum(self, name: str) -> TensorOrArray:
         """A copy of what this rank has added up of a parameter's gradients and not sent yet: fp32,
-        whole, of its shape, not divided by anything.
+        whole, of its shape, not divided by anything. A torch tensor where `shard` is one.
 
         In a window (`hsdp.zero.coalesce_grad_reduction`), or when microbatches with sync="none" are
         pending. UsageError where nothing is added up.
@@ -75,7 +82,7 @@ class ReducerResults:
                 held = attachment.held_sum(name)
                 if held is not None:
                     return held
-        return Array(self._handle.local_sum(name))
+        return self._array(name, self._handle.local_sum(name))
 
     def slice(self, name: str) -> Slice:
         """Where this rank's slice lies in the flattened parameter: offset and count, in elements.
@@ -89,7 +96,8 @@ class ReducerResults:
 
         `arrays` are f32, bf16 or f16, writable and contiguous, of the parameters' shapes, by name;
         the same names on every rank. Without it the gradients of the attached models are
-        set (`p.grad`).
+        set (`p.grad`). On the host that memory is used again in the next step, unless somebody
+        keeps a gradient or anything made of it; `release_memory` frees it.
         """
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))
@@ -120,10 +128,11 @@ class ReducerResults:
     def grad_norm(self) -> Any:
         """The L2 norm of the whole mean gradient, over all parameters. Collective.
 
-        A float; on a GPU a number there, which nothing waits for until it is looked at: a torch
-        tensor of no dimensions where torch uses the GPU, else an `hsdp.Array` of one element.
+        With an attached torch model a torch tensor of no dimensions, f64, where the mesh is, as
+        torch's `clip_grad_norm_` returns it; nothing waits for a GPU until it is looked at. Else a
+        float, or on a GPU an `hsdp.Array` of one element, of which `float(x)` waits.
         """
-        return _as_number(self._handle.grad_norm())
+        return _as_number(self._handle.grad_norm(), [self])
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """Scales the shards in place so that the norm is at most `max_norm`, and what
@@ -180,7 +189,7 @@ def clip_grad_norm_(reducers: Iterable[Reducer], max_norm: float) -> Any:
 
 def _clip(reducers: list[Any], max_norm: float) -> Any:
     handles = [reducer._handle for reducer in reducers]
-    norm = _as_number(_hsdp.clip_grad_norm(handles, float(max_norm)))
+    norm = _as_number(_hsdp.clip_grad_norm(handles, float(max_norm)), reducers)
     for reducer in reducers:
         for attachment in reducer._attachments:
             attachment.clipped(norm, float(max_norm))
@@ -188,10 +197,8 @@ def _clip(reducers: list[Any], max_norm: float) -> Any:
 
 
 # Of a GPU it is not waited for.
-def _as_number(memory: _hsdp.Memory) -> Any:
-    if memory.device == "cpu":
-        return memory.number()
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return Array(memory)
-    return torch.from_dlpack(Array(memory)).reshape(())
+def _as_number(memory: _hsdp.Memory, reducers: list[Any]) -> Any:
+    for reducer in reducers:
+        for attachment in reducer._attachments:
+            return attachment.as_array(Array(memory)).reshape(())
+    return memory.number() if memory.device == "cpu" else Array(memory)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from hsdp import _hsdp
 from hsdp.errors import UsageError
+
+#: A torch tensor for parameters of an attached torch model, else an `hsdp.Array`. Which of them,
+#: types cannot tell.
+TensorOrArray: TypeAlias = Any
 
 
 class Array(NDArrayOperatorsMixin):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from hsdp.array import Array
+from hsdp.array import Array, TensorOrArray
 
 
 class Attachment(Protocol):
@@ -41,7 +41,10 @@ class Attachment(Protocol):
         """Of how many passes what it hands over is the sum."""
         ...
 
-    def held_sum(self, name: str) -> Array | None:
+    def as_array(self, memory: Array) -> TensorOrArray:
+        """The same memory as an array of its framework."""
+
+    def held_sum(self, name: str) -> TensorOrArray | None:
         """What a parameter's passes add up to so far, where its framework does that."""
 
     def microbatch_ending(self) -> None:
@@ -58,6 +61,9 @@ class Attachment(Protocol):
 
     def clipped(self, norm: Any, max_norm: float) -> None:
         """The result had this norm, and was scaled to at most the other one."""
+
+    def release_memory(self) -> None:
+        """Frees what it keeps for later steps."""
 
     def gather_parameters(self) -> None:
         """Completes the parameters, of which this rank updated its slices."""

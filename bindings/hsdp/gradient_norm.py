@@ -23,7 +23,7 @@ def clip(
     reducers: list[ReducerResults], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Any:
     """Scales the results of all of them so that their norm is at most `max_norm`; the norm that was,
-    an f64 where the mesh is.
+    as `norm` gives it.
     """
     if not reducers:
         raise UsageError("reducer: clip_grad_norm_: expected Reducers, got none")
@@ -42,11 +42,13 @@ def clip(
 
 
 def _number_of(norm: Any) -> float:
-    return norm.number() if isinstance(norm, _hsdp.Memory) else float(norm)
+    return norm.number() if isinstance(norm, _hsdp.Memory) else float(norm.reshape(()))
 
 
 def norm(reducers: list[ReducerResults], norm_type: float) -> Any:
-    """The norm of the results of all of them together, in f64 where the mesh is."""
+    """The norm of the results of all of them together: memory of one f64 where the mesh is, or an array
+    of one.
+    """
     handles = [one._handle for one in reducers]
     if norm_type == 2:
         return handles[0].grad_norm() if len(handles) == 1 else _hsdp.clip_grad_norm(handles, math.inf)
@@ -63,12 +65,11 @@ def norm(reducers: list[ReducerResults], norm_type: float) -> Any:
 
 
 # Rare ones: the arrays' own libraries know them. One number for each array, in a fixed order.
-def _norm_on_host(results: list[Any], norm_type: float, group: Any) -> float:
+def _norm_on_host(results: list[Any], norm_type: float, group: Any) -> Any:
     if norm_type == 1:
-        total = np.array([sum(float(np.abs(x).sum(dtype=np.float64)) for x in results)])
-        return float(group.all_reduce(total)[0])
+        return group.all_reduce(np.array([sum(np.abs(x).sum(dtype=np.float64) for x in results)]))
     most = np.array([np.max([np.abs(x).max(initial=0.0) for x in results])], dtype=np.float64)
-    return float(np.asarray(group.all_gather(most)).max())
+    return np.asarray(group.all_gather(most)).max(keepdims=True)
 
 
 def _norm_on_gpu(results: list[Any], norm_type: float, group: Any) -> Any:

@@ -566,11 +566,14 @@ class Reducer(ReducerResults, Closing):
             attachment.step_dropped()
 
     def release_memory(self) -> None:
-        """Frees what is kept for later steps: the local sums of windows and of sync="none", and totals
-        of groups that are reduced before a step's end. Between steps; each rank for itself. They are
+        """Frees what is kept for later steps: the local sums of windows and of sync="none", totals of
+        groups that are reduced before a step's end, and memory for gradients that were gathered
+        into `p.grad` on the host. Between steps; each rank for itself. They are
         taken again when they are needed.
         """
         self._hearing_of_drops(self._handle.release_memory)
+        for attachment in self._attachments:
+            attachment.release_memory()
 
     def finish(self) -> None:
         """Completes a step whose microbatches are pending, without fresh gradients.

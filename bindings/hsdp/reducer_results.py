@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hsdp import _hsdp, gradient_norm
-from hsdp.array import Array
+from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
 from hsdp.parameter import Slice
 from hsdp.reducer_stats import ReducerStats
@@ -31,9 +32,10 @@ class ReducerResults:
     _attachments: list[Attachment]
     _who: str  # in errors
 
-    def shard(self, name: str) -> Array:
+    def shard(self, name: str) -> TensorOrArray:
         """This rank's slice of the mean gradient: fp32, writable, `slice(name).count` elements, on
-        the mesh's device.
+        the mesh's device. A torch tensor for a parameter of an attached torch model, else an
+        `hsdp.Array`.
 
         A view, valid until the next `begin_microbatch`, after which its content is that of a later
         step. Slices of the ranks of a shard group, joined in rank order, are the flattened
@@ -41,7 +43,14 @@ class ReducerResults:
         the view comes before the next step on the current stream of its `begin_microbatch`.
         UsageError while microbatches are pending.
         """
-        return Array(self._handle.shard(name))
+        return self._array(name, self._handle.shard(name))
+
+    # As whoever attached the parameter has arrays.
+    def _array(self, name: str, memory: _hsdp.Memory) -> TensorOrArray:
+        for attachment in self._attachments:
+            if name in attachment.parameter_names():
+                return attachment.as_array(Array(memory))
+        return Array(memory)
 
     def shard_dtensor(self, name: str, device_mesh: DeviceMesh | None = None) -> DTensor:
         """This rank's slice of the mean gradient as the torch DTensor that users of `fully_shard`
@@ -57,15 +66,15 @@ class ReducerResults:
         found: DTensor = module.shard_dtensor(self, name, device_mesh)
         return found
 
-    def partial_shard(self, name: str) -> Array:
+    def partial_shard(self, name: str) -> TensorOrArray:
         """A copy of this rank's slice of what is pending: the mean over the shard group so far,
-        fp32. UsageError when nothing is pending.
+        fp32, a torch tensor where `shard` is one. UsageError when nothing is pending.
         """
-        return Array(self._handle.partial_shard(name))
+        return self._array(name, self._handle.partial_shard(name))
 
-    def local_sum(self, name: str) -> Array:
+    def local_sum(self, name: str) -> TensorOrArray:
         """A copy of what this rank has added up of a parameter's gradients and not sent yet: fp32,
-        whole, of its shape, not divided by anything.
+        whole, of its shape, not divided by anything. A torch tensor where `shard` is one.
 
         In a window (`hsdp.zero.coalesce_grad_reduction`), or when microbatches with sync="none" are
         pending. UsageError where nothing is added up.
@@ -75,7 +84,7 @@ class ReducerResults:
                 held = attachment.held_sum(name)
                 if held is not None:
                     return held
-        return Array(self._handle.local_sum(name))
+        return self._array(name, self._handle.local_sum(name))
 
     def slice(self, name: str) -> Slice:
         """Where this rank's slice lies in the flattened parameter: offset and count, in elements.
@@ -90,7 +99,8 @@ class ReducerResults:
         `arrays` are f32, bf16 or f16, writable and contiguous, of the parameters' shapes, by name;
         the same names on every rank. Without it the gradients of the attached models are
         set (`p.grad`); with missing="zero" that of a parameter which no rank used stays None, and
-        optimizers leave it as it is.
+        optimizers leave it as it is. On the host that memory is used again in the next step, unless
+        somebody keeps a gradient or anything made of it; `release_memory` frees it.
         """
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))
@@ -121,10 +131,11 @@ class ReducerResults:
     def grad_norm(self, norm_type: float = 2.0) -> Any:
         """The norm of the whole mean gradient, over all parameters: 1, 2 or inf. Collective.
 
-        A float; on a GPU a number there, which nothing waits for until it is looked at: a torch
-        tensor of no dimensions where torch uses the GPU, else an `hsdp.Array` of one element.
+        With an attached torch model a torch tensor of no dimensions, f64, where the mesh is, as
+        torch's `clip_grad_norm_` returns it; nothing waits for a GPU until it is looked at. Else a
+        float, or on a GPU an `hsdp.Array` of one element, of which `float(x)` waits.
         """
-        return _as_number(gradient_norm.norm([self], norm_type))
+        return _as_number(gradient_norm.norm([self], norm_type), [self])
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -188,7 +199,8 @@ def clip_grad_norm_(
 
 
 def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:
-    norm = _as_number(gradient_norm.clip(reducers, float(max_norm), norm_type, error_if_nonfinite))
+    was = gradient_norm.clip(reducers, float(max_norm), norm_type, error_if_nonfinite)
+    norm = _as_number(was, reducers)
     for reducer in reducers:
         for attachment in reducer._attachments:
             attachment.clipped(norm, float(max_norm))
@@ -196,12 +208,11 @@ def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfi
 
 
 # Of a GPU it is not waited for.
-def _as_number(memory: Any) -> Any:
-    if not isinstance(memory, _hsdp.Memory):
-        return memory
-    if memory.device == "cpu":
-        return memory.number()
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return Array(memory)
-    return torch.from_dlpack(Array(memory)).reshape(())
+def _as_number(norm: Any, reducers: list[Any]) -> Any:
+    held = Array(norm) if isinstance(norm, _hsdp.Memory) else norm
+    for reducer in reducers:
+        for attachment in reducer._attachments:
+            return attachment.as_array(held).reshape(())
+    if isinstance(norm, _hsdp.Memory) and norm.device == "cpu":
+        return norm.number()
+    return float(norm[0]) if isinstance(norm, np.ndarray) else held

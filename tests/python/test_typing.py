@@ -113,6 +113,7 @@ array: np.ndarray[tuple[int], np.dtype[np.float32]] = mesh.world.all_reduce(np.o
 w = np.ones(3, np.float32)
 w -= 0.1 * reducer.shard("w")
 norm: float = float(reducer.grad_norm())
+total: float = reducer.shard("w").sum()
 """
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hsdp.array import Array
+from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
 from hsdp.torch import unreduced_gradient_guard
+from hsdp.torch.gathered_gradients import GatheredGradients
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.kept_reducers import keep_reducer
 from hsdp.torch.trainable_parameters import (
@@ -61,6 +62,7 @@ class ModelAttachment:
         self._sums: dict[str, torch.Tensor] = {}
         self._in_window = False
         self._held = HeldGradients()
+        self._gathered_gradients = GatheredGradients()
         self._hooks: dict[str, GradientHook] = {}
         self._installed: list[tuple[dict[int, Any], int]] = []  # a parameter's hooks, and which is ours
         for name, parameter in self._parameters.items():
@@ -124,14 +126,18 @@ class ModelAttachment:
         """Of how many passes the gradients of this window are the sum."""
         return self._held.pass_count if self._held.active else 1
 
-    def held_sum(self, name: str) -> Array | None:
+    def as_array(self, memory: Array) -> TensorOrArray:
+        """A tensor over it."""
+        return torch.from_dlpack(memory)
+
+    def held_sum(self, name: str) -> TensorOrArray | None:
         """A copy of p.grad in a window that leaves it there."""
         grad = self._parameters[name].grad if self._held.active else None
         if grad is None:
             return None
-        held = Array(self._handle.copy_of(grad.detach()))
+        held = torch.from_dlpack(Array(self._handle.copy_of(grad.detach())))
         with contextlib.suppress(UsageError):  # there is none before it
-            torch.from_dlpack(held).add_(torch.from_dlpack(Array(self._handle.local_sum(name))))
+            held.add_(torch.from_dlpack(Array(self._handle.local_sum(name))))
         return held
 
     @property
@@ -182,21 +188,26 @@ class ModelAttachment:
     def gather_gradients(self) -> None:
         """Sets every p.grad to the whole mean gradient."""
         self._unused = unused_names(self._handle)
-        whole = {
-            name: torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        grads = {
+            name: self._gathered_gradients.take(name, p)
             for name, p in self._parameters.items()
             if name not in self._unused
         }
+        whole = {
+            name: g if g.is_contiguous() else torch.empty(g.shape, dtype=g.dtype, device=g.device)
+            for name, g in grads.items()
+        }
         self._handle.gather_gradients(whole)
         for name, parameter in self._parameters.items():
-            if name in self._unused:
-                parameter.grad = None
-                continue
-            grad = whole[name]
-            if not parameter.is_contiguous():
-                grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
+            grad = grads.get(name)
+            if grad is not None and whole[name] is not grad:
+                grad.copy_(whole[name])
             parameter.grad = grad
         self._placed = self._gathered = True
+
+    def release_memory(self) -> None:
+        """Of gathered gradients."""
+        self._gathered_gradients.release()
 
     def clipped(self, norm: Any, max_norm: float) -> None:
         """The result was scaled to that norm: what was gathered of it is, too."""

@@ -440,14 +440,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if owner is None or owner() is not self:
                 refuse("an open optimizer", "a closed one")
             try:
-                reducer.shard(first)
+                reducer._handle.shard(first)
             except UsageError as error:
                 raise UsageError(
                     f"zero: ShardedOptimizer: step: {error}; end the step with last=True before"
                 ) from None
         if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
             for shard in self._shards:
-                shard.gradient = torch.from_dlpack(shard.reducer.shard(shard.name))
+                shard.gradient = shard.reducer.shard(shard.name)
                 if not shard.offloaded:
                     shard.master.grad = shard.gradient
             for masters in self._masters:

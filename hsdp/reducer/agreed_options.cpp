@@ -16,21 +16,21 @@
 namespace hsdp::reducer {
 namespace {
 
-std::string quoted(std::string_view text) { return '"' + std::string(text) + '"'; }
+std::string in_quotes(std::string_view text) { return '"' + std::string(text) + '"'; }
 
 // As Python writes it.
 struct OptionText {
   std::string operator()(const std::optional<Dtype>& dtype) const {
-    return dtype ? quoted(name(*dtype)) : "None";
+    return dtype ? in_quotes(name(*dtype)) : "None";
   }
   std::string operator()(const std::optional<std::int64_t>& number) const {
     return std::to_string(number.value_or(0));
   }
-  std::string operator()(const std::string& text) const { return quoted(text); }
+  std::string operator()(const std::string& text) const { return in_quotes(text); }
   std::string operator()(const std::shared_ptr<ReplicaHop>& hop) const { return hop->describe(); }
   template <typename Value>
   std::string operator()(const Value& value) const {
-    return quoted(word_of(value));
+    return in_quotes(word_of(value));
   }
 };
 

@@ -59,11 +59,11 @@ std::vector<int> world_order(const MeshOptions& options, int job_rank, int job_s
   std::vector<int> order;
   if (options.ranks.empty()) {
     if (std::int64_t{options.replicate} * options.shard != job_size) {
-      throw UsageError({.where = "mesh",
-                        .expected =
-                            "replicate x shard equal to the world of " + std::to_string(job_size),
-                        .got = size_text(options),
-                        .remedy = "start that many processes, or name the mesh's ranks with ranks="});
+      throw UsageError(
+          {.where = "mesh",
+           .expected = "replicate x shard equal to the world of " + std::to_string(job_size),
+           .got = size_text(options),
+           .remedy = "start that many processes, or name the mesh's ranks with ranks="});
     }
     for (int r = 0; r < job_size; ++r) order.push_back(r);
     return order;

@@ -207,11 +207,10 @@ void read_elements(const Snapshot& snapshot, std::size_t parameter, int replica,
   if (parameter >= snapshot.parameters().size() || replica < 0 || replica >= info.replicate_size ||
       begin < 0 || begin > snapshot.parameters()[parameter].count ||
       static_cast<std::int64_t>(out.size()) > snapshot.parameters()[parameter].count - begin) {
-    throw UsageError(
-        {.where = "snapshot: read",
-         .expected = "a parameter, replica and elements that the snapshot holds",
-         .got = "elements from " + std::to_string(begin) + " of parameter " +
-                std::to_string(parameter) + " of replica " + std::to_string(replica)});
+    throw UsageError({.where = "snapshot: read",
+                      .expected = "a parameter, replica and elements that the snapshot holds",
+                      .got = "elements from " + std::to_string(begin) + " of parameter " +
+                             std::to_string(parameter) + " of replica " + std::to_string(replica)});
   }
   // "full": one file, or every rank's; the first rank of the replica stands for it.
   int copy = replica;

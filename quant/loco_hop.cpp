@@ -361,8 +361,9 @@ void LocoHop::Parts::require_no_step(const char* what) const {
     throw UsageError({.where = std::string("loco: ") + what,
                       .expected = "a call between steps",
                       .got = "one in a step whose end is not known yet",
-                      .remedy = "read the step's result or call finish() on the Reducer first, after "
-                                "a drop too; close() it where the world has failed"});
+                      .remedy =
+                          "read the step's result or call finish() on the Reducer first, after "
+                          "a drop too; close() it where the world has failed"});
   }
   if (exchange) exchange->finish();  // errors that are being cleared
 }

@@ -132,8 +132,8 @@ void refuse(std::string_view what, const std::string& expected, const std::strin
 void require_device(Device device, std::string_view what, const CallerStream& caller) {
   if (device == caller.device()) return;
   if (!caller.of_mesh()) refuse(what, "host memory", to_string(device), "copy it there first");
-  refuse(what, "memory on " + to_string(caller.device()) + ", the mesh's device",
-         to_string(device), "move it there, or make the mesh with its device");
+  refuse(what, "memory on " + to_string(caller.device()) + ", the mesh's device", to_string(device),
+         "move it there, or make the mesh with its device");
 }
 
 ArrayArgument array_argument(py::handle object, std::string_view what, CallerStream& caller) {

@@ -40,8 +40,8 @@ struct ArrayArgument {
 void require_device(Device device, std::string_view what, const CallerStream& caller);
 
 // UsageError: "what: expected ..., got ...; remedy".
-[[noreturn]] void refuse(std::string_view what, const std::string& expected,
-                         const std::string& got, const std::string& remedy = {});
+[[noreturn]] void refuse(std::string_view what, const std::string& expected, const std::string& got,
+                         const std::string& remedy = {});
 
 // "float32", "bfloat16" and the like as NumPy's dtype; bf16 is that of ml_dtypes.
 [[nodiscard]] pybind11::object numpy_dtype(Dtype dtype);

@@ -31,8 +31,8 @@ Dtype dtype_of(dlpack::ElementType type, std::string_view what) {
     if (type.code == TypeCode::kInt && type.bits == 64) return Dtype::kI64;
     if (type.code == TypeCode::kUInt && type.bits == 8) return Dtype::kU8;
   }
-  refuse(what, "dtype float32, bfloat16, float16, float64, int64 or uint8",
-         type_text(type), "convert it first");
+  refuse(what, "dtype float32, bfloat16, float16, float64, int64 or uint8", type_text(type),
+         "convert it first");
 }
 
 // The one place that decides which devices' memory the library can take.

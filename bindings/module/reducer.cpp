@@ -34,9 +34,8 @@ auto choose(const std::string& option, const std::string& got, const Choices& ch
     if (got == word) return value;
     accepted += (accepted.empty() ? "'" : ", '") + std::string(word) + "'";
   }
-  throw UsageError({.where = "reducer: " + option,
-                    .expected = "one of " + accepted,
-                    .got = "'" + got + "'"});
+  throw UsageError(
+      {.where = "reducer: " + option, .expected = "one of " + accepted, .got = "'" + got + "'"});
 }
 
 std::optional<Dtype> wire_dtype(const std::string& option, const OptionalText& text) {

@@ -88,9 +88,8 @@ Memory read(const Snapshot& self, std::size_t parameter, int replica, std::int64
             std::int64_t count, const std::string& dtype) {
   const Dtype parsed = parse_dtype(dtype);
   if (parsed != Dtype::kF32 && parsed != Dtype::kF64) {
-    throw UsageError({.where = "snapshot: read",
-                      .expected = "dtype f32 or f64",
-                      .got = "'" + dtype + "'"});
+    throw UsageError(
+        {.where = "snapshot: read", .expected = "dtype f32 or f64", .got = "'" + dtype + "'"});
   }
   if (count < 0) {
     throw UsageError({.where = "snapshot: read",

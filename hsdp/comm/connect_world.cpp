@@ -34,9 +34,8 @@ EngineKind choose_engine(const WorldOptions& options) {
     return EngineKind::kMpi;
   }
   if (name != "auto" && name != "host") {
-    throw UsageError({.where = "engine",
-                      .expected = "one of auto, host, nccl, mpi",
-                      .got = "'" + name + "'"});
+    throw UsageError(
+        {.where = "engine", .expected = "one of auto, host, nccl, mpi", .got = "'" + name + "'"});
   }
   if (on_cuda) {
     throw UsageError({.where = "engine: host",

@@ -31,10 +31,9 @@ void check(const CastAndPack& args) {
   require_gradient_dtype(args.out_dtype, kCastAndPack, "output dtype");
   if (args.add != nullptr) require_gradient_dtype(args.add_dtype, kCastAndPack, "added dtype");
   if (args.count < 0 || args.begin < 0) {
-    throw UsageError(
-        {.where = std::string(kCastAndPack),
-         .expected = "a range of elements from 0 up",
-         .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
+    throw UsageError({.where = std::string(kCastAndPack),
+                      .expected = "a range of elements from 0 up",
+                      .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
   }
   if (args.gradient == nullptr) return;
   const StridedView& gradient = *args.gradient;
@@ -45,11 +44,10 @@ void check(const CastAndPack& args) {
                       .got = std::to_string(gradient.strides.size())});
   }
   if (args.begin > gradient.count() || args.count > gradient.count() - args.begin) {
-    throw UsageError(
-        {.where = std::string(kCastAndPack),
-         .expected = "a range inside the gradient's " + std::to_string(gradient.count()) +
-                     " elements",
-         .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
+    throw UsageError({.where = std::string(kCastAndPack),
+                      .expected = "a range inside the gradient's " +
+                                  std::to_string(gradient.count()) + " elements",
+                      .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
   }
 }
 

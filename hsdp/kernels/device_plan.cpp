@@ -207,11 +207,11 @@ EvenRows even_rows(std::span<const void* const> rows) {
 
 ListedRows listed_rows(std::span<const void* const> rows) {
   if (rows.size() > kMostListedRows) {
-    throw UsageError({.where = "kernels: on a GPU",
-                      .expected = "at most " + std::to_string(kMostListedRows) +
-                                  " rows at unequal distances",
-                      .got = std::to_string(rows.size()),
-                      .remedy = "lay them out at equal distances"});
+    throw UsageError(
+        {.where = "kernels: on a GPU",
+         .expected = "at most " + std::to_string(kMostListedRows) + " rows at unequal distances",
+         .got = std::to_string(rows.size()),
+         .remedy = "lay them out at equal distances"});
   }
   ListedRows listed{};
   std::ranges::copy(rows, listed.rows);

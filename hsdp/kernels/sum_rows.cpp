@@ -32,8 +32,8 @@ void check(const SumRows& args) {
       throw UsageError(
           {.where = std::string(kSumRows) + ": rows of " + std::string(name(spec.row_dtype)),
            .expected = "the same output dtype, no divisor and no carry",
-           .got = std::string(name(spec.out_dtype)) + " and divisor " +
-                  std::to_string(spec.divisor)});
+           .got =
+               std::string(name(spec.out_dtype)) + " and divisor " + std::to_string(spec.divisor)});
     }
     return;
   }

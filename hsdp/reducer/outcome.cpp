@@ -107,11 +107,10 @@ std::exception_ptr Outcome::fault() const {
 void Outcome::drop_step(std::int64_t step, std::optional<Drop> drop) {
   {
     const std::scoped_lock lock(mutex_);
-    last_drop_ =
-        drop.value_or(Drop{"reducer: step " + std::to_string(step) + " was dropped by " +
-                               comm::ranks_text({world_.rank()}, world_.size()) +
-                               ", this one; begin a new step on every rank",
-                           {world_.engine()->control().rank()}});
+    last_drop_ = drop.value_or(Drop{"reducer: step " + std::to_string(step) + " was dropped by " +
+                                        comm::ranks_text({world_.rank()}, world_.size()) +
+                                        ", this one; begin a new step on every rank",
+                                    {world_.engine()->control().rank()}});
     drop_ = std::move(drop);
     skip_through_step_ = std::max(skip_through_step_, step);
   }

@@ -80,12 +80,12 @@ int ParameterTable::add(const ParameterSpec& spec) {
 int ParameterTable::find(std::string_view name) const {
   const auto found = index_.find(std::string(name));
   if (found != index_.end()) return found->second;
-  Message message{.where = "reducer",
-                  .expected = "a registered parameter",
-                  .got = "'" + std::string(name) + "'",
-                  .remedy = specs_.empty() ? "register it before the first microbatch"
-                                           : "use a name as registered, such as '" +
-                                                 specs_.front().name + "'"};
+  Message message{
+      .where = "reducer",
+      .expected = "a registered parameter",
+      .got = "'" + std::string(name) + "'",
+      .remedy = specs_.empty() ? "register it before the first microbatch"
+                               : "use a name as registered, such as '" + specs_.front().name + "'"};
   for (const ParameterSpec& spec : specs_) {
     if (spec.name.ends_with(name) || name.ends_with(spec.name)) {
       message.remedy = "use '" + spec.name + "', as registered";

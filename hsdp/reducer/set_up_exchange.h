@@ -14,9 +14,9 @@
 namespace hsdp::reducer {
 
 // Collective: the message of every rank, in rank order. `what` is one line that says what this rank
-// is about to do, as in "make its Reducer". Where the ranks are not all about to do the same: `own`,
-// where this rank has an error of its own, else a MismatchError that says so. All are in step after
-// it.
+// is about to do, as in "make its Reducer". Where the ranks are not all about to do the same:
+// `own`, where this rank has an error of its own, else a MismatchError that says so. All are in
+// step after it.
 [[nodiscard]] std::vector<std::string> exchange_in_set_up(Communicator& world,
                                                           std::string_view what,
                                                           std::string_view message,

@@ -457,11 +457,11 @@ std::string Steps::missing_message() const {
 std::string Steps::unexpected_message() const {
   const std::size_t missing = frozen_->collector().missing().size();
   if (std::cmp_equal(missing, parameters_.size())) return {};
-  return Message{.where = "reducer: end_microbatch",
-                 .expected = "no gradient in a microbatch without a batch",
-                 .got = "some (" +
-                        comm::ranks_text({groups_.world.rank()}, groups_.world.size()) + ")",
-                 .remedy = "run no backward pass where the loader gives None"}
+  return Message{
+      .where = "reducer: end_microbatch",
+      .expected = "no gradient in a microbatch without a batch",
+      .got = "some (" + comm::ranks_text({groups_.world.rank()}, groups_.world.size()) + ")",
+      .remedy = "run no backward pass where the loader gives None"}
       .text();
 }
 

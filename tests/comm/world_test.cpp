@@ -92,7 +92,8 @@ TEST_F(ControlTest, ACallThatContradictsTheFirstIsAnError) {
   });
   for (const auto& outcome : outcomes) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
-    EXPECT_THAT(outcome.notes, ::testing::Contains(HasSubstr("as in the world that this process has open")));
+    EXPECT_THAT(outcome.notes,
+                ::testing::Contains(HasSubstr("as in the world that this process has open")));
   }
 }
 

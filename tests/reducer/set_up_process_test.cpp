@@ -151,7 +151,8 @@ TEST_P(SetUpOfProcesses, ComparesRegistrationsThatMayBeMended) {
       EXPECT_LT(std::chrono::steady_clock::now() - start, within_two_seconds());
       ASSERT_TRUE(error);
       EXPECT_EQ(error->ranks(), std::vector<int>{2});
-      EXPECT_THAT(error->what(), AllOf(HasSubstr("'w1'"), HasSubstr("nothing more on rank 2 of 4")));
+      EXPECT_THAT(error->what(),
+                  AllOf(HasSubstr("'w1'"), HasSubstr("nothing more on rank 2 of 4")));
       expect_no_more_than(before, "registrations");
     }
     if (mesh.rank() == 2) reducer.register_parameter(step.parameters[1]);

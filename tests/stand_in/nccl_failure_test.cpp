@@ -346,9 +346,9 @@ TEST(NcclFailure, MemoryElsewhereIsRefusedAndNothingIsLost) {
   run_nccl_ranks(2, [](Communicator& world) {
     std::vector<float> host(8, 1.0F);
     const TensorView view{host.data(), 8, Dtype::kF32};
-    EXPECT_THAT(outcome_of([&] { world.all_reduce(view); }),
-                AllOf(HasSubstr("UsageError: all_reduce: expected memory on cuda:"),
-                      HasSubstr("got cpu")));
+    EXPECT_THAT(
+        outcome_of([&] { world.all_reduce(view); }),
+        AllOf(HasSubstr("UsageError: all_reduce: expected memory on cuda:"), HasSubstr("got cpu")));
     const Buffer other(gpu_of(7), 400);
     EXPECT_THAT(outcome_of([&] { world.broadcast(other.view(Dtype::kF32)); }),
                 HasSubstr("got cuda:7"));

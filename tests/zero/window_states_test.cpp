@@ -121,7 +121,8 @@ TEST(Window, RefusesCallsThatAreForOutside) {
     one.expect(1);
     EXPECT_THAT(refusal([&] { reducer.end_window(); }), HasSubstr("an open window"));
     EXPECT_THAT(refusal([&] { reducer.begin_window({.backwards = 0}); }), HasSubstr("at least 1"));
-    EXPECT_THAT(refusal([&] { reducer.set_partial_sync(Sync::kAll); }), HasSubstr("\"shard\" or \"none\""));
+    EXPECT_THAT(refusal([&] { reducer.set_partial_sync(Sync::kAll); }),
+                HasSubstr("\"shard\" or \"none\""));
     reducer.set_requires_gradient_sync(false);
     EXPECT_THAT(refusal([&] { reducer.begin_window({.last = true}); }),
                 HasSubstr("gradient sync on"));

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
+#include "hsdp/error.h"
 
 namespace hsdp::comm {
 namespace {
@@ -85,22 +86,21 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   const JoinFrame& own = options_.own;
   const std::string who = " on " + ranks_text({join.rank}, own.size);
   if (join.version != own.version) {
-    return mismatch(join.rank,
-                    Message{.where = "rendezvous: protocol version",
-                            .expected = std::to_string(own.version) + " on every rank",
-                            .got = std::to_string(join.version) + who,
-                            .remedy = "use one build of hsdp for all ranks"}
-                        .text());
+    return mismatch(join.rank, Message{.where = "rendezvous: protocol version",
+                                       .expected = std::to_string(own.version) + " on every rank",
+                                       .got = std::to_string(join.version) + who,
+                                       .remedy = "use one build of hsdp for all ranks"}
+                                   .text());
   }
   if (!same_job(join.job, own.job) || join.restart_count != own.restart_count) {
     WorldEnd alone = mismatch(
-        join.rank, Message{.where = "rendezvous",
-                           .expected = "job '" + own.job + "' restart " +
-                                       std::to_string(own.restart_count) + " on every rank",
-                           .got = "'" + join.job + "' restart " +
-                                  std::to_string(join.restart_count) + who,
-                           .remedy = "set HSDP_JOB to one name on all ranks of a job"}
-                       .text());
+        join.rank,
+        Message{.where = "rendezvous",
+                .expected = "job '" + own.job + "' restart " + std::to_string(own.restart_count) +
+                            " on every rank",
+                .got = "'" + join.job + "' restart " + std::to_string(join.restart_count) + who,
+                .remedy = "set HSDP_JOB to one name on all ranks of a job"}
+            .text());
     alone.failure.ranks.clear();
     return alone;
   }
@@ -114,13 +114,13 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   }
   const Peer& peer = peers_[static_cast<std::size_t>(join.rank)];
   if (peer.phase != Phase::kAwaited && (welcomed_ || peer.process != join.process)) {
-    WorldEnd alone =
-        mismatch(join.rank, Message{.where = "rendezvous",
-                                    .expected = "one process as " + ranks_text({join.rank}, own.size),
-                                    .got = "a second one",
-                                    .remedy = "start each rank once, and other jobs with another "
-                                              "HSDP_JOB"}
-                                .text());
+    WorldEnd alone = mismatch(
+        join.rank, Message{.where = "rendezvous",
+                           .expected = "one process as " + ranks_text({join.rank}, own.size),
+                           .got = "a second one",
+                           .remedy = "start each rank once, and other jobs with another "
+                                     "HSDP_JOB"}
+                       .text());
     alone.failure.ranks.clear();
     return alone;
   }

@@ -23,10 +23,11 @@ void ControlHub::tick() {
     WorldEnd world_end;
     world_end.failure.kind = FailureKind::kTimeout;
     world_end.failure.ranks = missing();
-    world_end.failure.message = "rendezvous: " + ranks_text(missing(), options_.own.size) +
-                                " did not join within " + seconds_text(options_.timeout) + "; " +
-                                (trouble.empty() ? "check that all ranks were started and still run"
-                                                 : trouble + " (rank 0 of " + std::to_string(options_.own.size) + ")");
+    world_end.failure.message =
+        "rendezvous: " + ranks_text(missing(), options_.own.size) + " did not join within " +
+        seconds_text(options_.timeout) + "; " +
+        (trouble.empty() ? "check that all ranks were started and still run"
+                         : trouble + " (rank 0 of " + std::to_string(options_.own.size) + ")");
     return end(std::move(world_end));
   }
   const std::vector<RankReport> all = reports();

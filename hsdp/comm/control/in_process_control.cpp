@@ -232,12 +232,11 @@ std::optional<Failure> InProcessHub::judge() const {
   }
   if (oldest == nullptr || Clock::now() - oldest->since < timeout_) return std::nullopt;
   Failure failure{.kind = FailureKind::kTimeout, .message = {}, .ranks = chain_end(oldest->rank)};
-  failure.message =
-      operation_text(oldest->state.operation, oldest->state.bucket) + ": " +
-      ranks_text(failure.ranks, size_) + " did not arrive within " +
-      seconds_text(
-          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - oldest->since)) +
-      "; save what you need and restart the job";
+  failure.message = operation_text(oldest->state.operation, oldest->state.bucket) + ": " +
+                    ranks_text(failure.ranks, size_) + " did not arrive within " +
+                    seconds_text(std::chrono::duration_cast<std::chrono::milliseconds>(
+                        Clock::now() - oldest->since)) +
+                    "; save what you need and restart the job";
   return failure;
 }
 

@@ -61,9 +61,8 @@ class MpiMeeting {
       if (Clock::now() > end_) {
         worsen_mpi_exit(MpiExit::kLeave);
         throw TimeoutError("rendezvous: the ranks did not meet over MPI within " +
-                               seconds_text(timeout_) + " (rank " +
-                               std::to_string(launch_.rank) + " of " +
-                               std::to_string(launch_.size) +
+                               seconds_text(timeout_) + " (rank " + std::to_string(launch_.rank) +
+                               " of " + std::to_string(launch_.size) +
                                "); call init_mesh on every rank with the same arguments",
                            {});
       }

@@ -71,7 +71,7 @@ class Reducer(ReducerResults, Closing):
     - `missing`: "error": each parameter gets one gradient per microbatch; "zero": holes are zeros.
     - `backwards`: "many" adds the gradients of several backward passes within a microbatch, as
       `hsdp.zero.coalesce_grad_reduction` does for a block.
-    - `accumulate_dtype`: of the local sums of sync="none": "f32", or "param" for the gradient's.
+    - `accumulate_dtype`: of local sums, as of `no_sync`: "f32", or "param" for the gradient's.
     - `accumulate_on`: where local sums lie: "device", or "host": in pinned memory beside a GPU,
       whose own memory it spares; each gradient then crosses the bus.
     - `reduction`: "exact" (the same bits everywhere), or "native" (nccl only).
@@ -254,7 +254,7 @@ class Reducer(ReducerResults, Closing):
         self._is_agreed = self._mesh.size == 1
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
-        """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""
+        """False: microbatches only add into local fp32 sums; `no_sync` says so for a block."""
         self._handle.set_requires_gradient_sync(bool(flag), group)
 
     @contextlib.contextmanager
@@ -266,7 +266,7 @@ class Reducer(ReducerResults, Closing):
                 for batch in microbatches[:-1]:
                     with reducer.microbatch():
                         loss(model(batch)).backward()
-            with reducer.microbatch():
+            with reducer.microbatch(last=True):
                 loss(model(microbatches[-1])).backward()
 
         The sync flags are what they were when it ends. An explicit `sync` decides within it, too;
@@ -376,9 +376,11 @@ class Reducer(ReducerResults, Closing):
     def begin_microbatch(self, last: bool | None = None, sync: Sync | None = None) -> None:
         """Opens a microbatch; the previous result is over.
 
-        `last=True` ends the step: the gradients are reduced over the replicas as well. `sync` says
-        the same in full: "none" adds locally, "shard" reduce-scatters, "all" goes over the replicas
-        and ends the step. With neither given the flags decide.
+        `last=True` ends the step: the gradients are reduced over the replicas as well. `last=False`
+        leaves it pending. Without `last` the flags decide, which by default end the step.
+
+        `sync` says the same in full, whatever the flags: "none" adds locally, "shard"
+        reduce-scatters, "all" goes over the replicas and ends the step.
 
         In a window (`hsdp.zero.coalesce_grad_reduction`) it only delimits: `last` and `sync` are
         ignored.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from hsdp.open_reducers import open_reducers
 from hsdp.parameter import Parameter
 from hsdp.reducer_results import ReducerResults
 from hsdp.same_weights import require_same_models
-from hsdp.step_blocks import Microbatch, Step
+from hsdp.step_blocks import Microbatch, Step, reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +147,7 @@ class Reducer(ReducerResults):
         groups: Mapping[str, torch.nn.Module | Iterable[torch.nn.Module]] | None = None,
         keep_grads: bool = False,
         check_parameters: bool = True,
+        broadcast_buffers: bool | Collection[str] = True,
     ) -> None:
         """Takes the gradients of a torch model as its backward passes produce them.
 
@@ -181,6 +182,12 @@ class Reducer(ReducerResults):
           `hsdp.broadcast_parameters(mesh, model)` it succeeds. Once it has, nothing is compared any
           more. It reads each parameter once, where it lies (2 to 3 GB a second on a CPU core), and
           sends a short message; a world of one does neither. False: weights differ on purpose.
+        - `broadcast_buffers`: when a step begins, rank 0's buffers (running statistics of BatchNorm) are
+          copied to all ranks, as DistributedDataParallel does in each forward pass; so run the forward
+          pass within the microbatch. Only those of modules with one that some rank has written to or
+          replaced since, as torch's version counters tell; writes through `.data` do not count. A model
+          with buffers costs a short message a step. On a GPU, what has changed waits for rank 0's. A
+          collection has the names of buffers to leave out; False leaves out all.
 
         torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
         here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
@@ -192,7 +199,9 @@ class Reducer(ReducerResults):
         parameters that were added or began to require a gradient since: make another Reducer then.
         """
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
-        self._attachments.append(make(self, model, groups, bool(keep_grads), check_parameters))
+        self._attachments.append(
+            make(self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers)
+        )
         self._is_agreed = self._mesh.size == 1
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
@@ -250,6 +259,21 @@ class Reducer(ReducerResults):
         require_same_models(self._mesh.world, lines)
         self._is_agreed = True
 
+    # Before a step's first microbatch. Where attachments join, every step that this rank begins, also to
+    # drop it at once, begins here: the others wait for it [Note: buffers follow rank 0].
+    def _begin(self) -> None:
+        self._agree()
+        joining = [one for one in self._attachments if one.joins_steps]
+        if not joining or self._handle.step_begun():
+            return
+        self._hearing_of_drops(self._handle.begin_step)
+        try:
+            for attachment in joining:
+                attachment.step_began()
+        except BaseException as error:
+            self.abandon_step(reason_of("it could not begin:", error))
+            raise
+
     # Around a part of a set-up: where it raises on one rank, the others get a StepAbortedError.
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -265,7 +289,7 @@ class Reducer(ReducerResults):
         """Begins a step before its first microbatch, which otherwise does so; the previous result
         is over. Raises StepAbortedError when another rank dropped the step before it.
         """
-        self._agree()
+        self._begin()
         self._hearing_of_drops(self._handle.begin_step)
 
     def microbatch(self, last: bool | None = None, sync: str | None = None) -> Microbatch:
@@ -285,7 +309,7 @@ class Reducer(ReducerResults):
         ignored.
         """
         inside = self._handle.window_open()
-        self._agree()
+        self._begin()
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(None if last is None else bool(last), sync)
         )
@@ -359,7 +383,7 @@ class Reducer(ReducerResults):
                 "sums with accumulate=\"grad\", got a Reducer without; call reducer.attach, or use "
                 "accumulate=\"buffer\""
             )
-        self._agree()
+        self._begin()
         self._hearing_of_drops(
             lambda: self._handle.begin_window(last, backwards, accumulate, accumulate_dtype)
         )
@@ -375,11 +399,11 @@ class Reducer(ReducerResults):
             self._handle.leave_window(reason)
         self._ended(completed=False)
 
-    # The step that the others may be in, begun here or not.
-    def _drop_step(self, reason: str) -> None:
+    # The step that the others may be in, which this rank may not have begun, or has dropped already.
+    def _drop_step(self, reason: str, was_begun: bool) -> None:
         with contextlib.suppress(Error):
-            if not self._handle.step_begun():
-                self._agree()
+            if not was_begun:
+                self._begin()
                 self._handle.begin_step()
         self.abandon_step(reason)
         self._leave_window(reason)

@@ -26,6 +26,13 @@ class Attachment(Protocol):
     def description(self) -> list[str]:
         """Lines that are to be the same on every rank before the first step."""
 
+    @property
+    def joins_steps(self) -> bool:
+        """Whether `step_began` has something to do, which is so on every rank or none."""
+
+    def step_began(self) -> None:
+        """Before the first microbatch of each step that was begun. Collective; only where it joins."""
+
     def microbatch_began(self) -> None:
         """Raises when the microbatch cannot be; it is then dropped on every rank."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
@@ -37,7 +37,7 @@ from hsdp.reducer_text import (
     where_it_stands,
 )
 from hsdp.same_weights import require_same_models
-from hsdp.step_blocks import Microbatch, Step
+from hsdp.step_blocks import Microbatch, Step, reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +203,7 @@ class Reducer(ReducerResults, Closing):
         groups: Mapping[str, torch.nn.Module | Iterable[torch.nn.Module]] | None = None,
         keep_grads: bool = False,
         check_parameters: bool = True,
+        broadcast_buffers: bool | Collection[str] = True,
     ) -> None:
         """Takes the gradients of a torch model as its backward passes produce them.
 
@@ -237,6 +238,12 @@ class Reducer(ReducerResults, Closing):
           `hsdp.broadcast_parameters(mesh, model)` it succeeds. Once it has, nothing is compared any
           more. It reads each parameter once, where it lies (2 to 3 GB a second on a CPU core), and
           sends a short message; a world of one does neither. False: weights differ on purpose.
+        - `broadcast_buffers`: when a step begins, rank 0's buffers (running statistics of BatchNorm) are
+          copied to all ranks, as DistributedDataParallel does in each forward pass; so run the forward
+          pass within the microbatch. Only those of modules with one that some rank has written to or
+          replaced since, as torch's version counters tell; writes through `.data` do not count. A model
+          with buffers costs a short message a step. On a GPU, what has changed waits for rank 0's. A
+          collection has the names of buffers to leave out; False leaves out all.
 
         torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
         here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
@@ -249,7 +256,9 @@ class Reducer(ReducerResults, Closing):
         """
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
         with self._naming():
-            attached = make(self, model, groups, bool(keep_grads), check_parameters)
+            attached = make(
+                self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers
+            )
         self._attachments.append(attached)
         self._is_agreed = self._mesh.size == 1
 
@@ -349,6 +358,21 @@ class Reducer(ReducerResults, Closing):
         require_same_models(self._mesh.world, lines)
         self._is_agreed = True
 
+    # Before a step's first microbatch. Where attachments join, every step that this rank begins, also to
+    # drop it at once, begins here: the others wait for it [Note: buffers follow rank 0].
+    def _begin(self) -> None:
+        self._agree()
+        joining = [one for one in self._attachments if one.joins_steps]
+        if not joining or self._handle.step_begun():
+            return
+        self._hearing_of_drops(self._handle.begin_step)
+        try:
+            for attachment in joining:
+                attachment.step_began()
+        except BaseException as error:
+            self.abandon_step(reason_of("it could not begin:", error))
+            raise
+
     # Around a part of a set-up: where it raises on one rank, the others get a StepAbortedError.
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -364,7 +388,7 @@ class Reducer(ReducerResults, Closing):
         """Begins a step before its first microbatch, which otherwise does so; the previous result
         is over. Raises StepAbortedError when another rank dropped the step before it.
         """
-        self._agree()
+        self._begin()
         self._hearing_of_drops(self._handle.begin_step)
 
     def microbatch(self, last: bool | None = None, sync: Sync | None = None) -> Microbatch:
@@ -393,9 +417,9 @@ class Reducer(ReducerResults, Closing):
                     "it off by no_sync(); begin the last microbatch after that block"
                 )
             sync = "none"
-        self._agree()
         if self._before_microbatch is not None:
             self._before_microbatch()
+        self._begin()
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(
                 None if last is None else bool(last), sync, self._taken_has_batch()
@@ -490,9 +514,9 @@ class Reducer(ReducerResults, Closing):
                 "zero: coalesce_grad_reduction: expected a window outside of no_sync(), got one "
                 "inside; leave no_sync() out, as gradients are local until the window ends"
             )
-        self._agree()
         if self._before_microbatch is not None:
             self._before_microbatch()
+        self._begin()
         self._hearing_of_drops(
             lambda: self._handle.begin_window(
                 last, backwards, accumulate, accumulate_dtype, self._taken_has_batch()
@@ -510,11 +534,11 @@ class Reducer(ReducerResults, Closing):
             self._handle.leave_window(reason)
         self._ended(completed=False)
 
-    # The step that the others may be in, begun here or not.
-    def _drop_step(self, reason: str) -> None:
+    # The step that the others may be in, which this rank may not have begun, or has dropped already.
+    def _drop_step(self, reason: str, was_begun: bool) -> None:
         with contextlib.suppress(Error):
-            if not self._handle.step_begun():
-                self._agree()
+            if not was_begun:
+                self._begin()
                 self._handle.begin_step()
         self.abandon_step(reason)
         self._leave_window(reason)

@@ -213,7 +213,9 @@ void StepLedger::require_meant(const MicrobatchOptions& options) const {
                       .remedy = "call it with 0 where there are none"});
   }
   const bool says_nothing = !options.last && !options.sync && !flags_were_set_;
-  if (!says_nothing || begun_ || holds_ != Holds::kResult || is_read_) return;
+  const bool loses = begun_ ? lost_unread_ && microbatch_ == 0 && !pending()
+                            : holds_ == Holds::kResult && !is_read_;
+  if (!says_nothing || !loses) return;
   throw UsageError({.where = "reducer: begin_microbatch",
                     .expected = "the step's result to be read",
                     .got = "another microbatch, which begins a new step and loses it",
@@ -226,6 +228,7 @@ void StepLedger::forget_result() {
 }
 
 void StepLedger::start_step() {
+  lost_unread_ = holds_ == Holds::kResult && !is_read_;
   holds_ = Holds::kNothing;
   is_read_ = false;
   count_by_ = CountBy::kNothing;

@@ -152,7 +152,8 @@ class StepLedger {
   std::vector<Flags> flags_before_window_;
   std::vector<Group> groups_ = std::vector<Group>(1);
   bool flags_were_set_ = false;
-  bool is_read_ = false;
+  bool is_read_ = false;      // the result
+  bool lost_unread_ = false;  // one, when the step began
   std::optional<double> divide_factor_;
   CountBy count_by_ = CountBy::kNothing;  // of the step
   std::optional<std::int64_t> next_tokens_;

@@ -13,6 +13,7 @@ from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
 from hsdp.torch import unreduced_gradient_guard
+from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.gathered_gradients import GatheredGradients
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.kept_reducers import keep_reducer
@@ -39,6 +40,7 @@ class ModelAttachment:
         groups: Mapping[str, Any] | None,
         keep_grads: bool,
         check_parameters: bool,
+        broadcast_buffers: bool | Collection[str],
     ) -> None:
         self._reducer = reducer
         self._handle = reducer._handle
@@ -51,6 +53,10 @@ class ModelAttachment:
         self._gathered = False  # whether that is the mean gradient
         self._step = -1  # which step the last microbatch was in
         parameters = trainable_parameters(model, reducer.mesh.device)
+        follows = broadcast_buffers is not False and reducer.mesh.size > 1
+        without = () if isinstance(broadcast_buffers, bool) else broadcast_buffers
+        buffers = BufferSync(reducer.mesh, model, without)
+        self._buffers = buffers if follows and buffers.is_needed else None
         group_of = groups_by_name(model, groups or {})
         for name, parameter in parameters:
             unreduced_gradient_guard.require_unwatched(name, parameter)
@@ -93,7 +99,18 @@ class ModelAttachment:
 
     def description(self) -> list[str]:
         """Of what every rank's model has alike when the first step begins."""
-        return described_parameters(self.model) if self._checks else []
+        lines = described_parameters(self.model) if self._checks else []
+        return lines if self._buffers is None else lines + self._buffers.description()
+
+    @property
+    def joins_steps(self) -> bool:
+        """Whether there are buffers that follow those of rank 0."""
+        return self._buffers is not None
+
+    def step_began(self) -> None:
+        """Buffers are those of rank 0 from here on."""
+        if self._buffers is not None:
+            self._buffers.synchronise()
 
     def microbatch_began(self) -> None:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""

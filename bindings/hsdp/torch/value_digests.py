@@ -48,12 +48,16 @@ class _Weights:
         return self._on[device]
 
 
+def row_major_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements in row-major order: its own memory where it has that order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
 # Two sums of each chunk.
 def _chunk_sums(tensor: torch.Tensor, weights: _Weights) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    data = plain.reshape(-1).view(torch.uint8)
     sums = []
-    for chunk in data.split(_CHUNK_WORDS * _WORD_BYTES):
+    for chunk in row_major_bytes(tensor).split(_CHUNK_WORDS * _WORD_BYTES):
         words = _mixed(_words(chunk))
         for weight in weights.on(chunk.device):
             sums.append((words * weight[: words.numel()]).sum())

@@ -34,14 +34,16 @@ class CoalescedWindow:
         several = len(self._reducers) > 1
         if several:
             self._hear_drops()
+        handles = [reducer._handle for reducer in self._reducers]
+        before = [(handle.step_begun(), handle.step_number()) for handle in handles]
         for reducer in self._reducers:
             try:
                 reducer._begin_window(*self._options)
             except BaseException as error:
                 if several:  # the other ranks may be in the step of all of them
                     reason = reason_of("a Reducer of its window could not begin:", error)
-                    for each in self._reducers:
-                        each._drop_step(reason)
+                    for each, (begun, number) in zip(self._reducers, before, strict=True):
+                        each._drop_step(reason, begun or each._handle.step_number() != number)
                 raise
         return self
 

@@ -1,0 +1,218 @@
+"""Buffers that follow those of rank 0: running statistics, for the most part.
+
+[Note: buffers follow rank 0]
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError
+from hsdp.line_agreement import first_difference
+from hsdp.mesh import Mesh
+from hsdp.torch.trainable_parameters import is_dtensor
+from hsdp.torch.value_digests import row_major_bytes, value_digests
+
+_MESSAGE_BYTES = 24 << 10  # of which a control message for many ranks has room
+_FAULT = "!"
+
+
+class _Place(NamedTuple):
+    name: str
+    module: torch.nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is there now and has values that can be copied."""
+        found = self.module._buffers.get(self.key)
+        if found is None or is_dtensor(found) or found.is_inference():
+            return None
+        is_plain = found.layout is torch.strided and not (found.is_meta or found.is_quantized)
+        return found if is_plain and found.numel() > 0 else None
+
+    @property
+    def of_norm(self) -> bool:
+        """Whether F.batch_norm may write to it, which counts no version."""
+        return "running_mean" in self.module._buffers
+
+    @property
+    def state(self) -> tuple[Any, ...] | None:
+        """Changes when somebody writes to it or replaces it."""
+        tensor = self.tensor
+        return None if tensor is None else (tensor.data_ptr(), tensor._version)
+
+
+class BufferSync:
+    """Copies rank 0's buffers to all ranks when one of any rank has changed. The buffers that the
+    model has when this is made, but for those of the names in `without`.
+    """
+
+    def __init__(self, mesh: Mesh, model: torch.nn.Module, without: Collection[str]) -> None:
+        self._mesh = mesh
+        self._places = list(_places(model, without))
+        self._seen: list[Any] | None = None  # their states when they were last the same everywhere
+        self._layout = ""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is something to be the same on several ranks."""
+        return bool(self._places)
+
+    def description(self) -> list[str]:
+        """Lines that must be the same on every rank."""
+        return [f"buffer '{place.name}'" for place in self._places]
+
+    def synchronise(self) -> None:
+        """Collective, once in each step. One short message where nothing has changed."""
+        world = self._mesh.world
+        try:
+            word = self._word()
+        except BaseException as error:  # the others wait for this rank's word
+            with contextlib.suppress(Error):
+                world._handle.exchange(f"{_FAULT}{error or type(error).__name__}")
+            raise
+        words = world._handle.exchange(word)
+        for place, other in enumerate(words):
+            if other.startswith(_FAULT):
+                rank = world.ranks[place]
+                raise StepAbortedError(
+                    f"reducer: buffers: rank {rank} could not look at its own: {other[1:]}", [rank]
+                )
+        parts = [other.split() for other in words]
+        if any(part[1] != parts[0][1] for part in parts):
+            self._refuse_layout()
+        if self._seen is None:  # the first parts are digests
+            is_same = all(part[0] == parts[0][0] for part in parts)
+            changed = [] if is_same else [p for p in self._places if p.tensor is not None]
+        else:
+            mask = 0
+            for part in parts:
+                mask |= int(part[0], 16)
+            changed = [place for i, place in enumerate(self._places) if mask >> i & 1]
+        if changed:
+            with torch.no_grad():
+                self._copy(changed)
+        self._seen = [place.state for place in self._places]
+
+    # What this rank's buffers are, and which of them have changed; at first, their values.
+    def _word(self) -> str:
+        if self._seen is None:
+            tensors = [p.tensor for p in self._places]
+            digests = value_digests([tensor for tensor in tensors if tensor is not None])
+            self._note_layout()
+            return f"{_digest(digests)} {self._layout}"
+        now = [place.state for place in self._places]
+        if now == self._seen and not any(map(_is_unseen, self._places)):
+            return f"0 {self._layout}"
+        # What F.batch_norm writes shows in the counter beside it.
+        modules = {
+            id(place.module)
+            for place, state, seen in zip(self._places, now, self._seen, strict=True)
+            if state != seen or _is_unseen(place)
+        }
+        mask = 0
+        for i, (place, state) in enumerate(zip(self._places, now, strict=True)):
+            if state is not None and id(place.module) in modules:
+                mask |= 1 << i
+        self._note_layout()
+        return f"{mask:x} {self._layout}"
+
+    def _layout_lines(self) -> list[str]:
+        lines = []
+        for place in self._places:
+            found = place.tensor
+            what = "none that can be copied" if found is None else f"{tuple(found.shape)} {found.dtype}"
+            lines.append(f"'{place.name}': {what}")
+        return lines
+
+    def _note_layout(self) -> None:
+        self._layout = _digest(self._layout_lines())
+
+    def _refuse_layout(self) -> None:
+        world = self._mesh.world
+        difference = first_difference(world, self._layout_lines())
+        if difference is None:
+            return
+        place = difference.places[0]
+        raise MismatchError(
+            f"reducer: buffers: expected the same on every rank, got {difference.lines[0]} on rank "
+            f"{world.ranks[0]} and {difference.lines[place]} on rank {world.ranks[place]}; a buffer "
+            "that ranks need not have alike is left out with attach(model, broadcast_buffers=[names])",
+            [world.ranks[place] for place in difference.places],
+        )
+
+    def _copy(self, changed: Sequence[_Place]) -> None:
+        tensors = [place.tensor for place in changed]
+        own = [row_major_bytes(tensor) for tensor in tensors if tensor is not None]
+        data = torch.cat([one.to(self._mesh.device) for one in own])
+        data = self._broadcast(data)
+        if self._mesh.rank == 0:
+            return
+        offset = 0
+        for place, tensor in zip(changed, tensors, strict=True):
+            if tensor is None:
+                continue
+            count = tensor.numel() * tensor.element_size()
+            values = data[offset : offset + count].to(tensor.device).clone().view(tensor.dtype)
+            offset += count
+            # As F.batch_norm writes them: a graph that was recorded before may still run backward.
+            target = tensor.data if place.of_norm else tensor.detach()
+            target.copy_(values.view(tensor.shape))
+
+    # On a GPU as messages: a collective in between those of other Reducers and gathers has no place in
+    # their order [Note: one order for all collectives].
+    def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
+        world = self._mesh.world
+        if data.is_cpu:
+            return world.broadcast(data)
+        return _broadcast_by_messages(self._mesh, data)
+
+
+def _broadcast_by_messages(mesh: Mesh, data: torch.Tensor) -> torch.Tensor:
+    exchange = mesh.world._handle.exchange
+    is_root = mesh.rank == 0
+    whole = bytes(data.cpu().numpy()) if is_root else b""
+    parts = []
+    for begin in range(0, data.numel(), _MESSAGE_BYTES):
+        part = whole[begin : begin + _MESSAGE_BYTES]
+        parts.append(base64.b64decode(exchange(base64.b64encode(part).decode())[0]))
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(data.device)
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+# F.batch_norm with statistics of one's own and no counter beside them.
+def _is_unseen(place: _Place) -> bool:
+    return place.of_norm and place.module._buffers.get("num_batches_tracked") is None
+
+
+def _places(model: torch.nn.Module, without: Collection[str]) -> Iterable[_Place]:
+    if isinstance(without, str) or not isinstance(without, Collection):
+        raise UsageError(
+            "reducer: attach: broadcast_buffers: expected True, False or names of buffers to leave "
+            f"out, got {without!r}"
+        )
+    found: dict[int, _Place] = {}
+    names = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            names.add(name)
+            if buffer is not None and name not in without:
+                found.setdefault(id(buffer), _Place(name, module, key))
+    for name in without:
+        if name not in names:
+            raise UsageError(
+                f"reducer: attach: broadcast_buffers: expected names of buffers to leave out, got "
+                f"{name!r}, which {type(model).__name__} does not have; model.named_buffers() has them"
+            )
+    return found.values()

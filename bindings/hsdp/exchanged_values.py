@@ -91,7 +91,8 @@ def _on_host(x: Any) -> tuple[np.ndarray[Any, Any], bool, Callable[[], None]]:
         try:
             host = np.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError) as error:
-            _refuse("an array in host memory or of torch", f"an object of type {_type(x)} ({error})")
+            got = f"an object of type {_type(x)} ({error})"
+            _refuse("an array in host memory or of torch", got)
     else:
         _refuse("a number or an array", f"an object of type {_type(x)}")
     if not host.flags.writeable:

@@ -283,8 +283,8 @@ class Reducer(ReducerResults, Closing):
         """
         if self._handle.is_collecting() and not self._handle.window_open():
             raise UsageError(
-                f"{self._who}: no_sync: expected a call outside of a microbatch, got one inside; call "
-                "end_microbatch() before, or pass sync=\"none\" to the microbatch"
+                f"{self._who}: no_sync: expected a call outside of a microbatch, got one inside; "
+                "call end_microbatch() before, or pass sync=\"none\" to the microbatch"
             )
         self._no_sync_depth += 1
         try:
@@ -592,10 +592,9 @@ class Reducer(ReducerResults, Closing):
             attachment.step_dropped()
 
     def release_memory(self) -> None:
-        """Frees what is kept for later steps: the local sums of windows and of sync="none", totals of
-        groups that are reduced before a step's end, and memory for gradients that were gathered
-        into `p.grad` on the host. Between steps; each rank for itself. They are
-        taken again when they are needed.
+        """Frees what is kept for later steps: local sums, totals of groups that are reduced before a
+        step's end, and memory for gradients that were gathered into `p.grad` on the host. Between
+        steps; each rank for itself. They are taken again when they are needed.
         """
         self._hearing_of_drops(self._handle.release_memory)
         for attachment in self._attachments:

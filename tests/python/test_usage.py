@@ -447,7 +447,8 @@ def test_a_reducer_says_where_its_step_stands(mesh: hsdp.Mesh) -> None:
         reducer.register("w", 2)
         reducer.register("v", 1, reduce_dtype="f32")
         assert repr(reducer).startswith(
-            "hsdp.Reducer('critic', 2 parameters, 3 elements, wire f16/f32, layout flat, no step yet, "
+            "hsdp.Reducer('critic', 2 parameters, 3 elements, wire f16/f32, layout flat, "
+            "no step yet, "
         )
 
         def give() -> None:
@@ -471,7 +472,8 @@ def test_a_reducer_says_where_its_step_stands(mesh: hsdp.Mesh) -> None:
 
 
 def test_what_else_says_what_it_is() -> None:
-    assert repr(hsdp.PlainHop("bfloat16")) == "PlainHop('bf16')" and repr(hsdp.PlainHop()) == "PlainHop()"
+    assert repr(hsdp.PlainHop("bfloat16")) == "PlainHop('bf16')"
+    assert repr(hsdp.PlainHop()) == "PlainHop()"
     with hsdp.init_mesh() as mesh:
         assert repr(mesh) == "hsdp.Mesh(1 x 1, rank 0 of 1, cpu, none)"
         world = mesh.world

@@ -362,10 +362,19 @@ class Reducer(ReducerResults):
         try:
             self._take_what_is_left()
             end()
-        except BaseException:
+        except BaseException as error:
             self._ended(completed=False)
+            self._raise_explained(error)
             raise
         self._ended(completed=True)
+
+    def _raise_explained(self, error: BaseException) -> None:
+        if not isinstance(error, UsageError):
+            return
+        for attachment in self._attachments:
+            explained = attachment.explain(error)
+            if explained is not error:
+                raise explained from None
 
     def _take_what_is_left(self) -> None:
         for attachment in self._attachments:
@@ -414,8 +423,9 @@ class Reducer(ReducerResults):
                 self._pass_count = max((a.pass_count() for a in self._attachments), default=1)
                 self._take_what_is_left()
             self._handle.check_window()
-        except BaseException:
+        except BaseException as error:
             self._ended(completed=False)
+            self._raise_explained(error)
             raise
 
     def _end_window(self) -> None:

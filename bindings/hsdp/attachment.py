@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from hsdp.array import Array, TensorOrArray
+from hsdp.errors import UsageError
 
 
 class Attachment(Protocol):
@@ -62,6 +63,9 @@ class Attachment(Protocol):
 
     def step_dropped(self) -> None:
         """What was pending was discarded."""
+
+    def explain(self, error: UsageError) -> UsageError:
+        """What this side knows of an error at the end of a microbatch, or the error as it is."""
 
     def gather_gradients(self) -> None:
         """Puts the whole mean where the framework's optimizers look for it."""

@@ -483,8 +483,17 @@ class Reducer(ReducerResults, Closing):
         except BaseException as error:
             put_name(error, self._name)
             self._ended(completed=False)
+            self._raise_explained(error)
             raise
         self._ended(completed=True)
+
+    def _raise_explained(self, error: BaseException) -> None:
+        if not isinstance(error, UsageError):
+            return
+        for attachment in self._attachments:
+            explained = attachment.explain(error)
+            if explained is not error:
+                raise explained from None
 
     def _take_what_is_left(self) -> None:
         for attachment in self._attachments:
@@ -549,8 +558,9 @@ class Reducer(ReducerResults, Closing):
                 self._pass_count = max((a.pass_count() for a in self._attachments), default=1)
                 self._take_what_is_left()
             self._handle.check_window()
-        except BaseException:
+        except BaseException as error:
             self._ended(completed=False)
+            self._raise_explained(error)
             raise
 
     def _end_window(self) -> None:

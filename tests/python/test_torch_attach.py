@@ -236,6 +236,56 @@ def test_a_backward_outside_of_a_microbatch_is_refused(mesh: hsdp.Mesh) -> None:
     assert model.weight.grad is not None
 
 
+def test_the_loss_of_another_model(mesh: hsdp.Mesh) -> None:
+    """A generator's loss goes through its discriminator."""
+    generator, critic = nn.Linear(3, 3), linear()
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(critic)
+    message = (
+        "gradient of '(bias|weight)': expected an open microbatch, got a backward pass outside of one; "
+        r"call begin_microbatch.*another model.*requires_grad_\(False\)"
+    )
+    with pytest.raises(hsdp.UsageError, match=message):
+        critic(generator(torch.ones(1, 3))).sum().backward()
+    critic.zero_grad()
+    critic.requires_grad_(False)
+    critic(generator(torch.ones(1, 3))).sum().backward()
+    critic.requires_grad_(True)
+    assert generator.weight.grad is not None
+    with reducer.microbatch(last=True):
+        critic(generator(torch.ones(1, 3)).detach()).sum().backward()
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+
+    def run() -> None:
+        block: Any = (
+            hsdp.zero.coalesce_grad_reduction(reducer, last=True) if window
+            else reducer.microbatch(last=True)
+        )
+        with block:
+            model(torch.ones(1, 3)).sum().backward()
+
+    run()
+    model[0].requires_grad_(False)
+    message = (
+        r"none for '0.bias' and 1 more.*'0.bias' was frozen since attach \(requires_grad_\(False\)\): "
+        'make another Reducer after freezing, or one with missing="zero"'
+    )
+    with pytest.raises(hsdp.UsageError, match=message):
+        run()
+    model[0].requires_grad_(True)
+    run()
+    with pytest.raises(hsdp.UsageError) as caught:  # unused, not frozen
+        with reducer.microbatch(last=True):
+            model[1](torch.ones(1, 3)).sum().backward()
+    assert "frozen" not in str(caught.value)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph(mesh: hsdp.Mesh) -> None:
     model = linear()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 from conftest import Launcher
 from test_growth import STEPS, WARM_UP_STEPS, check, resources
@@ -48,25 +51,32 @@ def test_two_ranks_do_not_grow(ranks: Launcher) -> None:
         check(before, after)
 
 
-def test_attaching_again_and_again_leaves_nothing() -> None:
+@pytest.mark.parametrize("ends", ["closed", "forgotten"])
+def test_attaching_again_and_again_leaves_nothing(ends: str) -> None:
+    """Closed Reducers of one model, and models that are forgotten with theirs."""
     model = torch.nn.Linear(64, 64)
 
     def once(mesh: hsdp.Mesh) -> None:
+        mine = model if ends == "closed" else torch.nn.Linear(64, 64)
         reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer.attach(mine)
         with reducer.microbatch(last=True):
-            model(torch.ones(1, 64)).sum().backward()
+            mine(torch.ones(1, 64)).sum().backward()
         reducer.gather_gradients()
-        model.zero_grad()
-        if mesh.closed:
+        mine.zero_grad()
+        if ends == "closed":
             reducer.close()
+        else:
+            del mine, reducer
+            gc.collect()
 
+    gc.collect()
     with hsdp.init_mesh() as mesh:
         for _ in range(50):
             once(mesh)
         before = resources()
-        for _ in range(300):
+        for _ in range(200):
             once(mesh)
         after = resources()
     check(list(before), list(after))
-    assert len(model.weight._post_accumulate_grad_hooks) == 0
+    assert not model.weight._post_accumulate_grad_hooks

@@ -75,7 +75,10 @@ def make_hook(
         if read_on is not None:
             read_on.record(grad)
         strides = None if grad.is_contiguous() else grad.stride()
-        take(index, grad.data_ptr(), strides, grad)
+        try:
+            take(index, grad.data_ptr(), strides, grad)
+        except UsageError as error:
+            raise _explained(handle, name, error) from None
 
     return hook
 
@@ -133,6 +136,22 @@ def refuse(
     message = f"reducer: gradient of '{name}': expected {expected}, got {got}{remedy}"
     handle.reject_gradient(message)
     raise UsageError(message)
+
+
+# Why a gradient may come where no microbatch is open.
+def _explained(handle: _hsdp.Reducer, name: str, error: UsageError) -> UsageError:
+    try:
+        is_stray = not handle.is_collecting()
+    except UsageError:  # of a forked child
+        is_stray = False
+    if not is_stray:
+        return error
+    return UsageError(
+        f"reducer: gradient of '{name}': expected an open microbatch, got a backward pass outside of one; "
+        "call begin_microbatch before it (with reducer.microbatch(...)). When it is the loss of another "
+        "model that went through this one, keep it out: requires_grad_(False) on this model for that "
+        "pass, or detach() or torch.no_grad() where no gradient has to pass through"
+    )
 
 
 def _word(thing: torch.dtype | torch.layout) -> str:

@@ -19,6 +19,7 @@ from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, 
 from hsdp.torch.kept_reducers import keep_reducer
 from hsdp.torch.trainable_parameters import (
     described_parameters,
+    frozen_since,
     groups_by_name,
     trainable_parameters,
 )
@@ -201,6 +202,10 @@ class ModelAttachment:
     def _leave_window(self) -> None:
         self._held.end()
         self._in_window = False
+
+    def explain(self, error: UsageError) -> UsageError:
+        """Says of a missing gradient that its parameter was frozen."""
+        return frozen_since(self._parameters, error)
 
     def gather_gradients(self) -> None:
         """Sets every p.grad to the whole mean gradient."""

@@ -63,6 +63,21 @@ def described_parameters(model: torch.nn.Module) -> list[str]:
     return lines
 
 
+def frozen_since(parameters: Mapping[str, torch.nn.Parameter], error: UsageError) -> UsageError:
+    """What the end of a microbatch should say when it misses the gradient of a parameter that no longer
+    requires one; else the error as it is.
+    """
+    text = str(error)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad and f"none for '{name}'" in text:
+            return UsageError(
+                f"{text.partition('; ')[0]}; '{name}' was frozen since attach (requires_grad_(False)): "
+                "make another Reducer after freezing, or one with missing=\"zero\" where parameters are "
+                "frozen only at times"
+            )
+    return error
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, without importing what is not imported yet."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hsdp.errors import UsageError
+from hsdp.torch.ddp_guard import guard_ddp
 
 if TYPE_CHECKING:
     from hsdp.torch.model_attachment import ModelAttachment
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
 
 _attachments: weakref.WeakSet[ModelAttachment] = weakref.WeakSet()
 _replica_hooks: weakref.WeakSet[ReplicaHookHandle] = weakref.WeakSet()
+_attach_count = 0  # in this process so far
 
 
 def watch(attachment: ModelAttachment) -> None:
     """From now on its parameters must not be met without gradients."""
+    global _attach_count  # noqa: PLW0603
+    _attach_count += 1
     _install()
     _attachments.add(attachment)
 
@@ -137,6 +141,7 @@ def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
     for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
         _guard_function(name)
+    guard_ddp(is_watched, lambda: _attach_count)
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

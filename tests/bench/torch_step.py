@@ -77,6 +77,7 @@ def measure_case(case: str, mesh: hsdp.Mesh, rounds: int, wanted: list[str]) -> 
     inputs = torch.randn(ROWS, width)
 
     def model() -> nn.Sequential:
+        torch.manual_seed(0)  # the same weights on every rank
         return example.make_model(layers, width)
 
     def ours(dtype: str, first: str = "shard") -> example.Step:

@@ -81,6 +81,7 @@ def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
     inputs = torch.randn(ROWS, asked.width)
 
     def model() -> nn.Sequential:
+        torch.manual_seed(0)  # the same weights on every rank
         return example.make_model(asked.layers, asked.width)
 
     systems = {

@@ -172,7 +172,9 @@ class Reducer(ReducerResults):
 
         torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
         here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
-        closure that `optimizer.step` is given), or update the shards.
+        closure that `optimizer.step` is given), or update the shards. So does `zero_grad` while
+        gradients of an unfinished step are with the Reducer, a step after `zero_grad`, and clipping
+        or stepping by gradients that still have a GradScaler's scale.
 
         Raises UsageError for parameters that are DTensors (see `hsdp.torch.replica_hook`), sparse,
         complex or on another device, and for a model in DistributedDataParallel; later for sparse
@@ -185,6 +187,7 @@ class Reducer(ReducerResults):
                 self._handle, self._mesh.device, model, groups, bool(keep_grads), self._attachments
             )
         )
+        self._attachments[-1].loss_scale_set(self._loss_scale)
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches only add into local fp32 sums, as torch's `no_sync`."""
@@ -212,6 +215,8 @@ class Reducer(ReducerResults):
         """Divides by the loss scale in the same division. Between steps only."""
         self._handle.set_loss_scale(float(scale))
         self._loss_scale = float(scale)
+        for attachment in self._attachments:
+            attachment.loss_scale_set(self._loss_scale)
 
     def step(self) -> Step:
         """`with reducer.step():` around the microbatches of one step drops it on every rank when

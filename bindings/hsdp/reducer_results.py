@@ -179,6 +179,9 @@ def clip_grad_norm_(reducers: Iterable[Reducer], max_norm: float) -> Any:
 
 def _clip(reducers: list[Any], max_norm: float) -> Any:
     handles = [reducer._handle for reducer in reducers]
+    for reducer in reducers:
+        for attachment in reducer._attachments:
+            attachment.clipping("reducer: clip_grad_norm_")
     norm = _as_number(_hsdp.clip_grad_norm(handles, float(max_norm)))
     for reducer in reducers:
         for attachment in reducer._attachments:

@@ -34,6 +34,9 @@ class Attachment(Protocol):
     def step_began(self) -> None:
         """Before the first microbatch of each step that was begun. Collective; only where it joins."""
 
+    def loss_scale_set(self, scale: float) -> None:
+        """Results of later steps are divided by it."""
+
     def microbatch_began(self) -> None:
         """Raises when the microbatch cannot be; it is then dropped on every rank."""
 
@@ -69,6 +72,9 @@ class Attachment(Protocol):
 
     def gather_gradients(self) -> None:
         """Puts the whole mean where the framework's optimizers look for it."""
+
+    def clipping(self, caller: str) -> None:
+        """Raises where the result must not be clipped as it is now."""
 
     def clipped(self, norm: Any, max_norm: float) -> None:
         """The result had this norm, and was scaled to at most the other one."""

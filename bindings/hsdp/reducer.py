@@ -247,7 +247,9 @@ class Reducer(ReducerResults, Closing):
 
         torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
         here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
-        closure that `optimizer.step` is given), or update the shards.
+        closure that `optimizer.step` is given), or update the shards. So does `zero_grad` while
+        gradients of an unfinished step are with the Reducer, a step after `zero_grad`, and clipping
+        or stepping by gradients that still have a GradScaler's scale.
 
         Raises UsageError for parameters that are DTensors (see `hsdp.torch.replica_hook`), sparse,
         complex or on another device, and for a model in DistributedDataParallel; later for sparse
@@ -261,6 +263,7 @@ class Reducer(ReducerResults, Closing):
             )
         self._attachments.append(attached)
         self._is_agreed = self._mesh.size == 1
+        attached.loss_scale_set(self._loss_scale)
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
         """False: microbatches only add into local fp32 sums; `no_sync` says so for a block."""
@@ -329,6 +332,8 @@ class Reducer(ReducerResults, Closing):
         """Divides by the loss scale in the same division. Between steps only."""
         self._handle.set_loss_scale(float(scale))
         self._loss_scale = float(scale)
+        for attachment in self._attachments:
+            attachment.loss_scale_set(self._loss_scale)
 
     def step(self) -> Step:
         """`with reducer.step():` around the microbatches of one step drops it on every rank when

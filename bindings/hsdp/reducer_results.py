@@ -199,6 +199,9 @@ def clip_grad_norm_(
 
 
 def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:
+    for reducer in reducers:
+        for attachment in reducer._attachments:
+            attachment.clipping("reducer: clip_grad_norm_")
     was = gradient_norm.clip(reducers, float(max_norm), norm_type, error_if_nonfinite)
     norm = _as_number(was, reducers)
     for reducer in reducers:

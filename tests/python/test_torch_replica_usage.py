@@ -189,7 +189,15 @@ def step_too_early(shard_mesh: Any) -> None:
         model(torch.ones(2, 2)).sum().backward()
         with pytest.raises(hsdp.UsageError, match="SGD.step.*root module.*handle.finish"):
             optimizer.step()
+        parameters = list(model.parameters())
+        for given in (parameters, iter(parameters), parameters[0]):
+            with pytest.raises(hsdp.UsageError, match="clip_grad_norm_.*root.*handle.finish"):
+                torch.nn.utils.clip_grad_norm_(given, 1.0)
+        with pytest.raises(hsdp.UsageError, match="clip_grad_value_.*root.*handle.finish"):
+            torch.nn.utils.clip_grad_value_(parameters, 1.0)
         handle.finish()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 100.0)
+        assert norm.full_tensor() == pytest.approx(24.0**0.5)
         optimizer.step()
         assert model.bias.full_tensor().tolist() == [-2.0, -2.0]
         handle.close()

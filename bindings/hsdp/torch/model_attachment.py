@@ -17,6 +17,7 @@ from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.gathered_gradients import GatheredGradients
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.kept_reducers import keep_reducer
+from hsdp.torch.result_state import ResultState
 from hsdp.torch.trainable_parameters import (
     described_parameters,
     frozen_since,
@@ -50,9 +51,12 @@ class ModelAttachment:
         self._keep = keep_grads
         self._checks = check_parameters
         self._placed = False  # whether what is in p.grad was put there by us
-        self._unused: set[str] = set()  # by all ranks, in the step that was gathered last
+        self._unused: set[str] = set()  # whose p.grad the last step left empty
         self._gathered = False  # whether that is the mean gradient
         self._step = -1  # which step the last microbatch was in
+        self._loss_scale = 1.0  # of the next step
+        #: of the last step
+        self.result = ResultState(self._loss_scale)
         parameters = trainable_parameters(model, reducer.mesh.device)
         follows = broadcast_buffers is not False and reducer.mesh.size > 1
         without = () if isinstance(broadcast_buffers, bool) else broadcast_buffers
@@ -90,6 +94,49 @@ class ModelAttachment:
         """Whether the last gather left a parameter without a gradient, as no rank had one."""
         return self._gathered and name in self._unused
 
+    def gradient_of(self, name: str) -> torch.Tensor | None:
+        """What is in p.grad now."""
+        return self._parameters[name].grad
+
+    def shard(self, name: str) -> torch.Tensor:
+        """This rank's slice of the result, flat."""
+        shard: torch.Tensor = torch.from_dlpack(Array(self._handle.shard(name)))
+        return shard
+
+    def found_inf_tensor(self, device: torch.device) -> torch.Tensor:
+        """Whether a sum of the step was not finite on any rank, as 1 or 0. Collective."""
+        word = torch.zeros((), dtype=torch.float32, device=self._reducer.mesh.device)
+        self._handle.found_inf_word(word)
+        return word.to(device, non_blocking=True)
+
+    @property
+    def holds_local_sums(self) -> bool:
+        """Whether what is in p.grad is this rank's own, undivided."""
+        return self._keep and not self._gathered
+
+    def has_result(self) -> bool:
+        """Whether the last step is over, and was not dropped."""
+        handle = self._handle
+        return handle.step_number() >= 0 and not handle.step_begun() and not handle.step_dropped()
+
+    def is_collecting(self) -> bool:
+        """Whether a microbatch or a window is open."""
+        return self._handle.is_collecting()
+
+    def gradients_arrived(self) -> bool:
+        """Whether gradients of the step that is begun and not ended were handed over."""
+        return self._handle.has_gradients()
+
+    def lost(self, name: str) -> bool:
+        """Whether the step left a gradient in p.grad that is there no more."""
+        return self._placed and self.has_result() and self.gradient_of(name) is None and (
+            name not in self._unused
+        )
+
+    def loss_scale_set(self, scale: float) -> None:
+        """What the results of later steps are divided by."""
+        self._loss_scale = scale
+
     def parameter_names(self) -> Collection[str]:
         """The names of its parameters."""
         return self._parameters.keys()
@@ -118,6 +165,7 @@ class ModelAttachment:
         step = self._handle.step_number()
         if step != self._step:
             self._require_same_parameters()
+            self.result = ResultState(self._loss_scale)
         if not self._placed:
             self._require_no_gradients()
         elif self._keep and step == self._step:
@@ -159,6 +207,11 @@ class ModelAttachment:
         return held
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether a window is open that adds gradients up in p.grad."""
+        return self._held.active
+
+    @property
     def in_window(self) -> bool:
         """Whether a window is open, at whose end the gradients are reduced."""
         return self._in_window
@@ -189,6 +242,7 @@ class ModelAttachment:
                 if grad is not None and fresh is not None:
                     grad += fresh
                 parameter.grad = fresh if grad is None else grad
+            self._unused = {n for n, p in self._parameters.items() if p.grad is None}
             self._placed = True
         self._fresh.clear()
         self._sums.clear()
@@ -226,6 +280,14 @@ class ModelAttachment:
                 grad.copy_(whole[name])
             parameter.grad = grad
         self._placed = self._gathered = True
+        self.result.gathered()
+
+    def clipping(self, caller: str) -> None:
+        """UsageError where a clipped result would be wrong: part of it is scaled, or clipped."""
+        if self.has_result():
+            self.result.require_unscaled(caller, self._parameters, divided=True)
+            if self._gathered:
+                self.result.require_unclipped(caller, self._parameters)
 
     def release_memory(self) -> None:
         """Of gathered gradients."""

@@ -20,7 +20,9 @@ from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.options import MasterDtype, Offload, Stage
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
+from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.elementwise_probe import require_elementwise
+from hsdp.torch.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.overlapped_gather import OverlappedGather
 from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
@@ -305,6 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "gradients of a new step",
                     "those of the step before; end the step with last=True between two calls of step()",
                 )
+        self._require_usable()
         with self._ending_the_mesh("step"), torch.no_grad():
             if self._skips_by_itself():
                 self._skipped = self._inner.found_inf = self._found_inf_tensor()
@@ -317,6 +320,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
             _taken.update(zip(self._reducers, steps, strict=True))
         return loss
+
+    # Before other ranks wait for this one.
+    def _require_usable(self) -> None:
+        unreduced_gradient_guard.require_result("ShardedOptimizer.step", self._parameters)
+        if self._max_grad_norm is not None:
+            for reducer in self._reducers:
+                for attachment in _attached_models(reducer):
+                    attachment.clipping("ShardedOptimizer.step with max_grad_norm")
 
     @property
     def step_was_skipped(self) -> bool:
@@ -420,18 +431,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _unscale_shards(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """For torch's GradScaler: divides the gradients by its scale, unless the Reducer has done so
-        (set_loss_scale). 1 where a gradient of any rank is not finite, and then they stay.
+        (set_loss_scale). 1 where a gradient of any rank is not finite.
         """
         self._take_gradients()
+        found = unreduced_gradient_guard.attached_names(self._parameters)
+        for attachment, names in found.items():
+            require_scaled(attachment, names)
         self._skipped = self._found_inf()  # a scaler that hears of it calls no step()
-        if self._skipped:
-            return torch.ones_like(inverse_scale)
-        for reducer in self._reducers:
-            factor = inverse_scale * reducer._loss_scale
-            if float(factor) != 1.0:
-                grads = [s.gradient for s in self._shards if s.reducer is reducer]
-                torch._foreach_mul_(grads, factor.to(grads[0].device))
-        return torch.zeros_like(inverse_scale)
+        for attachment, names in found.items():
+            unscale_result(attachment, names, inverse_scale)
+            attachment.result.skipped = self._skipped
+        return torch.full_like(inverse_scale, float(self._skipped))
 
     def _take_gradients(self) -> list[int]:
         """Waits for the results, or says what is missing. Of which steps they are."""

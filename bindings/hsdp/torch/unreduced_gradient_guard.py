@@ -1,16 +1,18 @@
-"""Makes torch's optimizers and clipping raise where they would silently do nothing.
+"""Makes torch's optimizers and clipping raise where they would silently do nothing, or wrong.
 
-[Note: optimizers that would do nothing]
+[Note: optimizers that would do nothing] [Note: gradients that are not what they seem]
 
 They skip parameters without p.grad, which is what attached parameters are between microbatches;
 and FSDP2's have zeros there while a replica hook keeps their gradients. Both are watched for the
 whole process from the first attachment on, and look at nothing while there is none. An optimizer
-that knows shards says so: `takes_shards = True` on its class.
+that knows shards says so: `takes_shards = True` on its class. They raise, too, where a loss scale
+is still in the gradients, and where zero_grad() came in between.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,7 +23,9 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hsdp.errors import UsageError
+from hsdp.torch import zero_grad_guard
 from hsdp.torch.ddp_guard import guard_ddp
+from hsdp.torch.result_state import refuse_zeroed
 
 if TYPE_CHECKING:
     from hsdp.torch.model_attachment import ModelAttachment
@@ -63,36 +67,76 @@ def require_unwatched(name: str, parameter: torch.Tensor) -> None:
 
 def is_watched(parameter: torch.Tensor) -> bool:
     """Whether some Reducer takes its gradients."""
-    return any(attachment.name_of(parameter) is not None for attachment in _attachments)
+    return owner_of(parameter) is not None
 
 
-def _require_gradients(caller: str, parameters: Iterable[Any]) -> None:
-    watching = [a for a in _attachments if not a.keeps_gradients]
-    open_windows = [a for a in _attachments if a.in_window]
-    if not watching and not open_windows:
-        return
-    for parameter in parameters:
-        if not isinstance(parameter, torch.Tensor):
-            continue
-        for attachment in open_windows:
-            name = attachment.name_of(parameter)
-            if name is not None:
-                raise UsageError(
-                    f"{caller}: expected a call after hsdp.zero.coalesce_grad_reduction, got one "
-                    f"inside of its block: the gradient of '{name}' is reduced when that ends; move "
-                    "the call out of the block"
-                )
-        if parameter.grad is not None:
-            continue
+def owner_of(parameter: torch.Tensor) -> ModelAttachment | None:
+    """Who takes its gradients."""
+    return next((a for a in _attachments if a.name_of(parameter) is not None), None)
+
+
+def attachments() -> list[ModelAttachment]:
+    """Of all Reducers."""
+    return list(_attachments)
+
+
+def attached_names(parameters: Iterable[Any]) -> dict[ModelAttachment, list[str]]:
+    """The names of those that are attached, by attachment."""
+    found: dict[ModelAttachment, list[str]] = {}
+    watching = list(_attachments)
+    for parameter in parameters if watching else ():
         for attachment in watching:
             name = attachment.name_of(parameter)
-            if name is not None and not attachment.is_left(name):
-                raise UsageError(
-                    f"{caller}: expected a gradient in '{name}', got none: its Reducer took it, "
-                    "and the parameter would be skipped in silence; call reducer.gather_gradients() "
-                    "before, or use hsdp.zero.ShardedOptimizer and reducer.clip_grad_norm_, or "
-                    "attach with keep_grads=True for local sums"
-                )
+            if name is not None:
+                found.setdefault(attachment, []).append(name)
+    return found
+
+
+def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[ModelAttachment, list[str]]:
+    """UsageError unless all attached ones have a gradient of their step in p.grad; their names."""
+    found = attached_names(parameters)
+    for attachment, names in found.items():
+        for name in names:
+            _require_gradient(caller, attachment, name)
+    return found
+
+
+def _require_gradient(caller: str, attachment: ModelAttachment, name: str) -> None:
+    if attachment.in_window:
+        raise UsageError(
+            f"{caller}: expected a call after hsdp.zero.coalesce_grad_reduction, got one "
+            f"inside of its block: the gradient of '{name}' is reduced when that ends; move "
+            "the call out of the block"
+        )
+    grad = attachment.gradient_of(name)
+    if grad is None:
+        zeroed = attachment.lost(name)
+    else:
+        zeroed = attachment.result.is_zeroed(name, grad)
+    if zeroed:
+        refuse_zeroed(caller, name)
+    if grad is None and not attachment.keeps_gradients and not attachment.is_left(name):
+        raise UsageError(
+            f"{caller}: expected a gradient in '{name}', got none: its Reducer took it, "
+            "and the parameter would be skipped in silence; call reducer.gather_gradients() "
+            "before, or use hsdp.zero.ShardedOptimizer and reducer.clip_grad_norm_, or "
+            "attach with keep_grads=True for local sums"
+        )
+
+
+def require_result(caller: str, parameters: Iterable[Any]) -> None:
+    """UsageError where shards of attached ones are not to be trained by."""
+    for attachment, names in attached_names(parameters).items():
+        if attachment.has_result():
+            attachment.result.require_kept(caller, names)
+            attachment.result.require_unscaled(caller, names, divided=True)
+            attachment.result.require_unclipped(caller, names)
+
+
+def _require_usable(caller: str, parameters: Iterable[Any]) -> None:
+    for attachment, names in require_gradients(caller, parameters).items():
+        divided = not attachment.holds_local_sums
+        attachment.result.require_unscaled(caller, names, divided)
 
 
 def _require_reduced(caller: str, parameters: Iterable[Any]) -> None:
@@ -110,13 +154,20 @@ def _require_reduced(caller: str, parameters: Iterable[Any]) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    if not (_attachments or _replica_hooks) or getattr(optimizer, "takes_shards", False):
+    if not (_attachments or _replica_hooks) or hasattr(optimizer, "_unscale_shards"):
         return None
 
     def require() -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        _require_gradients(f"{type(optimizer).__name__}.step", parameters)
-        _require_reduced(f"{type(optimizer).__name__}.step", parameters)
+        caller = f"{type(optimizer).__name__}.step"
+        if getattr(optimizer, "takes_shards", False):
+            require_result(caller, parameters)
+            return
+        if getattr(optimizer, "grad_scale", None) is None:
+            _require_usable(caller, parameters)
+        else:  # a fused one, which divides by it
+            require_gradients(caller, parameters)
+        _require_reduced(caller, parameters)
 
     # A closure is what makes the gradients: they are due when it is done.
     if len(args) > 1 and callable(args[1]):
@@ -142,6 +193,7 @@ def _install() -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
         _guard_function(name)
     guard_ddp(is_watched, lambda: _attach_count)
+    zero_grad_guard.install(_attachments)
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,14 +201,18 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(parameters, torch.Tensor):
-            _require_gradients(name, [parameters])
-        elif _attachments:
-            listed = list(parameters)
-            _require_gradients(name, listed)
-            generated = isinstance(parameters, types.GeneratorType)
-            parameters = (p for p in listed) if generated else listed
-        return function(parameters, *args, **kwargs)
+        if not (_attachments or _replica_hooks):
+            return function(parameters, *args, **kwargs)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        _require_usable(name, listed)
+        _require_reduced(name, listed)
+        generated = isinstance(parameters, types.GeneratorType)
+        result = function((p for p in listed) if generated else listed, *args, **kwargs)
+        limit = [*args, *(kwargs[key] for key in ("max_norm", "clip_value") if key in kwargs)][0]
+        if float(limit) != math.inf:  # which only asks for the norm
+            for attachment, names in attached_names(listed).items():
+                attachment.result.clipped.update(names)
+        return result
 
     return guarded
 

@@ -109,15 +109,15 @@ def coalesce_grad_reduction(
       and what got fewer at the block's end; one gradient more is a UsageError.
     - `accumulate`: "buffer" adds gradients up in memory of the Reducer, which is kept for the next
       window (`reducer.release_memory()` frees it); "grad" leaves them in `p.grad` of an attached
-      model, where autograd adds them up in the parameter's dtype: a `zero_grad` inside would lose them.
+      model, where autograd adds them up in the parameter's dtype.
     - `accumulate_dtype`: of the buffer: "f32", or "param" for the gradient's own.
 
     Equal bits, whatever `backwards` and the number of buckets. When the block raises, the step is
     dropped on every rank: this one keeps its exception, the others get a StepAbortedError that
     names it; all may begin a new step. What is read of the result waits, as after a microbatch.
 
-    Raises UsageError for windows in each other, a step or an optimizer's step inside, and a
-    microbatch that is still open at the end.
+    Raises UsageError for windows in each other, a step, an optimizer's step or a `zero_grad` after
+    the first gradient inside, and a microbatch that is still open at the end.
     """
     if isinstance(reducers, Reducer):
         listed = [reducers]

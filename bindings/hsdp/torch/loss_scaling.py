@@ -1,0 +1,191 @@
+"""What torch's GradScaler is taught of attached parameters: whose gradients carry its scale, and that
+shards are unscaled with p.grad. For the whole process, once `hsdp.torch` is imported.
+
+[Note: one verdict for a loss scale] [Note: gradients that are not what they seem]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from hsdp.errors import UsageError
+from hsdp.torch import unreduced_gradient_guard as guard
+
+if TYPE_CHECKING:
+    from hsdp.torch.model_attachment import ModelAttachment
+
+_CALLER = "GradScaler.unscale_"
+_torch_scale = torch.amp.GradScaler.scale
+_torch_unscale_grads = torch.amp.GradScaler._unscale_grads_
+
+#: what torch's scaler keeps of an optimizer: 1 where it found an infinity, by device
+Found: TypeAlias = "dict[torch.device, torch.Tensor]"
+_Slices: TypeAlias = "dict[ModelAttachment, dict[torch.Tensor, str]]"
+
+
+def merged(founds: Iterable[Found]) -> Found:
+    """What any of them found."""
+    result: Found = {}
+    for found in founds:
+        for device, flag in found.items():
+            result[device] = torch.maximum(result[device], flag) if device in result else flag
+    return result
+
+
+def unscale_result(
+    attachment: ModelAttachment,
+    names: Collection[str],
+    inverse_scale: torch.Tensor,
+    done: Collection[int] = (),
+) -> None:
+    """Divides shards of these parameters, and what is in their p.grad, by a GradScaler's scale,
+    unless the Reducer has done so. `done` are addresses that the scaler has unscaled.
+    """
+    shards = [attachment.shard(name) for name in names]
+    grads = [g for name in names if (g := attachment.gradient_of(name)) is not None]
+    factor = inverse_scale * attachment.result.loss_scale
+    if attachment.holds_local_sums:
+        _multiply(grads, inverse_scale, done)
+    else:
+        shards += grads
+    if attachment.result.loss_scale == 1.0 or float(factor) != 1.0:
+        _multiply(shards, factor, done)
+    attachment.result.unscaled.update(names)
+
+
+# Once each: p.grad may be memory of a shard.
+def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor, done: Collection[int]) -> None:
+    left = {t.data_ptr(): t for t in tensors if t.data_ptr() not in done}
+    if left:
+        listed = list(left.values())
+        torch._foreach_mul_(listed, factor.to(listed[0].device))
+
+
+def require_scaled(attachment: ModelAttachment, names: Iterable[str]) -> None:
+    """UsageError where there is nothing to unscale."""
+    if not attachment.has_result():
+        raise UsageError(
+            f"{_CALLER}: expected a step that is over, got one that is not; end it with last=True "
+            "or reducer.finish() before"
+        )
+    again = next((name for name in names if name in attachment.result.unscaled), None)
+    if again is not None:
+        raise UsageError(
+            f"{_CALLER}: expected gradients that carry the scale, got that of '{again}' unscaled "
+            "already; unscale each parameter once a step, through one optimizer and one scaler"
+        )
+
+
+def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+    scaled = _torch_scale(self, outputs)
+    if self._enabled and not torch.compiler.is_compiling() and guard.attachments():
+        _note(self, scaled)
+    return scaled
+
+
+# The microbatch counts in which a backward pass runs from there, not the one that is open now.
+def _note(self: torch.amp.GradScaler, scaled: Any) -> None:
+    if isinstance(scaled, (list, tuple)):
+        for one in scaled:
+            _note(self, one)
+    elif isinstance(scaled, torch.Tensor):
+        if scaled.requires_grad:
+            scaled.register_hook(lambda _: _mark(self))
+        else:  # what a backward pass is begun with
+            _mark(self)
+
+
+def _mark(scaler: Any) -> None:
+    for attachment in guard.attachments():
+        if attachment.is_collecting():
+            attachment.result.scale = scaler._scale.clone()  # update() changes it
+
+
+def _unscale_grads(
+    self: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> Found:
+    unscale = getattr(optimizer, "_unscale_shards", None)
+    if unscale is not None:
+        return {found_inf.device: unscale(inv_scale).to(found_inf)}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    attached, slices = guard.attached_names(parameters), _slices_among(parameters)
+    if not attached and not slices:
+        found: Found = _torch_unscale_grads(self, optimizer, inv_scale, found_inf, allow_fp16)
+        return found
+    takes_shards = bool(getattr(optimizer, "takes_shards", False))
+    if not takes_shards:
+        guard.require_gradients(_CALLER, parameters)
+    results = [*attached.items(), *((attachment, [*of.values()]) for attachment, of in slices.items())]
+    for attachment, names in results:
+        require_scaled(attachment, names)
+    # A fused optimizer divides by the scale itself, and knows the whole of it only.
+    only_looks = allow_fp16
+    if only_looks and any(attachment.result.loss_scale != 1.0 for attachment, _ in results):
+        only_looks = False
+        inv_scale = self._scale.double().reciprocal().float()
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+    founds = []
+    done: set[int] = set()
+    for divisor, part in _by_divisor(parameters, slices, takes_shards).items():
+        inverse = inv_scale if only_looks else inv_scale * divisor
+        of_torch: Any = SimpleNamespace(param_groups=[{"params": part}])
+        founds.append(
+            _torch_unscale_grads(self, of_torch, inverse, found_inf.clone(), allow_fp16)
+        )
+        done.update(p.grad.data_ptr() for p in part if p.grad is not None)
+    if not only_looks:
+        for attachment, names in results:
+            unscale_result(attachment, names, inv_scale, done)
+    founds += [{found_inf.device: a.found_inf_tensor(found_inf.device)} for a in attached]
+    return merged(founds)
+
+
+# By what a Reducer has divided what is in p.grad already.
+def _by_divisor(
+    parameters: Iterable[torch.Tensor], slices: _Slices, takes_shards: bool
+) -> dict[float, list[torch.Tensor]]:
+    parts: dict[float, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        owner = guard.owner_of(parameter)
+        divisor = 1.0
+        if owner is not None:
+            if takes_shards:
+                continue
+            if not owner.holds_local_sums:
+                divisor = owner.result.loss_scale
+        else:
+            for attachment, names in slices.items():
+                if parameter in names:
+                    divisor = attachment.result.loss_scale
+        parts.setdefault(divisor, []).append(parameter)
+    return parts
+
+
+# Of optimizers that hold slices of their own, whose .grad is the shard; and the names of those.
+def _slices_among(parameters: Iterable[torch.Tensor]) -> _Slices:
+    attachments = [a for a in guard.attachments() if a.has_result()]
+    of_address = {
+        p.grad.data_ptr(): p
+        for p in (parameters if attachments else ())
+        if p.grad is not None and p.grad.numel() > 0 and guard.owner_of(p) is None
+    }
+    found: _Slices = {}
+    for attachment in attachments if of_address else ():
+        shards = [(name, attachment.shard(name)) for name in attachment.parameter_names()]
+        names = {of_address[s.data_ptr()]: n for n, s in shards if s.data_ptr() in of_address}
+        if names:
+            found[attachment] = names
+    return found
+
+
+torch.amp.GradScaler.scale = _scale
+torch.amp.GradScaler._unscale_grads_ = _unscale_grads

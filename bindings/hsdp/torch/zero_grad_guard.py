@@ -1,0 +1,80 @@
+"""Makes zero_grad() raise where it would drop gradients only in part, and remembers it elsewhere.
+
+[Note: gradients that are not what they seem]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hsdp.errors import UsageError
+
+if TYPE_CHECKING:
+    from hsdp.torch.model_attachment import ModelAttachment
+
+
+def install(attachments: Collection[ModelAttachment]) -> None:
+    """Watches zero_grad() of all optimizers and modules of the process for these."""
+    optimizer, module = torch.optim.Optimizer, torch.nn.Module
+    optimizer.zero_grad = _guarded(
+        optimizer.zero_grad, attachments, lambda it: (p for g in it.param_groups for p in g["params"])
+    )
+    module.zero_grad = _guarded(
+        module.zero_grad, attachments, lambda it: it.parameters()
+    )
+
+
+def _guarded(
+    function: Callable[..., None],
+    attachments: Collection[ModelAttachment],
+    parameters_of: Callable[[Any], Iterable[torch.Tensor]],
+) -> Callable[..., None]:
+    @functools.wraps(function)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not attachments:
+            function(self, *args, **kwargs)
+            return
+        met = _met(attachments, lambda: parameters_of(self))
+        for attachment, names in met:
+            _require_none_arrived(f"{type(self).__name__}.zero_grad", attachment, names)
+        function(self, *args, **kwargs)
+        for attachment, names in met:
+            if attachment.has_result() and not attachment.result.skipped:
+                attachment.result.zeroed.update((n, attachment.gradient_of(n)) for n in names)
+
+    return zero_grad
+
+
+# Attachments that it matters to, and the names of what is zeroed of them.
+def _met(
+    attachments: Iterable[ModelAttachment], parameters: Callable[[], Iterable[torch.Tensor]]
+) -> list[tuple[ModelAttachment, list[str]]]:
+    found = []
+    for attachment in attachments:
+        if attachment.has_result() or attachment.is_collecting() or attachment.gradients_arrived():
+            names = [name for p in parameters() if (name := attachment.name_of(p)) is not None]
+            if names:
+                found.append((attachment, names))
+    return found
+
+
+def _require_none_arrived(caller: str, attachment: ModelAttachment, names: list[str]) -> None:
+    grads = [name for name in names if attachment.gradient_of(name) is not None]
+    if attachment.holds_gradients:
+        if not grads:
+            return
+        names = grads
+    elif not attachment.gradients_arrived():
+        return
+    elif grads and not attachment.keeps_gradients and not attachment.is_collecting():
+        return  # what somebody else has put there
+    raise UsageError(
+        f"{caller}: expected a call between steps, got one when gradients of the step, as that of "
+        f"'{names[0]}', were handed to the Reducer, where they would stay; end the step first, or "
+        "drop it on all ranks: with reducer.discard() called by all, or reducer.abandon_step() by "
+        "this one, which skips a batch"
+    )

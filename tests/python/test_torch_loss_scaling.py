@@ -1,0 +1,425 @@
+"""A GradScaler and a Reducer: every order of calls trains right, or is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
+
+SCALE = 1024.0
+OPTIONS: dict[str, Any] = {"device": "cpu", "init_scale": SCALE, "growth_interval": 100}
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+def make_model() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(3, 2)
+
+
+def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
+    """Whole numbers as gradients, of which all are rank + 1 times those of rank 0."""
+    x = (rank + 1) * torch.tensor([[2.0, 4.0, -6.0]])
+    return (model(x) * torch.tensor([3.0, -1.0])).sum() + rank * model.bias.sum() * 0  # type: ignore
+
+
+def expected(size: int, max_norm: float | None, local_rank: int | None = None) -> nn.Linear:
+    model = make_model()
+    if local_rank is None:
+        (sum(loss_of(model, rank) for rank in range(size)) / size).backward()  # type: ignore
+    else:
+        loss_of(model, local_rank).backward()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    return model
+
+
+def close(model: nn.Module, want: nn.Module) -> bool:
+    return all(
+        torch.allclose(p, q, rtol=1e-6, atol=1e-6)
+        for p, q in zip(model.parameters(), want.parameters(), strict=True)
+    )
+
+
+def run_orders(kind: str, sets_loss_scale: bool) -> dict[str, list[str]]:
+    """Which orders of calls were right, and which were refused; the others are wrong."""
+    torch.set_num_threads(1)
+    found: dict[str, list[str]] = {"right": [], "refused": [], "wrong": []}
+    calls = ("gather", "unscale", "ours", "torch")
+    with hsdp.init_mesh(1, 2) as mesh:
+        for count in range(len(calls) + 1):
+            for order in itertools.permutations(calls, count):
+                model, reducer = make_model(), hsdp.Reducer(mesh)
+                reducer.attach(model)
+                optimizer: Any
+                if kind.startswith("sharded"):
+                    limit = 0.5 if kind == "sharded clips" else None
+                    optimizer = ShardedOptimizer(
+                        torch.optim.SGD, model, reducer, lr=1.0, max_grad_norm=limit
+                    )
+                else:
+                    fused = kind == "fused"
+                    optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
+                scaler = (hsdp.torch.GradScaler(reducer, **OPTIONS) if kind == "own"
+                          else torch.amp.GradScaler(**OPTIONS))
+                if sets_loss_scale:
+                    reducer.set_loss_scale(SCALE)
+                with reducer.microbatch(last=True):
+                    scaler.scale(loss_of(model, mesh.rank)).backward()
+                act = {
+                    "gather": reducer.gather_gradients,
+                    "unscale": lambda s=scaler, o=optimizer: s.unscale_(o),
+                    "ours": lambda r=reducer: r.clip_grad_norm_(0.5),
+                    "torch": lambda m=model: nn.utils.clip_grad_norm_(m.parameters(), 0.5),
+                }
+                try:
+                    for call in order:
+                        act[call]()  # type: ignore[operator]
+                    scaler.step(optimizer)
+                    clips = "ours" in order or "torch" in order or kind == "sharded clips"
+                    right = close(model, expected(2, 0.5 if clips else None))
+                    outcome = "right" if right else "wrong"
+                except hsdp.UsageError:
+                    same = all(map(torch.equal, model.parameters(), make_model().parameters()))
+                    outcome = "refused" if same else "wrong"
+                found[outcome].append(" ".join(order))
+                reducer.close()
+    return found
+
+
+RIGHT = ["gather", "gather unscale", "gather unscale ours", "gather unscale torch",
+         "gather unscale ours torch"]
+RIGHT_WHEN_DIVIDED = [*RIGHT, "gather ours", "ours gather", "gather torch", "gather torch unscale",
+                      "ours gather unscale", "gather ours unscale", "gather ours torch"]
+RIGHT_OF_SHARDS = ["", "gather", "unscale", "unscale ours", "unscale gather", "gather unscale ours",
+                   "unscale ours gather", "unscale gather ours"]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("kind", ["torch", "own", "fused", "sharded", "sharded clips"])
+def test_every_order_is_right_or_refused(ranks: Launcher, kind: str, divided: bool) -> None:
+    found = ranks(2, run_orders, kind, divided)
+    assert found[0] == found[1]
+    assert found[0]["wrong"] == []
+    right = RIGHT_OF_SHARDS if kind.startswith("sharded") else RIGHT
+    if divided and right is RIGHT:
+        right = RIGHT_WHEN_DIVIDED
+    elif divided:
+        right = [*right, "ours", "gather ours", "ours gather"]
+    assert set(right) <= set(found[0]["right"]), set(right) - set(found[0]["right"])
+    assert len(found[0]["refused"]) > 20
+
+
+def attached(
+    mesh: hsdp.Mesh, keep_grads: bool = False
+) -> tuple[nn.Linear, hsdp.Reducer, torch.optim.SGD, Any]:
+    model, reducer = make_model(), hsdp.Reducer(mesh)
+    reducer.attach(model, keep_grads=keep_grads)
+    return model, reducer, torch.optim.SGD(model.parameters(), 1.0), torch.amp.GradScaler(**OPTIONS)
+
+
+def run(reducer: hsdp.Reducer, model: nn.Module, scaler: Any) -> None:
+    with reducer.microbatch(last=True):
+        scaler.scale(loss_of(model)).backward()
+
+
+def message(call: Any) -> str:
+    with pytest.raises(hsdp.UsageError) as error:
+        call()
+    return str(error.value)
+
+
+def test_what_is_said(mesh: hsdp.Mesh) -> None:
+    model, reducer, optimizer, scaler = attached(mesh)
+    run(reducer, model, scaler)
+    remedies = r"scaler.unscale_(optimizer) before, after reducer.gather_gradients()"
+    for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer)):
+        assert "unscale_: expected a gradient in 'weight', got none" in message(call)
+        assert "call reducer.gather_gradients() before" in message(call)
+    for clip in (lambda: reducer.clip_grad_norm_(1.0), lambda: hsdp.clip_grad_norm_([reducer], 1.0)):
+        said = message(clip)
+        assert said.startswith("reducer: clip_grad_norm_: expected gradients without a loss scale")
+        assert "times 1024" in said and remedies in said and "set_loss_scale" in said
+    reducer.gather_gradients()
+    norm = lambda: nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    assert message(norm).startswith("clip_grad_norm_: expected gradients without")
+    value = lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    assert message(value).startswith("clip_grad_value_: expected gradients without")
+    assert message(optimizer.step).startswith("SGD.step: expected gradients without")
+    scaler.unscale_(optimizer)
+    unclipped = float(norm())
+    assert reducer.clip_grad_norm_(1e6) == pytest.approx(unclipped)
+    value()
+    said = message(lambda: reducer.clip_grad_norm_(1.0))
+    assert "clipped by torch and its shard not; clip with reducer.clip_grad_norm_ alone" in said
+    again = torch.amp.GradScaler(**OPTIONS)
+    again.scale(torch.ones(()))
+    assert "'weight' unscaled already" in message(lambda: again.unscale_(optimizer))
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    reducer.gather_gradients()
+    scaler.step(optimizer)
+    assert close(model, expected(1, None))
+    scaler.update()
+    assert "unscaled already" in message(lambda: scaler.step(optimizer))
+
+
+def test_an_unfinished_step(mesh: hsdp.Mesh) -> None:
+    model, reducer, optimizer, scaler = attached(mesh, keep_grads=True)
+    with reducer.microbatch(last=False):
+        scaler.scale(loss_of(model)).backward()
+    said = message(lambda: scaler.unscale_(optimizer))
+    assert "expected a step that is over" in said and "reducer.finish()" in said
+    reducer.finish()
+    scaler.step(optimizer)
+    assert close(model, expected(1, None))
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_optimizers_of_parts(mesh: hsdp.Mesh, divided: bool) -> None:
+    model, reducer, _, scaler = attached(mesh)
+    optimizers = [torch.optim.SGD([p], 1.0) for p in model.parameters()]
+    if divided:
+        reducer.set_loss_scale(SCALE)
+    run(reducer, model, scaler)
+    reducer.gather_gradients()
+    scaler.unscale_(optimizers[0])
+    if not divided:
+        assert "'bias' times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
+        assert "'bias' times 1024" in message(optimizers[1].step)
+    scaler.unscale_(optimizers[1])
+    reducer.clip_grad_norm_(0.5)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert close(model, expected(1, 0.5))
+
+
+def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
+    """What divided a result is what was set when its step began."""
+    for before, after, then in ((SCALE, 1.0, True), (1.0, SCALE, False), (2.0, SCALE, False)):
+        model, reducer, optimizer, scaler = attached(mesh)
+        reducer.set_loss_scale(before)
+        run(reducer, model, scaler)
+        reducer.set_loss_scale(after)
+        reducer.gather_gradients()
+        if then:
+            reducer.clip_grad_norm_(0.5)
+        else:
+            assert f"times {SCALE / before:g}" in message(lambda: reducer.clip_grad_norm_(0.5))
+            scaler.unscale_(optimizer)
+            reducer.clip_grad_norm_(0.5)
+        scaler.step(optimizer)
+        assert close(model, expected(1, 0.5))
+        reducer.close()
+
+
+def run_local_sums(divided: bool) -> list[Any]:
+    """p.grad has this rank's own, scaled in any case; the shards may be divided."""
+    torch.set_num_threads(1)
+    with hsdp.init_mesh(1, 2) as mesh:
+        model, reducer, optimizer, scaler = attached(mesh, keep_grads=True)
+        if divided:
+            reducer.set_loss_scale(SCALE)
+        with reducer.microbatch(last=True):
+            scaler.scale(loss_of(model, mesh.rank)).backward()
+        said = [message(optimizer.step)]
+        said.append(message(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        if not divided:
+            said.append(message(lambda: reducer.clip_grad_norm_(0.5)))
+        scaler.unscale_(optimizer)
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        mean = reducer.clip_grad_norm_(1e6)
+        scaler.step(optimizer)
+        right = close(model, expected(2, 0.5, mesh.rank))
+        return [all("times 1024" in one for one in said), norm, mean, right]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_local_sums(ranks: Launcher, divided: bool) -> None:
+    for rank, (said, norm, mean, right) in enumerate(ranks(2, run_local_sums, divided)):
+        bias = 10.0
+        weight = 10.0 * 56.0
+        want = (bias + weight * (rank + 1) ** 2) ** 0.5
+        assert said and right and norm == pytest.approx(want)
+        assert mean == pytest.approx((bias + weight * 1.5**2) ** 0.5)
+
+
+def run_infinities(fused: bool, keep_grads: bool, sharded: bool) -> list[Any]:
+    """torch's own scaler; one rank alone has an infinity, in one microbatch of two."""
+    torch.set_num_threads(1)
+    with hsdp.init_mesh(1, 2) as mesh:
+        model, reducer, optimizer, scaler = attached(mesh, keep_grads=keep_grads)
+        if fused:
+            optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
+        taking: Any = optimizer
+        if sharded:
+            taking = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+        found = []
+        for step in range(3):
+            before = [p.detach().clone() for p in model.parameters()]
+            for m in range(2):
+                factor = float("inf") if step == 1 and m == 0 and mesh.rank == 1 else 1.0
+                with reducer.microbatch(last=m == 1):
+                    scaler.scale(loss_of(model, mesh.rank) * factor).backward()
+            if not keep_grads and not sharded:
+                reducer.gather_gradients()
+            if step == 2:
+                scaler.unscale_(taking)
+            scaler.step(taking)
+            scaler.update()
+            same = all(map(torch.equal, before, model.parameters()))
+            found.append([same, scaler.get_scale()])
+        return found
+
+
+@pytest.mark.parametrize("kind", ["gathered", "fused", "local", "fused local", "sharded"])
+def test_all_ranks_skip_with_the_scaler_of_torch(ranks: Launcher, kind: str) -> None:
+    for found in ranks(2, run_infinities, "fused" in kind, "local" in kind, kind == "sharded"):
+        assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_slices_of_ones_own(mesh: hsdp.Mesh, own: bool, divided: bool) -> None:
+    """Parameters whose .grad is the shard: it is unscaled once, and known to be."""
+    model, reducer, _, scaler = attached(mesh)
+    if own:
+        scaler = hsdp.torch.GradScaler(reducer, **OPTIONS)
+    if divided:
+        reducer.set_loss_scale(SCALE)
+    run(reducer, model, scaler)
+    slices = []
+    for name, p in model.named_parameters():
+        slices.append(nn.Parameter(p.detach().flatten()))  # memory of the parameter
+        slices[-1].grad = torch.from_dlpack(reducer.shard(name))
+    optimizer = torch.optim.SGD(slices, 1.0)
+    if not divided:
+        assert "times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
+    scaler.unscale_(optimizer)
+    reducer.clip_grad_norm_(0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    assert close(model, expected(1, 0.5))
+
+
+class TakesShards(torch.optim.SGD):
+    """As somebody might write it."""
+
+    takes_shards = True
+    reducer: hsdp.Reducer
+    model: nn.Module
+
+    def step(self, closure: Any = None) -> None:
+        for name, p in self.model.named_parameters():
+            p.data -= torch.from_dlpack(self.reducer.shard(name)).view_as(p)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_an_optimizer_that_takes_shards(mesh: hsdp.Mesh, divided: bool, gathers: bool) -> None:
+    model, reducer, _, scaler = attached(mesh)
+    optimizer = TakesShards(model.parameters(), 1.0)
+    optimizer.reducer, optimizer.model = reducer, model
+    if divided:
+        reducer.set_loss_scale(SCALE)
+    run(reducer, model, scaler)
+    if gathers:
+        reducer.gather_gradients()
+    if not divided:
+        assert "TakesShards.step: expected gradients without" in message(optimizer.step)
+    scaler.unscale_(optimizer)
+    norm = reducer.clip_grad_norm_(0.5)
+    if gathers:
+        assert norm > float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) > 0.49
+        assert "clipped by torch" in message(optimizer.step)
+        reducer.gather_gradients()
+    scaler.step(optimizer)
+    assert close(model, expected(1, 0.5))
+
+
+def test_a_sharded_optimizer_is_unscaled_once(mesh: hsdp.Mesh) -> None:
+    model, reducer, _, scaler = attached(mesh)
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0, max_grad_norm=0.5)
+    run(reducer, model, scaler)
+    assert "ShardedOptimizer.step: expected gradients without" in message(optimizer.step)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert "unscaled already" in message(lambda: scaler.step(optimizer))
+    assert close(model, expected(1, 0.5))
+
+
+def test_where_nothing_is_scaled(mesh: hsdp.Mesh) -> None:
+    """A scaler of somebody else, a scaler that is off, a loss that is scaled for later."""
+    model, reducer, optimizer, scaler = attached(mesh)
+    other = make_model()
+    theirs = torch.optim.SGD(other.parameters(), 1.0)
+    scaler.scale(loss_of(other)).backward()
+    with reducer.microbatch(last=True):
+        loss_of(model).backward()
+        scaled = scaler.scale([loss_of(other), (loss_of(other),)])
+    scaled[0].backward()
+    scaled[1][0].backward()
+    reducer.gather_gradients()
+    reducer.clip_grad_norm_(1e6)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    optimizer.step()
+    assert close(model, expected(1, None))
+    scaler.step(theirs)
+    scaler.update()
+    off = torch.amp.GradScaler(device="cpu", enabled=False)
+    run(reducer, model, off)
+    reducer.gather_gradients()
+    reducer.clip_grad_norm_(0.5)
+    off.unscale_(optimizer)
+    off.step(optimizer)
+
+
+@pytest.mark.parametrize("accumulate", ["buffer", "grad"])
+def test_windows(mesh: hsdp.Mesh, accumulate: str) -> None:
+    model, reducer, optimizer, scaler = attached(mesh)
+    with coalesce_grad_reduction(reducer, accumulate=accumulate):
+        half = 0.5 * loss_of(model)
+        scaler.scale((half,))[0].backward(retain_graph=True)
+        half.backward(scaler.scale(torch.ones(())))
+    assert "times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
+    reducer.gather_gradients()
+    scaler.unscale_(optimizer)
+    reducer.clip_grad_norm_(0.5)
+    scaler.step(optimizer)
+    assert close(model, expected(1, 0.5))
+
+
+def test_several_reducers_and_parameters_of_nobody(mesh: hsdp.Mesh) -> None:
+    models = [make_model() for _ in range(3)]
+    reducers = [hsdp.Reducer(mesh), hsdp.Reducer(mesh)]
+    for reducer, model in zip(reducers, models, strict=False):
+        reducer.attach(model)
+    optimizer = torch.optim.SGD(nn.ModuleList(models).parameters(), 1.0)
+    scaler = torch.amp.GradScaler(**OPTIONS)
+    reducers[1].set_loss_scale(SCALE)  # one of them only
+    for reducer, model in zip(reducers, models, strict=False):
+        run(reducer, model, scaler)
+        reducer.gather_gradients()
+    scaler.scale(loss_of(models[2])).backward()
+    assert "times 1024" in message(lambda: hsdp.clip_grad_norm_(reducers, 1.0))
+    scaler.unscale_(optimizer)
+    assert hsdp.clip_grad_norm_(reducers, 1e6) == pytest.approx((2 * 570.0) ** 0.5)
+    scaler.step(optimizer)
+    assert all(close(model, expected(1, None)) for model in models)

@@ -89,6 +89,7 @@ class Memory:
 
 
 def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)  # the same on every rank
     layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS))
     return nn.Sequential(*layers)
 

@@ -117,7 +117,8 @@ class Mesh(Closing):
     def close(self) -> None:
         """Ends the mesh on this rank; safe to call twice. Later calls are a UsageError.
 
-        Reducers made on it stay usable until they are closed.
+        Reducers made on it stay usable until they are closed, but for an attached model before its
+        first step, and one whose buffers follow rank 0's.
         """
         self._handle.close()
 

@@ -274,6 +274,25 @@ def test_dropped_steps_do_not_hang(ranks: Launcher) -> None:
     assert one == ["Boom", "Boom", "fine", "UsageError", "Boom", "fine", "8"]
 
 
+def run_scripted() -> list[float]:
+    with hsdp.init_mesh(1, 2) as mesh:
+        model: Any = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        x = torch.arange(12.0).reshape(4, 3) * (mesh.rank + 1)
+        for _ in range(2):
+            with reducer.microbatch(last=True):
+                found = model[1].running_mean.tolist()
+                model(x).sum().backward()
+        assert found != [0.0, 0.0]
+        return found
+
+
+def test_scripted_models(ranks: Launcher) -> None:
+    zero, one = ranks(2, run_scripted)
+    assert zero == one
+
+
 def run_forward_outside() -> bool:
     """What F.batch_norm writes counts no version for torch, and neither does a copy of it."""
     with hsdp.init_mesh(1, 2) as mesh:

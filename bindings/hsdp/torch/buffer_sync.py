@@ -31,7 +31,7 @@ class _Place(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor | None:
         """What is there now and has values that can be copied."""
-        found = self.module._buffers.get(self.key)
+        found = getattr(self.module, self.key, None)
         if found is None or is_dtensor(found) or found.is_inference():
             return None
         is_plain = found.layout is torch.strided and not (found.is_meta or found.is_quantized)
@@ -192,7 +192,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 # F.batch_norm with statistics of one's own and no counter beside them.
 def _is_unseen(place: _Place) -> bool:
-    return place.of_norm and place.module._buffers.get("num_batches_tracked") is None
+    return place.of_norm and getattr(place.module, "num_batches_tracked", None) is None
 
 
 def _places(model: torch.nn.Module, without: Collection[str]) -> Iterable[_Place]:

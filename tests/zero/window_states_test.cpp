@@ -418,7 +418,7 @@ TEST(Window, IsAgreedOnByAllRanks) {
       ASSERT_TRUE(error);
       EXPECT_THAT([&] { std::rethrow_exception(error); },
                   testing::ThrowsMessage<MismatchError>(HasSubstr(
-                      is_dtype ? "'several, in f32'" : "gradients of a parameter 'several")));
+                      is_dtype ? "'several, in f32'" : "gradients per parameter 'several")));
     }
   }
 }

@@ -25,7 +25,7 @@ from hsdp.torch.elementwise_probe import require_elementwise
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.overlapped_gather import OverlappedGather
-from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
+from hsdp.torch.parameter_groups import numbers, parameter_groups, settings, tensors
 from hsdp.torch.parameter_slices import (
     Masters,
     ParameterSlice,
@@ -533,6 +533,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = super().state_dict()
         return state
 
+    # What no step has used yet has a state that says so, where that is a state of zeros: checkpoints
+    # are loaded by those that had one. Others are left out, as torch leaves them.
+    def _add_unused(self, states: dict[Any, Any]) -> None:
+        unused = {id(s.parameter): s for s in self._shards if not self.state.get(s.parameter)}
+        if not states or not unused:
+            return
+        number_of = numbers(self.param_groups)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = unused.get(id(parameter))
+                if shard is None:
+                    continue
+                fresh = load_target(shard, self._make_inner, settings(group))
+                fresh.pop(MASTER, None)
+                if "step" in fresh and not any(torch.as_tensor(x).any() for x in fresh.values()):
+                    states[number_of[id(parameter)]] = fresh
+
     def full_state_dict(self) -> dict[str, Any]:
         """As `state_dict()` with whole states on every rank: what the unsharded optimizer has, and
         "master". Collective.
@@ -570,6 +587,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 # A hook of a class's own, before those of users.
 def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    optimizer._add_unused(state_dict["state"])
     put_slices(state_dict, optimizer.param_groups, optimizer._shards)
 
 

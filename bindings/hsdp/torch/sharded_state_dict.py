@@ -12,7 +12,7 @@ import torch
 from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.parameter_groups import numbers
 from hsdp.torch.parameter_slices import ParameterSlice, gather_whole, refuse
-from hsdp.torch.slice_states import loaded_states, require_alike, saved_states
+from hsdp.torch.slice_states import is_unused, loaded_states, require_alike, saved_states
 
 Groups = list[dict[str, Any]]
 
@@ -57,11 +57,14 @@ def loadable(
     # Where its own step would have put numbers.
     on_device = any(group.get("fused") or group.get("capturable") for group in own)
     loaded = {}
+    used = set()
     for one in slices:
         state = state_dict["state"].get(keys[number_of[id(one.parameter)]], {})
         loaded[id(one.parameter)] = (one, loaded_states(one, state, on_device))
+        if not is_unused(state):
+            used.add(id(one.parameter))
     for group in own:
-        require_alike([loaded[id(p)] for p in group["params"] if id(p) in loaded])
+        require_alike([loaded[id(p)] for p in group["params"] if id(p) in used])
     return groups, list(loaded.values())
 
 

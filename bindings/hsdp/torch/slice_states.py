@@ -44,10 +44,12 @@ class SharedStates:
         if self._inside is not None and _are_same(inside.values(), self._inside):
             return False
         for one in self._slices:
+            state = inside.get(one.master)
+            if not state:  # not used yet
+                continue
             if one.is_rounded:  # torch.distributed.checkpoint loads what `state` has
-                inside[one.master][MASTER] = one.master.detach()
-            if inside.get(one.master):
-                outside[one.parameter] = inside[one.master]
+                state[MASTER] = one.master.detach()
+            outside[one.parameter] = state
         self._outside, self._inside = [*outside.values()], [*inside.values()]
         return True
 
@@ -90,10 +92,15 @@ def loaded_states(one: ParameterSlice, state: Any, on_device: bool) -> dict[str,
     loaded = {key: _loaded(one, key, value, on_device) for key, value in state.items()}
     if not one.is_rounded:
         loaded.pop(MASTER, None)
-    step = loaded.get("step")
-    if step is not None and float(step) == 0.0:  # of a training that had not begun
+    if is_unused(loaded):
         loaded = {key: value for key, value in loaded.items() if key == MASTER}
     return loaded
+
+
+def is_unused(state: Mapping[str, Any]) -> bool:
+    """Whether a state says that no step was made."""
+    step = state.get("step")
+    return step is not None and float(step) == 0.0
 
 
 def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:

@@ -26,10 +26,12 @@ class Attachment(Protocol):
 
     def description(self) -> list[str]:
         """Lines that are to be the same on every rank before the first step."""
+        ...
 
     @property
     def joins_steps(self) -> bool:
         """Whether `step_began` has something to do, which is so on every rank or none."""
+        ...
 
     def step_began(self) -> None:
         """Before the first microbatch of each step that was begun. Collective; only where it joins."""
@@ -54,9 +56,11 @@ class Attachment(Protocol):
 
     def as_array(self, memory: Array) -> TensorOrArray:
         """The same memory as an array of its framework."""
+        ...
 
     def held_sum(self, name: str) -> TensorOrArray | None:
         """What a parameter's passes add up to so far, where its framework does that."""
+        ...
 
     def microbatch_ending(self) -> None:
         """The last chance to hand gradients over."""
@@ -69,6 +73,7 @@ class Attachment(Protocol):
 
     def explain(self, error: UsageError) -> UsageError:
         """What this side knows of an error at the end of a microbatch, or the error as it is."""
+        ...
 
     def gather_gradients(self) -> None:
         """Puts the whole mean where the framework's optimizers look for it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,15 +12,12 @@ from hsdp import _hsdp
 from hsdp.array import Array
 from hsdp.errors import Error, UsageError
 
-if TYPE_CHECKING:
-    from hsdp.reducer_results import ReducerResults
-
 #: What is added to a norm before something is divided by it, as torch does.
 EPSILON = 1e-6
 
 
 def clip(
-    reducers: list[ReducerResults], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Any:
     """Scales the results of all of them so that their norm is at most `max_norm`; the norm that was,
     as `norm` gives it.
@@ -45,7 +42,7 @@ def _number_of(norm: Any) -> float:
     return norm.number() if isinstance(norm, _hsdp.Memory) else float(norm.reshape(()))
 
 
-def norm(reducers: list[ReducerResults], norm_type: float) -> Any:
+def norm(reducers: list[Any], norm_type: float) -> Any:
     """The norm of the results of all of them together: memory of one f64 where the mesh is, or an array
     of one.
     """
@@ -83,13 +80,13 @@ def _norm_on_gpu(results: list[Any], norm_type: float, group: Any) -> Any:
 
 
 # NumPy arrays, or on a GPU torch tensors. Once the first stands, the ranks agree on the step.
-def _results(reducers: list[ReducerResults]) -> list[Any]:
+def _results(reducers: list[Any]) -> list[Any]:
     on_host = reducers[0]._mesh.device == "cpu"
     as_array = np.asarray if on_host else importlib.import_module("torch").from_dlpack
     return [as_array(Array(one._handle.shard(p.name))) for one in reducers for p in one.parameters]
 
 
-def _scale(reducers: list[ReducerResults], max_norm: float, was: Any) -> None:
+def _scale(reducers: list[Any], max_norm: float, was: Any) -> None:
     factor = max_norm / (was + EPSILON)
     if reducers[0]._mesh.device == "cpu":
         if factor < 1:

@@ -146,8 +146,7 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
 bool agree(const StatusWord& a, const StatusWord& b) {
   return a.call == b.call && a.step == b.step && a.microbatch == b.microbatch && a.sums == b.sums &&
          a.divide_factor == b.divide_factor && a.loss_scale == b.loss_scale &&
-         a.count_by == b.count_by &&
-         a.sections == b.sections &&
+         a.count_by == b.count_by && a.sections == b.sections &&
          std::ranges::equal(a.groups, b.groups, {}, &GroupPlan::sync, &GroupPlan::sync);
 }
 

@@ -151,10 +151,11 @@ void StepLedger::divide_by_tokens(std::int64_t count) {
                       .remedy = "reduce all groups in the step's last microbatch"});
   }
   if (microbatch_ > 0 && begun_ && count_by_ != CountBy::kTokens) {
-    throw UsageError({.where = std::string(kWhere),
-                      .expected = "a call before each microbatch of the step",
-                      .got = "none before the first",
-                      .remedy = "call it before every begin_microbatch, with 0 where there are none"});
+    throw UsageError(
+        {.where = std::string(kWhere),
+         .expected = "a call before each microbatch of the step",
+         .got = "none before the first",
+         .remedy = "call it before every begin_microbatch, with 0 where there are none"});
   }
   next_tokens_ = next_tokens_.value_or(0) + count;
 }
@@ -206,7 +207,8 @@ std::vector<Sync> StepLedger::sync_of(const WindowOptions& options) const {
 }
 
 void StepLedger::require_meant(const MicrobatchOptions& options) const {
-  if (begun_ && count_by_ == CountBy::kTokens && !next_tokens_ && options.has_batch.value_or(true)) {
+  if (begun_ && count_by_ == CountBy::kTokens && !next_tokens_ &&
+      options.has_batch.value_or(true)) {
     throw UsageError({.where = "reducer: begin_microbatch",
                       .expected = "divide_by_tokens before each microbatch of the step",
                       .got = "none before this one",

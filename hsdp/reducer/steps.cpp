@@ -473,9 +473,9 @@ double Steps::divide_factor() const {
 
 bool Steps::has_gradients() const {
   if (!ledger_.begun()) return false;
-  return ledger_.pending() || (frozen_ && ledger_.phase() == Phase::kCollecting &&
-                               std::cmp_not_equal(frozen_->collector().missing().size(),
-                                                  parameters_.size()));
+  return ledger_.pending() ||
+         (frozen_ && ledger_.phase() == Phase::kCollecting &&
+          std::cmp_not_equal(frozen_->collector().missing().size(), parameters_.size()));
 }
 
 void Steps::end_microbatch() {

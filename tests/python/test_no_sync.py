@@ -101,7 +101,7 @@ def test_where_it_means_nothing(reducer: hsdp.Reducer) -> None:
     with reducer.no_sync(), pytest.raises(hsdp.UsageError, match="coalesce.*no_sync"):
         with window(reducer):
             pass
-    with window(reducer):  # whose microbatches only delimit
+    with window(reducer, last=True):  # whose microbatches only delimit
         with reducer.no_sync():
             add(reducer, 1, last=True)
     assert reducer.shard("w").numpy().tolist() == [1] * 4

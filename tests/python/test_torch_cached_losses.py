@@ -116,6 +116,7 @@ def distance(model: nn.Module, want: Gradients) -> float:
     return max(
         float((p.grad.double() - want[name]).norm()) / max(norms[name], smallest)
         for name, p in model.named_parameters()
+        if p.grad is not None  # the pooler's, which no rank uses
     )
 
 

@@ -96,19 +96,30 @@ def test_accumulation(ranks: Any) -> None:
     assert ranks(2, accumulates, 2) == [[103, 7, 5]] * 2
 
 
-def empty_hook() -> Any:
-    with reducers(2) as reducer:
-        told: list[int] = []
-        reducer._next_is_empty = lambda: told.append(1)  # type: ignore[method-assign]
-        seen = []
-        for batch in hsdp.uneven(reducer, [None] if reducer.mesh.rank else [1, 2]):
-            seen.append([batch, len(told)])
-            reduce(reducer, batch)
-        return seen
+def counts_batches(divide_by: Any) -> Any:
+    with hsdp.init_mesh(1, 2) as mesh:
+        reducer = hsdp.Reducer(mesh, divide_by=divide_by)  # with missing="error"
+        reducer.register("w", 1)
+        found = []
+        for m, batch in enumerate(hsdp.uneven(reducer, [[6.0, 2.0, 8.0], [4.0]][mesh.rank])):
+            with reducer.microbatch(last=m > 0):
+                if batch is not None:
+                    reducer.gradient_ready("w", np.array([batch], np.float32))
+            if m > 0:
+                found.append(mean_of(reducer))
+        return found
 
 
-def test_only_a_missing_batch_is_empty(ranks: Any) -> None:
-    assert ranks(2, empty_hook) == [[[1, 0], [2, 0]], [[None, 0], [None, 1]]]
+def mean_of(reducer: hsdp.Reducer) -> float:
+    whole = np.zeros(1, np.float32)
+    reducer.gather_gradients({"w": whole})
+    return float(whole[0])
+
+
+# (6 + 4 + 2) over three batches, of one and a half ranks on average; then 8 over one.
+@pytest.mark.parametrize(("divide_by", "first"), [("ranks", 8.0), ("ranks*microbatches", 4.0)])
+def test_the_factor_counts_batches(ranks: Any, divide_by: str, first: float) -> None:
+    assert ranks(2, counts_batches, divide_by) == [[first, 8.0]] * 2
 
 
 def windows() -> Any:

@@ -12,7 +12,6 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-
 std::int64_t tokens_of(int rank, int microbatch) { return 3 + 5 * rank + 7 * microbatch; }
 
 std::int64_t tokens_of_all(int first_rank, int rank_count, int microbatch_count) {
@@ -31,8 +30,8 @@ std::vector<ParameterSpec> some_parameters(Dtype dtype) {
 
 using CountedBody = std::function<void(Reducer&, const Mesh&)>;
 
-std::vector<RankResult> count_and_read(MeshShape shape, const StepCase& step, const ReducerOptions& options,
-                            const CountedBody& body) {
+std::vector<RankResult> count_and_read(MeshShape shape, const StepCase& step,
+                                       const ReducerOptions& options, const CountedBody& body) {
   std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
   run_mesh(shape, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options);
@@ -57,18 +56,20 @@ void run_with_tokens(Reducer& reducer, const StepCase& step, int rank) {
 TEST(CountedTokens, DivideAsAFactorOfTheirSumDoes) {
   for (const MeshShape shape : {kSquare, MeshShape{1, 3}, MeshShape{3, 1}, MeshShape{1, 1}}) {
     for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-      for (const std::vector<Sync>& schedule :
-           {std::vector<Sync>{Sync::kAll}, {Sync::kNone, Sync::kShard, Sync::kAll},
-            {Sync::kShard, Sync::kNone}, {Sync::kNone}}) {
+      for (const std::vector<Sync>& schedule : {std::vector<Sync>{Sync::kAll},
+                                                {Sync::kNone, Sync::kShard, Sync::kAll},
+                                                {Sync::kShard, Sync::kNone},
+                                                {Sync::kNone}}) {
         StepCase step = random_step(some_parameters(dtype), shape.size(), schedule, 7);
         step.finish = schedule.back() != Sync::kAll;
         step.loss_scale = 64.0;
         const int count = static_cast<int>(schedule.size());
         step.divide_factor = static_cast<double>(tokens_of_all(0, shape.size(), count));
-        const auto results = count_and_read(shape, step, {.bucket_bytes = 256}, [&](Reducer& r, const Mesh& m) {
-          r.set_loss_scale(step.loss_scale);
-          run_with_tokens(r, step, m.rank());
-        });
+        const auto results =
+            count_and_read(shape, step, {.bucket_bytes = 256}, [&](Reducer& r, const Mesh& m) {
+              r.set_loss_scale(step.loss_scale);
+              run_with_tokens(r, step, m.rank());
+            });
         expect_reference(results, step, {.bucket_bytes = 256}, shape, "tokens");
       }
     }
@@ -124,12 +125,13 @@ TEST(CountedBatches, AreWhatRanksHad) {
     for (auto& gradients : step.gradients) gradients[1][3].reset();
     step.divide_factor = factor;
     const ReducerOptions options{.bucket_bytes = 256, .divide_by = divide_by};
-    const auto results = count_and_read(kSquare, step, options, [&](Reducer& reducer, const Mesh& mesh) {
-      for (int m = 0; m < 2; ++m) {
-        const bool has_batch = m == 0 || mesh.rank() != 3;
-        run_microbatch(reducer, step, m, mesh.rank(), {.last = m == 1, .has_batch = has_batch});
-      }
-    });
+    const auto results =
+        count_and_read(kSquare, step, options, [&](Reducer& reducer, const Mesh& mesh) {
+          for (int m = 0; m < 2; ++m) {
+            const bool has_batch = m == 0 || mesh.rank() != 3;
+            run_microbatch(reducer, step, m, mesh.rank(), {.last = m == 1, .has_batch = has_batch});
+          }
+        });
     expect_reference(results, step, {.missing = Missing::kZero}, kSquare, "batches");
   }
 }
@@ -151,15 +153,17 @@ TEST(CountedBatches, GradientsWithoutABatchDropTheStep) {
 }
 
 TEST(CountedMicrobatches, MakeTheMeanOverThemToo) {
-  StepCase step = random_step(some_parameters(Dtype::kF16), 4,
-                              {Sync::kShard, Sync::kNone, Sync::kAll}, 7);
+  StepCase step =
+      random_step(some_parameters(Dtype::kF16), 4, {Sync::kShard, Sync::kNone, Sync::kAll}, 7);
   step.divide_factor = 12.0;
   const ReducerOptions options{.divide_by = DivideBy::kRanksMicrobatches};
-  const auto results = count_and_read(kSquare, step, options, [&](Reducer& reducer, const Mesh& mesh) {
-    for (int m = 0; m < 3; ++m) {
-      run_microbatch(reducer, step, m, mesh.rank(), {.sync = step.schedule[static_cast<std::size_t>(m)]});
-    }
-  });
+  const auto results =
+      count_and_read(kSquare, step, options, [&](Reducer& reducer, const Mesh& mesh) {
+        for (int m = 0; m < 3; ++m) {
+          run_microbatch(reducer, step, m, mesh.rank(),
+                         {.sync = step.schedule[static_cast<std::size_t>(m)]});
+        }
+      });
   expect_reference(results, step, {}, kSquare, "microbatches");
 }
 
@@ -172,7 +176,8 @@ TEST(CountedMicrobatches, ArePassesInAWindow) {
     for (int m = 0; m < passes; ++m) run_microbatch(reducer, step, m, mesh.rank(), {});
     reducer.end_window();
   };
-  const auto counted = count_and_read(kSquare, step, {.divide_by = DivideBy::kRanksMicrobatches}, window);
+  const auto counted =
+      count_and_read(kSquare, step, {.divide_by = DivideBy::kRanksMicrobatches}, window);
   const auto set = count_and_read(kSquare, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     reducer.set_gradient_divide_factor(6.0);
     window(reducer, mesh);

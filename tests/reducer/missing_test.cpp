@@ -178,8 +178,8 @@ TEST(MissingAsZero, TellsWhichParametersNoRankUsed) {
       }
     }
   };
-  take(0, 4);  // on no rank
-  take(1, 2);  // on rank 2 alone
+  take(0, 4);                       // on no rank
+  take(1, 2);                       // on rank 2 alone
   step.gradients[1][1][2].reset();  // and there in the first microbatch alone
   for (const Missing missing : {Missing::kZero, Missing::kError}) {
     run_mesh(kSquare, [&](const Mesh& mesh) {

@@ -264,7 +264,7 @@ TEST(HopMismatch, OfOptionsAndOfWordsIsNamedOnAllRanks) {
         if (mesh.rank() == 2) options.name = "odd";
         auto error = caught<MismatchError>([&] { static_cast<void>(make(mesh, options)); });
         ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("replica_hop odd"));
+        EXPECT_THAT(error->what(), HasSubstr("replica_hop=odd"));
         options.name = "fake";
         if (mesh.rank() == 2) options.word = "step 7";
         const Made made = make(mesh, options);

@@ -51,8 +51,9 @@ std::string describe_absent(const std::vector<RankReport>& reports, const std::v
     }
   }
   if (works_alone) {
-    text += "; where a rank works alone for long, as in an evaluation, let all of them take part "
-            "or make the mesh with a larger timeout_s";
+    text +=
+        "; where a rank works alone for long, as in an evaluation, let all of them take part "
+        "or make the mesh with a larger timeout_s";
   }
   return text;
 }

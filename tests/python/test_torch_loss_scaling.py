@@ -161,7 +161,7 @@ def test_what_is_said(mesh: hsdp.Mesh) -> None:
     assert message(optimizer.step).startswith("SGD.step: expected gradients without")
     scaler.unscale_(optimizer)
     unclipped = float(norm())
-    assert reducer.clip_grad_norm_(1e6) == pytest.approx(unclipped)
+    assert float(reducer.clip_grad_norm_(1e6)) == pytest.approx(unclipped)
     value()
     said = message(lambda: reducer.clip_grad_norm_(1.0))
     assert "clipped by torch and its shard not; clip with reducer.clip_grad_norm_ alone" in said
@@ -242,7 +242,7 @@ def run_local_sums(divided: bool) -> list[Any]:
             said.append(message(lambda: reducer.clip_grad_norm_(0.5)))
         scaler.unscale_(optimizer)
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        mean = reducer.clip_grad_norm_(1e6)
+        mean = float(reducer.clip_grad_norm_(1e6))
         scaler.step(optimizer)
         right = close(model, expected(2, 0.5, mesh.rank))
         return [all("times 1024" in one for one in said), norm, mean, right]
@@ -420,6 +420,6 @@ def test_several_reducers_and_parameters_of_nobody(mesh: hsdp.Mesh) -> None:
     scaler.scale(loss_of(models[2])).backward()
     assert "times 1024" in message(lambda: hsdp.clip_grad_norm_(reducers, 1.0))
     scaler.unscale_(optimizer)
-    assert hsdp.clip_grad_norm_(reducers, 1e6) == pytest.approx((2 * 570.0) ** 0.5)
+    assert float(hsdp.clip_grad_norm_(reducers, 1e6)) == pytest.approx((2 * 570.0) ** 0.5)
     scaler.step(optimizer)
     assert all(close(model, expected(1, None)) for model in models)

@@ -109,7 +109,7 @@ def run_exceptions() -> list[str]:
             assert all(p.grad is None for p in model.parameters())
         reducer.gather_gradients()
         said.append(model[2].bias.grad.tolist())
-        assert float(model.wide.grad.abs().sum()) == 0  # never used
+        assert model.wide.grad is None  # no rank used it
     return said
 
 

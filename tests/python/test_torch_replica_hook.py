@@ -120,7 +120,7 @@ def measure(replicate: int, shard: int) -> dict[str, tuple[float, float]]:
             result["f16"] = errors(ours(mesh, one, torch.float16, None), size)
             settings = {"set_gradient_divide_factor": 1, "set_force_sum_reduction_for_comms": True}
             result["sum"] = errors(ours(mesh, one, None, None, **settings), size, factor=shard)
-            same_on_all_replicas(mesh, ours(mesh, one, BF16, bf16))
+            same_on_all_replicas(mesh, ours(mesh, one, BF16, hsdp.PlainHop("bf16")))
     return result
 
 

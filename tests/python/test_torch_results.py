@@ -65,7 +65,7 @@ def test_partials_and_local_sums_are_tensors(mesh: hsdp.Mesh) -> None:
     assert reducer.partial_shard("bias").tolist() == [2.0] * 2
     reducer.discard()
     for accumulate in ("buffer", "grad"):
-        with hsdp.zero.coalesce_grad_reduction(reducer, accumulate=accumulate):
+        with hsdp.zero.coalesce_grad_reduction(reducer, last=True, accumulate=accumulate):
             give(reducer, model, 2.0)
             local = reducer.local_sum("weight")
             assert type(local) is torch.Tensor and local.tolist() == [[2.0] * 3] * 2

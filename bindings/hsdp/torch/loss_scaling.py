@@ -131,7 +131,8 @@ def _unscale_grads(
     only_looks = allow_fp16
     if only_looks and any(attachment.result.loss_scale != 1.0 for attachment, _ in results):
         only_looks = False
-        inv_scale = self._scale.double().reciprocal().float()
+        scale: Any = self._scale
+        inv_scale = scale.double().reciprocal().float()
         self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
     founds = []
     done: set[int] = set()

@@ -31,7 +31,7 @@ REDUCER = {
     "module": "call reducer.attach(model)",
     "bucket_cap_mb": "bucket_bytes= of hsdp.Reducer counts bytes: 25 << 20 for 25 MiB",
     "find_unused_parameters": _HOLES,
-    "broadcast_buffers": _WEIGHTS,
+    "broadcast_buffers": "reducer.attach(model, broadcast_buffers=) has it",
     "init_sync": _WEIGHTS,
     "device_ids": _DEVICE,
     "output_device": _DEVICE,

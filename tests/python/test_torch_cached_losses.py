@@ -150,11 +150,12 @@ def run_window(
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def same_bits(model: nn.Module, want: Gradients) -> bool:
-    return all(torch.equal(p.grad, want[name]) for name, p in model.named_parameters())
+    found = gradients_of(model)
+    return found.keys() == want.keys() and all(torch.equal(found[n], want[n]) for n in want)
 
 
 def run_case(

@@ -95,6 +95,7 @@ def store(tmp_path: pathlib.Path) -> str:
 
 def check_sum(mesh: hsdp.Mesh) -> None:
     """Integer gradients, two microbatches: sum over microbatches and ranks, by the rank count."""
+    torch.manual_seed(0)  # the same weights on every rank
     model = torch.nn.Linear(3, 5, bias=False)
     with hsdp.Reducer(mesh) as reducer:
         reducer.attach(model)

@@ -250,7 +250,7 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
             pass
 
     def in_window(call: Callable[[], Any], accumulate: str = "buffer") -> str:
-        with coalesce_grad_reduction(reducer, accumulate=accumulate):
+        with coalesce_grad_reduction(reducer, last=True, accumulate=accumulate):
             run_pass(model, 1)
             return message(call)
 
@@ -279,6 +279,7 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
         with coalesce_grad_reduction(reducer):
             model[0](inputs(1)).sum().backward()  # type: ignore[index]
 
+    reducer.discard()
     assert "every microbatch inside of the window ended" in message(left_open)
     assert "at most 2 in its window" in message(one_more("buffer"))
     assert "of at most 2 as backwards says" in message(one_more("grad"))

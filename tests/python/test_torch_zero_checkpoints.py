@@ -116,7 +116,7 @@ class Model(nn.Module):
                     totals[p] = totals.get(p, torch.zeros_like(p.grad)) + p.grad
         for p in self.parameters():
             if p.requires_grad:
-                p.grad = totals[p] / size if p in totals else torch.zeros_like(p)
+                p.grad = totals[p] / size if p in totals else None
 
     def values(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.parameters()]

@@ -11,12 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import hsdp
-from hsdp import _hsdp
 from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
-
-knows_of_the_open_microbatch = pytest.mark.skipif(
-    not hasattr(_hsdp.Reducer, "gradients_arrived"), reason="an extension that does not say it"
-)
 
 
 @pytest.fixture
@@ -91,7 +86,6 @@ def test_pending_microbatches(
     zero_grad(set_to_none)
 
 
-@knows_of_the_open_microbatch
 def test_the_open_microbatch(mesh: hsdp.Mesh) -> None:
     model, reducer, optimizer = attached(mesh)
     with pytest.raises(hsdp.UsageError, match=PENDING), reducer.microbatch(last=True):

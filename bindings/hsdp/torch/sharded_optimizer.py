@@ -25,7 +25,7 @@ from hsdp.torch.elementwise_probe import require_elementwise
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.overlapped_gather import OverlappedGather
-from hsdp.torch.parameter_groups import numbers, parameter_groups, settings, tensors
+from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
 from hsdp.torch.parameter_slices import (
     Masters,
     ParameterSlice,
@@ -147,6 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._states = SharedStates(self._shards)
+        self._stateless: set[ParameterSlice] = set()  # that do not begin with a state of zeros
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
         models = [a.model for one in self._reducers for a in _attached_models(one)]
@@ -376,25 +377,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(settings(group))
         self._states.lend(self.state, self._inner.state)
-        with self._without_unused():
+        with self._without_unused() as unused:
             self._inner.step()
-        if self._states.take_back(self.state, self._inner.state):
+        changed = self._states.take_back(self.state, self._inner.state)
+        if self._begin_unused(unused) or changed:
             self._count_memory()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(settings(inner))  # some count there
 
     # Optimizers leave what has no gradient as it is.
     @contextlib.contextmanager
-    def _without_unused(self) -> Iterator[None]:
-        unused = {one: unused_names(one._handle) for one in self._reducers}
-        left = [(s.master, s.master.grad) for s in self._shards if s.name in unused[s.reducer]]
-        for master, _ in left:
-            master.grad = None
+    def _without_unused(self) -> Iterator[list[ParameterSlice]]:
+        names = {one: unused_names(one._handle) for one in self._reducers}
+        unused = [shard for shard in self._shards if shard.name in names[shard.reducer]]
+        gradients = [shard.master.grad for shard in unused]
+        for shard in unused:
+            shard.master.grad = None
         try:
-            yield
+            yield unused
         finally:
-            for master, gradient in left:
-                master.grad = gradient
+            for shard, gradient in zip(unused, gradients, strict=True):
+                shard.master.grad = gradient
+
+    # What no step has used yet gets a state that says so, where an optimizer begins with zeros: torch's
+    # checkpoints look for what `state` has. Elsewhere it has none, as in torch.
+    def _begin_unused(self, shards: Iterable[ParameterSlice]) -> bool:
+        without = {s for s in shards if not self.state.get(s.parameter)} - self._stateless
+        if not without:
+            return False
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        for shard in without:
+            group = group_of[id(shard.parameter)]
+            fresh = load_target(shard, self._make_inner, settings(group))
+            values = [torch.as_tensor(value) for key, value in fresh.items() if key != MASTER]
+            if "step" in fresh and not any(value.any() for value in values):
+                self.state[shard.parameter] = fresh
+            else:
+                self._stateless.add(shard)
+        return True
 
     # For the Reducers' stats().
     def _count_memory(self) -> None:
@@ -533,23 +553,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = super().state_dict()
         return state
 
-    # What no step has used yet has a state that says so, where that is a state of zeros: checkpoints
-    # are loaded by those that had one. Others are left out, as torch leaves them.
-    def _add_unused(self, states: dict[Any, Any]) -> None:
-        unused = {id(s.parameter): s for s in self._shards if not self.state.get(s.parameter)}
-        if not states or not unused:
-            return
-        number_of = numbers(self.param_groups)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                shard = unused.get(id(parameter))
-                if shard is None:
-                    continue
-                fresh = load_target(shard, self._make_inner, settings(group))
-                fresh.pop(MASTER, None)
-                if "step" in fresh and not any(torch.as_tensor(x).any() for x in fresh.values()):
-                    states[number_of[id(parameter)]] = fresh
-
     def full_state_dict(self) -> dict[str, Any]:
         """As `state_dict()` with whole states on every rank: what the unsharded optimizer has, and
         "master". Collective.
@@ -580,6 +583,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters.mark_rounded()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(copy.deepcopy(settings(saved)))
+        self._begin_unused(self._shards if self.state else ())
         self._count_memory()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -587,7 +591,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 # A hook of a class's own, before those of users.
 def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    optimizer._add_unused(state_dict["state"])
     put_slices(state_dict, optimizer.param_groups, optimizer._shards)
 
 

@@ -26,13 +26,13 @@ def first_difference(world: Communicator, lines: Sequence[str]) -> LineDifferenc
     """
     if world.size == 1:
         return None
-    words = world._handle.exchange(f"{len(lines)} {_digest(lines)}")
+    words = world._handle.exchange(f"{len(lines)} {digest_of(lines)}")
     if _are_equal(words):
         return None
     same, differ = 0, max(int(word.split()[0]) for word in words)
     while differ - same > 1:  # the first so many lines are the same, or differ
         middle = (same + differ) // 2
-        if _are_equal(world._handle.exchange(_digest(lines[:middle]))):
+        if _are_equal(world._handle.exchange(digest_of(lines[:middle]))):
             same = middle
         else:
             differ = middle
@@ -44,5 +44,6 @@ def _are_equal(words: Sequence[str]) -> bool:
     return all(word == words[0] for word in words)
 
 
-def _digest(lines: Sequence[str]) -> str:
+def digest_of(lines: Sequence[str]) -> str:
+    """Equal for equal lines."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()

@@ -321,6 +321,11 @@ std::vector<int> Collector::missing() const {
   return result;
 }
 
+bool Collector::any_arrived() const {
+  const std::scoped_lock lock(mutex_);
+  return std::ranges::any_of(arrived_, [](std::int64_t count) { return count > 0; });
+}
+
 std::string Collector::present() const {
   const std::scoped_lock lock(mutex_);
   return present_;

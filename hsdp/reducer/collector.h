@@ -54,6 +54,7 @@ class Collector {
                             const Event& produced);
 
   [[nodiscard]] std::vector<int> missing() const;
+  [[nodiscard]] bool any_arrived() const;  // in this microbatch
   // By parameter, '1' where a gradient came in a microbatch of this step, else '0'.
   [[nodiscard]] std::string present() const;
   // By group, the most gradients that one of its parameters got in this microbatch; at least 1.

@@ -455,8 +455,7 @@ std::string Steps::missing_message() const {
 }
 
 std::string Steps::unexpected_message() const {
-  const std::size_t missing = frozen_->collector().missing().size();
-  if (std::cmp_equal(missing, parameters_.size())) return {};
+  if (!frozen_->collector().any_arrived()) return {};
   return Message{
       .where = "reducer: end_microbatch",
       .expected = "no gradient in a microbatch without a batch",
@@ -474,8 +473,7 @@ double Steps::divide_factor() const {
 bool Steps::has_gradients() const {
   if (!ledger_.begun()) return false;
   return ledger_.pending() ||
-         (frozen_ && ledger_.phase() == Phase::kCollecting &&
-          std::cmp_not_equal(frozen_->collector().missing().size(), parameters_.size()));
+         (frozen_ && ledger_.phase() == Phase::kCollecting && frozen_->collector().any_arrived());
 }
 
 void Steps::end_microbatch() {

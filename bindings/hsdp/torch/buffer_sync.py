@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError
-from hsdp.line_agreement import first_difference
+from hsdp.line_agreement import digest_of, first_difference
 from hsdp.mesh import Mesh
 from hsdp.torch.trainable_parameters import is_dtensor
 from hsdp.torch.value_digests import row_major_bytes, value_digests
@@ -107,7 +106,7 @@ class BufferSync:
             tensors = [p.tensor for p in self._places]
             digests = value_digests([tensor for tensor in tensors if tensor is not None])
             self._note_layout()
-            return f"{_digest(digests)} {self._layout}"
+            return f"{digest_of(digests)} {self._layout}"
         now = [place.state for place in self._places]
         if now == self._seen and not any(map(_is_unseen, self._places)):
             return f"0 {self._layout}"
@@ -133,7 +132,7 @@ class BufferSync:
         return lines
 
     def _note_layout(self) -> None:
-        self._layout = _digest(self._layout_lines())
+        self._layout = digest_of(self._layout_lines())
 
     def _refuse_layout(self) -> None:
         world = self._mesh.world
@@ -184,10 +183,6 @@ def _broadcast_by_messages(mesh: Mesh, data: torch.Tensor) -> torch.Tensor:
         part = whole[begin : begin + _MESSAGE_BYTES]
         parts.append(base64.b64decode(exchange(base64.b64encode(part).decode())[0]))
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(data.device)
-
-
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 # F.batch_norm with statistics of one's own and no counter beside them.

@@ -100,13 +100,12 @@ class ModelAttachment:
 
     def shard(self, name: str) -> torch.Tensor:
         """This rank's slice of the result, flat."""
-        shard: torch.Tensor = torch.from_dlpack(Array(self._handle.shard(name)))
+        shard: torch.Tensor = self.as_array(Array(self._handle.shard(name)))
         return shard
 
     def found_inf_tensor(self, device: torch.device) -> torch.Tensor:
         """Whether a sum of the step was not finite on any rank, as 1 or 0. Collective."""
-        word = torch.zeros((), dtype=torch.float32, device=self._reducer.mesh.device)
-        self._handle.found_inf_word(word)
+        word: torch.Tensor = self._reducer.found_inf_tensor()
         return word.to(device, non_blocking=True)
 
     @property

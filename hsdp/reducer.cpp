@@ -96,7 +96,7 @@ void Reducer::prepare() {
 void Reducer::together(std::string_view what, const std::function<void()>& part) {
   reducer::together(parts_->groups.world, what, part);
 }
-bool Reducer::has_gradients() const { return parts_->steps.has_gradients(); }
+bool Reducer::has_gradient(int parameter) const { return parts_->steps.has_gradient(parameter); }
 void Reducer::begin_step() { parts_->steps.begin_step(); }
 void Reducer::begin_microbatch(const MicrobatchOptions& options) {
   parts_->steps.begin_microbatch(options);

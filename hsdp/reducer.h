@@ -126,8 +126,9 @@ class Reducer {
   // this message and drops the step. From any thread; no-op when no microbatch is open.
   void reject_gradient(std::string_view message);
   void end_microbatch();
-  // Whether gradients of the step that is begun and has not ended were handed over.
-  [[nodiscard]] bool has_gradients() const;
+  // Whether a gradient of that parameter (an index from register_parameter) was handed over in the
+  // step that is begun and not ended.
+  [[nodiscard]] bool has_gradient(int parameter) const;
   // A window of several backward passes, however many, that are reduced once: one microbatch of the
   // step. The ranks need not keep step inside of it, and may run different numbers of passes. Calls
   // of begin_microbatch and end_microbatch inside are allowed and do nothing else; flags that are

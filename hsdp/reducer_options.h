@@ -79,12 +79,14 @@ struct ReducerOptions {
   std::string reduction = "exact";                           // or "native" (nccl only)
   std::shared_ptr<ReplicaHop> replica_hop;                   // default: a PlainHop
   DivideBy divide_by = DivideBy::kRanks;                     // the default divide factor
+  std::string name;  // in snapshots, and where ranks compare options; one line, at most 127 bytes
 };
 
 // Calls visit(name, value) for every option, in their order.
 template <typename Options, typename Visit>
 void visit_fields(Options& options, Visit visit) requires
     std::is_same_v<std::remove_const_t<Options>, ReducerOptions> {
+  visit("name", options.name);
   visit("reduce_dtype", options.reduce_dtype);
   visit("replica_dtype", options.replica_dtype);
   visit("layout", options.layout);

@@ -35,7 +35,8 @@ class ParameterReader;
 
 // What every file of a snapshot says about the run; equal in all files but for `rank`.
 struct SnapshotInfo {
-  std::string id;  // random, agreed by the ranks; mixed ids are refused
+  std::string id;       // random, agreed by the ranks; mixed ids are refused
+  std::string reducer;  // ReducerOptions::name
   std::int64_t step = 0;
   int replicate_size = 1;
   int shard_size = 1;

@@ -71,7 +71,8 @@ def _exchange(group: _hsdp.Communicator, header: str, text: str) -> list[str]:
             ranks = group.ranks
             raise MismatchError(
                 "all_reduce: expected the same op, dtype and shape on every rank, got "
-                f"{headers[0]} on rank {ranks[0]} and {other} on rank {ranks[place]}",
+                f"{headers[0]} on rank {ranks[0]} and {other} on rank {ranks[place]}; "
+                "call it with the same kind of value everywhere",
                 [ranks[place]],
             )
     return list(texts)

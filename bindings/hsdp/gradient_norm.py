@@ -23,7 +23,7 @@ def clip(
     as `norm` gives it.
     """
     if not reducers:
-        raise UsageError("reducer: clip_grad_norm_: expected Reducers, got none")
+        raise UsageError("reducer: clip_grad_norm_: expected Reducers, got none; pass one or several")
     if norm_type != 2 or error_if_nonfinite:
         was = norm(reducers, norm_type)
         number = _number_of(was) if error_if_nonfinite else 0.0

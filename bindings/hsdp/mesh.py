@@ -109,8 +109,8 @@ class Mesh(Closing):
         """
         if self._stream is None:
             raise UsageError(
-                "mesh: set_stream: expected a mesh on a CUDA device, got one on cpu; arrays there "
-                "are ready when they are handed over"
+                "mesh: set_stream: expected a mesh on a CUDA device, got one on cpu; leave it out, "
+                "as arrays there are ready when they are handed over"
             )
         self._stream.set(stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
@@ -14,6 +15,7 @@ from hsdp.dtypes import DtypeLike, dtype_text, wire_text
 from hsdp.errors import Error, StepAbortedError, UsageError
 from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
+from hsdp.named_errors import naming_itself, who_of
 from hsdp.open_reducers import open_reducers
 from hsdp.options import (
     Accumulate,
@@ -29,13 +31,7 @@ from hsdp.options import (
 )
 from hsdp.parameter import Parameter
 from hsdp.reducer_results import ReducerResults
-from hsdp.reducer_text import (
-    Wires,
-    checked_name,
-    put_name,
-    what_is_reduced,
-    where_it_stands,
-)
+from hsdp.reducer_text import Wires, what_is_reduced, where_it_stands
 from hsdp.same_weights import require_same_models
 from hsdp.step_blocks import Microbatch, Step, reason_of
 
@@ -45,6 +41,7 @@ if TYPE_CHECKING:
     from hsdp.attachment import Attachment
 
 
+@naming_itself
 class Reducer(ReducerResults, Closing):
     """Reduces gradients over a mesh: each microbatch is reduce-scattered in the shard group and
     added to an fp32 carry, the step's last one goes over the replicas too.
@@ -78,7 +75,8 @@ class Reducer(ReducerResults, Closing):
     - `divide_by`: "ranks", or "ranks*microbatches", for the mean over microbatches too; of a window
       each pass counts.
     - `replica_hop`: another way over the replicas, as `hsdp.quant.LocoHop`; None: the plain one.
-    - `name`: for errors and `repr`, in programs with several.
+    - `name`: for programs with several; in every error, in `repr` and in snapshots. The same on
+      every rank.
 
     Construction, the first `begin_microbatch`, microbatches, `finish`, `discard`, `grad_norm`,
     `clip_grad_norm_`, `gather_*` and `close` are called by every rank of the mesh in the same
@@ -111,12 +109,13 @@ class Reducer(ReducerResults, Closing):
         divide_by: DivideBy = "ranks",
         name: str | None = None,
     ) -> None:
-        self._name = checked_name(name)
-        self._who = "reducer" if name is None else f"reducer '{name}'"
+        self._name = name or None
+        self._who = who_of([name])
         self._mesh = as_mesh(mesh)
         self._closed = False
         self._wires = Wires(wire_text(reduce_dtype), wire_text(replica_dtype), replica_hop)
         options = {
+            "name": "" if name is None else name,
             "reduce_dtype": wire_text(reduce_dtype),
             "replica_dtype": wire_text(replica_dtype),
             "layout": layout,
@@ -129,8 +128,7 @@ class Reducer(ReducerResults, Closing):
             "replica_hop": replica_hop,
             "divide_by": divide_by,
         }
-        with self._naming():
-            self._handle = _hsdp.Reducer(self._mesh._handle, options)
+        self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout: Layout = layout
         self._attachments: list[Attachment] = []
         self._is_agreed = True  # whether what is attached is known to be the same on every rank
@@ -183,18 +181,9 @@ class Reducer(ReducerResults, Closing):
         `dtype` is that of its gradients: f32, bf16 or f16. Parameters of one `group` get their sync
         flags together and have buckets of their own.
         """
-        with self._naming():
-            return self._handle.register(
-                name, as_shape(shape), dtype_text(dtype), wire_text(reduce_dtype), group or ""
-            )
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            put_name(error, self._name)
-            raise
+        return self._handle.register(
+            name, as_shape(shape), dtype_text(dtype), wire_text(reduce_dtype), group or ""
+        )
 
     @hinting(REDUCER)
     def attach(
@@ -257,10 +246,7 @@ class Reducer(ReducerResults, Closing):
         parameters that were added or began to require a gradient since: make another Reducer then.
         """
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
-        with self._naming():
-            attached = make(
-                self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers
-            )
+        attached = make(self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers)
         self._attachments.append(attached)
         self._is_agreed = self._mesh.size == 1
         attached.loss_scale_set(self._loss_scale)
@@ -269,8 +255,7 @@ class Reducer(ReducerResults, Closing):
         """False: microbatches only add into local fp32 sums; `no_sync` says so for a block."""
         self._handle.set_requires_gradient_sync(bool(flag), group)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """`with reducer.no_sync():` as of torch's DistributedDataParallel: microbatches within only
         add into local fp32 sums, and the first one after the block sends them with its own.
 
@@ -286,9 +271,13 @@ class Reducer(ReducerResults, Closing):
         """
         if self._handle.is_collecting() and not self._handle.window_open():
             raise UsageError(
-                f"{self._who}: no_sync: expected a call outside of a microbatch, got one inside; "
+                "reducer: no_sync: expected a call outside of a microbatch, got one inside; "
                 "call end_microbatch() before, or pass sync=\"none\" to the microbatch"
             )
+        return self._without_sync()
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
         self._no_sync_depth += 1
         try:
             yield
@@ -418,7 +407,7 @@ class Reducer(ReducerResults, Closing):
         if self._no_sync_depth and sync is None and not inside:
             if last:
                 raise UsageError(
-                    f"{self._who}: begin_microbatch: expected gradient sync on with last=True, got "
+                    "reducer: begin_microbatch: expected gradient sync on with last=True, got "
                     "it off by no_sync(); begin the last microbatch after that block"
                 )
             sync = "none"
@@ -443,7 +432,6 @@ class Reducer(ReducerResults, Closing):
             try:
                 tell(attachment)
             except BaseException as error:  # this one has told what it will not have
-                put_name(error, self._name)
                 self._handle.abandon_step(str(error))
                 for before in self._attachments[:i]:
                     before.microbatch_ended(completed=False)
@@ -486,7 +474,6 @@ class Reducer(ReducerResults, Closing):
             self._take_what_is_left()
             end()
         except BaseException as error:
-            put_name(error, self._name)
             self._ended(completed=False)
             self._raise_explained(error)
             raise
@@ -593,7 +580,6 @@ class Reducer(ReducerResults, Closing):
         try:
             call()
         except Error as error:
-            put_name(error, self._name)
             if isinstance(error, StepAbortedError):
                 self._step_dropped()
             raise

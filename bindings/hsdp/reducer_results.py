@@ -12,6 +12,7 @@ import numpy as np
 from hsdp import _hsdp, gradient_norm
 from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
+from hsdp.named_errors import naming, naming_itself, who_of
 from hsdp.parameter import Slice
 from hsdp.reducer_stats import ReducerStats
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hsdp.reducer import Reducer
 
 
+@naming_itself
 class ReducerResults:
     """The half of a Reducer that reads results. `Reducer` is the class to use."""
 
@@ -111,7 +113,7 @@ class ReducerResults:
     def _attached(self, call: str) -> list[Attachment]:
         if not self._attachments:
             raise UsageError(
-                f"{self._who}: {call}: expected arrays by name, or an attached model, got neither; "
+                f"reducer: {call}: expected arrays by name, or an attached model, got neither; "
                 "pass {name: array}"
             )
         return self._attachments
@@ -195,7 +197,9 @@ def clip_grad_norm_(
     """As `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers of one
     mesh. Returns the norm that was. Collective.
     """
-    return _clip(list(reducers), max_norm, norm_type, error_if_nonfinite)
+    listed = list(reducers)
+    with naming(who_of(one.name for one in listed)):
+        return _clip(listed, max_norm, norm_type, error_if_nonfinite)
 
 
 def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:

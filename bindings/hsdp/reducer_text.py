@@ -1,4 +1,4 @@
-"""A Reducer in words: who it is in errors, and what it says of itself."""
+"""What a Reducer says of itself."""
 
 from __future__ import annotations
 
@@ -6,27 +6,12 @@ import math
 from typing import TYPE_CHECKING
 
 from hsdp import _hsdp
-from hsdp.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hsdp.attachment import Attachment
     from hsdp.parameter import Parameter
-
-
-def checked_name(name: str | None) -> str | None:
-    """The name of a Reducer; UsageError for what is none."""
-    if name is None or (isinstance(name, str) and name.isprintable() and name):
-        return name
-    raise UsageError(f"reducer: name: expected text of one line, or None, got {name!r}")
-
-
-def put_name(error: BaseException, name: str | None) -> None:
-    """Makes an error that begins with "reducer: " say which one."""
-    head, colon, rest = str(error).partition(": ")
-    if name is not None and isinstance(error, Error) and head == "reducer" and colon:
-        error.args = (f"reducer '{name}': {rest}",)
 
 
 def what_is_reduced(attachments: Iterable[Attachment], parameters: Iterable[Parameter]) -> str:

@@ -27,6 +27,8 @@ class SnapshotInfo:
 
     #: random, agreed by the ranks
     id: str
+    #: the name that the Reducer was given, or ""
+    reducer: str
     step: int
     replicate_size: int
     shard_size: int
@@ -253,7 +255,7 @@ def _agreed_id(mesh: Mesh, info: dict[str, Any], parameters: list[Any]) -> str:
                 raise MismatchError(
                     f"snapshot: expected the same {part} on all ranks, got "
                     f"{_first_difference(first[part], word[part])} on ranks 0 and {rank} "
-                    f"(of {mesh.size})",
+                    f"(of {mesh.size}); write the same gradients everywhere",
                     [mesh.world.ranks[rank]],
                 )
     return str(first["id"])

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from hsdp.communicator import Communicator
 from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError
+from hsdp.named_errors import naming
 from hsdp.reducer import Reducer
 from hsdp.step_blocks import reason_of
 
@@ -47,7 +48,12 @@ def uneven(reducer: Reducer, loader: Iterable[_T]) -> Generator[_T | None, None,
             f"uneven: expected an hsdp.Reducer, got an object of type {type(reducer).__name__}; "
             "pass the Reducer that the loop's microbatches are of"
         )
-    return _batches(reducer, loader)
+    return _named(reducer, _batches(reducer, loader))
+
+
+def _named(reducer: Reducer, batches: Generator[_T | None, None, None]) -> Generator[_T | None, None, None]:
+    with naming(reducer._who):
+        yield from batches
 
 
 def _batches(reducer: Reducer, loader: Iterable[_T]) -> Generator[_T | None, None, None]:

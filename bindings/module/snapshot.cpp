@@ -184,6 +184,7 @@ SnapshotInfo parse_info(const py::dict& given) {
 py::dict info_dict(const SnapshotInfo& info) {
   py::dict d;
   d["id"] = info.id;
+  d["reducer"] = info.reducer;
   d["step"] = info.step;
   d["replicate_size"] = info.replicate_size;
   d["shard_size"] = info.shard_size;

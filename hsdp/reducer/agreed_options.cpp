@@ -43,7 +43,28 @@ std::vector<std::string> option_lines(const ReducerOptions& options) {
   return lines;
 }
 
+constexpr std::size_t kMaxTextBytes = 127;
+
+bool is_line(const std::string& text) {
+  const bool has_control = std::ranges::any_of(
+      text, [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7F'; });
+  return !has_control && text.size() <= kMaxTextBytes && is_snapshot_text(text);
+}
+
+// What came instead of one.
+std::string size_text(const std::string& text) {
+  const bool is_long = text.size() > kMaxTextBytes;
+  return std::to_string(text.size()) + " bytes" +
+         (is_long || is_line(text) ? "" : " with a line break, control character or broken UTF-8");
+}
+
 void check_options(const ReducerOptions& options, Device device, std::string_view engine) {
+  if (!is_line(options.name)) {
+    throw UsageError(
+        {.where = "reducer: name",
+         .expected = "one line of UTF-8 of at most " + std::to_string(kMaxTextBytes) + " bytes",
+         .got = size_text(options.name)});
+  }
   for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
     if (dtype && !is_gradient_dtype(*dtype)) {
       throw UsageError({.where = "reducer: reduce_dtype and replica_dtype",
@@ -100,15 +121,11 @@ ReducerOptions with_defaults(ReducerOptions options, Device device) {
 }  // namespace
 
 void check_description(const std::string& text) {
-  constexpr std::size_t kMaxBytes = 127;
-  const bool is_line = std::ranges::none_of(
-      text, [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7F'; });
-  if (!text.empty() && text.size() <= kMaxBytes && is_line && is_snapshot_text(text)) return;
+  if (!text.empty() && is_line(text)) return;
   throw UsageError({.where = "reducer: replica_hop",
                     .expected = "its description in one line of UTF-8 of 1 to " +
-                                std::to_string(kMaxBytes) + " bytes",
-                    .got = std::to_string(text.size()) + " bytes" +
-                           (is_line ? "" : " with a line break or control character")});
+                                std::to_string(kMaxTextBytes) + " bytes",
+                    .got = size_text(text)});
 }
 
 AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicator& world) {

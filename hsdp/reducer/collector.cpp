@@ -331,6 +331,11 @@ std::string Collector::present() const {
   return present_;
 }
 
+bool Collector::is_present(int parameter) const {
+  const std::scoped_lock lock(mutex_);
+  return present_.at(static_cast<std::size_t>(parameter)) == '1';
+}
+
 std::vector<std::int64_t> Collector::backward_counts(int group_count) const {
   std::vector<std::int64_t> counts(static_cast<std::size_t>(group_count), 1);
   const std::scoped_lock lock(mutex_);

@@ -57,6 +57,7 @@ class Collector {
   [[nodiscard]] bool any_arrived() const;  // in this microbatch
   // By parameter, '1' where a gradient came in a microbatch of this step, else '0'.
   [[nodiscard]] std::string present() const;
+  [[nodiscard]] bool is_present(int parameter) const;
   // By group, the most gradients that one of its parameters got in this microbatch; at least 1.
   [[nodiscard]] std::vector<std::int64_t> backward_counts(int group_count) const;
   // The open microbatch's plan with other counts, before anything is packed by them.

@@ -492,6 +492,7 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   }
   SnapshotInfo info;
   info.id = snapshot_id_;
+  info.reducer = options_.name;
   info.step = step;
   info.replicate_size = groups_.replicate.size();
   info.shard_size = groups_.shard.size();

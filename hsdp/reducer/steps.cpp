@@ -470,10 +470,9 @@ double Steps::divide_factor() const {
   return counted_divide_factor(result_->shard_count, ledger_.summed_microbatches());
 }
 
-bool Steps::has_gradients() const {
-  if (!ledger_.begun()) return false;
-  return ledger_.pending() ||
-         (frozen_ && ledger_.phase() == Phase::kCollecting && frozen_->collector().any_arrived());
+bool Steps::has_gradient(int parameter) const {
+  const bool has_microbatch = ledger_.pending() || ledger_.phase() == Phase::kCollecting;
+  return ledger_.begun() && has_microbatch && frozen_ && frozen_->collector().is_present(parameter);
 }
 
 void Steps::end_microbatch() {

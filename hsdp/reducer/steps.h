@@ -49,8 +49,8 @@ class Steps {
   // microbatch is open.
   void reject_gradient(std::string_view message);
   void end_microbatch();
-  // Gradients of the step that is begun were handed over, in this microbatch or an earlier one.
-  [[nodiscard]] bool has_gradients() const;
+  // One of the parameter was handed over in the step that is begun.
+  [[nodiscard]] bool has_gradient(int parameter) const;
   void abandon(std::string_view reason) noexcept;
   void finish();
   void discard();

@@ -127,6 +127,7 @@ void write_info(hid_t root, const SnapshotHeader& header) {
   write_text(root, "format", "hsdp snapshot");
   write_whole(root, "schema_version", schema_version(header));
   write_text(root, "id", info.id);
+  if (!info.reducer.empty()) write_text(root, "reducer", info.reducer);
   write_whole(root, "step", info.step);
   write_whole(root, "replicate_size", info.replicate_size);
   write_whole(root, "shard_size", info.shard_size);

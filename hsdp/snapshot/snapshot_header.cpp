@@ -62,6 +62,7 @@ std::optional<std::string> find_info_fault(const SnapshotHeader& header) {
     return !text.empty() && text.size() < 128;
   };
   if (!short_text(info.id)) return "id must have 1 to 127 bytes";
+  if (info.reducer.size() >= 128) return "reducer must have at most 127 bytes";
   if (info.replicate_size < 1 || info.shard_size < 1 ||
       info.replicate_size > kMaxSnapshotRanks / info.shard_size) {
     return "impossible mesh " + std::to_string(info.replicate_size) + "x" +

@@ -68,6 +68,7 @@ Dtype get_dtype(const json& object, const char* key) {
 SnapshotInfo decode_info(const json& root) {
   SnapshotInfo info;
   info.id = get_text(root, "id");
+  if (root.contains("reducer")) info.reducer = get_text(root, "reducer");
   info.step = get_whole(root, "step", std::numeric_limits<std::int64_t>::min());
   info.replicate_size = static_cast<int>(get_whole(root, "replicate_size", 1, kMaxSnapshotRanks));
   info.shard_size = static_cast<int>(get_whole(root, "shard_size", 1, kMaxSnapshotRanks));
@@ -178,24 +179,25 @@ bool is_snapshot_text(const std::string& text) {
 // One line for the run and one for each parameter: the head of a file can be read by people.
 std::string encode_json(const SnapshotHeader& header) {
   const SnapshotInfo& info = header.info;
-  const ordered_json root{{"id", info.id},
-                          {"step", info.step},
-                          {"replicate_size", info.replicate_size},
-                          {"shard_size", info.shard_size},
-                          {"rank", info.rank},
-                          {"file_count", header.file_count},
-                          {"microbatch_count", info.microbatch_count},
-                          {"divide_factor", info.divide_factor},
-                          {"loss_scale", info.loss_scale},
-                          {"replica_dtype", replica_dtype_text(info)},
-                          {"replica_hop", info.replica_hop},
-                          {"quantizes", info.quantizes},
-                          {"reduction", info.reduction},
-                          {"layout", info.layout},
-                          {"engine", info.engine},
-                          {"partial", info.partial},
-                          {"checksum_block_bytes", kChecksumBlockBytes},
-                          {"checksums_offset", header.checksums_offset}};
+  ordered_json root{{"id", info.id},
+                    {"step", info.step},
+                    {"replicate_size", info.replicate_size},
+                    {"shard_size", info.shard_size},
+                    {"rank", info.rank},
+                    {"file_count", header.file_count},
+                    {"microbatch_count", info.microbatch_count},
+                    {"divide_factor", info.divide_factor},
+                    {"loss_scale", info.loss_scale},
+                    {"replica_dtype", replica_dtype_text(info)},
+                    {"replica_hop", info.replica_hop},
+                    {"quantizes", info.quantizes},
+                    {"reduction", info.reduction},
+                    {"layout", info.layout},
+                    {"engine", info.engine},
+                    {"partial", info.partial},
+                    {"checksum_block_bytes", kChecksumBlockBytes},
+                    {"checksums_offset", header.checksums_offset}};
+  if (!info.reducer.empty()) root["reducer"] = info.reducer;
   try {
     std::string text = root.dump();
     text.back() = ',';  // the object goes on

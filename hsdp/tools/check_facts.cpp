@@ -112,7 +112,8 @@ std::string ulp_text(double value) { return general(value, 3); }
 std::string value_text(double value) { return general(value, 9); }
 
 std::string run_text(const SnapshotInfo& info) {
-  std::string text = "step " + std::to_string(info.step) + ", ";
+  std::string text = info.reducer.empty() ? "" : "reducer '" + printable(info.reducer) + "', ";
+  text += "step " + std::to_string(info.step) + ", ";
   if (info.layout == "full") {
     text += "whole arrays";
   } else {

@@ -21,6 +21,7 @@ ordered_json number(double value) {
 ordered_json to_json(const std::filesystem::path& path, const SnapshotInfo& info) {
   return {{"path", path.string()},
           {"id", info.id},
+          {"reducer", info.reducer},
           {"step", info.step},
           {"replicate_size", info.replicate_size},
           {"shard_size", info.shard_size},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -262,3 +263,49 @@ def test_a_skipped_first_step_is_saved(mesh: hsdp.Mesh) -> None:
         optimizer.zero_grad()
         get_optimizer_state_dict(model, optimizer)
         assert stepped(model, 0.0)
+
+
+def test_two_models_of_one_reducer_are_told_apart(mesh: hsdp.Mesh) -> None:
+    first, second = make_model(), make_model()
+    reducer = hsdp.Reducer(mesh, missing="zero", name="gan")
+    reducer.attach(nn.ModuleDict({"first": first}))
+    reducer.attach(nn.ModuleDict({"second": second}))
+    optimizer = torch.optim.SGD(second.parameters(), 1.0)
+    with reducer.microbatch(last=False):
+        backward(first)
+        second.zero_grad()
+        optimizer.zero_grad()
+        with pytest.raises(hsdp.UsageError, match=r"'first\..*\(reducer 'gan'\)$"):
+            first.zero_grad()
+    optimizer.zero_grad()
+    with reducer.microbatch(last=False):
+        backward(second)
+        with pytest.raises(hsdp.UsageError, match=r"'second\..*\(reducer 'gan'\)$"):
+            optimizer.zero_grad()
+    reducer.close()
+
+
+def test_what_is_refused_outside_of_a_reducers_calls_names_it(mesh: hsdp.Mesh) -> None:
+    model = make_model()
+    reducer = hsdp.Reducer(mesh, name="critic")
+    reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="^reducer 'critic': gradient of .*open microbatch"):
+        backward(model)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with reducer.microbatch(last=True):
+        backward(model)
+    with pytest.raises(hsdp.UsageError, match=r"^SGD.step: .*\(reducer 'critic'\)$"):
+        optimizer.step()
+    sharded = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+    sharded.step()
+    with pytest.raises(hsdp.UsageError, match=r"^zero: .*a new step.*\(reducer 'critic'\)$"):
+        sharded.step()
+    with pytest.raises(hsdp.UsageError, match=r"^zero: .*already.*\(reducer 'critic'\)$"):
+        ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+    with (
+        pytest.raises(hsdp.UsageError, match=r"^uneven: .*\(reducer 'critic'\)$"),
+        contextlib.closing(hsdp.uneven(reducer, [1])) as loop,
+    ):
+        next(loop)
+        next(hsdp.uneven(reducer, [1]))
+    reducer.close()

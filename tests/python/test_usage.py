@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -495,9 +496,34 @@ def test_errors_name_the_reducer(mesh: hsdp.Mesh) -> None:
         refused(lambda: reducer.no_sync().__enter__(), named + "no_sync")
         refused(reducer.end_microbatch, named + ".*'w'")
     refused(lambda: hsdp.Reducer(mesh, name="critic", layout="rows"), named + "layout")
-    for name in ("", "a\nb", 3):
-        refused(lambda: hsdp.Reducer(mesh, name=name), "reducer: name", "one line")
-    assert hsdp.Reducer(mesh).name is None
+    for name, expected in [("a\nb", "one line"), ("x" * 128, "128 bytes"), (3, "a string")]:
+        refused(lambda: hsdp.Reducer(mesh, name=name), "name: expected", expected)
+    for name in (None, ""):
+        with hsdp.Reducer(mesh, name=name) as reducer:
+            assert reducer.name is None and "('" not in repr(reducer)
+
+
+def test_errors_from_elsewhere_name_the_reducer_at_their_end(mesh: hsdp.Mesh, tmp_path: Path) -> None:
+    with hsdp.Reducer(mesh, name="actor") as actor, hsdp.Reducer(mesh, name="critic") as critic:
+        for reducer in (actor, critic):
+            reducer.register("w", 2)
+            with reducer.microbatch(last=True):
+                reducer.gradient_ready("w", np.ones(2, F32))
+        refused(lambda: hsdp.zero.ParameterGather(critic, {"v": np.ones(2, F32)}), "zero: ", "'critic'")
+        refused(lambda: hsdp.clip_grad_norm_([actor, critic], -1.0), "reducers 'actor', 'critic': ")
+        (tmp_path / "file").write_text("")
+        with pytest.raises(hsdp.SnapshotError, match=r"\(reducer 'critic'\)$"):
+            critic.save_snapshot(tmp_path / "file", 0)
+
+
+def test_a_snapshot_has_the_name_of_its_reducer(mesh: hsdp.Mesh, tmp_path: Path) -> None:
+    for name in (None, "critic"):
+        with hsdp.Reducer(mesh, name=name) as reducer:
+            reducer.register("w", 2)
+            with reducer.microbatch(last=True):
+                reducer.gradient_ready("w", np.ones(2, F32))
+            reducer.save_snapshot(tmp_path / str(name), 0)
+        assert hsdp.read_snapshot(tmp_path / str(name)).info.reducer == (name or "")
 
 
 def test_a_timeout_is_pythons_own_too() -> None:

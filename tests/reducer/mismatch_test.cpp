@@ -69,7 +69,8 @@ INSTANTIATE_TEST_SUITE_P(Differences, RegistrationMismatch, testing::ValuesIn(di
                          [](const auto& row) { return row.param.label; });
 
 TEST(OptionMismatch, IsAnErrorOnEveryRankBeforeAnythingIsReduced) {
-  const std::vector<ReducerOptions> odd_options{{.reduce_dtype = Dtype::kBf16},
+  const std::vector<ReducerOptions> odd_options{{.name = "critic"},
+                                                {.reduce_dtype = Dtype::kBf16},
                                                 {.replica_dtype = Dtype::kF16},
                                                 {.layout = Layout::kDim0},
                                                 {.bucket_bytes = 1 << 10},

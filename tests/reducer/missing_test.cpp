@@ -1,6 +1,8 @@
 // Which gradients a microbatch must bring, and what happens when it does not.
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "hsdp/error.h"
 #include "tests/support/faulty_step.h"
 
@@ -197,15 +199,21 @@ TEST(MissingAsZero, TellsWhichParametersNoRankUsed) {
         run_step(reducer, step, mesh.rank());
         EXPECT_EQ(reducer.unused_parameters(), std::vector<int>{0});
       }
-      EXPECT_FALSE(reducer.has_gradients());
+      const auto has = [&reducer] {
+        return std::array{reducer.has_gradient(0), reducer.has_gradient(1),
+                          reducer.has_gradient(2)};
+      };
+      constexpr std::array kNone{false, false, false};
+      const std::array own{false, mesh.rank() == 2, true};
+      EXPECT_EQ(has(), kNone);
       reducer.begin_microbatch({.last = false});
-      EXPECT_FALSE(reducer.has_gradients());
+      EXPECT_EQ(has(), kNone);
       const auto stored = deliver(reducer, step, 0, mesh.rank());
-      EXPECT_TRUE(reducer.has_gradients());
+      EXPECT_EQ(has(), own);
       reducer.end_microbatch();
-      EXPECT_TRUE(reducer.has_gradients());
+      EXPECT_EQ(has(), own);
       reducer.discard();
-      EXPECT_FALSE(reducer.has_gradients());
+      EXPECT_EQ(has(), kNone);
     });
   }
 }

@@ -61,6 +61,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, MeshRoundTrip,
 TEST(Snapshot, KeepsWhatIsSaidAboutTheRun) {
   const TemporaryDirectory folder;
   SnapshotInfo info = mesh_info(2, 1, "dim0");
+  info.reducer = "critic";
   info.step = -3;
   info.microbatch_count = 5;
   info.divide_factor = 1.0 / 3;
@@ -73,6 +74,7 @@ TEST(Snapshot, KeepsWhatIsSaidAboutTheRun) {
   write_mesh(folder / "s", some_gradients(), info, Dtype::kF16);
   const Snapshot snapshot = Snapshot::open(folder / "s");
   EXPECT_EQ(snapshot.info().id, info.id);
+  EXPECT_EQ(snapshot.info().reducer, "critic");
   EXPECT_EQ(snapshot.info().step, -3);
   EXPECT_EQ(snapshot.info().replicate_size, 2);
   EXPECT_EQ(snapshot.info().shard_size, 1);

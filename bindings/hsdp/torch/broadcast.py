@@ -25,7 +25,7 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
         raise MismatchError(
             f"broadcast_parameters: expected the same model on every rank, got "
             f"'{difference.lines[0]}' on rank {world.ranks[0]} and '{difference.lines[place]}' on "
-            f"rank {world.ranks[place]}",
+            f"rank {world.ranks[place]}; make the same model everywhere",
             [world.ranks[place]],
         )
     with torch.no_grad():

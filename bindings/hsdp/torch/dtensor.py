@@ -78,8 +78,8 @@ def _device_mesh_of(mesh: Mesh, given: DeviceMesh | None) -> DeviceMesh:
     rank = int(ranks.view(-1)[mesh.rank])
     if (dist.get_rank(), dist.get_world_size()) != (rank, mesh.size):
         raise UsageError(
-            f"reducer: shard_dtensor: expected torch.distributed with the ranks of the mesh, this "
-            f"one {rank} of {mesh.size}, got rank {dist.get_rank()} of {dist.get_world_size()}; "
+            f"reducer: shard_dtensor: expected torch.distributed with the ranks of the mesh, "
+            f"where this one is {rank} of {mesh.size}, got rank {dist.get_rank()} of {dist.get_world_size()}; "
             "start it by the same launcher, and pass device_mesh where the mesh is a part of it"
         )
     device = mesh.device.partition(":")[0]

@@ -11,6 +11,10 @@ from hsdp.errors import UsageError
 
 _SHAPE = (3, 4099)  # 12,297 elements
 _CUT = 5001  # on no boundary that a vector loop would notice
+_REMEDY = (
+    "take an elementwise one, as torch.optim.AdamW, or step this one unsharded, after "
+    "reducer.gather_gradients()"
+)
 _STEPS = 3
 
 
@@ -57,12 +61,13 @@ def require_elementwise(
         except Exception as error:  # whatever a class raises that cannot
             raise UsageError(
                 f"zero: ShardedOptimizer: expected an optimizer that updates each element by itself, "
-                f"got {name}, which raised {type(error).__name__} on flat slices: {error}"
+                f"got {name}, which raised {type(error).__name__} on flat slices: {error}; {_REMEDY}"
             ) from error
     if not torch.equal(whole.reshape(-1), torch.cat(halves)):
         raise UsageError(
             f"zero: ShardedOptimizer: expected an optimizer that updates each element by itself, got "
-            f"{name}, which gives other values on slices of a parameter than on the whole"
+            f"{name}, which gives other values on slices of a parameter than on the "
+            f"whole; {_REMEDY}"
         )
     return ProbedStates(
         frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 2),

@@ -189,7 +189,7 @@ def places_within(
     if not isinstance(module, torch.nn.Module):
         raise UsageError(
             "replica_hook: set_requires_all_reduce: module: expected an FSDPModule of the model, "
-            f"got an object of type {type(module).__name__}"
+            f"got an object of type {type(module).__name__}; pass one that fully_shard was called on"
         )
     modules = module.modules() if recurse else [module]
     states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]

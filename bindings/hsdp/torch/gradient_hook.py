@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import torch
 
 from hsdp.errors import UsageError
+from hsdp.named_errors import put_name
 
 if TYPE_CHECKING:
     from hsdp import _hsdp
@@ -49,7 +50,11 @@ class HeldGradients:
 
 
 def make_hook(
-    handle: _hsdp.Reducer, index: int, name: str, parameter: torch.Tensor, held: HeldGradients
+    handle: _hsdp.Reducer,
+    index: int,
+    parameter: torch.Tensor,
+    held: HeldGradients,
+    refusal: Refusal,
 ) -> GradientHook:
     """Takes p.grad out and hands it over. Runs once per parameter and backward pass: keep it short."""
     dtype, shape = parameter.dtype, parameter.shape
@@ -69,7 +74,7 @@ def make_hook(
             grad.dtype is not dtype or grad.shape != shape or grad.layout is not strided
             or grad.is_cpu is not on_host
         ):
-            refuse(handle, name, dtype, shape, grad)
+            refusal.refuse(grad)
         if grad.is_neg():  # autograd negates by a mark, and memory does not show it
             grad = grad.resolve_neg()
         if read_on is not None:
@@ -78,9 +83,60 @@ def make_hook(
         try:
             take(index, grad.data_ptr(), strides, grad)
         except UsageError as error:
-            raise _explained(handle, name, error) from None
+            raise refusal.explained(error) from None
 
     return hook
+
+
+class Refusal:
+    """What is said of one parameter's gradient that cannot be taken."""
+
+    def __init__(
+        self, handle: _hsdp.Reducer, who: str, name: str, parameter: torch.Tensor
+    ) -> None:
+        self._handle = handle
+        self._who = who
+        self._name = name
+        self._dtype = parameter.dtype
+        self._shape = parameter.shape
+
+    def refuse(self, grad: torch.Tensor) -> NoReturn:
+        """Raises UsageError, and drops the step on all ranks even when somebody catches it."""
+        remedy = "; make another Reducer when the model has changed"
+        if grad.layout is not torch.strided:
+            expected, got = "a dense one", f"a sparse one ({_word(grad.layout)})"
+            remedy = "; embeddings give dense gradients with sparse=False"
+        elif grad.dtype is not self._dtype:
+            expected, got = _word(self._dtype), _word(grad.dtype)
+        elif grad.shape != self._shape:
+            expected, got = f"shape {tuple(self._shape)}", str(tuple(grad.shape))
+        else:
+            expected, got = "memory of the device that the model was attached on", str(grad.device)
+        message = f"reducer: gradient of '{self._name}': expected {expected}, got {got}{remedy}"
+        self._handle.reject_gradient(message)
+        raise self._named(UsageError(message))
+
+    def explained(self, error: UsageError) -> UsageError:
+        """Why a gradient may come where no microbatch is open."""
+        try:
+            is_stray = not self._handle.is_collecting()
+        except UsageError:  # of a forked child
+            is_stray = False
+        if not is_stray:
+            return self._named(error)
+        return self._named(
+            UsageError(
+                f"reducer: gradient of '{self._name}': expected an open microbatch, got a backward "
+                "pass outside of one; call begin_microbatch before it (with reducer.microbatch(...)). "
+                "When it is the loss of another model that went through this one, keep it out: "
+                "requires_grad_(False) on this model for that pass, or detach() or torch.no_grad() "
+                "where no gradient has to pass through"
+            )
+        )
+
+    def _named(self, error: UsageError) -> UsageError:
+        put_name(error, self._who)
+        return error
 
 
 class PackStreams:
@@ -117,41 +173,6 @@ def keeping_hook(
             fresh[name] = fresh[name] + grad if name in fresh else grad
 
     return keep
-
-
-def refuse(
-    handle: _hsdp.Reducer, name: str, dtype: torch.dtype, shape: torch.Size, grad: torch.Tensor
-) -> NoReturn:
-    """Raises UsageError, and drops the step on all ranks even when somebody catches it."""
-    remedy = "; make another Reducer when the model has changed"
-    if grad.layout is not torch.strided:
-        expected, got = "a dense one", f"a sparse one ({_word(grad.layout)})"
-        remedy = "; embeddings give dense gradients with sparse=False"
-    elif grad.dtype is not dtype:
-        expected, got = _word(dtype), _word(grad.dtype)
-    elif grad.shape != shape:
-        expected, got = f"shape {tuple(shape)}", str(tuple(grad.shape))
-    else:
-        expected, got = "memory of the device that the model was attached on", str(grad.device)
-    message = f"reducer: gradient of '{name}': expected {expected}, got {got}{remedy}"
-    handle.reject_gradient(message)
-    raise UsageError(message)
-
-
-# Why a gradient may come where no microbatch is open.
-def _explained(handle: _hsdp.Reducer, name: str, error: UsageError) -> UsageError:
-    try:
-        is_stray = not handle.is_collecting()
-    except UsageError:  # of a forked child
-        is_stray = False
-    if not is_stray:
-        return error
-    return UsageError(
-        f"reducer: gradient of '{name}': expected an open microbatch, got a backward pass outside of one; "
-        "call begin_microbatch before it (with reducer.microbatch(...)). When it is the loss of another "
-        "model that went through this one, keep it out: requires_grad_(False) on this model for that "
-        "pass, or detach() or torch.no_grad() where no gradient has to pass through"
-    )
 
 
 def _word(thing: torch.dtype | torch.layout) -> str:

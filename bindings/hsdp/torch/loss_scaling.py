@@ -14,6 +14,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from hsdp.errors import UsageError
+from hsdp.named_errors import naming
 from hsdp.torch import unreduced_gradient_guard as guard
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def _unscale_grads(
         guard.require_gradients(_CALLER, parameters)
     results = [*attached.items(), *((attachment, [*of.values()]) for attachment, of in slices.items())]
     for attachment, names in results:
-        require_scaled(attachment, names)
+        with naming(attachment.who):
+            require_scaled(attachment, names)
     # A fused optimizer divides by the scale itself, and knows the whole of it only.
     only_looks = allow_fp16
     if only_looks and any(attachment.result.loss_scale != 1.0 for attachment, _ in results):

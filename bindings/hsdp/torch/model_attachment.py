@@ -15,7 +15,13 @@ from hsdp.parameter import unused_names
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.gathered_gradients import GatheredGradients
-from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
+from hsdp.torch.gradient_hook import (
+    GradientHook,
+    HeldGradients,
+    Refusal,
+    keeping_hook,
+    make_hook,
+)
 from hsdp.torch.kept_reducers import keep_reducer
 from hsdp.torch.result_state import ResultState
 from hsdp.torch.trainable_parameters import (
@@ -74,6 +80,7 @@ class ModelAttachment:
         self._in_window = False
         self._held = HeldGradients()
         self._gathered_gradients = GatheredGradients()
+        self._indices: dict[str, int] = {}
         self._hooks: dict[str, GradientHook] = {}
         self._installed: list[tuple[dict[int, Any], int]] = []  # a parameter's hooks, and which is ours
         for name, parameter in self._parameters.items():
@@ -122,9 +129,18 @@ class ModelAttachment:
         """Whether a microbatch or a window is open."""
         return self._handle.is_collecting()
 
-    def gradients_arrived(self) -> bool:
-        """Whether gradients of the step that is begun and not ended were handed over."""
-        return self._handle.has_gradients()
+    def step_begun(self) -> bool:
+        """Whether a step is begun and has not ended."""
+        return self._handle.step_begun()
+
+    def arrived(self, name: str) -> bool:
+        """Whether a gradient of that parameter was handed over in the step that is begun."""
+        return self._handle.has_gradient(self._indices[name])
+
+    @property
+    def who(self) -> str:
+        """The Reducer's name, in errors."""
+        return self._reducer._who
 
     def lost(self, name: str) -> bool:
         """Whether the step left a gradient in p.grad that is there no more."""
@@ -356,9 +372,11 @@ class ModelAttachment:
 
     # One that came or was thawed since would be trained by gradients of this rank alone.
     def _require_same_parameters(self) -> None:
-        for p in self.model.parameters():
-            if p.requires_grad and id(p) not in self._names:
-                self._require_reduced_elsewhere(p)
+        names = self._names
+        for module in self.model.modules():
+            for p in module._parameters.values():
+                if p is not None and p.requires_grad and id(p) not in names:
+                    self._require_reduced_elsewhere(p)
 
     def _require_reduced_elsewhere(self, parameter: torch.Tensor) -> None:
         if unreduced_gradient_guard.is_watched(parameter):
@@ -374,7 +392,9 @@ class ModelAttachment:
         dtype = parameter.dtype
         shape = tuple(parameter.shape)
         index = self._handle.register(name, shape, str(dtype).rpartition(".")[2], None, group)
-        hook = make_hook(self._handle, index, name, parameter, self._held)
+        self._indices[name] = index
+        refusal = Refusal(self._handle, self.who, name, parameter)
+        hook = make_hook(self._handle, index, parameter, self._held, refusal)
         if self._keep:
             hook = keeping_hook(hook, name, self._fresh)
         self._hooks[name] = hook

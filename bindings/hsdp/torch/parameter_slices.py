@@ -58,7 +58,8 @@ class ParameterSlice:
         if (data.shape, data.dtype, data.device) != (whole.shape, whole.dtype, whole.device):
             refuse(
                 f"'{self.name}' as it was: {whole.dtype} {tuple(whole.shape)} on {whole.device}",
-                f"{data.dtype} {tuple(data.shape)} on {data.device}",
+                f"{data.dtype} {tuple(data.shape)} on {data.device}; make the Reducer and the "
+                "optimizer after the model has changed",
             )
 
     @property

@@ -17,6 +17,7 @@ from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
 from hsdp.keyword_hints import OPTIMIZER, hinting
+from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, Stage
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
@@ -47,6 +48,7 @@ _owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
 _taken: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
 
 
+@naming_itself
 class ShardedOptimizer(torch.optim.Optimizer):
     """Runs a torch optimizer on this rank's slices, and gathers the updated parameters.
 
@@ -171,6 +173,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Any = None
         self._skipped: Any = False
 
+    @property
+    def _who(self) -> str:
+        return who_of(one.name for one in getattr(self, "_reducers", ()))
+
     def _place_of(self, parameter: torch.nn.Parameter) -> tuple[str, torch.nn.Parameter, Reducer]:
         for reducer in self._reducers:
             for attachment in _attached_models(reducer):
@@ -185,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _require_parameters(self, owners: list[Reducer]) -> None:
         for reducer in self._reducers:
             if not any(owner is reducer for owner in owners):
-                refuse("parameters of every Reducer that require gradients", "a Reducer without")
+                refuse("parameters of every Reducer that require gradients", "a Reducer without; leave it out")
             other = _owners.get(reducer)
             if other is not None and other() is not None:
                 refuse(

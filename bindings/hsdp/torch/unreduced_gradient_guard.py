@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hsdp.errors import UsageError
+from hsdp.named_errors import naming
 from hsdp.torch import zero_grad_guard
 from hsdp.torch.ddp_guard import guard_ddp
 from hsdp.torch.result_state import refuse_zeroed
@@ -96,8 +97,9 @@ def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[ModelAttac
     """UsageError unless all attached ones have a gradient of their step in p.grad; their names."""
     found = attached_names(parameters)
     for attachment, names in found.items():
-        for name in names:
-            _require_gradient(caller, attachment, name)
+        with naming(attachment.who):
+            for name in names:
+                _require_gradient(caller, attachment, name)
     return found
 
 
@@ -128,15 +130,17 @@ def require_result(caller: str, parameters: Iterable[Any]) -> None:
     """UsageError where shards of attached ones are not to be trained by."""
     for attachment, names in attached_names(parameters).items():
         if attachment.has_result():
-            attachment.result.require_kept(caller, names)
-            attachment.result.require_unscaled(caller, names, divided=True)
-            attachment.result.require_unclipped(caller, names)
+            with naming(attachment.who):
+                attachment.result.require_kept(caller, names)
+                attachment.result.require_unscaled(caller, names, divided=True)
+                attachment.result.require_unclipped(caller, names)
 
 
 def _require_usable(caller: str, parameters: Iterable[Any]) -> None:
     for attachment, names in require_gradients(caller, parameters).items():
-        divided = not attachment.holds_local_sums
-        attachment.result.require_unscaled(caller, names, divided)
+        with naming(attachment.who):
+            divided = not attachment.holds_local_sums
+            attachment.result.require_unscaled(caller, names, divided)
 
 
 def _require_reduced(caller: str, parameters: Iterable[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hsdp.errors import UsageError
+from hsdp.named_errors import naming
 
 if TYPE_CHECKING:
     from hsdp.torch.model_attachment import ModelAttachment
@@ -40,7 +41,8 @@ def _guarded(
             return
         met = _met(attachments, lambda: parameters_of(self))
         for attachment, names in met:
-            _require_none_arrived(f"{type(self).__name__}.zero_grad", attachment, names)
+            with naming(attachment.who):
+                _require_none_arrived(f"{type(self).__name__}.zero_grad", attachment, names)
         function(self, *args, **kwargs)
         for attachment, names in met:
             if attachment.has_result() and not attachment.result.skipped:
@@ -55,7 +57,7 @@ def _met(
 ) -> list[tuple[ModelAttachment, list[str]]]:
     found = []
     for attachment in attachments:
-        if attachment.has_result() or attachment.is_collecting() or attachment.gradients_arrived():
+        if attachment.has_result() or attachment.step_begun():
             names = [name for p in parameters() if (name := attachment.name_of(p)) is not None]
             if names:
                 found.append((attachment, names))
@@ -63,18 +65,20 @@ def _met(
 
 
 def _require_none_arrived(caller: str, attachment: ModelAttachment, names: list[str]) -> None:
-    grads = [name for name in names if attachment.gradient_of(name) is not None]
-    if attachment.holds_gradients:
-        if not grads:
-            return
-        names = grads
-    elif not attachment.gradients_arrived():
+    if not attachment.step_begun():
         return
-    elif grads and not attachment.keeps_gradients and not attachment.is_collecting():
+    here = [name for name in names if attachment.gradient_of(name) is not None]
+    if attachment.holds_gradients:
+        name = next(iter(here), None)
+    elif here and not attachment.keeps_gradients and not attachment.is_collecting():
         return  # what somebody else has put there
+    else:
+        name = next((name for name in names if attachment.arrived(name)), None)
+    if name is None:
+        return
     raise UsageError(
         f"{caller}: expected a call between steps, got one when gradients of the step, as that of "
-        f"'{names[0]}', were handed to the Reducer, where they would stay; end the step first, or "
+        f"'{name}', were handed to the Reducer, where they would stay; end the step first, or "
         "drop it on all ranks: with reducer.discard() called by all, or reducer.abandon_step() by "
         "this one, which skips a batch"
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hsdp import _hsdp
 from hsdp.errors import UsageError
+from hsdp.named_errors import naming_itself
 from hsdp.reducer import Reducer
 
 
@@ -22,6 +23,7 @@ class GatherStats(NamedTuple):
     exposed_s: float
 
 
+@naming_itself
 class ParameterGather:
     """Completes parameters of which each rank of a shard group has updated its slice, beside
     whatever comes next: on a thread and in a group of its own.
@@ -63,6 +65,7 @@ class ParameterGather:
                 "zero: parameter gather: expected a Reducer, got an object of type "
                 f"{type(reducer).__name__}"
             )
+        self._who = reducer._who
         for name in masters or ():
             if name not in arrays:
                 raise UsageError(

@@ -64,7 +64,7 @@ def _reduce_bf16(rows: list[np.ndarray[Any, Any]], op: ReduceOp) -> np.ndarray[A
 
 def _exchange(group: _hsdp.Communicator, header: str, text: str) -> list[str]:
     headers, texts = zip(
-        *(word.split("\n") for word in group.exchange(f"{header}\n{text}")), strict=True
+        *(word.split("\n") for word in group.exchange(f"{header}\n{text}", "all_reduce")), strict=True
     )
     for place, other in enumerate(headers):
         if other != headers[0]:

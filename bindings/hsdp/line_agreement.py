@@ -20,23 +20,26 @@ class LineDifference(NamedTuple):
     places: list[int]
 
 
-def first_difference(world: Communicator, lines: Sequence[str]) -> LineDifference | None:
+def first_difference(
+    world: Communicator, lines: Sequence[str], act: str
+) -> LineDifference | None:
     """The same answer on every rank; None when all lines are equal. Collective: one short message a
-    rank, and a few more to find a difference, so that they stay short for any number of lines.
+    rank, and a few more to find a difference, so that they stay short for any number of lines. `act`:
+    what this rank is about to do, for ranks that do something else.
     """
     if world.size == 1:
         return None
-    words = world._handle.exchange(f"{len(lines)} {digest_of(lines)}")
+    words = world._handle.exchange(f"{len(lines)} {digest_of(lines)}", act)
     if _are_equal(words):
         return None
     same, differ = 0, max(int(word.split()[0]) for word in words)
     while differ - same > 1:  # the first so many lines are the same, or differ
         middle = (same + differ) // 2
-        if _are_equal(world._handle.exchange(digest_of(lines[:middle]))):
+        if _are_equal(world._handle.exchange(digest_of(lines[:middle]), act)):
             same = middle
         else:
             differ = middle
-    found = world._handle.exchange(lines[same] if same < len(lines) else NOTHING)
+    found = world._handle.exchange(lines[same] if same < len(lines) else NOTHING, act)
     return LineDifference(found, [place for place, line in enumerate(found) if line != found[0]])
 
 

@@ -28,7 +28,7 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
 
 def require_same_models(world: Communicator, lines: Sequence[str]) -> None:
     """MismatchError on every rank where the lines that describe the ranks' models differ. Collective."""
-    difference = first_difference(world, lines)
+    difference = first_difference(world, lines, "compare attached models")
     if difference is None:
         return
     plain = [line.partition(VALUES)[0] for line in difference.lines]

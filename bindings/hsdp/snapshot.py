@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -16,7 +17,7 @@ import numpy as np
 
 from hsdp import _hsdp
 from hsdp.dtypes import DtypeLike, optional_dtype_text
-from hsdp.errors import MismatchError, SnapshotError, UsageError
+from hsdp.errors import Error, MismatchError, SnapshotError, UsageError
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.options import ReadDtype
 
@@ -135,6 +136,8 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     return Snapshot(_hsdp.Snapshot.open(os.fspath(path)))
 
 
+_ACT = "write a snapshot"  # to other ranks, in errors
+
 #: name, shape, dtype, offset in the flattened parameter, array; None: those of the array
 Entry = tuple[str, tuple[int, ...] | None, str | None, int, Any]
 
@@ -173,7 +176,8 @@ def write_snapshot(
         place = _place(path, own_mesh)
     except Exception:
         if own_mesh is not None:
-            own_mesh.world._handle.exchange(json.dumps(None))  # what the others wait for
+            with contextlib.suppress(Error):  # the others wait for it
+                own_mesh.world._handle.exchange(json.dumps(None), _ACT)
         raise
     info["id"] = _hsdp.new_snapshot_id()
     if own_mesh is None:
@@ -188,7 +192,7 @@ def write_snapshot(
         _hsdp.write_snapshot(place, info, entries)
         written = True
     finally:
-        words = own_mesh.world._handle.exchange("written" if written else "")
+        words = own_mesh.world._handle.exchange("written" if written else "", _ACT)
     _require_all(own_mesh, [word == "written" for word in words], "a file")
 
 
@@ -246,7 +250,7 @@ def _require_all(mesh: Mesh, good: list[bool], what: str) -> None:
 def _agreed_id(mesh: Mesh, info: dict[str, Any], parameters: list[Any]) -> str:
     own = {"id": info["id"], "step": info["step"], "layout": info["layout"],
            "parameters": parameters}
-    words = [json.loads(w) for w in mesh.world._handle.exchange(json.dumps(own))]
+    words = [json.loads(w) for w in mesh.world._handle.exchange(json.dumps(own), _ACT)]
     _require_all(mesh, [word is not None for word in words], "gradients")
     first = words[0]
     for rank, word in enumerate(words):

@@ -121,7 +121,7 @@ class _Loop:
 
     def _exchange(self, word: str) -> list[str]:
         try:
-            return self._world._handle.exchange(word)
+            return self._world._handle.exchange(word, "go on in hsdp.uneven")
         except BaseException:
             self._over = True
             raise

@@ -167,9 +167,10 @@ Memory allocate(const Handle& self, std::int64_t count, const std::string& dtype
   return {memory.view(), {count}, make_owned_by_process(memory)};
 }
 
-std::vector<std::string> exchange(const Handle& self, const std::string& message) {
-  return collective(self, {}, [message](Communicator& group, const Stream& /*stream*/) {
-    return group.exchange(message, "exchange");
+std::vector<std::string> exchange(const Handle& self, const std::string& message,
+                                  const std::string& act) {
+  return collective(self, {}, [message, act](Communicator& group, const Stream& /*stream*/) {
+    return group.exchange(message, act);
   });
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "hsdp/comm/argument_check.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/stream_call.h"
 #include "hsdp/error.h"
@@ -181,11 +182,26 @@ void Communicator::barrier(Stream stream) {
   engine.barrier(stream);
 }
 
-std::vector<std::string> Communicator::exchange(std::string_view message,
-                                                std::string_view operation) {
+std::vector<std::string> Communicator::exchange(std::string_view message, std::string_view act) {
   const std::string key = next_exchange_key();
-  post(key, message);
-  return collect(key, operation);
+  post(key, std::string(act).append("\n").append(message));
+  std::vector<std::string> all = collect(key, act);
+  const auto act_of = [](std::string_view text) { return text.substr(0, text.find('\n')); };
+  const std::string_view first = act_of(all.front());
+  const auto other =
+      std::ranges::find_if(all, [&](std::string_view theirs) { return act_of(theirs) != first; });
+  if (other != all.end()) {
+    const auto rank = static_cast<int>(other - all.begin());
+    throw MismatchError(
+        {.where = "communicator",
+         .expected = "'" + std::string(first) + "' on every rank",
+         .got = "'" + std::string(act_of(*other)) + "' on " + comm::ranks_text({rank}, size()),
+         .remedy = "make the same calls in the same order on every rank, and the same Reducers, "
+                   "hooks and optimizers"},
+        {world_rank(rank)});
+  }
+  for (std::string& text : all) text.erase(0, text.find('\n') + 1);
+  return all;
 }
 
 void Communicator::post(const std::string& key, std::string_view message) {

@@ -143,9 +143,11 @@ class Communicator {
   void barrier(Stream stream = Stream::inline_host());
 
   // One small message from every member to every member, in rank order, over the control
-  // connection: for agreements, not for data. `operation` is static text for errors.
-  [[nodiscard]] std::vector<std::string> exchange(std::string_view message,
-                                                  std::string_view operation);
+  // connection: for agreements, not for data. `act` is one line that says what this rank is about
+  // to do, as in "make its Reducer": messages are told apart by their order only, and where a rank
+  // makes other calls, two of different kinds meet. All ranks get a MismatchError that names two
+  // acts then, and are in step after it.
+  [[nodiscard]] std::vector<std::string> exchange(std::string_view message, std::string_view act);
   // The same in two halves, for words that are read later: post() never blocks. A key is used once.
   void post(const std::string& key, std::string_view message);
   [[nodiscard]] std::vector<std::string> collect(const std::string& key,

@@ -9,7 +9,6 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_lines.h"
-#include "hsdp/reducer/set_up_exchange.h"
 #include "hsdp/reducer/together.h"
 #include "hsdp/snapshot.h"
 
@@ -147,8 +146,7 @@ AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicat
                                    "order on every rank"},
                         {world.world_rank(difference->rank)});
   }
-  agreed.snapshot_id =
-      exchange_in_set_up(world, "share its snapshots' id", new_snapshot_id()).front();
+  agreed.snapshot_id = world.exchange(new_snapshot_id(), "share its snapshots' id").front();
   return agreed;
 }
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "hsdp/reducer/set_up_exchange.h"
-
 namespace hsdp::reducer {
 namespace {
 
@@ -35,21 +33,21 @@ std::optional<LineDifference> compare_lines(Communicator& world,
                                             std::string_view what) {
   std::string digests;
   for (const std::string& line : lines) digests += std::to_string(digest_of(line)) + "\n";
-  const std::vector<std::string> all = exchange_in_set_up(
-      world, what, lines.empty() ? std::string() : std::to_string(digest_of(lines)));
+  const std::vector<std::string> all =
+      world.exchange(lines.empty() ? std::string() : std::to_string(digest_of(lines)), what);
   if (!first_difference(all)) return std::nullopt;
   const auto empty = std::ranges::find(all, std::string());
   if (empty != all.end()) {
     return LineDifference{.rank = static_cast<int>(empty - all.begin()), .is_empty = true};
   }
-  const std::vector<std::string> of_lines = exchange_in_set_up(world, what, digests);
+  const std::vector<std::string> of_lines = world.exchange(digests, what);
   const std::optional<int> rank = first_difference(of_lines);
   if (!rank) return std::nullopt;  // the same lines after all
   const std::string& theirs = of_lines[static_cast<std::size_t>(*rank)];
   const auto differs = std::ranges::mismatch(of_lines.front(), theirs).in1;
   const auto line = static_cast<std::size_t>(std::count(of_lines.front().begin(), differs, '\n'));
   const std::vector<std::string> texts =
-      exchange_in_set_up(world, what, line < lines.size() ? lines[line] : "nothing more");
+      world.exchange(line < lines.size() ? lines[line] : "nothing more", what);
   return LineDifference{.line = line,
                         .expected = texts.front(),
                         .got = texts[static_cast<std::size_t>(*rank)],

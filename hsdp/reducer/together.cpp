@@ -9,7 +9,6 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
-#include "hsdp/reducer/set_up_exchange.h"
 
 namespace hsdp::reducer {
 
@@ -33,7 +32,13 @@ void together(Communicator& world, std::string_view what, const std::function<vo
                                         comm::ranks_text({world.rank()}, world.size()) + ")"));
   }
   if (own && reason.empty()) reason = "an error without a text";
-  const std::vector<std::string> all = exchange_in_set_up(world, what, reason, own);
+  std::vector<std::string> all;
+  try {
+    all = world.exchange(reason, what);
+  } catch (const MismatchError&) {
+    if (own) std::rethrow_exception(own);
+    throw;
+  }
   if (own) std::rethrow_exception(own);
   for (int r = 0; r < world.size(); ++r) {
     const std::string& theirs = all[static_cast<std::size_t>(r)];

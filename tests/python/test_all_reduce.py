@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -144,6 +145,34 @@ def test_ranks_that_differ_are_told(ranks: Launcher) -> None:
     ], strict=True):
         assert text.startswith("[1] all_reduce: expected the same") and "on rank 1" in text, text
         assert all(part in text for part in parts), text
+
+
+def run_other_calls(folder: str) -> list[str]:
+    said = []
+    with hsdp.init_mesh(1, 2) as mesh:
+        values = {"w": np.ones(3, np.float32)}
+        calls: list[Callable[[], Any]] = [
+            lambda: hsdp.write_snapshot(folder, values, mesh),
+            lambda: mesh.world.all_reduce(1),
+            lambda: hsdp.Reducer(mesh),
+        ]
+        for i in range(3):
+            with pytest.raises(hsdp.MismatchError) as caught:
+                calls[i - mesh.rank]()
+            said.append(str(caught.value))
+        assert mesh.world.all_reduce(mesh.rank) == 1  # all go on
+    return said
+
+
+def test_ranks_that_make_other_calls_are_told_which(ranks: Launcher, tmp_path: Path) -> None:
+    one, other = ranks(2, run_other_calls, str(tmp_path))
+    assert one == other
+    for text, (first, second) in zip(one, [
+        ("write a snapshot", "make its Reducer"),
+        ("all_reduce", "write a snapshot"),
+        ("make its Reducer", "all_reduce"),
+    ], strict=True):
+        assert f"expected '{first}' on every rank, got '{second}' on rank 1 of 2; " in text, text
 
 
 @pytest.fixture

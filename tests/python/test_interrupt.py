@@ -66,7 +66,7 @@ def interrupted(wait: str) -> str:
 def wait_for_end(mesh: hsdp.Mesh) -> str:
     try:
         while True:
-            mesh.shard_group._handle.exchange("still there")  # rank 0 never answers
+            mesh.shard_group._handle.exchange("still there", "test")  # rank 0 never answers
     except hsdp.Error as error:
         return f"{type(error).__name__} {list(error.ranks)} {error}"
 

@@ -62,7 +62,7 @@ def fsdp2(folder: str) -> dict[str, Any]:
             for part, keys in [("weights", weights), ("biases", biases)]:
                 square = squared_error({k: sums[k] for k in keys}, {k: wanted[k] for k in keys})
                 result[f"{name} {part}"] = float(square) ** 0.5
-            bits = mesh.replicate_group._handle.exchange(fingerprint(model))
+            bits = mesh.replicate_group._handle.exchange(fingerprint(model), "test")
             result[name] = len(set(bits)) == 1 and hop.steps == 12
             result[f"{name} figures"] = sorted(hop.quantization_error())
             handle.close()

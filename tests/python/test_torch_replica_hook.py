@@ -96,7 +96,7 @@ def errors(made: Any, size: int, factor: float = 1.0) -> tuple[float, float]:
 def same_on_all_replicas(mesh: hsdp.Mesh, made: Any) -> None:
     model, run = made
     run(0)
-    bits = mesh.replicate_group._handle.exchange(fingerprint(model))
+    bits = mesh.replicate_group._handle.exchange(fingerprint(model), "test")
     assert len(set(bits)) == 1
 
 

@@ -146,7 +146,7 @@ def test_only_one_rank_has_variables(store: str) -> None:
 def other_job(rank: int, size: int, number: int) -> None:
     for _ in range(3):
         with hsdp.init_mesh(shard=size) as mesh:
-            assert [int(word) for word in mesh.world._handle.exchange(str(number))] == [number] * 2
+            assert [int(word) for word in mesh.world._handle.exchange(str(number), "test")] == [number] * 2
             x = np.full(7, number, np.float32)
             mesh.world.all_reduce(x)
             assert (x == 2 * number).all()

@@ -19,7 +19,7 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
     world = as_mesh(mesh).world
     tensors = _tensors(model)
     described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
-    difference = first_difference(world, described)
+    difference = first_difference(world, described, "broadcast_parameters")
     if difference is not None:
         place = difference.places[0]
         raise MismatchError(

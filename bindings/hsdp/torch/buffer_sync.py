@@ -20,6 +20,7 @@ from hsdp.torch.value_digests import row_major_bytes, value_digests
 
 _MESSAGE_BYTES = 24 << 10  # of which a control message for many ranks has room
 _FAULT = "!"
+_ACT = "copy buffers of rank 0"  # to other ranks, in errors
 
 
 class _Place(NamedTuple):
@@ -75,9 +76,9 @@ class BufferSync:
             word = self._word()
         except BaseException as error:  # the others wait for this rank's word
             with contextlib.suppress(Error):
-                world._handle.exchange(f"{_FAULT}{error or type(error).__name__}")
+                world._handle.exchange(f"{_FAULT}{error or type(error).__name__}", _ACT)
             raise
-        words = world._handle.exchange(word)
+        words = world._handle.exchange(word, _ACT)
         for place, other in enumerate(words):
             if other.startswith(_FAULT):
                 rank = world.ranks[place]
@@ -136,7 +137,7 @@ class BufferSync:
 
     def _refuse_layout(self) -> None:
         world = self._mesh.world
-        difference = first_difference(world, self._layout_lines())
+        difference = first_difference(world, self._layout_lines(), _ACT)
         if difference is None:
             return
         place = difference.places[0]
@@ -181,7 +182,7 @@ def _broadcast_by_messages(mesh: Mesh, data: torch.Tensor) -> torch.Tensor:
     parts = []
     for begin in range(0, data.numel(), _MESSAGE_BYTES):
         part = whole[begin : begin + _MESSAGE_BYTES]
-        parts.append(base64.b64decode(exchange(base64.b64encode(part).decode())[0]))
+        parts.append(base64.b64decode(exchange(base64.b64encode(part).decode(), _ACT)[0]))
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(data.device)
 
 

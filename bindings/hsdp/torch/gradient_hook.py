@@ -52,11 +52,15 @@ class HeldGradients:
 def make_hook(
     handle: _hsdp.Reducer,
     index: int,
+    name: str,
     parameter: torch.Tensor,
     held: HeldGradients,
-    refusal: Refusal,
+    who: str = "",
 ) -> GradientHook:
-    """Takes p.grad out and hands it over. Runs once per parameter and backward pass: keep it short."""
+    """Takes p.grad out and hands it over. Runs once per parameter and backward pass: keep it short.
+    `who`: the Reducer, in errors.
+    """
+    refusal = Refusal(handle, who, name, parameter)
     dtype, shape = parameter.dtype, parameter.shape
     on_host = parameter.is_cpu
     read_on = None if on_host else PackStreams(handle, parameter.device)

@@ -15,13 +15,7 @@ from hsdp.parameter import unused_names
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.gathered_gradients import GatheredGradients
-from hsdp.torch.gradient_hook import (
-    GradientHook,
-    HeldGradients,
-    Refusal,
-    keeping_hook,
-    make_hook,
-)
+from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.kept_reducers import keep_reducer
 from hsdp.torch.result_state import ResultState
 from hsdp.torch.trainable_parameters import (
@@ -393,8 +387,7 @@ class ModelAttachment:
         shape = tuple(parameter.shape)
         index = self._handle.register(name, shape, str(dtype).rpartition(".")[2], None, group)
         self._indices[name] = index
-        refusal = Refusal(self._handle, self.who, name, parameter)
-        hook = make_hook(self._handle, index, parameter, self._held, refusal)
+        hook = make_hook(self._handle, index, name, parameter, self._held, self.who)
         if self._keep:
             hook = keeping_hook(hook, name, self._fresh)
         self._hooks[name] = hook

@@ -96,10 +96,12 @@ def is_public(kind: type) -> bool:
 def own_members(kind: type) -> Iterator[tuple[str, Any]]:
     """Those of a class, and of hsdp's bases that nobody else describes."""
     bases = [base for base in kind.__bases__ if base.__module__.startswith("hsdp")]
+    seen = set()
     for part in [kind, *(base for base in bases if not is_public(base))]:
         for name, member in vars(part).items():
-            if name.startswith("_") or isinstance(member, type(part)):
+            if name.startswith("_") or name in seen or isinstance(member, type(part)):
                 continue
+            seen.add(name)
             if isinstance(member, property) or inspect.isfunction(member):
                 yield name, member
 

@@ -146,7 +146,9 @@ void Reducer::close() {
   parts_->results.flush_snapshots();
 }
 
-std::vector<int> Reducer::unused_parameters() { return parts_->results.unused_parameters(); }
+std::vector<int> Reducer::unused_parameters(std::string_view call) {
+  return parts_->results.unused_parameters(call);
+}
 TensorView Reducer::shard(std::string_view name) {
   return parts_->results.shard(parts_->parameters.find(name));
 }

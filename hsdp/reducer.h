@@ -175,8 +175,9 @@ class Reducer {
 
   [[nodiscard]] TensorView shard(std::string_view name);  // fp32, writable, this rank's slice
   // With missing = zero: the parameters of which no rank had a gradient in the finished step. An
-  // optimizer leaves them as they are, as it would without the gradient.
-  [[nodiscard]] std::vector<int> unused_parameters();
+  // optimizer leaves them as they are, as it would without the gradient. `call` is whose it is, in
+  // errors.
+  [[nodiscard]] std::vector<int> unused_parameters(std::string_view call = "unused_parameters");
   // carry / (f s), a copy. Not while a group that was all earlier in the step holds totals.
   [[nodiscard]] std::vector<float> partial_shard(std::string_view name);
   void partial_shard(std::string_view name, TensorView out);  // f32 of the slice's count

@@ -117,7 +117,7 @@ class Array(NDArrayOperatorsMixin):
     def __float__(self) -> float:
         if self.device != "cpu" and self.dtype == "f64" and self.size == 1:
             return self._hsdp_memory.number()
-        return float(self.numpy())
+        return float(self.numpy().item())
 
     def __repr__(self) -> str:
         return f"hsdp.Array({self.size} x {self.dtype}, {self.device})"

@@ -69,7 +69,8 @@ class Communicator:
         Sums of arrays are of f32, bf16, f16, f64 or i64. "max" and "min" take any real dtype and,
         of a GPU, torch tensors; where a rank has a NaN the result is one, as in torch. They, and
         numbers, go over the control connection through the host: for metrics, not for gradients.
-        Ranks whose ops, dtypes or shapes differ get a MismatchError there, and may go on.
+        Ranks whose ops, dtypes or shapes differ get a MismatchError there, and may go on; where one
+        sums an array while others do not, all wait for `timeout_s` and the mesh is over.
         """
         if op not in ("sum", "max", "min"):
             raise UsageError(

@@ -107,18 +107,18 @@ def _tensor_on_host(
 ) -> tuple[np.ndarray[Any, Any], bool, Callable[[], None]]:
     if x.requires_grad:
         _refuse("an array to write to", "a tensor that requires a gradient; pass x.detach()")
-    host = x.cpu()
     is_bf16 = x.dtype is torch.bfloat16
     try:
+        host = x.cpu()
         array = host.view(torch.uint16).numpy() if is_bf16 else host.numpy()
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, NotImplementedError) as error:
         _refuse("a dense tensor of numbers that can be compared", f"{x.dtype} ({error})")
     return _comparable(array), is_bf16, lambda: None if host is x else x.copy_(host)
 
 
 def _comparable(host: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if host.dtype.kind not in "biuf":
-        _refuse("numbers that can be compared", f"dtype {host.dtype.name}")
+        _refuse("numbers that can be compared", f"dtype {host.dtype.name}; reduce parts of it")
     return host
 
 

@@ -22,8 +22,11 @@ def clip(
     """Scales the results of all of them so that their norm is at most `max_norm`; the norm that was,
     as `norm` gives it.
     """
-    if not reducers:
-        raise UsageError("reducer: clip_grad_norm_: expected Reducers, got none; pass one or several")
+    if not max_norm >= 0:
+        raise UsageError(
+            f"reducer: clip_grad_norm_: expected a max_norm of at least 0, got {max_norm:g}; "
+            "grad_norm() only asks for the norm"
+        )
     if norm_type != 2 or error_if_nonfinite:
         was = norm(reducers, norm_type)
         number = _number_of(was) if error_if_nonfinite else 0.0
@@ -54,11 +57,23 @@ def norm(reducers: list[Any], norm_type: float) -> Any:
             f"reducer: norm_type: expected 1, 2 or inf, got {norm_type!r}; compute others from "
             "gather_gradients()"
         )
-    results = _results(reducers)
-    group = reducers[0]._mesh.shard_group
-    if reducers[0]._mesh.device == "cpu":
-        return _norm_on_host(results, norm_type, group)
-    return _norm_on_gpu(results, norm_type, group)
+    on_host = reducers[0]._mesh.device == "cpu"
+    combine = _norm_on_host if on_host else _norm_on_gpu
+    meshes = {id(one._mesh): one._mesh for one in reducers}
+    parts = [
+        combine(_results([one for one in reducers if one._mesh is mesh]), norm_type, mesh.shard_group)
+        for mesh in meshes.values()
+    ]
+    together: Any = sum(parts[1:], parts[0]) if norm_type == 1 else _maximum(parts)
+    return together
+
+
+# Where one is NaN, it is. Of NumPy's arrays, or torch's tensors.
+def _maximum(parts: list[Any]) -> Any:
+    most = parts[0]
+    for part in parts[1:]:
+        most = np.maximum(most, part) if isinstance(most, np.ndarray) else most.maximum(part)
+    return most
 
 
 # Rare ones: the arrays' own libraries know them. One number for each array, in a fixed order.
@@ -86,13 +101,16 @@ def _results(reducers: list[Any]) -> list[Any]:
     return [as_array(Array(one._handle.shard(p.name))) for one in reducers for p in one.parameters]
 
 
+# As the kernel does: by a NaN nothing is scaled, by an infinity all become zero or NaN.
 def _scale(reducers: list[Any], max_norm: float, was: Any) -> None:
     factor = max_norm / (was + EPSILON)
     if reducers[0]._mesh.device == "cpu":
         if factor < 1:
-            for result in _results(reducers):
-                result *= np.float32(factor)
+            with np.errstate(invalid="ignore"):
+                for result in _results(reducers):
+                    result *= np.float32(factor)
         return
-    factor = factor.clamp(max=1.0).float()
+    torch: Any = importlib.import_module("torch")
+    factor = torch.where(factor < 1, factor, 1.0).float()
     for result in _results(reducers):
         result *= factor

@@ -26,10 +26,11 @@ class Mesh(Closing):
     group are `shard_size` apart. Also a context manager, which closes it.
     """
 
-    __slots__ = ("_handle", "_replicate_group", "_shard_group", "_stream", "_world", "__weakref__")
+    __slots__ = ("_handle", "_job_size", "_replicate_group", "_shard_group", "_stream", "_world", "__weakref__")
 
     def __init__(self, handle: _hsdp.Mesh) -> None:
         self._handle = handle
+        self._job_size = _hsdp.job_size()  # as the launcher says now
         self._world = Communicator(handle.world())
         self._shard_group = Communicator(handle.shard_group())
         self._replicate_group = Communicator(handle.replicate_group())
@@ -118,7 +119,8 @@ class Mesh(Closing):
         """Ends the mesh on this rank; safe to call twice. Later calls are a UsageError.
 
         Reducers made on it stay usable until they are closed, but for an attached model before its
-        first step, and one whose buffers follow rank 0's.
+        first step, and one whose buffers follow rank 0's; `hsdp.uneven`, and norms of 1 and inf, need
+        the mesh, too.
         """
         self._handle.close()
 
@@ -220,10 +222,10 @@ def as_mesh(mesh: Any) -> Mesh:
     """A Mesh from whatever is accepted as one: a Mesh, or torch's DeviceMesh."""
     if isinstance(mesh, Mesh):
         return mesh
-    if type(mesh).__module__.partition(".")[0] == "torch":
+    if hasattr(mesh, "mesh_dim_names"):
         adapted: Mesh = importlib.import_module("hsdp.torch").mesh_from_torch(mesh)
         return adapted
     raise UsageError(
         "mesh: expected an hsdp.Mesh (hsdp.init_mesh) or a torch DeviceMesh, got an object of type "
-        f"{type(mesh).__name__}"
+        f"{type(mesh).__name__}; a model goes to reducer.attach(model)"
     )

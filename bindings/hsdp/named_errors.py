@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from hsdp.errors import Error
+from hsdp.errors import Error, MismatchError, PeerLostError, TimeoutError
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -30,18 +30,28 @@ def naming(who: str) -> Iterator[None]:
 
 
 def put_name(error: BaseException, who: str) -> None:
-    """Makes an error of the library say `who`: where it begins with "reducer: ", or at its end."""
+    """Makes an error of the library say `who`: where it begins with "reducer: ", or at its end. What
+    ends a mesh may have been met in another Reducer first.
+    """
     text = str(error)
-    if who and isinstance(error, Error) and who not in text:
-        of_reducer = text.startswith("reducer: ")
-        error.args = (who + text.removeprefix("reducer") if of_reducer else f"{text} ({who})",)
+    if not who or not isinstance(error, Error) or who in text or text.startswith("reducer '"):
+        return
+    if text.startswith("reducer: "):
+        error.args = (who + text.removeprefix("reducer"),)
+    else:
+        is_of_mesh = isinstance(error, (PeerLostError, TimeoutError, MismatchError))
+        error.args = (f"{text} ({'met by ' if is_of_mesh else ''}{who})",)
 
 
 def naming_itself(kind: _Kind) -> _Kind:
-    """Of a class: what leaves its own methods says `self._who`, once that is there."""
-    for name, function in vars(kind).copy().items():
-        if inspect.isfunction(function) and (name == "__init__" or not name.startswith("__")):
-            setattr(kind, name, _naming(function))
+    """Of a class: what leaves its own methods and properties says `self._who`, once that is there."""
+    for name, member in vars(kind).copy().items():
+        if name == "_who" or (name.startswith("__") and name != "__init__"):
+            continue
+        if inspect.isfunction(member):
+            setattr(kind, name, _naming(member))
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(kind, name, member.getter(_naming(member.fget)))
     return kind
 
 

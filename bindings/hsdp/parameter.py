@@ -26,8 +26,8 @@ class Slice(NamedTuple):
     count: int  # type: ignore[assignment]
 
 
-def unused_names(handle: _hsdp.Reducer) -> set[str]:
+def unused_names(handle: _hsdp.Reducer, call: str) -> set[str]:
     """With missing="zero", the parameters of which no rank had a gradient in the finished step."""
-    unused = handle.unused_parameters()
+    unused = handle.unused_parameters(call)
     rows = handle.parameters() if unused else []
     return {rows[i][0] for i in unused}

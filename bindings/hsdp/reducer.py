@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from hsdp.attachment import Attachment
+    from hsdp.uneven import UnevenLoop
 
 
 @naming_itself
@@ -119,7 +121,7 @@ class Reducer(ReducerResults, Closing):
             "reduce_dtype": wire_text(reduce_dtype),
             "replica_dtype": wire_text(replica_dtype),
             "layout": layout,
-            "bucket_bytes": None if bucket_bytes is None else int(bucket_bytes),
+            "bucket_bytes": None if bucket_bytes is None else _whole(bucket_bytes, "bucket_bytes"),
             "missing": missing,
             "backwards": backwards,
             "accumulate_dtype": accumulate_dtype,
@@ -134,11 +136,10 @@ class Reducer(ReducerResults, Closing):
         self._is_agreed = True  # whether what is attached is known to be the same on every rank
         # Called before the ranks compare their words, which these may change.
         self._before_words: list[Callable[[], None]] = []
-        # Of the loop of hsdp.uneven that is open.
-        self._before_microbatch: Callable[[], None] | None = None
+        self._uneven: UnevenLoop | None = None  # the loop of hsdp.uneven that is open
+        self._had_batch = True  # whether this rank had one for its last microbatch
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
-        self._next_has_batch: bool | None = None
         self._no_sync_depth = 0
         open_reducers.add(self)
 
@@ -231,7 +232,8 @@ class Reducer(ReducerResults, Closing):
           copied to all ranks, as DistributedDataParallel does in each forward pass; so run the forward
           pass within the microbatch. Only those of modules with one that some rank has written to or
           replaced since, as torch's version counters tell; writes through `.data` do not count. A model
-          with buffers costs a short message a step. On a GPU, what has changed waits for rank 0's. A
+          with buffers costs a short message a step. Where rank 0 had no batch (`hsdp.uneven`) they are
+          those of the first rank that had. On a GPU, what has changed waits for rank 0's. A
           collection has the names of buffers to leave out; False leaves out all.
 
         torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
@@ -300,7 +302,8 @@ class Reducer(ReducerResults, Closing):
         summed over. Outside a microbatch, until the step's last one begins; stays until changed.
         The same on every rank.
         """
-        self._handle.set_gradient_divide_factor(None if factor is None else float(factor))
+        number = None if factor is None else _number(factor, "set_gradient_divide_factor")
+        self._handle.set_gradient_divide_factor(number)
 
     def divide_by_tokens(self, count: int) -> None:
         """For losses that are summed over tokens: says, before each microbatch of a step, how many
@@ -311,16 +314,18 @@ class Reducer(ReducerResults, Closing):
                 cross_entropy(logits, labels, reduction="sum").backward()
 
         So the gradient is that of the mean over all tokens of the step, however they are spread.
-        Where none were counted it is zero. Local; all ranks call it, or none. Raises UsageError
+        Numbers that are said before the same microbatch, or window, add up. Where none were counted
+        nothing is divided: a sum over no tokens is zero. Local; all ranks call it, or none. Raises UsageError
         where a factor is set, or where microbatches of the step were not counted; after a replica
         hop of this step that divides as it goes (`hsdp.quant.LocoHop`).
         """
-        self._handle.divide_by_tokens(int(count))
+        self._handle.divide_by_tokens(_whole(count, "divide_by_tokens"))
 
     def set_loss_scale(self, scale: float) -> None:
         """Divides by the loss scale in the same division. Between steps only."""
-        self._handle.set_loss_scale(float(scale))
-        self._loss_scale = float(scale)
+        number = _number(scale, "set_loss_scale")
+        self._handle.set_loss_scale(number)
+        self._loss_scale = number
         for attachment in self._attachments:
             attachment.loss_scale_set(self._loss_scale)
 
@@ -411,21 +416,23 @@ class Reducer(ReducerResults, Closing):
                     "it off by no_sync(); begin the last microbatch after that block"
                 )
             sync = "none"
-        if self._before_microbatch is not None:
-            self._before_microbatch()
+        has_batch = None if inside else self._entered_batch()
         self._begin()
         self._hearing_of_drops(
             lambda: self._handle.begin_microbatch(
-                None if last is None else bool(last), sync, self._taken_has_batch()
+                None if last is None else bool(last), sync, has_batch
             )
         )
         if not inside:
+            self._had_batch = has_batch is not False
             self._began(lambda attachment: attachment.microbatch_began())
 
-    # What hsdp.uneven has said of the next microbatch.
-    def _taken_has_batch(self) -> bool | None:
-        has_batch, self._next_has_batch = self._next_has_batch, None
-        return has_batch
+    # In a loop of hsdp.uneven: whether this rank has a batch for the microbatch that begins.
+    def _entered_batch(self) -> bool | None:
+        if self._uneven is None:
+            return None
+        self._uneven.enter()
+        return self._uneven.has_batch
 
     def _began(self, tell: Callable[[Attachment], None]) -> None:
         for i, attachment in enumerate(self._attachments):
@@ -515,14 +522,14 @@ class Reducer(ReducerResults, Closing):
                 "zero: coalesce_grad_reduction: expected a window outside of no_sync(), got one "
                 "inside; leave no_sync() out, as gradients are local until the window ends"
             )
-        if self._before_microbatch is not None:
-            self._before_microbatch()
+        has_batch = self._entered_batch()
         self._begin()
         self._hearing_of_drops(
             lambda: self._handle.begin_window(
-                last, backwards, accumulate, accumulate_dtype, self._taken_has_batch()
+                last, backwards, accumulate, accumulate_dtype, has_batch
             )
         )
+        self._had_batch = has_batch is not False
         holds = accumulate == "grad"
         try:
             self._began(lambda attachment: attachment.window_began(holds, backwards))
@@ -569,7 +576,7 @@ class Reducer(ReducerResults, Closing):
         collecting = self._handle.is_collecting()
         try:
             with contextlib.suppress(UsageError):  # of a forked child
-                self._handle.abandon_step(reason)
+                self._handle.abandon_step(str(reason))
         finally:
             if collecting:
                 self._ended(completed=False)
@@ -615,7 +622,8 @@ class Reducer(ReducerResults, Closing):
         self._step_dropped()
 
     def close(self) -> None:
-        """Waits for own work and snapshots; then every call but `stats` is a UsageError.
+        """Waits for own work and snapshots; then every call that reduces or reads a result is a
+        UsageError.
 
         Safe to call twice. Arrays that `shard` returned keep their memory.
         """
@@ -625,6 +633,10 @@ class Reducer(ReducerResults, Closing):
         self._closed = True
         self._handle.close()
         open_reducers.discard(self)
+
+    # A copy of what holds it, or what is loaded of its pickle, has None there.
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def __repr__(self) -> str:
         words = [] if self._name is None else [repr(self._name)]
@@ -639,3 +651,19 @@ class Reducer(ReducerResults, Closing):
         except Error:  # in a forked child
             words += ["of the parent process"]
         return f"hsdp.Reducer({', '.join(words)}, {self._mesh!r})"
+
+
+def _whole(value: Any, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(
+            f"reducer: {what}: expected a whole number, got {value!r}; pass an int"
+        ) from None
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"reducer: {what}: expected a number, got {value!r}") from None

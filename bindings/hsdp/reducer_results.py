@@ -32,6 +32,7 @@ class ReducerResults:
     _mesh: Mesh
     _handle: _hsdp.Reducer
     _attachments: list[Attachment]
+    _closed: bool
     _who: str  # in errors
 
     def shard(self, name: str) -> TensorOrArray:
@@ -112,6 +113,10 @@ class ReducerResults:
 
     def _attached(self, call: str) -> list[Attachment]:
         if not self._attachments:
+            if self._closed:
+                raise UsageError(
+                    f"reducer: {call}: expected an open Reducer, got a closed one; make a new one"
+                )
             raise UsageError(
                 f"reducer: {call}: expected arrays by name, or an attached model, got neither; "
                 "pass {name: array}"
@@ -144,8 +149,9 @@ class ReducerResults:
     ) -> Any:
         """Scales the shards in place so that the norm is at most `max_norm`, and what
         `gather_gradients` has put into `p.grad`; returns the norm that was, as `grad_norm` does.
-        Collective. With `error_if_nonfinite` a norm that is not finite raises an `hsdp.Error` on
-        every rank, and nothing is scaled; on a GPU this waits for it.
+        Collective. By a norm that is NaN nothing is scaled. With `error_if_nonfinite` a norm that is
+        not finite raises an `hsdp.Error` on every rank, and nothing is scaled; on a GPU this waits
+        for it.
         """
         return _clip([self], max_norm, norm_type, error_if_nonfinite)
 
@@ -189,17 +195,35 @@ class ReducerResults:
 
 
 def clip_grad_norm_(
-    reducers: Iterable[Reducer],
+    reducers: Reducer | Iterable[Reducer],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Any:
     """As `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers of one
-    mesh. Returns the norm that was. Collective.
+    device. Returns the norm that was. Collective.
     """
-    listed = list(reducers)
+    listed = _listed(reducers)
     with naming(who_of(one.name for one in listed)):
         return _clip(listed, max_norm, norm_type, error_if_nonfinite)
+
+
+def _listed(reducers: Any) -> list[Any]:
+    listed = [reducers] if isinstance(reducers, ReducerResults) else list(reducers)
+    got = "" if listed else "none; pass one or several"
+    for i, one in enumerate(listed):
+        if not isinstance(one, ReducerResults):
+            got = (
+                f"an object of type {type(one).__name__} as number {i}; parameters are clipped by "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+        elif any(one is before for before in listed[:i]):
+            got = f"one again as number {i}; pass each once"
+        if got:
+            break
+    if got:
+        raise UsageError(f"reducer: clip_grad_norm_: expected Reducers, got {got}")
+    return listed
 
 
 def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 def what_is_reduced(attachments: Iterable[Attachment], parameters: Iterable[Parameter]) -> str:
     """What is attached, and how much it is."""
     sizes = [math.prod(parameter.shape) for parameter in parameters]
-    counts = f"{len(sizes)} parameters, {sum(sizes)} elements"
+    counts = f"{counted(len(sizes), 'parameter')}, {counted(sum(sizes), 'element')}"
     return ", ".join([*(attachment.describe() for attachment in attachments), counts])
+
+
+def counted(count: int, what: str) -> str:
+    """1 parameter, 2 parameters."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 class Wires:
@@ -44,6 +49,8 @@ class Wires:
 def where_it_stands(handle: _hsdp.Reducer) -> str:
     """In its steps, which count from 0."""
     step = handle.step_number()
+    if handle.failed():
+        return f"failed in step {max(step, 0)}"
     if step < 0:
         return "no step yet"
     if handle.window_open():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hsdp.communicator import Communicator
 from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError
-from hsdp.named_errors import naming
+from hsdp.named_errors import naming, who_of
 from hsdp.reducer import Reducer
 from hsdp.step_blocks import reason_of
 
@@ -19,7 +19,9 @@ _T = TypeVar("_T")
 _BATCH, _NONE, _ENTERS, _LEAVES, _FAILED = "batch", "none", "enters", "leaves", "failed "
 
 
-def uneven(reducer: Reducer, loader: Iterable[_T]) -> Generator[_T | None, None, None]:
+def uneven(
+    reducer: Reducer | Iterable[Reducer], loader: Iterable[_T]
+) -> Generator[_T | None, None, None]:
     """The batches of `loader`, then None for as long as any rank has one: so ranks with fewer
     batches reduce with the others, and all leave the loop together. As DDP's Join.
 
@@ -29,10 +31,11 @@ def uneven(reducer: Reducer, loader: Iterable[_T]) -> Generator[_T | None, None,
                     loss(model(batch)).backward()
         reducer.finish()  # where the last step has fewer than four
 
-    One microbatch for each batch, None too, on every rank. The microbatch of a None is empty: it
-    has no gradients, and the default divide factor counts the batches that there were, not the
-    ranks. Collective: at each batch the ranks tell each other whether they have one, and once more
-    as they begin its microbatch.
+    As many microbatches for each batch on every rank, for a None too; most often one. Those of a None
+    are empty: they have no gradients, and the default divide factor counts the batches that there
+    were, not the ranks. Where several Reducers have microbatches in the loop, as of a GAN, pass all of
+    them; they are of one mesh. Collective: at each batch the ranks tell each other whether they have
+    one, and once more as they begin its first microbatch.
 
     Nobody waits for a rank that is gone. When a loader raises, its rank gets that exception and the
     others StepAbortedError. When a rank leaves the loop early (break, or an exception in its body)
@@ -43,92 +46,130 @@ def uneven(reducer: Reducer, loader: Iterable[_T]) -> Generator[_T | None, None,
     that was handled: call nothing collective before. MismatchError, on every rank, when some skip a
     batch that others reduce.
     """
-    if not isinstance(reducer, Reducer):
-        raise UsageError(
-            f"uneven: expected an hsdp.Reducer, got an object of type {type(reducer).__name__}; "
-            "pass the Reducer that the loop's microbatches are of"
-        )
-    return _named(reducer, _batches(reducer, loader))
+    reducers = [reducer] if isinstance(reducer, Reducer) else _listed(reducer)
+    return _named(who_of(one.name for one in reducers), _batches(reducers, loader))
 
 
-def _named(reducer: Reducer, batches: Generator[_T | None, None, None]) -> Generator[_T | None, None, None]:
-    with naming(reducer._who):
+def _listed(reducers: Any) -> list[Reducer]:
+    listed = list(reducers) if isinstance(reducers, Iterable) else [reducers]
+    for one in listed or [None]:
+        if not isinstance(one, Reducer):
+            raise UsageError(
+                f"uneven: expected an hsdp.Reducer or several, got an object of type "
+                f"{type(one).__name__}; pass those that the loop's microbatches are of"
+            )
+    if any(one.mesh is not listed[0].mesh for one in listed):
+        raise UsageError("uneven: expected Reducers of one mesh, got several meshes")
+    return listed
+
+
+def _named(
+    who: str, batches: Generator[_T | None, None, None]
+) -> Generator[_T | None, None, None]:
+    with naming(who):
         yield from batches
 
 
-def _batches(reducer: Reducer, loader: Iterable[_T]) -> Generator[_T | None, None, None]:
-    if reducer._before_microbatch is not None:
+def _batches(
+    reducers: list[Reducer], loader: Iterable[_T]
+) -> Generator[_T | None, None, None]:
+    if any(reducer._uneven is not None for reducer in reducers):
         raise UsageError(
             "uneven: expected one loop at a time over a Reducer, got a second; leave the first, or "
             "close() it"
         )
-    loop = _Loop(reducer)
+    loop = UnevenLoop(reducers)
     source: Iterator[_T] | None = None
-    while True:
-        batch: _T | None = None
-        word = _BATCH
-        try:
-            source = iter(loader) if source is None else source
-            batch = next(source)
-        except StopIteration:
-            word, source = _NONE, iter(())
-        except BaseException as error:
-            loop.leave(_FAILED + reason_of("its loader raised", error))
-            raise
-        if not loop.go_on(word):
-            return
-        reducer._next_has_batch = word == _BATCH
-        reducer._before_microbatch = loop.enter
-        try:
-            yield batch
-        except BaseException:
-            loop.leave(_LEAVES)
-            raise
-        finally:
-            reducer._before_microbatch = reducer._next_has_batch = None
+    try:
+        while True:
+            batch: _T | None = None
+            word = _BATCH
+            try:
+                source = iter(loader) if source is None else source
+                batch = next(source)
+                if batch is None:
+                    raise UsageError(
+                        "uneven: expected batches, got None from the loader, which stands for none; "
+                        "let it yield something else"
+                    )
+            except StopIteration:
+                word, source = _NONE, iter(())
+            except BaseException as error:
+                loop.leave(_FAILED + reason_of("its loader raised", error))
+                raise
+            if not loop.go_on(word):
+                return
+            try:
+                yield batch
+            except BaseException:
+                loop.leave(_LEAVES)
+                raise
+    finally:
+        loop.end()
 
 
-class _Loop:
+class UnevenLoop:
     """What the ranks of one loop say to each other."""
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-        self._world: Communicator = reducer.mesh.world
-        self._over = False
+    def __init__(self, reducers: list[Reducer]) -> None:
+        self._reducers = reducers
+        self._world: Communicator = reducers[0].mesh.world
+        self._over: Error | None = None
+        self._entered = True
+        #: whether this rank has the batch that the next microbatches are of
+        self.has_batch = False
+        for reducer in reducers:
+            reducer._uneven = self
+
+    def end(self) -> None:
+        """Microbatches are like others from here on."""
+        for reducer in self._reducers:
+            reducer._uneven = None
 
     def go_on(self, word: str) -> bool:
         """Whether any rank has a batch."""
+        self._require_open()
+        self._entered, self.has_batch = False, word == _BATCH
         words = self._exchange(word)
         if all(each in (_BATCH, _NONE) for each in words):
             return _BATCH in words
         return self._judge(words)
 
     def enter(self) -> None:
-        """Before the first microbatch of a batch: is nobody about to leave instead?"""
-        self._reducer._before_microbatch = None
+        """Before a microbatch of a batch. Before the first: is nobody about to leave instead?"""
+        self._require_open()
+        if self._entered:
+            return
+        self._entered = True
         words = self._exchange(_ENTERS)
         if any(each != _ENTERS for each in words):
             self._judge(words)
 
+    # For who has caught what ended the loop, and goes on.
+    def _require_open(self) -> None:
+        if self._over is not None:
+            raise self._over
+
     def leave(self, word: str) -> None:
         """At the place where the others ask or enter; this rank has an exception of its own."""
-        if self._over:
+        if self._over is not None:
             return
         with contextlib.suppress(Error):
-            if self._reducer._handle.is_collecting():  # the others may wait for this microbatch
-                self._reducer.abandon_step("its rank left the loop of hsdp.uneven within it")
+            for reducer in self._reducers:
+                if reducer._handle.is_collecting():  # the others may wait for this microbatch
+                    reducer.abandon_step("its rank left the loop of hsdp.uneven within it")
             self._judge(self._exchange(word))
 
     def _exchange(self, word: str) -> list[str]:
         try:
             return self._world._handle.exchange(word, "go on in hsdp.uneven")
-        except BaseException:
-            self._over = True
+        except BaseException as error:
+            self._over = error if isinstance(error, Error) else Error("uneven: the loop has ended")
             raise
 
     def _judge(self, words: list[str]) -> bool:
         """Ends the loop. Raises where this rank is not the reason and would have gone on."""
-        self._over = True
+        self._over = Error("uneven: expected the loop to be left, got another batch of it")
         if all(each in (_LEAVES, _NONE) for each in words):
             return False
         failed = [rank for rank, each in enumerate(words) if each.startswith(_FAILED)]
@@ -154,12 +195,14 @@ class _Loop:
         self._drop(reason, at_fault=self._world.rank in at_fault)
         if own == _LEAVES or own.startswith(_FAILED):
             return False
-        raise kind(reason, [self._world.ranks[rank] for rank in at_fault])
+        self._over = kind(reason, [self._world.ranks[rank] for rank in at_fault])
+        raise self._over
 
     # Whoever is at fault sends the mark, and the others meet it.
     def _drop(self, reason: str, at_fault: bool) -> None:
-        if at_fault:
-            self._reducer.abandon_step(reason)
-        else:
-            with contextlib.suppress(Error):
-                self._reducer.discard()
+        for reducer in self._reducers:
+            if at_fault:
+                reducer.abandon_step(reason)
+            else:
+                with contextlib.suppress(Error):
+                    reducer.discard()

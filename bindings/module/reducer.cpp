@@ -365,8 +365,12 @@ void bind_results(Class& bound) {
   bound.def("shard", shard)
       .def("partial_shard", partial_shard)
       .def("unused_parameters",
-           [](Handle& self) {
-             return self.call([](Reducer& reducer) { return reducer.unused_parameters(); });
+           [](Handle& self, const std::string& call) {
+             return self.call([call](Reducer& reducer) { return reducer.unused_parameters(call); });
+           })
+      .def("failed",
+           [](const Handle& self) {
+             return self.reducer().state().phase == ReducerState::Phase::kFailed;
            })
       .def("local_sum", local_sum)
       .def("copy_of", copy_of)

@@ -54,7 +54,7 @@ void Outcome::fail(std::exception_ptr error) {
     if (!failure_) failure_ = std::move(error);
   }
   control.fail({.kind = comm::FailureKind::kAborted,
-                .message = "reducer: " + comm::ranks_text({control.rank()}, control.size()) +
+                .message = title_ + ": " + comm::ranks_text({control.rank()}, control.size()) +
                            " failed: " + text,
                 .ranks = {control.rank()}});
   on_change_();
@@ -107,7 +107,7 @@ std::exception_ptr Outcome::fault() const {
 void Outcome::drop_step(std::int64_t step, std::optional<Drop> drop) {
   {
     const std::scoped_lock lock(mutex_);
-    last_drop_ = drop.value_or(Drop{"reducer: step " + std::to_string(step) + " was dropped by " +
+    last_drop_ = drop.value_or(Drop{title_ + ": step " + std::to_string(step) + " was dropped by " +
                                         comm::ranks_text({world_.rank()}, world_.size()) +
                                         ", this one; begin a new step on every rank",
                                     {world_.engine()->control().rank()}});

@@ -33,7 +33,9 @@ constexpr std::int64_t kNoStep = std::numeric_limits<std::int64_t>::max();
 
 class Outcome {
  public:
-  explicit Outcome(Communicator world) : world_(std::move(world)) {}
+  // `title`: whose it is, in what other users of the mesh hear of a failure.
+  explicit Outcome(Communicator world, std::string title = "reducer")
+      : world_(std::move(world)), title_(std::move(title)) {}
 
   // Called after every change, without the lock, so that waiting threads look again.
   void set_on_change(std::function<void()> on_change) { on_change_ = std::move(on_change); }
@@ -70,6 +72,7 @@ class Outcome {
 
  private:
   Communicator world_;
+  std::string title_;
   mutable std::mutex mutex_;
   std::function<void()> on_change_ = [] {};
   std::exception_ptr failure_;

@@ -162,8 +162,8 @@ TensorView Results::shard(int parameter) {
   return carry(parameter);
 }
 
-std::vector<int> Results::unused_parameters() {
-  require_result("unused_parameters");
+std::vector<int> Results::unused_parameters(std::string_view call) {
+  require_result(call);
   std::vector<int> unused;
   const std::string& present = steps_.result().present;
   for (std::size_t p = 0; p < present.size(); ++p) {

@@ -30,7 +30,7 @@ class Results {
   Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups, Steps& steps,
           std::string snapshot_id, MemoryCount memory);
 
-  [[nodiscard]] std::vector<int> unused_parameters();
+  [[nodiscard]] std::vector<int> unused_parameters(std::string_view call);
   [[nodiscard]] TensorView shard(int parameter);
   [[nodiscard]] std::vector<float> partial_shard(int parameter);
   void partial_shard(int parameter, TensorView out);

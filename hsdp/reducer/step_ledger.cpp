@@ -94,7 +94,7 @@ void StepLedger::set_gradient_divide_factor(std::optional<double> factor) {
   if (factor && (!std::isfinite(*factor) || *factor == 0)) {
     throw UsageError({.where = "reducer: set_gradient_divide_factor",
                       .expected = "a finite factor other than 0",
-                      .got = std::to_string(*factor)});
+                      .got = short_text(*factor)});
   }
   if (factor && (next_tokens_ || (begun_ && count_by_ == CountBy::kTokens))) {
     throw UsageError({.where = "reducer: set_gradient_divide_factor",
@@ -117,7 +117,7 @@ void StepLedger::set_loss_scale(double scale) {
   if (!std::isfinite(scale) || scale <= 0) {
     throw UsageError({.where = "reducer: set_loss_scale",
                       .expected = "a finite scale above 0",
-                      .got = std::to_string(scale)});
+                      .got = short_text(scale)});
   }
   if (pending()) {
     throw UsageError({.where = "reducer: set_loss_scale",

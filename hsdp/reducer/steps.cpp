@@ -11,6 +11,21 @@
 
 namespace hsdp::reducer {
 
+namespace {
+
+// In messages that other users of the mesh hear, or that say what was on the wire.
+std::string title(const ReducerOptions& options) {
+  return options.name.empty() ? "reducer" : "reducer '" + options.name + "'";
+}
+
+WordNames word_names(const ReducerOptions& options) {
+  WordNames names;
+  names.component = title(options);
+  return names;
+}
+
+}  // namespace
+
 Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups,
              MemoryCount memory)
     : options_(options),
@@ -19,8 +34,8 @@ Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Gr
       memory_(std::move(memory)),
       ledger_(groups.shard.size(), groups.replicate.size(), options.replica_dtype,
               options.divide_by),
-      outcome_(groups.world),
-      agreement_(groups.world, groups.world.next_exchange_key()),
+      outcome_(groups.world, title(options)),
+      agreement_(groups.world, groups.world.next_exchange_key(), word_names(options)),
       caller_(Stream::borrow(groups.device, nullptr)) {}
 
 Steps::~Steps() {

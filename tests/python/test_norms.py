@@ -90,3 +90,60 @@ def test_one_norm_over_several_reducers() -> None:
         assert float(hsdp.clip_grad_norm_(reducers, 100, norm_type=1)) == 13
         assert float(hsdp.clip_grad_norm_(reducers, 2, norm_type=math.inf)) == 4
         assert np.asarray(reducers[1].shard("w")).tolist() == pytest.approx([0.5, -1, 2], rel=1e-6)
+
+
+def run_two_meshes() -> list[Any]:
+    found = []
+    with (
+        hsdp.init_mesh(1, 2) as wide,
+        hsdp.init_mesh(2, 1) as tall,
+        hsdp.Reducer(wide) as one,
+        hsdp.Reducer(tall) as other,
+    ):
+        for norm_type in (1.0, 2.0, math.inf):
+            for reducers in ([one, other], [other, one]):
+                for reducer, values in ((one, [1, -2, 3, 4]), (other, [-9, 5])):
+                    if not reducer.parameters:
+                        reducer.register("w", len(values))
+                    with reducer.microbatch(last=True):
+                        reducer.gradient_ready("w", np.array(values, np.float32))
+                found.append(float(hsdp.clip_grad_norm_(reducers, 1, norm_type)))
+    return found
+
+
+def test_one_norm_over_reducers_of_several_meshes(ranks: Launcher) -> None:
+    values = np.array([1, -2, 3, 4, -9, 5], np.float64)
+    expected = [np.linalg.norm(values, norm_type) for norm_type in (1, 1, 2, 2, np.inf, np.inf)]
+    for found in ranks(2, run_two_meshes):
+        assert found == pytest.approx(expected, rel=1e-7)
+
+
+def test_what_is_no_limit_and_no_reducer() -> None:
+    with hsdp.init_mesh() as mesh, hsdp.Reducer(mesh) as reducer:
+        reducer.register("w", 2)
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", np.array([3, -4], np.float32))
+        for norm_type in (1.0, 2.0, math.inf):
+            for limit in (-0.5, math.nan):
+                with pytest.raises(hsdp.UsageError, match=f"max_norm of at least 0, got {limit:g}"):
+                    reducer.clip_grad_norm_(limit, norm_type)
+            for wrong, message in [
+                ([], "none"), ([reducer, reducer], "one again as number 1; pass each once"),
+                ([np.ones(2)], "an object of type ndarray as number 0; .*torch.nn.utils"),
+            ]:
+                with pytest.raises(hsdp.UsageError, match=f"expected Reducers, got {message}"):
+                    hsdp.clip_grad_norm_(wrong, 1.0, norm_type)  # type: ignore[arg-type]
+        assert float(hsdp.clip_grad_norm_(reducer, 100.0)) == 5
+        assert np.asarray(reducer.shard("w")).tolist() == [3, -4]
+
+
+@pytest.mark.filterwarnings("error")
+def test_by_what_is_not_finite_all_norms_clip_alike() -> None:
+    with hsdp.init_mesh() as mesh, hsdp.Reducer(mesh) as reducer:
+        reducer.register("w", 2)
+        for bad, expected in [(math.nan, [math.nan, 1.0]), (math.inf, [math.nan, 0.0])]:
+            for norm_type in (1.0, 2.0, math.inf):
+                with reducer.microbatch(last=True):
+                    reducer.gradient_ready("w", np.array([bad, 1], np.float32))
+                reducer.clip_grad_norm_(0.5, norm_type)
+                np.testing.assert_array_equal(np.asarray(reducer.shard("w")), expected)

@@ -81,7 +81,7 @@ def run_statistics(by_messages: bool) -> dict[str, Any]:
     with hsdp.init_mesh(1, 2) as mesh:
         if by_messages:  # as on a GPU
             buffer_sync.BufferSync._broadcast = (  # type: ignore[method-assign]
-                lambda self, data: buffer_sync._broadcast_by_messages(mesh, data)
+                lambda self, data, root: buffer_sync._broadcast_by_messages(mesh, data, root)
             )
             buffer_sync._MESSAGE_BYTES = 16
         for how in ("microbatch", "window", "step"):
@@ -311,3 +311,28 @@ def run_forward_outside() -> bool:
 
 def test_statistics_may_be_copied_before_a_backward(ranks: Launcher) -> None:
     assert ranks(2, run_forward_outside) == [True, True]
+
+
+def run_uneven() -> dict[str, Any]:
+    with hsdp.init_mesh(1, 2) as mesh:
+        model = Scaled()
+        hsdp.broadcast_parameters(mesh, model)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        steps = [batch(step, mesh.rank) for step in range(3)]
+        for x in hsdp.uneven(reducer, steps if mesh.rank else []):
+            with reducer.microbatch(last=True):
+                if x is not None:
+                    model(x).sum().backward()
+            reducer.discard()
+        with reducer.microbatch(last=True):
+            found = state(model)
+            model(batch(0, mesh.rank)).sum().backward()
+        reducer.close()
+        return found
+
+
+def test_where_rank_0_has_no_batch_they_follow_one_that_has(ranks: Launcher) -> None:
+    one, other = ranks(2, run_uneven)
+    assert one == other
+    assert one["norm.num_batches_tracked"] == 3.0

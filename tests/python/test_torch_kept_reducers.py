@@ -78,6 +78,7 @@ def test_the_models_in_a_dictionary_keep_their_reducer(mesh: hsdp.Mesh) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "save"])
 def test_copies_have_no_reducer(mesh: hsdp.Mesh, how: str) -> None:
     model = attached(mesh)
+    model.reducer = hsdp.torch.reducers_of(model)[0]
     plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     assert list(model.state_dict()) == list(plain.state_dict())
     if how == "deepcopy":
@@ -88,6 +89,7 @@ def test_copies_have_no_reducer(mesh: hsdp.Mesh, how: str) -> None:
         assert b"hsdp." not in file.getvalue()  # nor is the package needed to load it
         file.seek(0)
         other = torch.load(file, weights_only=False)
+    assert other.reducer is None
     assert hsdp.torch.reducers_of(other) == [] and len(hsdp.torch.reducers_of(model)) == 1
     backward(other)
     assert all(p.grad is not None for p in other.parameters())

@@ -208,6 +208,27 @@ def test_optimizers_of_parts(mesh: hsdp.Mesh, divided: bool) -> None:
     assert close(model, expected(1, 0.5))
 
 
+def test_models_of_one_reducer_in_turns(mesh: hsdp.Mesh) -> None:
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    reducer = hsdp.Reducer(mesh, missing="zero")
+    for i, model in enumerate(models):
+        reducer.attach(nn.ModuleDict({str(i): model}))
+    optimizers = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        with reducer.microbatch(last=True):
+            scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        reducer.gather_gradients()
+        scaler.unscale_(optimizer)
+        assert float(reducer.clip_grad_norm_(0.5)) == pytest.approx(8**0.5)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        moved = [q - p.detach() for p, q in zip(model.parameters(), before, strict=True)]
+        assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.5, rel=1e-4)
+    scaler.update()
+    reducer.close()
+
+
 def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
     """What divided a result is what was set when its step began."""
     for before, after, then in ((SCALE, 1.0, True), (1.0, SCALE, False), (2.0, SCALE, False)):

@@ -586,7 +586,7 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "has a ShardedOptimizer already" in make()
     assert "another one" in message(lambda: optimizer.add_param_group({"params": [model.gain]}))
     assert "shape (4,)" in message(lambda: optimizer.master(nn.Parameter(torch.zeros(4))))
-    assert "end the step with last=True" in message(optimizer.step)
+    assert "expected a finished step, got none; run the microbatches" in message(optimizer.step)
     with reducer.microbatch(last=False):
         assign(model, 0, 0)
     assert "last=True" in message(optimizer.step)

@@ -298,3 +298,32 @@ def no_address(rank: int, size: int) -> None:
 
 def test_several_hosts_that_only_share_a_file(store: str) -> None:
     spawn(2, no_address, store)
+
+
+def too_early(rank: int, size: int, method: str) -> None:
+    mesh = hsdp.init_mesh(hsdp.job_size())
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    model = torch.nn.Linear(2, 1)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="this process alone.*torch.distributed has 2; make it after"):
+        reducer.begin_microbatch()
+    reducer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_mesh_from_before_torch_knew_the_ranks(store: str) -> None:
+    wait(mp.spawn(too_early, (2, store), nprocs=2, join=False))
+
+
+def alone_on_purpose(rank: int, size: int) -> None:
+    with hsdp.init_mesh(1, 1, ranks=[[rank]]) as mesh, hsdp.Reducer(mesh) as reducer:
+        model = torch.nn.Linear(2, 1)
+        reducer.attach(model)
+        with reducer.microbatch(last=True):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_mesh_of_one_rank_of_several(store: str) -> None:
+    spawn(2, alone_on_purpose, store)

@@ -309,3 +309,64 @@ def test_what_is_refused_outside_of_a_reducers_calls_names_it(mesh: hsdp.Mesh) -
         next(loop)
         next(hsdp.uneven(reducer, [1]))
     reducer.close()
+
+
+class OwnZeroGrad(torch.optim.SGD):
+    """As optimizers that have a zero_grad() of their own."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+class Derived(OwnZeroGrad):
+    pass
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own(mesh: hsdp.Mesh) -> None:
+    model, reducer, _ = attached(mesh)
+    optimizer = Derived(model.parameters(), 1.0)
+    with reducer.microbatch(last=True):
+        backward(model)
+    reducer.gather_gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    with reducer.microbatch(last=False):
+        backward(model)
+    with pytest.raises(hsdp.UsageError, match=PENDING.replace("zero_grad", "Derived.zero_grad")):
+        optimizer.zero_grad()
+    reducer.close()
+
+
+@pytest.mark.parametrize("missing", ["zero", "error"])
+def test_a_step_within_the_backward_pass(mesh: hsdp.Mesh, missing: Any) -> None:
+    model = make_model()
+    optimizers = {p: torch.optim.SGD([p], 1.0) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())  # before attach
+    reducer = hsdp.Reducer(mesh, missing=missing)
+    reducer.attach(model)
+    with (
+        pytest.raises(hsdp.UsageError, match="SGD.step: expected a call after the microbatch"),
+        reducer.microbatch(last=True),
+    ):
+        backward(model)
+    assert stepped(model, 0.0)
+    reducer.close()
+
+
+def test_a_step_with_microbatches_pending(mesh: hsdp.Mesh) -> None:
+    model, reducer, optimizer = attached(mesh)
+    with reducer.microbatch(last=False):
+        backward(model)
+    for call in (optimizer.step, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+        with pytest.raises(hsdp.UsageError, match=r"last microbatch.*last=True.*reducer.finish\(\)"):
+            call()
+    with pytest.raises(hsdp.UsageError, match="^reducer: gather_gradients: .*microbatches pending"):
+        reducer.gather_gradients()
+    reducer.finish()
+    reducer.gather_gradients()
+    optimizer.step()
+    assert stepped(model, 1.0)
+    reducer.close()

@@ -319,15 +319,75 @@ def test_a_batch_that_one_rank_skips(ranks: Any, rank: int) -> None:
 # --- misuse ----------------------------------------------------------------------------------
 
 
+def several(per_batch: int) -> Any:
+    """Two Reducers, which have so many steps for each batch, and miss no gradient."""
+    with hsdp.init_mesh(2, 1) as mesh:
+        both = [hsdp.Reducer(mesh, divide_by="ranks*microbatches") for _ in range(2)]
+        for reducer in both:
+            reducer.register("w", 1)
+        found = []
+        for batch in hsdp.uneven(both, [2.0, 4.0] if mesh.rank else []):
+            for _ in range(per_batch):
+                for factor, reducer in enumerate(both, 1):
+                    with reducer.microbatch(last=True):
+                        if batch is not None:
+                            reducer.gradient_ready("w", np.array([factor * batch], np.float32))
+                    found.append(mean_of(reducer))
+        return found
+
+
+@pytest.mark.parametrize("per_batch", [1, 2])
+def test_several_reducers_and_steps_for_each_batch(ranks: Any, per_batch: int) -> None:
+    expected = [2.0, 4.0] * per_batch + [4.0, 8.0] * per_batch
+    assert ranks(2, several, per_batch) == [expected] * 2
+
+
+def goes_on(how: str) -> Any:
+    """Rank 0 catches what ended its loop, and asks for more."""
+    with reducers(2) as reducer:
+        said = []
+        if reducer.mesh.rank == 1:
+            for batch in hsdp.uneven(reducer, range(5)):
+                if batch == 1:
+                    break
+                reduce(reducer, batch)
+        else:
+            with pytest.raises(hsdp.StepAbortedError, match="rank 1 of 2 that left it") as caught:
+                for batch in hsdp.uneven(reducer, range(5)):
+                    try:
+                        reduce(reducer, batch)
+                    except hsdp.StepAbortedError as error:
+                        said.append(str(error))
+                        if how == "again":
+                            with pytest.raises(hsdp.StepAbortedError):
+                                reduce(reducer, batch)
+            assert said == [str(caught.value)]
+        check_usable(reducer)
+
+
+@pytest.mark.parametrize("how", ["next", "again"])
+def test_a_loop_that_ended_stays_ended(ranks: Any, how: str) -> None:
+    ranks(2, goes_on, how)
+
+
 def test_what_is_refused() -> None:
-    with pytest.raises(hsdp.UsageError, match=r"uneven: expected an hsdp\.Reducer, got .*list"):
-        hsdp.uneven([], [])  # type: ignore[arg-type]
+    for wrong in ([], 3, [None]):
+        with pytest.raises(hsdp.UsageError, match=r"uneven: expected an hsdp\.Reducer or several"):
+            hsdp.uneven(wrong, [])  # type: ignore[arg-type]
+    with reducers(1) as reducer:
+        with pytest.raises(hsdp.UsageError, match="uneven: expected batches, got None"):
+            next(hsdp.uneven(reducer, [None]))
+        with hsdp.init_mesh() as mesh, hsdp.Reducer(mesh) as other:
+            with pytest.raises(hsdp.UsageError, match="uneven: expected Reducers of one mesh"):
+                hsdp.uneven([reducer, other], [])
     with reducers(1) as reducer:
         loop = hsdp.uneven(reducer, [1, 2])
         assert next(loop) == 1
         with pytest.raises(hsdp.UsageError, match="uneven: .*one loop at a time"):
             next(hsdp.uneven(reducer, [3]))
         reduce(reducer, 1)
+        with pytest.raises(hsdp.UsageError, match="uneven: .*one loop at a time"):
+            next(hsdp.uneven(reducer, [3]))
         assert next(loop) == 2
         loop.close()
         assert list(hsdp.uneven(reducer, [])) == []

@@ -516,6 +516,51 @@ def test_errors_from_elsewhere_name_the_reducer_at_their_end(mesh: hsdp.Mesh, tm
             critic.save_snapshot(tmp_path / "file", 0)
 
 
+def test_numbers_are_numbers(mesh: hsdp.Mesh) -> None:
+    wrong: Any = "2MB"
+    refused(lambda: hsdp.Reducer(mesh, bucket_bytes=wrong), "^reducer: bucket_bytes: .*'2MB'")
+    with hsdp.Reducer(mesh, name="critic") as reducer:
+        for count in (1.5, np.float32(2), "3"):
+            refused(lambda count=count: reducer.divide_by_tokens(count), "'critic': divide_by_tokens")
+        for call in (reducer.set_gradient_divide_factor, reducer.set_loss_scale):
+            refused(lambda call=call: call("two"), "^reducer 'critic': set_.*: expected a number")
+        refused(lambda: reducer.set_loss_scale(-1e-9), "got -1e-09")
+        reducer.divide_by_tokens(np.int64(3))
+        no_text: Any = KeyError("x")
+        reducer.abandon_step(no_text)
+    assert float(mesh.world.allocate(1, "f32")) == 0.0
+
+
+def test_a_model_is_no_mesh(mesh: hsdp.Mesh) -> None:
+    refused(lambda: hsdp.Reducer(np.ones(2)), "hsdp.Mesh", r"reducer.attach\(model\)")
+
+
+def fail_one_of_two() -> tuple[list[str], list[str]]:
+    """The texts that two Reducers of a mesh raise after one has failed, and what both say they are."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        actor, critic = hsdp.Reducer(mesh, name="actor"), hsdp.Reducer(mesh, name="critic")
+        for reducer in (critic, actor):
+            reducer.register("w", 2)
+            reducer.prepare()
+        critic.set_gradient_divide_factor(1.0 + mesh.rank)
+        texts = []
+        for reducer in (critic, actor):
+            with pytest.raises(hsdp.MismatchError) as caught:
+                with reducer.microbatch(last=True):
+                    reducer.gradient_ready("w", np.ones(2, F32))
+                reducer.shard("w")
+            texts.append(str(caught.value))
+        return texts, [repr(critic), repr(actor)]
+
+
+def test_what_ended_a_mesh_keeps_the_name_of_where_it_was(ranks: Launcher) -> None:
+    for texts, names in ranks(2, fail_one_of_two):
+        for text in texts:
+            assert text.startswith("reducer 'critic': end of microbatch 0 of step 0: "), text
+        for name in names:
+            assert ", failed in step 0, " in name, name
+
+
 def test_a_snapshot_has_the_name_of_its_reducer(mesh: hsdp.Mesh, tmp_path: Path) -> None:
     for name in (None, "critic"):
         with hsdp.Reducer(mesh, name=name) as reducer:

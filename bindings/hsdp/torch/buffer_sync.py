@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +50,20 @@ class _Place(NamedTuple):
 
 
 class BufferSync:
-    """Copies rank 0's buffers to all ranks when one of any rank has changed. The buffers that the
+    """Copies rank 0's buffers to all ranks when one of any rank has changed; those of the first rank
+    that has `trained` since where some have not, as in a loop of `hsdp.uneven`. The buffers that the
     model has when this is made, but for those of the names in `without`.
     """
 
-    def __init__(self, mesh: Mesh, model: torch.nn.Module, without: Collection[str]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: torch.nn.Module,
+        without: Collection[str],
+        trained: Callable[[], bool],
+    ) -> None:
         self._mesh = mesh
+        self._trained = trained
         self._places = list(_places(model, without))
         self._seen: list[Any] | None = None  # their states when they were last the same everywhere
         self._layout = ""
@@ -73,7 +81,7 @@ class BufferSync:
         """Collective, once in each step. One short message where nothing has changed."""
         world = self._mesh.world
         try:
-            word = self._word()
+            word = f"{self._word()} {int(self._trained())}"
         except BaseException as error:  # the others wait for this rank's word
             with contextlib.suppress(Error):
                 world._handle.exchange(f"{_FAULT}{error or type(error).__name__}", _ACT)
@@ -98,7 +106,7 @@ class BufferSync:
             changed = [place for i, place in enumerate(self._places) if mask >> i & 1]
         if changed:
             with torch.no_grad():
-                self._copy(changed)
+                self._copy(changed, next((i for i, part in enumerate(parts) if part[2] == "1"), 0))
         self._seen = [place.state for place in self._places]
 
     # What this rank's buffers are, and which of them have changed; at first, their values.
@@ -148,12 +156,12 @@ class BufferSync:
             [world.ranks[place] for place in difference.places],
         )
 
-    def _copy(self, changed: Sequence[_Place]) -> None:
+    def _copy(self, changed: Sequence[_Place], root: int) -> None:
         tensors = [place.tensor for place in changed]
         own = [row_major_bytes(tensor) for tensor in tensors if tensor is not None]
         data = torch.cat([one.to(self._mesh.device) for one in own])
-        data = self._broadcast(data)
-        if self._mesh.rank == 0:
+        data = self._broadcast(data, root)
+        if self._mesh.rank == root:
             return
         offset = 0
         for place, tensor in zip(changed, tensors, strict=True):
@@ -168,21 +176,20 @@ class BufferSync:
 
     # On a GPU as messages: a collective in between those of other Reducers and gathers has no place in
     # their order [Note: one order for all collectives].
-    def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
+    def _broadcast(self, data: torch.Tensor, root: int) -> torch.Tensor:
         world = self._mesh.world
         if data.is_cpu:
-            return world.broadcast(data)
-        return _broadcast_by_messages(self._mesh, data)
+            return world.broadcast(data, root)
+        return _broadcast_by_messages(self._mesh, data, root)
 
 
-def _broadcast_by_messages(mesh: Mesh, data: torch.Tensor) -> torch.Tensor:
+def _broadcast_by_messages(mesh: Mesh, data: torch.Tensor, root: int) -> torch.Tensor:
     exchange = mesh.world._handle.exchange
-    is_root = mesh.rank == 0
-    whole = bytes(data.cpu().numpy()) if is_root else b""
+    whole = bytes(data.cpu().numpy()) if mesh.rank == root else b""
     parts = []
     for begin in range(0, data.numel(), _MESSAGE_BYTES):
         part = whole[begin : begin + _MESSAGE_BYTES]
-        parts.append(base64.b64decode(exchange(base64.b64encode(part).decode(), _ACT)[0]))
+        parts.append(base64.b64decode(exchange(base64.b64encode(part).decode(), _ACT)[root]))
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(data.device)
 
 

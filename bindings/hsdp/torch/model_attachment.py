@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
@@ -60,7 +61,7 @@ class ModelAttachment:
         parameters = trainable_parameters(model, reducer.mesh.device)
         follows = broadcast_buffers is not False and reducer.mesh.size > 1
         without = () if isinstance(broadcast_buffers, bool) else broadcast_buffers
-        buffers = BufferSync(reducer.mesh, model, without)
+        buffers = BufferSync(reducer.mesh, model, without, lambda: self._reducer._had_batch)
         self._buffers = buffers if follows and buffers.is_needed else None
         group_of = groups_by_name(model, groups or {})
         for name, parameter in parameters:
@@ -174,6 +175,7 @@ class ModelAttachment:
         step = self._handle.step_number()
         if step != self._step:
             self._require_same_parameters()
+            self._require_same_world()
             self.result = ResultState(self._loss_scale)
         if not self._placed:
             self._require_no_gradients()
@@ -272,7 +274,7 @@ class ModelAttachment:
 
     def gather_gradients(self) -> None:
         """Sets every p.grad to the whole mean gradient."""
-        self._unused = unused_names(self._handle)
+        self._unused = unused_names(self._handle, "gather_gradients")
         grads = {
             name: self._gathered_gradients.take(name, p)
             for name, p in self._parameters.items()
@@ -294,9 +296,11 @@ class ModelAttachment:
     def clipping(self, caller: str) -> None:
         """UsageError where a clipped result would be wrong: part of it is scaled, or clipped."""
         if self.has_result():
-            self.result.require_unscaled(caller, self._parameters, divided=True)
+            unused = unused_names(self._handle, "clip_grad_norm_") if self.result.scale is not None else ()
+            used = [name for name in self._parameters if name not in unused]
+            self.result.require_unscaled(caller, used, divided=True)
             if self._gathered:
-                self.result.require_unclipped(caller, self._parameters)
+                self.result.require_unclipped(caller, used)
 
     def release_memory(self) -> None:
         """Of gathered gradients."""
@@ -371,6 +375,17 @@ class ModelAttachment:
             for p in module._parameters.values():
                 if p is not None and p.requires_grad and id(p) not in names:
                     self._require_reduced_elsewhere(p)
+
+    # As where the mesh was made before torch.distributed, which knows of others.
+    def _require_same_world(self) -> None:
+        if self._reducer.mesh.size > 1 or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if self._reducer.mesh._job_size == 1:
+            raise UsageError(
+                "reducer: begin_microbatch: expected a mesh of the job's ranks, got one of this process "
+                f"alone, while torch.distributed has {dist.get_world_size()}; make it after "
+                "init_process_group, or start the ranks by hsdp_run, torchrun, mpirun or srun"
+            )
 
     def _require_reduced_elsewhere(self, parameter: torch.Tensor) -> None:
         if unreduced_gradient_guard.is_watched(parameter):

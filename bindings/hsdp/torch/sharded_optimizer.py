@@ -21,6 +21,7 @@ from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, Stage
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
+from hsdp.reducer_text import counted
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.elementwise_probe import require_elementwise
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
@@ -214,9 +215,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
         here = sum(shard.count for shard in self._shards)
         whole = sum(parameter.numel() for parameter in self._parameters)
+        owners = [_owners.get(one) for one in self._reducers]
+        is_closed = any(owner is None or owner() is not self for owner in owners)
         words = [
+            *(["closed"] if is_closed else []),
             f"{type(self._inner).__name__}, stage {self._stage}",
-            f"{len(self._shards)} parameters, {here} of {whole} elements here",
+            f"{counted(len(self._shards), 'parameter')}, {here} of {whole} elements here",
             *([f"lr {'/'.join(dict.fromkeys(rates))}"] if rates else []),
             *map(repr, self._reducers),
         ]
@@ -394,7 +398,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # Optimizers leave what has no gradient as it is.
     @contextlib.contextmanager
     def _without_unused(self) -> Iterator[list[ParameterSlice]]:
-        names = {one: unused_names(one._handle) for one in self._reducers}
+        names = {one: unused_names(one._handle, "step") for one in self._reducers}
         unused = [shard for shard in self._shards if shard.name in names[shard.reducer]]
         gradients = [shard.master.grad for shard in unused]
         for shard in unused:
@@ -478,9 +482,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             try:
                 reducer._handle.shard(first)
             except UsageError as error:
-                raise UsageError(
-                    f"zero: ShardedOptimizer: step: {error}; end the step with last=True before"
-                ) from None
+                text = str(error).removeprefix(f"{reducer._who or 'reducer'}: ").removeprefix("shard: ")
+                raise UsageError(f"zero: ShardedOptimizer: step: {text}") from None
         if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
             for shard in self._shards:
                 shard.gradient = shard.reducer.shard(shard.name)

@@ -110,7 +110,19 @@ def _require_gradient(caller: str, attachment: ModelAttachment, name: str) -> No
             f"inside of its block: the gradient of '{name}' is reduced when that ends; move "
             "the call out of the block"
         )
+    if attachment.is_collecting():
+        raise UsageError(
+            f"{caller}: expected a call after the microbatch, got one inside, where the gradient of "
+            f"'{name}' is this rank's own; move the call out of the block, and out of hooks that run in "
+            "the backward pass"
+        )
     grad = attachment.gradient_of(name)
+    if grad is None and attachment.step_begun() and not attachment.keeps_gradients:
+        raise UsageError(
+            f"{caller}: expected a call after the step's last microbatch, got one while others are "
+            f"pending, which hold the gradient of '{name}'; end the step with last=True, or with "
+            "reducer.finish()"
+        )
     if grad is None:
         zeroed = attachment.lost(name)
     else:
@@ -158,6 +170,7 @@ def _require_reduced(caller: str, parameters: Iterable[Any]) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    zero_grad_guard.guard_class(type(optimizer), _attachments)
     if not (_attachments or _replica_hooks) or hasattr(optimizer, "_unscale_shards"):
         return None
 

@@ -20,13 +20,20 @@ if TYPE_CHECKING:
 
 def install(attachments: Collection[ModelAttachment]) -> None:
     """Watches zero_grad() of all optimizers and modules of the process for these."""
-    optimizer, module = torch.optim.Optimizer, torch.nn.Module
-    optimizer.zero_grad = _guarded(
-        optimizer.zero_grad, attachments, lambda it: (p for g in it.param_groups for p in g["params"])
-    )
-    module.zero_grad = _guarded(
-        module.zero_grad, attachments, lambda it: it.parameters()
-    )
+    guard_class(torch.optim.Optimizer, attachments)
+    module = torch.nn.Module
+    module.zero_grad = _guarded(module.zero_grad, attachments, lambda it: it.parameters())
+
+
+def guard_class(kind: type[torch.optim.Optimizer], attachments: Collection[ModelAttachment]) -> None:
+    """The same for a class of optimizers, which may have a zero_grad() of its own."""
+    for part in kind.__mro__:
+        own = vars(part).get("zero_grad")
+        if own is not None and not hasattr(own, "_hsdp_guarded"):
+            guarded = _guarded(
+                own, attachments, lambda it: (p for g in it.param_groups for p in g["params"])
+            )
+            setattr(part, "zero_grad", guarded)  # noqa: B010 - of a class that checkers do not know
 
 
 def _guarded(
@@ -48,6 +55,7 @@ def _guarded(
             if attachment.has_result() and not attachment.result.skipped:
                 attachment.result.zeroed.update((n, attachment.gradient_of(n)) for n in names)
 
+    zero_grad._hsdp_guarded = True  # type: ignore[attr-defined]
     return zero_grad
 
 

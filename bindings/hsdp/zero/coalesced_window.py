@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from hsdp import _hsdp
 from hsdp.errors import UsageError
+from hsdp.named_errors import naming, who_of
 from hsdp.options import Accumulate, AccumulateDtype
 from hsdp.reducer import Reducer
 from hsdp.step_blocks import reason_of
@@ -132,13 +133,10 @@ def coalesce_grad_reduction(
             _refuse("Reducers", f"an object of type {type(reducer).__name__} as number {i}")
         if any(reducer is before for before in listed[:i]):
             _refuse("each Reducer once", f"one again as number {i}")
-    return CoalescedWindow(
-        listed,
-        None if last is None else bool(last),
-        _passes(backwards),
-        accumulate,
-        accumulate_dtype,
-    )
+    with naming(who_of(reducer.name for reducer in listed)):
+        passes = _passes(backwards)
+    whether_last = None if last is None else bool(last)
+    return CoalescedWindow(listed, whether_last, passes, accumulate, accumulate_dtype)
 
 
 def _passes(backwards: Any) -> int | None:

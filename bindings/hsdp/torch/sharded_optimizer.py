@@ -205,20 +205,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         as do their states; a `step` is a UsageError from here on.
         """
         for reducer in self._reducers:
-            owner = _owners.get(reducer)
-            if owner is not None and owner() is self:
+            if self._owns(reducer):
                 del _owners[reducer]
         self._word.close()
         self._gather.close()
+
+    def _owns(self, reducer: Reducer) -> bool:
+        owner = _owners.get(reducer)
+        return owner is not None and owner() is self
 
     def __repr__(self) -> str:
         rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
         here = sum(shard.count for shard in self._shards)
         whole = sum(parameter.numel() for parameter in self._parameters)
-        owners = [_owners.get(one) for one in self._reducers]
-        is_closed = any(owner is None or owner() is not self for owner in owners)
         words = [
-            *(["closed"] if is_closed else []),
+            *([] if all(map(self._owns, self._reducers)) else ["closed"]),
             f"{type(self._inner).__name__}, stage {self._stage}",
             f"{counted(len(self._shards), 'parameter')}, {here} of {whole} elements here",
             *([f"lr {'/'.join(dict.fromkeys(rates))}"] if rates else []),
@@ -476,8 +477,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_gradients(self) -> list[int]:
         """Waits for the results, or says what is missing. Of which steps they are."""
         for reducer, first in self._first_names.items():
-            owner = _owners.get(reducer)
-            if owner is None or owner() is not self:
+            if not self._owns(reducer):
                 refuse("an open optimizer", "a closed one")
             try:
                 reducer._handle.shard(first)

@@ -98,12 +98,14 @@ def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[ModelAttac
     found = attached_names(parameters)
     for attachment, names in found.items():
         with naming(attachment.who):
+            _require_no_pass(caller, attachment, names[0])
             for name in names:
                 _require_gradient(caller, attachment, name)
     return found
 
 
-def _require_gradient(caller: str, attachment: ModelAttachment, name: str) -> None:
+# Once for an attachment: this is in the way of every optimizer's step.
+def _require_no_pass(caller: str, attachment: ModelAttachment, name: str) -> None:
     if attachment.in_window:
         raise UsageError(
             f"{caller}: expected a call after hsdp.zero.coalesce_grad_reduction, got one "
@@ -116,6 +118,9 @@ def _require_gradient(caller: str, attachment: ModelAttachment, name: str) -> No
             f"'{name}' is this rank's own; move the call out of the block, and out of hooks that run in "
             "the backward pass"
         )
+
+
+def _require_gradient(caller: str, attachment: ModelAttachment, name: str) -> None:
     grad = attachment.gradient_of(name)
     if grad is None and attachment.step_begun() and not attachment.keeps_gradients:
         raise UsageError(

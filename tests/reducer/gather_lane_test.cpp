@@ -274,8 +274,9 @@ TEST(GatherAfterADroppedStep, IsSkippedAndTheLaneGoesOn) {
     bool told = false;  // whether a call has raised the drop
     const auto result_of_dropped_step = [&]() -> Event {
       try {
+        std::vector<StoredGradient> stored;  // outlives the microbatch, which reads it
         Microbatch open(reducer, {.last = true});
-        const auto stored = deliver(reducer, step, 0, mesh.rank());
+        stored = deliver(reducer, step, 0, mesh.rank());
         if (mesh.rank() == 1) throw StepAbortedError("dropped here", {1});
         open.end();
         return reducer.grad_norm({&norm, 1, Dtype::kF64, {}});

@@ -1,7 +1,6 @@
 #include "hsdp/device/cuda_call.h"
 
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include <array>
 #include <string>
@@ -11,19 +10,38 @@
 namespace hsdp {
 namespace {
 
+void* driver_function(const char* name) {
+  constexpr unsigned kSince = 7000;  // of CUDA, all that are asked for
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
+#if CUDART_VERSION >= 12050
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(name, &function, kSince, cudaEnableDefault, &found);
+#else
+  static_cast<void>(kSince);
+  const cudaError_t status = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
+#endif
+  if (status == cudaSuccess && found == cudaDriverEntryPointSuccess) return function;
+  static_cast<void>(cudaGetLastError());
+  return nullptr;
+}
+
 // To go back to a device that nobody has used yet would make a context there, hundreds of
 // megabytes.
 bool has_context(int device) {
   using GetState = int (*)(int device, unsigned* flags, int* active);
-  static const auto get_state = [] {
-    void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    return driver == nullptr
-               ? GetState{}
-               : reinterpret_cast<GetState>(::dlsym(driver, "cuDevicePrimaryCtxGetState"));
-  }();
+  static const auto get_state =
+      reinterpret_cast<GetState>(driver_function("cuDevicePrimaryCtxGetState"));
   unsigned flags = 0;
   int active = 1;
   return get_state == nullptr || get_state(device, &flags, &active) != 0 || active != 0;
+}
+
+// The thread's mode becomes that one; the one that it was.
+int exchange_capture_mode(int mode) {
+  auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&exchanged));
+  return exchanged;
 }
 
 }  // namespace
@@ -76,6 +94,19 @@ std::string cuda_bus_id(Device device) {
   return text.data();
 }
 
+void require_no_capture(Device device, void* stream) {
+  const OnCudaDevice current(device);  // whose default stream a null one is
+  cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
+  const cudaError_t status = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &captured);
+  const bool is_implicit = status == cudaErrorStreamCaptureImplicit;  // through the default stream
+  if (is_implicit) static_cast<void>(cudaGetLastError());
+  if (!is_implicit && captured == cudaStreamCaptureStatusNone) return;
+  throw UsageError({.where = "device: " + to_string(device),
+                    .expected = "a stream that is not being captured into a CUDA graph",
+                    .got = "one that is",
+                    .remedy = "hand gradients over, and read results, outside of the capture"});
+}
+
 void clear_cuda_memory(Device device, void* memory, std::size_t size) {
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), device, "make a stream");
@@ -88,12 +119,15 @@ void clear_cuda_memory(Device device, void* memory, std::size_t size) {
 OnCudaDevice::OnCudaDevice(Device device) {
   int current = 0;
   check_cuda(cudaGetDevice(&current), device, "ask for the current device");
-  if (current == device.index) return;
-  check_cuda(cudaSetDevice(device.index), device, "make it the current device");
-  saved_ = current;
+  if (current != device.index) {
+    check_cuda(cudaSetDevice(device.index), device, "make it the current device");
+    saved_ = current;
+  }
+  capture_mode_ = exchange_capture_mode(cudaStreamCaptureModeRelaxed);
 }
 
 OnCudaDevice::~OnCudaDevice() {
+  static_cast<void>(exchange_capture_mode(capture_mode_));
   if (saved_ >= 0 && has_context(saved_)) static_cast<void>(cudaSetDevice(saved_));
 }
 

@@ -21,11 +21,17 @@ void require_cuda(Device device);
 // Names the GPU behind the device on this host, however processes number theirs.
 [[nodiscard]] std::string cuda_bus_id(Device device);
 
+// UsageError while a cudaStream_t of somebody else is captured into a CUDA graph: what is asked of
+// it would be no part of the graph, or spoil it.
+void require_no_capture(Device device, void* stream);
+
 // Fills memory of the current device with zeros; done when it returns.
 void clear_cuda_memory(Device device, void* memory, std::size_t size);
 
-// Makes `device` the thread's current one while it lives; leaves the caller's as it was, unless
-// nobody in the process has used that one.
+// Around calls of our own, each of which would make a context on the thread's current device: makes
+// `device` that one while it lives, and leaves the caller's as it was, unless nobody in the process
+// has used that. What somebody captures into a graph meanwhile is none of these calls' business,
+// and stays whole.
 class OnCudaDevice {
  public:
   explicit OnCudaDevice(Device device);
@@ -35,6 +41,7 @@ class OnCudaDevice {
 
  private:
   int saved_ = -1;  // of the caller; -1: nothing to restore
+  int capture_mode_;
 };
 
 }  // namespace hsdp

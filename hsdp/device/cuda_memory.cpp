@@ -138,11 +138,18 @@ std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t size)
   const OnCudaDevice current(device);
   auto* const memory = static_cast<std::byte*>(allocate_pinned(device, size));
   std::memset(memory, 0, size);
-  return {memory, [](std::byte* data) { static_cast<void>(cudaFreeHost(data)); }};
+  return {memory, [device](std::byte* data) {
+            try {
+              const OnCudaDevice of_memory(device);
+              static_cast<void>(cudaFreeHost(data));
+            } catch (const Error&) {  // the driver is gone, and the memory with it
+            }
+          }};
 }
 
 std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size, const Stream& stream) {
   if (size == 0) return nullptr;
+  require_no_capture(stream.device(), stream.native_handle());
   const OnCudaDevice current(stream.device());
   return allocate(stream.device(), size, static_cast<cudaStream_t>(stream.native_handle()), stream);
 }
@@ -156,6 +163,7 @@ std::shared_ptr<std::atomic<std::uint32_t>> make_cuda_flag(Device device) {
 
 void copy_on_cuda(void* to, const void* from, std::size_t size, const Stream& stream) {
   if (size == 0) return;
+  require_no_capture(stream.device(), stream.native_handle());
   const OnCudaDevice current(stream.device());
   check_cuda(cudaMemcpyAsync(to, from, size, cudaMemcpyDefault,
                              static_cast<cudaStream_t>(stream.native_handle())),

@@ -8,6 +8,7 @@
 #include "hsdp/device/cuda_call.h"
 #include "hsdp/device/cuda_device.h"
 #include "hsdp/device/host_event.h"
+#include "hsdp/error.h"
 
 namespace hsdp {
 namespace {
@@ -22,17 +23,28 @@ class CudaEvent : public Event::State {
     if (status != cudaSuccess) cudaEventDestroy(event_);
     check_cuda(status, device, "record an event");
   }
-  ~CudaEvent() override { cudaEventDestroy(event_); }
+  ~CudaEvent() override {
+    try {
+      const OnCudaDevice current(device_);
+      cudaEventDestroy(event_);
+    } catch (const Error&) {  // the driver is gone, and the event with it
+    }
+  }
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
-  // An event that failed is complete: wait() says why.
   [[nodiscard]] bool complete() const override {
-    const bool pending = cudaEventQuery(event_) == cudaErrorNotReady;
-    if (pending) static_cast<void>(cudaGetLastError());
-    return !pending;
+    const OnCudaDevice current(device_);
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status != cudaErrorNotReady) {
+      check_cuda(status, device_, "ask for an event");
+      return true;
+    }
+    static_cast<void>(cudaGetLastError());
+    return false;
   }
   void wait() const override {
+    const OnCudaDevice current(device_);
     check_cuda(cudaEventSynchronize(event_), device_, "finish the work before an event");
   }
   void make_wait(cudaStream_t stream) const {
@@ -81,12 +93,18 @@ class CudaQueue : public Stream::Queue {
   CudaQueue(Device device, cudaStream_t stream, bool owned)
       : device_(device), stream_(stream), owned_(owned) {}
   ~CudaQueue() override {
-    if (owned_) cudaStreamDestroy(stream_);  // work in it runs to its end
+    if (!owned_) return;
+    try {
+      const OnCudaDevice current(device_);
+      cudaStreamDestroy(stream_);  // work in it runs to its end
+    } catch (const Error&) {       // the driver is gone, and the stream with it
+    }
   }
   CudaQueue(const CudaQueue&) = delete;
   CudaQueue& operator=(const CudaQueue&) = delete;
 
   void run(std::function<void()> task) override {
+    require_no_capture();
     const std::lock_guard lock(mutex_);
     if (error_->get()) return;
     try {
@@ -98,6 +116,7 @@ class CudaQueue : public Stream::Queue {
   }
 
   Event record() override {
+    require_no_capture();
     const std::lock_guard lock(mutex_);
     std::exception_ptr error = error_->get();
     if (!error) {
@@ -132,6 +151,7 @@ class CudaQueue : public Stream::Queue {
   }
 
   void synchronize() override {
+    require_no_capture();
     {
       const OnCudaDevice current(device_);
       const cudaError_t status = cudaStreamSynchronize(stream_);
@@ -144,6 +164,10 @@ class CudaQueue : public Stream::Queue {
   [[nodiscard]] void* native_handle() const override { return stream_; }
 
  private:
+  void require_no_capture() const {
+    if (!owned_) hsdp::require_no_capture(device_, stream_);
+  }
+
   Device device_;
   cudaStream_t stream_;
   bool owned_;

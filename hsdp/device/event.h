@@ -16,6 +16,7 @@ class Event {
   class State {
    public:
     virtual ~State() = default;
+    // Never true of work that goes on. A device that cannot tell is an Error.
     [[nodiscard]] virtual bool complete() const = 0;
     // Blocks the calling thread; rethrows the error of the task that broke the stream, if any.
     virtual void wait() const = 0;

@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
 
 namespace hsdp::reducer {
@@ -26,6 +27,15 @@ void sum_row(const TensorView& kept, const TensorView& row, const TensorView& ou
   args.count = out.count;
   args.out = out.data;
   kernels::cast_and_pack(args, stream);
+}
+
+// As far as the device can tell.
+bool is_complete(const Event& event) {
+  try {
+    return event.complete();
+  } catch (const Error&) {
+    return false;
+  }
 }
 
 }  // namespace
@@ -82,8 +92,8 @@ void RowSums::drain() noexcept {
       ranks_.world.wait(event);
     } catch (...) {
       if (!error) error = std::current_exception();
+      if (!is_complete(event)) break;  // a GPU that hangs: nor will the rest
     }
-    if (!event.complete()) break;  // a GPU that hangs: nor will the rest
   }
   if (error) outcome_.fail(std::move(error));
 }

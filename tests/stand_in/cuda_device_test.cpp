@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "cuda_runtime.h"
 #include "cuda_stand_in.h"
@@ -31,6 +34,7 @@ constexpr Device kOtherGpu{DeviceType::kCuda, 1};
 
 class CudaDevice : public ::testing::Test {
  protected:
+  CudaDevice() { cudaSetDevice(0); }  // which has a context then
   ~CudaDevice() override { stand_in::set_devices(2); }
 };
 
@@ -58,6 +62,114 @@ TEST_F(CudaDevice, StaysTheCallersCurrentOne) {
   static_cast<void>(stream.record());
   EXPECT_EQ(inside, 1);
   EXPECT_EQ(stand_in::current_device(), 0);
+}
+
+TEST_F(CudaDevice, BecomesThatOfAThreadThatUsedNone) {
+  stand_in::forget_contexts();
+  std::thread([] {
+    const Buffer buffer(kOtherGpu, 100);
+    EXPECT_EQ(stand_in::current_device(), 1) << "to go back would make a context";
+  }).join();
+  EXPECT_EQ(stand_in::contexts(), std::set<int>{1});
+}
+
+// A context is half a gigabyte: every rank of a machine would have one on GPU 0.
+TEST_F(CudaDevice, HasNoContextOnAnother) {
+  ASSERT_EQ(stand_in::current_device(), 0);
+  stand_in::forget_contexts();
+  const auto in_thread = [](const auto& act) { std::thread(act).join(); };  // whose device is 0
+  in_thread([&] {
+    auto stream = std::make_optional(Stream::create(kOtherGpu, "other"));
+    auto buffer = std::make_optional<Buffer>(kOtherGpu, 100);
+    auto pinned = std::make_optional<Buffer>(kOtherGpu, 100, Buffer::Place::kPinnedHost);
+    auto scratch = std::make_optional<Scratch>(100, *stream);
+    auto flag = std::make_optional(make_flag(kOtherGpu));
+    copy_bytes(buffer->data(), pinned->data(), 100, *stream);
+    auto event = std::make_optional(stream->record());
+    in_thread([&] { stream->wait(*event); });
+    in_thread([&] { static_cast<void>(event->complete()); });
+    in_thread([&] { event->wait(); });
+    in_thread([&] { event.reset(); });
+    in_thread([&] { scratch.reset(); });
+    in_thread([&] { buffer.reset(); });
+    in_thread([&] { pinned.reset(); });
+    in_thread([&] { flag.reset(); });
+    in_thread([&] { stream->synchronize(); });
+    in_thread([&] { stream.reset(); });
+  });
+  EXPECT_EQ(stand_in::contexts(), std::set<int>{1});
+}
+
+// What the caller captures into a graph meanwhile.
+class Capture {
+ public:
+  Capture() {
+    static_cast<void>(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    static_cast<void>(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal));
+  }
+  ~Capture() { static_cast<void>(cudaStreamDestroy(stream_)); }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+  [[nodiscard]] cudaStream_t stream() const { return stream_; }
+  // Whether it is whole.
+  [[nodiscard]] bool end() {
+    cudaGraph_t graph = nullptr;
+    return cudaStreamEndCapture(stream_, &graph) == cudaSuccess;
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+TEST_F(CudaDevice, LeavesACaptureWhole) {
+  Stream stream = Stream::create(kGpu, "stream");
+  const Event before = stream.record();
+  Capture capture;
+  for (const bool in_thread : {false, true}) {
+    const auto act = [&] {
+      while (!before.complete()) std::this_thread::yield();
+      before.wait();
+      stream.record().wait();
+      stream.synchronize();
+      const Buffer buffer(kGpu, 100);
+      const Buffer pinned(kGpu, 100, Buffer::Place::kPinnedHost);
+      const Scratch scratch(100, stream);
+    };
+    in_thread ? std::thread(act).join() : act();
+  }
+  EXPECT_TRUE(capture.end());
+}
+
+TEST_F(CudaDevice, RefusesAStreamThatIsCaptured) {
+  Stream own = Stream::create(kGpu, "own");
+  const Buffer buffer(kGpu, 100);
+  Capture capture;
+  Stream caller = Stream::borrow(kGpu, capture.stream());
+  const std::vector<std::function<void()>> calls{
+      [&] { static_cast<void>(caller.record()); },
+      [&] { caller.wait(own.record()); },
+      [&] { caller.run([] {}); },
+      [&] { caller.synchronize(); },
+      [&] { const Scratch scratch(100, caller); },
+      [&] { copy_bytes(buffer.data(), buffer.data() + 50, 50, caller); }};
+  for (const auto& call : calls) {
+    EXPECT_THAT(call, ThrowsMessage<UsageError>(AllOf(HasSubstr("cuda:0"), HasSubstr("CUDA graph"),
+                                                      HasSubstr("outside of the capture"))));
+  }
+  EXPECT_TRUE(capture.end());
+  caller.wait(own.record());  // it is a stream like others again
+  caller.record().wait();
+}
+
+TEST_F(CudaDevice, TakesNoErrorForDone) {
+  Stream stream = Stream::create(kGpu, "stream");
+  const stand_in::Standstill nothing_moves;
+  const Event event = stream.record();
+  stand_in::fail("cudaEventQuery", cudaErrorLaunchFailure);
+  EXPECT_THAT([&] { static_cast<void>(event.complete()); },
+              ThrowsMessage<Error>(HasSubstr("cuda:0: cannot ask for an event")));
+  stand_in::fail("cudaEventQuery", 0);
+  EXPECT_FALSE(event.complete());
 }
 
 TEST_F(CudaDevice, NeverHoldsTheCallerUp) {

@@ -2,22 +2,38 @@
 
 #include <cuda_runtime.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <random>
+#include <string_view>
+#include <thread>
 #include <utility>
 
 #include "hsdp/device/stream.h"
 
+// A capture sequence, of all streams that take part.
+struct CUgraph_st {
+  cudaStreamCaptureMode mode;
+  std::thread::id thread;
+  CUstream_st* origin;
+  bool is_invalid = false;
+};
+
 struct CUstream_st {
+  int device = 0;
+  bool is_legacy = false;
   hsdp::Stream worker = hsdp::Stream::host_worker("stand-in");
+  CUgraph_st* capture = nullptr;
 };
 
 struct CUevent_st {
-  std::mutex mutex;
+  int device = 0;
   hsdp::Event last;
+  CUgraph_st* captured = nullptr;  // where it was recorded last
 };
 
 struct CUmemPool_st {};
@@ -30,11 +46,20 @@ struct Machine {
   std::condition_variable changed;
   int devices = 2;
   int count_error = 0;
-  std::map<std::string, int> failures;
+  std::map<std::string, int, std::less<>> failures;
   int standstills = 0;
   std::int64_t launches = 0;
   std::map<void*, std::size_t> memory;
+  std::int64_t allocations = 0;
+  std::optional<std::int64_t> failing_allocation;
+  std::optional<std::mt19937_64> delays;
   cudaError_t last_error = cudaSuccess;
+  cudaError_t sticky_error = cudaSuccess;
+  std::set<int> contexts;
+  std::set<cudaStream_t> streams;
+  std::set<cudaEvent_t> events;
+  std::set<CUgraph_st*> captures;
+  std::map<int, CUstream_st*> legacy;  // by device
 };
 
 Machine& machine() {
@@ -43,84 +68,210 @@ Machine& machine() {
 }
 
 thread_local int the_current_device = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
-CUstream_st& stream_of(cudaStream_t stream) {
-  static auto* const legacy = new CUstream_st;
-  return stream == nullptr ? *legacy : *stream;
+// What the real runtime leaves undefined: a crash there, if one is lucky.
+[[noreturn]] void punish(std::string_view call, std::string_view what) {
+  std::fprintf(stderr, "stand-in for CUDA: %.*s: %.*s\n", static_cast<int>(call.size()),
+               call.data(), static_cast<int>(what.size()), what.data());
+  std::abort();
 }
 
-cudaError_t status_of(const char* call) {
-  Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
-  const auto failure = m.failures.find(call);
-  if (failure == m.failures.end()) return cudaSuccess;
-  return m.last_error = static_cast<cudaError_t>(failure->second);
-}
+// One call of the runtime that needs a context.
+class Call {
+ public:
+  explicit Call(std::string_view name) : name_(name), lock_(machine().mutex) {
+    machine().contexts.insert(the_current_device);
+    const auto failure = machine().failures.find(name);
+    if (failure != machine().failures.end()) refuse(static_cast<cudaError_t>(failure->second));
+    if (machine().sticky_error != cudaSuccess) refuse(machine().sticky_error);
+  }
 
-void wait_while_standing_still() {
+  [[nodiscard]] cudaError_t status() const { return status_; }
+  cudaError_t refuse(cudaError_t error) {
+    status_ = error;
+    machine().last_error = error;
+    return error;
+  }
+
+  // The stream, which a null one is on the current device.
+  [[nodiscard]] CUstream_st& stream(cudaStream_t stream) const {
+    if (stream == nullptr) {
+      CUstream_st*& legacy = machine().legacy[the_current_device];
+      if (legacy == nullptr) legacy = new CUstream_st{the_current_device, true};
+      return *legacy;
+    }
+    if (!machine().streams.contains(stream)) punish(name_, "a stream that was destroyed");
+    return *stream;
+  }
+  [[nodiscard]] CUevent_st& event(cudaEvent_t event) const {
+    if (!machine().events.contains(event)) punish(name_, "an event that was destroyed");
+    return *event;
+  }
+
+  // Waiting and asking are no work that a capture could record.
+  bool is_prohibited() {
+    bool found = false;
+    for (CUgraph_st* const capture : machine().captures) {
+      const bool own = capture->thread == std::this_thread::get_id();
+      const bool counts = capture_mode == cudaStreamCaptureModeGlobal
+                              ? (own ? capture->mode != cudaStreamCaptureModeRelaxed
+                                     : capture->mode == cudaStreamCaptureModeGlobal)
+                              : capture_mode == cudaStreamCaptureModeThreadLocal && own &&
+                                    capture->mode != cudaStreamCaptureModeRelaxed;
+      if (!counts) continue;
+      capture->is_invalid = true;
+      found = true;
+    }
+    if (found) refuse(cudaErrorStreamCaptureUnsupported);
+    return found;
+  }
+  bool is_captured(CUgraph_st* capture, cudaError_t error) {
+    if (capture == nullptr || !machine().captures.contains(capture)) return false;
+    capture->is_invalid = true;
+    refuse(error);
+    return true;
+  }
+
+  void unlock() { lock_.unlock(); }
+
+ private:
+  std::string_view name_;
+  std::unique_lock<std::mutex> lock_;
+  cudaError_t status_ = cudaSuccess;
+};
+
+void wait_as_told() {
   Machine& m = machine();
   std::unique_lock lock(m.mutex);
+  if (m.delays) {
+    const std::chrono::microseconds pause((*m.delays)() % 4 == 0 ? (*m.delays)() % 1000 : 0);
+    lock.unlock();
+    std::this_thread::sleep_for(pause);
+    lock.lock();
+  }
   m.changed.wait(lock, [&m] { return m.standstills == 0; });
+}
+
+// Device memory, or pinned memory of the host.
+void* allocate(Call& call, std::size_t size) {
+  Machine& m = machine();
+  ++m.allocations;
+  const bool fails = m.failing_allocation && --*m.failing_allocation < 0;
+  if (fails) m.failing_allocation.reset();
+  constexpr std::size_t kAlignment = 256;
+  constexpr std::size_t kMostBytes = std::size_t{16} << 30U;
+  void* const memory =
+      fails || size > kMostBytes
+          ? nullptr
+          : std::aligned_alloc(kAlignment, (size + kAlignment - 1) / kAlignment * kAlignment);
+  if (memory == nullptr) {
+    call.refuse(cudaErrorMemoryAllocation);
+    return nullptr;
+  }
+  std::memset(memory, 0xff, size);
+  return memory;
+}
+
+int primary_context_state(int device, unsigned* flags, int* active) {
+  const std::lock_guard lock(machine().mutex);
+  *flags = 0;
+  *active = machine().contexts.contains(device) ? 1 : 0;
+  return 0;
 }
 
 }  // namespace
 
 void set_devices(int count, int error) {
-  Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
-  m.devices = count;
-  m.count_error = error;
+  const std::lock_guard lock(machine().mutex);
+  machine().devices = count;
+  machine().count_error = error;
 }
 
 void fail(const std::string& call, int error) {
-  Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
+  const std::lock_guard lock(machine().mutex);
   if (error == 0) {
-    m.failures.erase(call);
+    machine().failures.erase(call);
   } else {
-    m.failures[call] = error;
+    machine().failures[call] = error;
   }
+}
+
+void fail_allocation(std::optional<std::int64_t> after) {
+  const std::lock_guard lock(machine().mutex);
+  machine().failing_allocation = after;
+}
+
+std::int64_t allocation_count() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().allocations;
+}
+
+void break_devices(int error) {
+  const std::lock_guard lock(machine().mutex);
+  machine().sticky_error = static_cast<cudaError_t>(error);
+  machine().last_error = machine().sticky_error;
+}
+
+void delay_work(std::optional<std::uint64_t> seed) {
+  const std::lock_guard lock(machine().mutex);
+  machine().delays.reset();
+  if (seed) machine().delays.emplace(*seed);
 }
 
 Standstill::Standstill() {
-  Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
-  ++m.standstills;
+  const std::lock_guard lock(machine().mutex);
+  ++machine().standstills;
 }
 
 Standstill::~Standstill() {
-  Machine& m = machine();
   {
-    const std::lock_guard lock(m.mutex);
-    --m.standstills;
+    const std::lock_guard lock(machine().mutex);
+    --machine().standstills;
   }
-  m.changed.notify_all();
+  machine().changed.notify_all();
 }
 
 std::int64_t kernel_launches() {
-  Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
-  return m.launches;
+  const std::lock_guard lock(machine().mutex);
+  return machine().launches;
 }
 
 std::int64_t allocated_bytes() {
-  Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
+  const std::lock_guard lock(machine().mutex);
   std::int64_t bytes = 0;
-  for (const auto& [memory, size] : m.memory) bytes += static_cast<std::int64_t>(size);
+  for (const auto& [memory, size] : machine().memory) bytes += static_cast<std::int64_t>(size);
   return bytes;
 }
 
 int current_device() { return the_current_device; }
 
-cudaError_t enqueue(const char* call, cudaStream_t stream, std::function<void()> work) {
-  if (const cudaError_t status = status_of(call)) return status;
-  if (std::string(call) == "cudaLaunchKernel") {
-    const std::lock_guard lock(machine().mutex);
-    ++machine().launches;
+std::set<int> contexts() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().contexts;
+}
+
+void forget_contexts() {
+  const std::lock_guard lock(machine().mutex);
+  machine().contexts.clear();
+}
+
+cudaError_t enqueue(const char* name, cudaStream_t handle, std::function<void()> work) {
+  Call call(name);
+  if (call.status() != cudaSuccess) return call.status();
+  CUstream_st& stream = call.stream(handle);
+  const bool is_kernel = std::string_view(name) == "cudaLaunchKernel";
+  const bool launches = is_kernel || std::string_view(name) == "ncclGroupEnd";
+  if (launches && stream.device != the_current_device) {
+    return call.refuse(cudaErrorInvalidResourceHandle);
   }
-  stream_of(stream).worker.run([work = std::move(work)] {
-    wait_while_standing_still();
+  if (is_kernel) ++machine().launches;
+  if (stream.capture != nullptr) {  // a node of the graph, which nobody launches here
+    return stream.capture->is_invalid ? call.refuse(cudaErrorStreamCaptureInvalidated)
+                                      : cudaSuccess;
+  }
+  stream.worker.run([work = std::move(work)] {
+    wait_as_told();
     work();
   });
   return cudaSuccess;
@@ -132,7 +283,7 @@ using namespace hsdp::stand_in;  // NOLINT(google-build-using-namespace): the ru
 
 cudaError_t cudaGetLastError() {
   const std::lock_guard lock(machine().mutex);
-  return std::exchange(machine().last_error, cudaSuccess);
+  return std::exchange(machine().last_error, machine().sticky_error);
 }
 
 const char* cudaGetErrorName(cudaError_t error) {
@@ -158,7 +309,7 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaSetDevice(int device) {
   the_current_device = device;
-  return cudaSuccess;
+  return Call("cudaSetDevice").status();
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
@@ -171,60 +322,146 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*attribute*/, int
   return cudaSuccess;
 }
 
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function,
+                                             unsigned /*version*/, unsigned long long /*flags*/,
+                                             cudaDriverEntryPointQueryResult* status) {
+  if (status != nullptr) *status = cudaDriverEntryPointSuccess;
+  const bool is_known = std::string_view(symbol) == "cuDevicePrimaryCtxGetState";
+  *function = is_known ? reinterpret_cast<void*>(&primary_context_state) : nullptr;
+  return is_known ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) {
-  if (const cudaError_t status = status_of("cudaStreamCreateWithFlags")) return status;
-  *stream = new CUstream_st;
+  const Call call("cudaStreamCreateWithFlags");
+  if (call.status() != cudaSuccess) return call.status();
+  *stream = new CUstream_st{the_current_device};
+  machine().streams.insert(*stream);
   return cudaSuccess;
 }
 
 // Does not wait: the thread goes when its work is done.
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  Call call("cudaStreamDestroy");
+  CUstream_st* const stream = &call.stream(handle);
+  machine().streams.erase(handle);
+  call.is_captured(stream->capture, cudaErrorStreamCaptureUnsupported);
   hsdp::Stream worker = stream->worker;
+  call.unlock();
   worker.run([stream] { delete stream; });
+  return call.status();
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  Call call("cudaStreamSynchronize");
+  CUstream_st& stream = call.stream(handle);
+  if (call.is_captured(stream.capture, cudaErrorStreamCaptureUnsupported)) return call.status();
+  if (call.is_prohibited()) return call.status();
+  hsdp::Stream worker = stream.worker;
+  call.unlock();
+  worker.synchronize();
+  return call.status();
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned) {
+  Call call("cudaStreamWaitEvent");
+  CUstream_st& stream = call.stream(handle);
+  const CUevent_st& event = call.event(event_handle);
+  if (event.captured != nullptr && machine().captures.contains(event.captured)) {
+    if (stream.is_legacy) return call.refuse(cudaErrorStreamCaptureImplicit);
+    stream.capture = event.captured;  // takes part from here on
+  } else {
+    stream.worker.wait(event.last);
+  }
+  return call.status();
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  const Call call("cudaStreamIsCapturing");
+  const CUgraph_st* const capture = call.stream(handle).capture;
+  *status = capture == nullptr    ? cudaStreamCaptureStatusNone
+            : capture->is_invalid ? cudaStreamCaptureStatusInvalidated
+                                  : cudaStreamCaptureStatusActive;
+  return call.status();
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  Call call("cudaStreamBeginCapture");
+  CUstream_st& stream = call.stream(handle);
+  if (stream.is_legacy) return call.refuse(cudaErrorStreamCaptureUnsupported);
+  stream.capture = new CUgraph_st{mode, std::this_thread::get_id(), &stream};
+  machine().captures.insert(stream.capture);
+  return call.status();
+}
+
+// Nothing launches graphs here: what comes back is whether it is whole.
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  Call call("cudaStreamEndCapture");
+  CUgraph_st* const capture = call.stream(handle).capture;
+  if (capture == nullptr || capture->origin != handle) return call.refuse(cudaErrorInvalidValue);
+  for (CUstream_st* const stream : machine().streams) {
+    if (stream->capture == capture) stream->capture = nullptr;
+  }
+  for (CUevent_st* const event : machine().events) {
+    if (event->captured == capture) event->captured = nullptr;
+  }
+  machine().captures.erase(capture);
+  const bool is_invalid = capture->is_invalid;
+  delete capture;
+  *graph = nullptr;
+  return is_invalid ? call.refuse(cudaErrorStreamCaptureInvalidated) : call.status();
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
   return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  stream_of(stream).worker.synchronize();
-  return status_of("cudaStreamSynchronize");
-}
-
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
-  const std::lock_guard lock(event->mutex);
-  stream_of(stream).worker.wait(event->last);
-  return status_of("cudaStreamWaitEvent");
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
-  *event = new CUevent_st;
+  const Call call("cudaEventCreateWithFlags");
+  if (call.status() != cudaSuccess) return call.status();
+  *event = new CUevent_st{the_current_device};
+  machine().events.insert(*event);
   return cudaSuccess;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  if (const cudaError_t status = enqueue("cudaEventRecord", stream, [] {})) return status;
-  const std::lock_guard lock(event->mutex);
-  event->last = stream_of(stream).worker.record();
+cudaError_t cudaEventRecord(cudaEvent_t event_handle, cudaStream_t handle) {
+  Call call("cudaEventRecord");
+  if (call.status() != cudaSuccess) return call.status();
+  CUstream_st& stream = call.stream(handle);
+  CUevent_st& event = call.event(event_handle);
+  if (stream.device != event.device) return call.refuse(cudaErrorInvalidResourceHandle);
+  event.captured = stream.capture;
+  if (stream.capture != nullptr) return call.status();
+  stream.worker.run(wait_as_told);
+  event.last = stream.worker.record();
   return cudaSuccess;
 }
 
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-  const std::lock_guard lock(event->mutex);
-  return event->last.complete() ? cudaSuccess : cudaErrorNotReady;
+cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  Call call("cudaEventQuery");
+  const CUevent_st& event = call.event(handle);
+  if (call.is_captured(event.captured, cudaErrorCapturedEvent)) return call.status();
+  if (call.is_prohibited() || call.status() != cudaSuccess) return call.status();
+  return event.last.complete() ? cudaSuccess : call.refuse(cudaErrorNotReady);
 }
 
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  hsdp::Event last;
-  {
-    const std::lock_guard lock(event->mutex);
-    last = event->last;
-  }
+cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  Call call("cudaEventSynchronize");
+  const CUevent_st& event = call.event(handle);
+  if (call.is_captured(event.captured, cudaErrorCapturedEvent)) return call.status();
+  if (call.is_prohibited()) return call.status();
+  const hsdp::Event last = event.last;
+  call.unlock();
   last.wait();
-  return status_of("cudaEventSynchronize");
+  return call.status();
 }
 
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
+cudaError_t cudaEventDestroy(cudaEvent_t handle) {
+  const Call call("cudaEventDestroy");
+  CUevent_st* const event = &call.event(handle);
+  machine().events.erase(handle);
   delete event;
-  return cudaSuccess;
+  return call.status();
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
@@ -234,7 +471,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* /*properties*/) {
   static CUmemPool_st only;
   *pool = &only;
-  return cudaSuccess;
+  return Call("cudaMemPoolCreate").status();
 }
 
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t /*pool*/, cudaMemPoolAttr /*attribute*/,
@@ -243,37 +480,36 @@ cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t /*pool*/, cudaMemPoolAttr /*at
 }
 
 cudaError_t cudaMallocFromPoolAsync(void** memory, std::size_t size, cudaMemPool_t /*pool*/,
-                                    cudaStream_t /*stream*/) {
-  if (const cudaError_t status = status_of("cudaMallocFromPoolAsync")) return status;
-  constexpr std::size_t kAlignment = 256;
-  constexpr std::size_t kMostBytes = std::size_t{16} << 30U;
-  if (size > kMostBytes) return machine().last_error = cudaErrorMemoryAllocation;
-  *memory = std::aligned_alloc(kAlignment, (size + kAlignment - 1) / kAlignment * kAlignment);
-  if (*memory == nullptr) return cudaErrorMemoryAllocation;
-  std::memset(*memory, 0xcb, size);
-  const std::lock_guard lock(machine().mutex);
-  machine().memory[*memory] = size;
-  return cudaSuccess;
+                                    cudaStream_t stream) {
+  Call call("cudaMallocFromPoolAsync");
+  if (call.status() != cudaSuccess) return call.status();
+  static_cast<void>(call.stream(stream));
+  *memory = allocate(call, size);
+  if (*memory != nullptr) machine().memory[*memory] = size;
+  return call.status();
 }
 
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   return enqueue("cudaFreeAsync", stream, [memory] {
     const std::lock_guard lock(machine().mutex);
     const auto place = machine().memory.find(memory);
-    std::memset(memory, 0xdd, place->second);
+    if (place == machine().memory.end()) punish("cudaFreeAsync", "memory that was freed");
+    std::memset(memory, 0xff, place->second);
     machine().memory.erase(place);
     std::free(memory);
   });
 }
 
 cudaError_t cudaHostAlloc(void** memory, std::size_t size, unsigned /*flags*/) {
-  if (const cudaError_t status = status_of("cudaHostAlloc")) return status;
-  *memory = std::malloc(size);
-  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+  Call call("cudaHostAlloc");
+  if (call.status() != cudaSuccess || call.is_prohibited()) return call.status();
+  *memory = allocate(call, size);
+  return call.status();
 }
 
 cudaError_t cudaFreeHost(void* memory) {
-  if (const cudaError_t status = status_of("cudaFreeHost")) return status;
+  Call call("cudaFreeHost");
+  if (call.status() != cudaSuccess || call.is_prohibited()) return call.status();
   std::free(memory);
   return cudaSuccess;
 }

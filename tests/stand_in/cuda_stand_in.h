@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <set>
 #include <string>
 
 namespace hsdp::stand_in {
@@ -12,6 +14,17 @@ void set_devices(int count, int error = 0);
 
 // From now on the call of that name returns `error`; 0: it works again.
 void fail(const std::string& call, int error);
+
+// The allocation after so many more fails, of device or pinned memory; none: no longer.
+void fail_allocation(std::optional<std::int64_t> after);
+[[nodiscard]] std::int64_t allocation_count();  // since the start, those that failed too
+
+// A kernel has failed: every call of every device returns `error`, until 0 makes a new process of
+// it.
+void break_devices(int error);
+
+// Each piece of work waits for a random time first, up to a millisecond; none: no longer.
+void delay_work(std::optional<std::uint64_t> seed);
 
 // While it lives, no stream of any GPU gets on: whoever waits for one hangs.
 class Standstill {
@@ -28,5 +41,8 @@ class Standstill {
 [[nodiscard]] std::int64_t allocated_bytes();
 // The calling thread's current device.
 [[nodiscard]] int current_device();
+// Devices on which this process has a context, which is hundreds of megabytes.
+[[nodiscard]] std::set<int> contexts();
+void forget_contexts();  // as in a new process
 
 }  // namespace hsdp::stand_in

@@ -6,8 +6,10 @@
 #include <optional>
 #include <utility>
 
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/nccl/nccl_link.h"
 #include "hsdp/device/cuda_call.h"
+#include "hsdp/error.h"
 
 namespace hsdp::comm {
 namespace {
@@ -105,8 +107,7 @@ void NcclWatch::watch() {
                       [this] { return closing_ || failed_; });
     if (closing_) return;
     if (!failed_ && !control_->failed()) {
-      look_at_collectives();
-      if (const auto failure = look_at_links()) {
+      if (const auto failure = look()) {
         lock.unlock();
         control_->fail(*failure);
         lock.lock();
@@ -117,6 +118,17 @@ void NcclWatch::watch() {
     abort_all();
     changed_.wait(lock, [this] { return closing_; });
   }
+}
+
+std::optional<Failure> NcclWatch::look() {
+  try {
+    look_at_collectives();
+  } catch (const Error& error) {  // the device cannot tell, and will not
+    const std::string who = ranks_text({control_->rank()}, control_->size());
+    return Failure{
+        FailureKind::kAborted, "nccl: " + who + " failed: " + error.what(), {control_->rank()}};
+  }
+  return look_at_links();
 }
 
 // Control is told of one collective at a time on each communicator, the oldest.

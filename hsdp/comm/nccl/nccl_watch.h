@@ -63,6 +63,7 @@ class NcclWatch {
   };
 
   void watch();
+  std::optional<Failure> look();
   void look_at_collectives();
   [[nodiscard]] std::optional<Failure> look_at_links();
   void abort_all();

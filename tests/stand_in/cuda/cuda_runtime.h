@@ -3,7 +3,9 @@
 // it computes is the CPU's work and says nothing about any GPU.
 //
 // A stream is a thread with a queue, device memory is host memory, a kernel is a loop over its
-// blocks and threads. Freed memory is overwritten first, and so is shared memory before a block.
+// blocks and threads. New memory and shared memory hold NaNs in every dtype, and so does memory
+// that was freed. What the real runtime refuses is refused, and what it leaves undefined ends the
+// process: cuda_rules_test.cpp has the rules with their sources.
 #pragma once
 
 #include <cstddef>
@@ -26,15 +28,32 @@ enum cudaError_t : int {
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
+  cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719,
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureInvalidated = 901,
+  cudaErrorStreamCaptureImplicit = 906,
+  cudaErrorCapturedEvent = 907,
 };
 
 using cudaStream_t = struct CUstream_st*;
 using cudaEvent_t = struct CUevent_st*;
 using cudaMemPool_t = struct CUmemPool_st*;
+using cudaGraph_t = struct CUgraph_st*;
 using cudaHostFn_t = void (*)(void*);
 
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone = 0,
+  cudaStreamCaptureStatusActive = 1,
+  cudaStreamCaptureStatusInvalidated = 2,
+};
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal = 0,
+  cudaStreamCaptureModeThreadLocal = 1,
+  cudaStreamCaptureModeRelaxed = 2,
+};
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold = 4 };
@@ -54,7 +73,10 @@ struct dim3 {
 inline const dim3 blockIdx{0};
 inline const dim3 gridDim{1};
 
+#define CUDART_VERSION 13000
+
 constexpr unsigned cudaStreamNonBlocking = 1;
+constexpr unsigned long long cudaEnableDefault = 0;
 constexpr unsigned cudaEventBlockingSync = 1;
 constexpr unsigned cudaEventDisableTiming = 2;
 constexpr unsigned cudaHostAllocPortable = 1;
@@ -69,9 +91,16 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* status = nullptr);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
@@ -109,7 +138,7 @@ cudaError_t cudaLaunchKernel(void (* /*kernel*/)(Body), dim3 grid, dim3 /*block*
   return hsdp::stand_in::enqueue("cudaLaunchKernel", stream, [body, grid] {
     const auto shared = std::make_unique<typename Body::Shared>();
     for (unsigned block = 0; block < grid.x; ++block) {
-      std::memset(static_cast<void*>(shared.get()), 0xcb, sizeof(typename Body::Shared));
+      std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(typename Body::Shared));
       (*body)(hsdp::kernels::Block(block, grid.x), *shared);
     }
   });

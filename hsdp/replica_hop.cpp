@@ -17,8 +17,23 @@ AllReduce plain_sum(const HopBucket& bucket, Reduction reduction) {
   return args;
 }
 
+void PlainHop::prepare(const HopPlan& plan) {
+  reduction_ = plan.reduction;
+  to_come_.clear();
+  for (std::size_t b = 0; b < plan.ranges.size(); ++b) {
+    AllReduce& call = to_come_.emplace_back();
+    for (const ParameterRange& range : plan.ranges[b]) call.data.count += range.count;
+    call.data.dtype = Dtype::kF32;
+    call.data.device = plan.device;
+    call.wire = wire_.value_or(plan.wires[b]);
+    call.reduction = reduction_;
+  }
+}
+
 void PlainHop::bind(Communicator scatter, Communicator /*gather*/) {
   replicas_ = std::move(scatter);
+  if (replicas_) replicas_.reserve(to_come_);
+  to_come_.clear();
 }
 
 Event PlainHop::reduce(const HopBucket& bucket, Stream& stream) {

@@ -139,13 +139,14 @@ class PlainHop final : public ReplicaHop {
   [[nodiscard]] std::optional<Dtype> wire() const override { return wire_; }
   [[nodiscard]] bool has_state() const override { return false; }
   [[nodiscard]] bool needs_gather_group() const override { return false; }
-  void prepare(const HopPlan& plan) override { reduction_ = plan.reduction; }
+  void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
 
  private:
   std::optional<Dtype> wire_;
   Reduction reduction_ = Reduction::kExact;
+  std::vector<AllReduce> to_come_;  // between prepare() and bind()
   Communicator replicas_;
 };
 

@@ -234,6 +234,16 @@ SharedMemory Communicator::allocate(std::int64_t count, Dtype dtype) {
   return engine.allocate(count, dtype);
 }
 
+void Communicator::reserve(std::span<const ReduceScatter> calls) {
+  std::vector<ReduceScatter> full(calls.begin(), calls.end());
+  for (ReduceScatter& call : full) {
+    if (!call.cut) call.cut.emplace(call.in.count, size());
+  }
+  require(engine_).reserve(full);
+}
+
+void Communicator::reserve(std::span<const AllReduce> calls) { require(engine_).reserve(calls); }
+
 void Communicator::wait(const Event& event) { require(engine_).wait(event); }
 
 CollectiveCounts Communicator::stats() const { return require(engine_).counts(); }

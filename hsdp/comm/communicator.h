@@ -164,6 +164,10 @@ class Communicator {
   [[nodiscard]] Communicator split(int color, int key);
   // Collective, in the same order on every rank; each rank may ask for its own count.
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype);
+  // Collective: takes the memory that such calls need beside their arguments now, rather than in
+  // the first of them. Each is as it will be called, but for `out`, factors and the flag.
+  void reserve(std::span<const ReduceScatter> calls);
+  void reserve(std::span<const AllReduce> calls);
   // Blocks until `event` of a stream that this group's collectives run on is complete. Throws the
   // world's failure when it comes first, or when a GPU that hangs in a collective never gets there.
   void wait(const Event& event);

@@ -31,6 +31,9 @@ class Communicator::Engine {
   [[nodiscard]] virtual std::shared_ptr<Engine> split(int color, int key) = 0;
   [[nodiscard]] virtual SharedMemory allocate(std::int64_t count, Dtype dtype) = 0;
 
+  // See Communicator::reserve().
+  virtual void reserve(std::span<const ReduceScatter> calls) { static_cast<void>(calls); }
+  virtual void reserve(std::span<const AllReduce> calls) { static_cast<void>(calls); }
   // See Communicator::wait().
   virtual void wait(const Event& event) { event.wait(); }
 

@@ -93,7 +93,8 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
     hop_.emplace(groups, options.replica_hop, [&] { return hop_plan(setting, *layout_); });
   }
   together(world, "allocate its carry", [&] { memory_->allocate_carry(groups.replicate); });
-  together(world, "allocate its staging buckets", [&] { memory_->allocate_staging(groups.shard); });
+  together(world, "allocate its staging buckets",
+           [&] { memory_->allocate_staging(groups.shard, reduction_of(options)); });
   const std::shared_ptr<IssueOrder::Issuer> issuer = add_issuer(groups);
   together(world, "start its lanes", [&] {
     pipeline_.emplace(BucketPipeline::Setting{*layout_, *memory_, setting.outcome,

@@ -55,12 +55,20 @@ void GradientMemory::allocate_carry(Communicator& replicate_group) {
   held_.push_back(hold(MemoryKind::kCarry, carry_.view().size_in_bytes()));
 }
 
-void GradientMemory::allocate_staging(Communicator& shard_group) {
+void GradientMemory::allocate_staging(Communicator& shard_group, Reduction reduction) {
   if (layout_.shard_size() == 1) return;
   for (SharedMemory& slot : staging_) {
     slot = shard_group.allocate(layout_.max_bucket_bytes(), Dtype::kU8);
     held_.push_back(hold(MemoryKind::kStaging, slot.view().size_in_bytes()));
   }
+  std::vector<ReduceScatter> hops;
+  for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
+    ReduceScatter& hop = hops.emplace_back();
+    hop.in = staging(0, b);
+    hop.cut = layout_.rows(b);
+    hop.reduction = reduction;
+  }
+  shard_group.reserve(hops);
 }
 
 TensorView GradientMemory::bucket_carry(int bucket) const {

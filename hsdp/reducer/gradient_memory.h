@@ -34,7 +34,7 @@ class GradientMemory {
                  Device device, AccumulateOn accumulate_on, MemoryCount count);
   // Each is collective over its group, once, before anything else.
   void allocate_carry(Communicator& replicate_group);
-  void allocate_staging(Communicator& shard_group);
+  void allocate_staging(Communicator& shard_group, Reduction reduction);
 
   // This rank's fp32 carry of a bucket, and of a parameter's slice.
   [[nodiscard]] TensorView bucket_carry(int bucket) const;

@@ -9,6 +9,14 @@ Machine& machine() {
   return *one;
 }
 
+bool Member::is_enrolled(const void* memory) const {
+  const auto* const place = static_cast<const char*>(memory);
+  return std::ranges::any_of(enrolled, [place](const auto& block) {
+    const auto* const begin = static_cast<const char*>(block.first);
+    return begin <= place && place < begin + block.second;
+  });
+}
+
 std::shared_ptr<Clique> Machine::new_clique(int size) {
   auto clique = std::make_shared<Clique>();
   clique->number = next_clique++;
@@ -22,8 +30,9 @@ void Machine::reset() {
   version = 22809;
   errors.clear();
   failing_inits.clear();
+  not_registering.clear();
   log.clear();
-  abort_count = revoke_count = 0;
+  abort_count = revoke_count = race_count = 0;
 }
 
 void Machine::set_version(int value) {
@@ -51,6 +60,11 @@ void Machine::hang_aborts() {
   aborts_hang = true;
 }
 
+void Machine::refuse_registration(int rank) {
+  const std::lock_guard lock(mutex);
+  not_registering.insert(rank);
+}
+
 void Machine::release() {
   {
     const std::lock_guard lock(mutex);
@@ -68,7 +82,7 @@ std::vector<NcclCall> Machine::calls(int rank) const {
 
 int Machine::communicators() const {
   const std::lock_guard lock(mutex);
-  return live;
+  return static_cast<int>(comms.size());
 }
 int Machine::aborts() const {
   const std::lock_guard lock(mutex);
@@ -80,11 +94,18 @@ int Machine::revokes() const {
 }
 int Machine::enrolled() const {
   const std::lock_guard lock(mutex);
-  return enrolled_count;
+  std::size_t count = 0;
+  for (ncclComm_t const comm : comms) count += comm->member->enrolled.size();
+  return static_cast<int>(count);
 }
 std::int64_t Machine::allocated() const {
   const std::lock_guard lock(mutex);
   return static_cast<std::int64_t>(blocks.size());
+}
+
+int Machine::races() const {
+  const std::lock_guard lock(mutex);
+  return race_count;
 }
 
 namespace {
@@ -96,15 +117,7 @@ class Run {
       : member_(member), ops_(ops), m_(machine()), lock_(m_.mutex) {}
 
   void run() {
-    if (!wait([this] { return !m_.hanging.contains(member_.world_rank); })) return;
-    for (const Op& op : ops_) send(op);
-    for (const Op& op : ops_) {
-      if (!receive(op)) break;
-    }
-    const bool all_taken = wait([this] {
-      return std::ranges::all_of(sent_, [](const auto& message) { return message->taken; });
-    });
-    if (!all_taken) return take_back();
+    if (!move()) return ruin();
     for (const auto& write : writes_) write();
   }
 
@@ -113,6 +126,32 @@ class Run {
   bool wait(Ready ready) {
     m_.changed.wait(lock_, [&] { return ready() || member_.ended; });
     return ready() && !member_.ended;
+  }
+
+  // Whether all of it has come and gone.
+  bool move() {
+    if (!wait([this] { return !m_.hanging.contains(member_.world_rank); })) return false;
+    for (const Op& op : ops_) send(op);
+    for (const Op& op : ops_) {
+      if (!receive(op)) break;
+    }
+    const bool all_taken = wait([this] {
+      return std::ranges::all_of(sent_, [](const auto& message) { return message->taken; });
+    });
+    if (!all_taken) take_back();
+    return all_taken;
+  }
+
+  // What an aborted kernel leaves in its outputs.
+  void ruin() {
+    for (const Op& op : ops_) {
+      const bool has_all = op.kind == Op::Kind::kGather;
+      const auto rows = static_cast<std::size_t>(has_all ? size() : 1);
+      auto* const out = static_cast<unsigned char*>(op.out);
+      for (std::size_t i = 0; out != nullptr && i < rows * op.bytes; ++i) {
+        out[i] = static_cast<unsigned char>(m_.garbage());
+      }
+    }
   }
 
   [[nodiscard]] int size() const { return member_.clique->size; }
@@ -124,7 +163,7 @@ class Run {
   }
 
   void post(int to, const void* data, std::size_t bytes) {
-    auto message = std::make_shared<Message>(Message{data, bytes});
+    auto message = std::make_shared<Message>(Message{data, bytes, member_.is_enrolled(data)});
     member_.clique->mail[{member_.rank, to}].push_back(message);
     sent_.push_back(std::move(message));
     m_.changed.notify_all();
@@ -149,10 +188,12 @@ class Run {
     }
   }
 
-  bool take(int from, void* to, std::size_t bytes) {
+  bool take(int from, void* to, std::size_t bytes, bool of_two = false) {
     Mail& mail = member_.clique->mail[{from, member_.rank}];
     if (!wait([&] { return !mail.empty(); })) return false;
     const std::shared_ptr<Message> message = mail.front();
+    // One side writes to the other's memory, which waits for messages through a buffer of NCCL's.
+    if (of_two && message->enrolled != member_.is_enrolled(to)) return wait([] { return false; });
     mail.pop_front();
     if (message->bytes == bytes) {
       std::memcpy(to, message->data, bytes);
@@ -170,7 +211,7 @@ class Run {
       case Op::Kind::kSend:
         return true;
       case Op::Kind::kReceive:
-        return take(op.peer, out, op.bytes);
+        return take(op.peer, out, op.bytes, true);
       case Op::Kind::kGather: {
         bool complete = true;
         each_peer([&](int r) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -21,6 +22,7 @@ namespace hsdp::stand_in {
 struct Message {
   const void* data = nullptr;
   std::size_t bytes = 0;
+  bool enrolled = false;  // with the sender's communicator
   bool taken = false;
 };
 using Mail = std::deque<std::shared_ptr<Message>>;
@@ -40,11 +42,16 @@ struct Member {
   std::shared_ptr<Clique> clique;
   int rank = 0;
   int world_rank = 0;
-  bool ended = false;  // revoked or aborted: its work moves nothing more
+  int device = 0;
+  std::map<const void*, std::size_t> enrolled{};  // memory that was registered
+  bool ended = false;                             // revoked or aborted: its work moves nothing more
   ncclResult_t error = ncclSuccess;
   int splits = 0;
   ncclComm_t* child = nullptr;  // where a split that is under way puts its result
   int looks_until_done = 0;     // of ncclCommGetAsyncError: connecting takes a while
+  bool launching = false;       // what a group enqueued, until it is settled
+
+  [[nodiscard]] bool is_enrolled(const void* memory) const;
 };
 
 class Machine : public NcclStandIn {
@@ -55,6 +62,7 @@ class Machine : public NcclStandIn {
   void fail_init(int rank, int result, bool late) override;
   void hang(int rank) override;
   void hang_aborts() override;
+  void refuse_registration(int rank) override;
   void release() override;
   [[nodiscard]] std::vector<NcclCall> calls(int rank) const override;
   [[nodiscard]] int communicators() const override;
@@ -62,6 +70,7 @@ class Machine : public NcclStandIn {
   [[nodiscard]] int revokes() const override;
   [[nodiscard]] int enrolled() const override;
   [[nodiscard]] std::int64_t allocated() const override;
+  [[nodiscard]] int races() const override;
 
   [[nodiscard]] std::shared_ptr<Clique> new_clique(int size);
 
@@ -75,13 +84,15 @@ class Machine : public NcclStandIn {
   std::map<int, ncclResult_t> errors;                      // by world rank
   std::map<int, std::pair<ncclResult_t, bool>> failing_inits;
   std::set<int> hanging;
+  std::set<int> not_registering;
+  std::set<ncclComm_t> comms;
   bool aborts_hang = false;
   std::map<int, std::vector<NcclCall>> log;
-  int live = 0;
+  int race_count = 0;
   int abort_count = 0;
   int revoke_count = 0;
-  int enrolled_count = 0;
   std::set<void*> blocks;
+  std::mt19937 garbage{5};
 };
 
 Machine& machine();

@@ -1,6 +1,8 @@
 // The calls of libnccl, on the machine of the stand-in.
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
+#include <string_view>
 #include <thread>
 
 #include "nccl_machine.h"
@@ -23,8 +25,23 @@ struct OpenGroup {
 };
 auto& open_groups = *new std::map<std::thread::id, OpenGroup>;  // under the machine's lock
 
+// With the lock held. A handle that was destroyed or aborted is a crash there, if one is lucky.
+Member& member_of(ncclComm_t comm, const char* call) {
+  if (machine().comms.contains(comm)) return *comm->member;
+  std::fprintf(stderr, "stand-in for NCCL: %s: a communicator that has ended\n", call);
+  std::abort();
+}
+
+// With the lock held.
+bool is_settled(Member& member) {
+  if (member.ended || member.error != ncclSuccess) return true;
+  return member.clique->arrived >= member.clique->size && member.child == nullptr &&
+         member.looks_until_done == 0;
+}
+
 ncclResult_t issue(ncclComm_t comm, cudaStream_t stream, const char* name, const Op& op) {
   const std::lock_guard lock(machine().mutex);
+  if (!is_settled(member_of(comm, name))) return ncclInvalidArgument;
   const auto open = open_groups.find(std::this_thread::get_id());
   if (open == open_groups.end()) return ncclInvalidUsage;  // our engine groups everything
   std::vector<Queued>& queued = open->second.queued;
@@ -37,6 +54,34 @@ ncclResult_t issue(ncclComm_t comm, cudaStream_t stream, const char* name, const
   return ncclSuccess;
 }
 
+// With the lock held.
+bool is_set(const char* variable) {
+  const char* const text = std::getenv(variable);
+  return text != nullptr && std::string_view(text) == "1";
+}
+
+// With the lock held. Another launch on the device is under way, and their order counts.
+bool races(const Member& member) {
+  return is_set("NCCL_LAUNCH_ORDER_IMPLICIT") &&
+         std::ranges::any_of(machine().comms, [&](ncclComm_t comm) {
+           const Member& other = *comm->member;
+           return &other != &member && other.launching && other.device == member.device;
+         });
+}
+
+// NCCL launches on the communicator's device, whatever the thread's current one is.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    cudaGetDevice(&saved_);
+    cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(saved_); }
+
+ private:
+  int saved_ = 0;
+};
+
 ncclResult_t start(Queued& work) {
   Machine& m = machine();
   {
@@ -47,7 +92,13 @@ ncclResult_t start(Queued& work) {
       m.log[work.member->world_rank].push_back(call);
     }
     work.member->looks_until_done = 2;
+    work.member->launching = true;
+    if (races(*work.member)) {
+      ++m.race_count;
+      return work.member->error = ncclInvalidUsage;
+    }
   }
+  const OnDevice current(work.member->device);
   const cudaError_t status =
       enqueue("ncclGroupEnd", work.stream, [work] { run_ops(*work.member, work.ops); });
   return status == cudaSuccess ? ncclInProgress : ncclUnhandledCudaError;
@@ -74,8 +125,9 @@ bool finish_split(Member& member) {
   made->rank =
       static_cast<int>(std::ranges::find(order, std::pair{key, member.rank}) - order.begin());
   made->world_rank = member.world_rank;
+  made->device = member.device;
   *place = new ncclComm{made};
-  ++machine().live;
+  machine().comms.insert(*place);
   return true;
 }
 
@@ -83,12 +135,14 @@ ncclResult_t end(ncclComm_t comm, bool by_force) {
   Machine& m = machine();
   {
     std::unique_lock lock(m.mutex);
+    Member& member = member_of(comm, by_force ? "ncclCommAbort" : "ncclCommDestroy");
+    if (!by_force && !is_settled(member)) return ncclInvalidArgument;
     if (by_force) {
       ++m.abort_count;
       m.changed.wait(lock, [&m] { return !m.aborts_hang; });
-      comm->member->ended = true;
+      member.ended = true;
     }
-    --m.live;
+    m.comms.erase(comm);
   }
   m.changed.notify_all();
   delete comm;
@@ -132,23 +186,28 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
   auto member = std::make_shared<Member>();
   member->clique = clique;
   member->rank = member->world_rank = rank;
+  cudaGetDevice(&member->device);
   if (failing != m.failing_inits.end()) member->error = failing->second.first;
   *comm = new ncclComm{member};
-  ++m.live;
+  m.comms.insert(*comm);
   return ncclInProgress;
 }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* child,
                            ncclConfig_t* config) {
   if (config->blocking != 0 || config->splitShare != 0) return ncclInvalidArgument;
-  Member& member = *comm->member;
   const std::lock_guard lock(machine().mutex);
+  Member& member = member_of(comm, "ncclCommSplit");
+  if (!is_settled(member)) return ncclInvalidArgument;
   member.clique->splits[member.splits++][member.rank] = {color, key};
   member.child = child;
   return ncclInProgress;
 }
 
-ncclResult_t ncclCommFinalize(ncclComm_t /*comm*/) { return ncclInProgress; }
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  const std::lock_guard lock(machine().mutex);
+  return is_settled(member_of(comm, "ncclCommFinalize")) ? ncclInProgress : ncclInvalidArgument;
+}
 ncclResult_t ncclCommDestroy(ncclComm_t comm) { return end(comm, false); }
 ncclResult_t ncclCommAbort(ncclComm_t comm) { return end(comm, true); }
 
@@ -159,7 +218,7 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
     std::unique_lock lock(m.mutex);
     m.changed.wait(lock, [&m] { return !m.aborts_hang; });
     ++m.revoke_count;
-    comm->member->ended = true;
+    member_of(comm, "ncclCommRevoke").ended = true;
   }
   m.changed.notify_all();
   return ncclSuccess;
@@ -168,7 +227,7 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
-  Member& member = *comm->member;
+  Member& member = member_of(comm, "ncclCommGetAsyncError");
   const auto error = m.errors.find(member.world_rank);
   if (error != m.errors.end()) {
     *result = error->second;
@@ -180,6 +239,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
     *result = ncclInProgress;
   } else {
     *result = ncclSuccess;
+    member.launching = false;
   }
   return ncclSuccess;
 }
@@ -239,32 +299,32 @@ ncclResult_t ncclReduceScatter(const void* in, void* out, std::size_t count, ncc
 }
 
 ncclResult_t ncclMemAlloc(void** memory, std::size_t size) {
-  constexpr std::size_t kPage = 4096;
-  *memory = std::aligned_alloc(kPage, (size + kPage - 1) / kPage * kPage);
-  if (*memory == nullptr) return ncclSystemError;
-  std::memset(*memory, 0xcb, size);
+  if (cudaHostAlloc(memory, size, 0) != cudaSuccess) return ncclUnhandledCudaError;
   const std::lock_guard lock(machine().mutex);
   machine().blocks.insert(*memory);
   return ncclSuccess;
 }
 
 ncclResult_t ncclMemFree(void* memory) {
-  const std::lock_guard lock(machine().mutex);
-  machine().blocks.erase(memory);
-  std::free(memory);
+  {
+    const std::lock_guard lock(machine().mutex);
+    machine().blocks.erase(memory);
+  }
+  cudaFreeHost(memory);
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommRegister(ncclComm_t /*comm*/, void* memory, std::size_t /*size*/,
-                              void** handle) {
+ncclResult_t ncclCommRegister(ncclComm_t comm, void* memory, std::size_t size, void** handle) {
   const std::lock_guard lock(machine().mutex);
-  ++machine().enrolled_count;
+  Member& member = member_of(comm, "ncclCommRegister");
+  if (machine().not_registering.contains(member.world_rank)) return ncclSystemError;
+  member.enrolled[memory] = size;
   *handle = memory;
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommDeregister(ncclComm_t /*comm*/, void* /*handle*/) {
+ncclResult_t ncclCommDeregister(ncclComm_t comm, void* handle) {
   const std::lock_guard lock(machine().mutex);
-  --machine().enrolled_count;
+  member_of(comm, "ncclCommDeregister").enrolled.erase(handle);
   return ncclSuccess;
 }

@@ -1,6 +1,7 @@
 // What tests tell the stand-in for libnccl, a shared library that the engine opens as it opens the
 // real one. It moves real data between ranks that are threads of one process, on the streams of the
-// stand-in for the CUDA runtime. What it does says nothing about NCCL or any GPU.
+// stand-in for the CUDA runtime. It refuses and punishes what the real one does, as
+// nccl_rules_test.cpp says rule by rule. That it works says nothing about any GPU.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +36,8 @@ class NcclStandIn {
   virtual void hang(int rank) = 0;
   // Nor does abort end it: ncclCommRevoke and ncclCommAbort do not return.
   virtual void hang_aborts() = 0;
+  // ncclCommRegister of that rank fails.
+  virtual void refuse_registration(int rank) = 0;
   virtual void release() = 0;  // ends both
 
   [[nodiscard]] virtual std::vector<NcclCall> calls(int rank) const = 0;
@@ -43,6 +46,7 @@ class NcclStandIn {
   [[nodiscard]] virtual int revokes() const = 0;
   [[nodiscard]] virtual int enrolled() const = 0;            // registrations not taken back
   [[nodiscard]] virtual std::int64_t allocated() const = 0;  // blocks not freed
+  [[nodiscard]] virtual int races() const = 0;               // of host threads that launch
 };
 
 }  // namespace hsdp::stand_in

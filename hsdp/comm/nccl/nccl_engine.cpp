@@ -7,11 +7,12 @@
 #include <utility>
 
 #include "hsdp/comm/agreed_error.h"
+#include "hsdp/comm/host/reduce_plan.h"
 #include "hsdp/comm/nccl/nccl_alone.h"
 #include "hsdp/comm/nccl/nccl_exact.h"
-#include "hsdp/comm/nccl/nccl_memory.h"
 #include "hsdp/comm/nccl/nccl_native.h"
 #include "hsdp/comm/nccl/nccl_split.h"
+#include "hsdp/comm/nccl/nccl_work.h"
 #include "hsdp/comm/stream_call.h"
 #include "hsdp/error.h"
 
@@ -20,10 +21,6 @@ namespace {
 
 std::uint64_t hash_cut(const RowCut& cut, Reduction reduction = Reduction::kExact) {
   return TermsHash().add(cut).add(static_cast<std::uint64_t>(reduction)).value();
-}
-
-bool sums_natively(Reduction reduction, Dtype dtype) {
-  return reduction == Reduction::kNative && is_gradient_dtype(dtype);
 }
 
 }  // namespace
@@ -61,27 +58,32 @@ void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
   }
 }
 
-void NcclEngine::run(const HostCall& call, Stream& stream, const Enqueue& enqueue) {
+void NcclEngine::agree(const Call& call) {
+  group_->agree(call.terms, call.in, call.out);
+  if (call.work > 0 && group_->in_is_registered()) group_->require_registered_work(call.work);
+}
+
+void NcclEngine::run(Call call, Stream& stream) {
   if (stream.device().type != DeviceType::kCuda) {
-    run_on_stream(stream, [self = shared_from_this(), call, enqueue] {
-      self->run_on_own_stream(call, enqueue);
+    run_on_stream(stream, [self = shared_from_this(), call = std::move(call)] {
+      self->run_on_own_stream(call);
     });
     return;
   }
-  require_own_device(stream.device(), hsdp::comm::name(call.operation));
+  require_own_device(stream.device(), hsdp::comm::name(call.terms.operation));
   run_now([&](NcclGroup& group) {
-    group.agree(call);
-    group.enqueue(stream, [&](Stream& on) { enqueue(group, on); });
+    agree(call);
+    group.enqueue(stream, [&](Stream& on) { call.enqueue(group, on); });
   });
 }
 
 // After what the default stream did so far, and complete when it returns.
-void NcclEngine::run_on_own_stream(const HostCall& call, const Enqueue& enqueue) {
+void NcclEngine::run_on_own_stream(const Call& call) {
   run_now([&](NcclGroup& group) {
     if (!own_stream_) own_stream_ = Stream::create(device(), "hsdp-nccl");
-    group.agree(call);
+    agree(call);
     own_stream_->wait(Stream::borrow(device(), nullptr).record());
-    group.enqueue(*own_stream_, [&](Stream& on) { enqueue(group, on); });
+    group.enqueue(*own_stream_, [&](Stream& on) { call.enqueue(group, on); });
     wait(own_stream_->record());
     control().throw_if_failed();
   });
@@ -111,69 +113,75 @@ void NcclEngine::wait(const Event& event) {
 
 void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   require_own_device(args.in.device, "reduce_scatter");
-  HostCall call = call_on(Operation::kReduceScatter, args.in);
-  call.bucket = args.bucket;
-  call.terms = hash_cut(*args.cut, args.reduction);
-  run(call, stream, [args](NcclGroup& group, Stream& on) {
+  HostCall terms = call_on(Operation::kReduceScatter, args.in);
+  terms.bucket = args.bucket;
+  terms.terms = hash_cut(*args.cut, args.reduction);
+  const auto enqueue = [args](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return sum_alone(args, on);
     if (sums_natively(args.reduction, args.in.dtype)) return native_reduce_scatter(group, args, on);
     exact_reduce_scatter(group, args, on);
-  });
+  };
+  run({terms, args.in, {}, work_bytes(args, group_->size()), enqueue}, stream);
 }
 
 void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
   require_own_device(args.data.device, "all_reduce");
-  HostCall call = call_on(Operation::kAllReduce, args.data);
-  call.bucket = args.bucket;
-  call.wire = args.wire.value_or(args.data.dtype);
-  call.terms = TermsHash()
-                   .add(std::bit_cast<std::uint32_t>(args.divisor))
-                   .add(static_cast<std::uint64_t>(args.send_exponent))
-                   .add(static_cast<std::uint64_t>(args.total_exponent))
-                   .add(static_cast<std::uint64_t>(args.reduction))
-                   .value();
-  run(call, stream, [args](NcclGroup& group, Stream& on) {
+  HostCall terms = call_on(Operation::kAllReduce, args.data);
+  terms.bucket = args.bucket;
+  terms.wire = args.wire.value_or(args.data.dtype);
+  terms.terms = TermsHash()
+                    .add(std::bit_cast<std::uint32_t>(args.divisor))
+                    .add(static_cast<std::uint64_t>(args.send_exponent))
+                    .add(static_cast<std::uint64_t>(args.total_exponent))
+                    .add(static_cast<std::uint64_t>(args.reduction))
+                    .value();
+  const auto enqueue = [args](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return sum_alone(args, on);
     if (sums_natively(args.reduction, args.data.dtype)) return native_all_reduce(group, args, on);
     exact_all_reduce(group, args, on);
-  });
+  };
+  run({terms, args.data, args.data, work_bytes(args, group_->size()), enqueue}, stream);
 }
 
 void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                             Stream& stream) {
   require_own_device(out.device, "all_gather");
-  HostCall call = call_on(Operation::kAllGather, out);
-  call.bucket = bucket;
-  call.terms = hash_cut(cut);
-  run(call, stream, [in, out, cut](NcclGroup& group, Stream& on) {
+  HostCall terms = call_on(Operation::kAllGather, out);
+  terms.bucket = bucket;
+  terms.terms = hash_cut(cut);
+  const auto enqueue = [in, out, cut](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return copy_alone(in, out, on);
     gather_rows(group, in, out, cut, on);
-  });
+  };
+  run({terms, in, out, 0, enqueue}, stream);
 }
 
 void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
                             Stream& stream) {
   require_own_device(in.device, "all_to_all");
-  HostCall call = call_on(Operation::kAllToAll, in);
-  call.bucket = bucket;
-  call.terms = hash_cut(cut);
-  run(call, stream, [in, out, cut](NcclGroup& group, Stream& on) {
+  HostCall terms = call_on(Operation::kAllToAll, in);
+  terms.bucket = bucket;
+  terms.terms = hash_cut(cut);
+  const auto enqueue = [in, out, cut](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return copy_alone(in, out, on);
     transpose_rows(group, in, out, cut, on);
-  });
+  };
+  run({terms, in, out, work_bytes(in, cut), enqueue}, stream);
 }
 
 void NcclEngine::broadcast(TensorView data, int root, Stream& stream) {
   require_own_device(data.device, "broadcast");
-  HostCall call = call_on(Operation::kBroadcast, data);
-  call.root = root;
-  run(call, stream,
-      [data, root](NcclGroup& group, Stream& on) { broadcast_bytes(group, data, root, on); });
+  HostCall terms = call_on(Operation::kBroadcast, data);
+  terms.root = root;
+  const auto enqueue = [data, root](NcclGroup& group, Stream& on) {
+    broadcast_bytes(group, data, root, on);
+  };
+  run({terms, data, data, 0, enqueue}, stream);
 }
 
 void NcclEngine::barrier(Stream& stream) {
-  run({.operation = Operation::kBarrier}, stream,
-      [](NcclGroup& group, Stream& on) { meet(group, on); });
+  const auto enqueue = [](NcclGroup& group, Stream& on) { meet(group, on); };
+  run({{.operation = Operation::kBarrier}, {}, {}, 0, enqueue}, stream);
 }
 
 std::shared_ptr<Communicator::Engine> NcclEngine::split(int color, int key) {
@@ -187,8 +195,37 @@ std::shared_ptr<Communicator::Engine> NcclEngine::split(int color, int key) {
 
 SharedMemory NcclEngine::allocate(std::int64_t count, Dtype dtype) {
   SharedMemory memory;
-  run_now([&](NcclGroup& group) { memory = allocate_registered(group, count, dtype); });
+  run_now([&](NcclGroup& group) { memory = group.memory().allocate(group, count, dtype); });
   return memory;
+}
+
+void NcclEngine::reserve(std::span<const ReduceScatter> calls) {
+  std::size_t bytes = 0;
+  bool registered = true;
+  for (const ReduceScatter& call : calls) {
+    bytes = std::max(bytes, work_bytes(call, group_->size()));
+    registered = registered && group_->memory().is_registered(call.in.data);
+  }
+  reserve(bytes, registered);
+}
+
+void NcclEngine::reserve(std::span<const AllReduce> calls) {
+  std::size_t bytes = 0;
+  bool registered = true;
+  for (const AllReduce& call : calls) {
+    bytes = std::max(bytes, work_bytes(call, group_->size()));
+    registered =
+        registered && (rounds_on_wire(call) || group_->memory().is_registered(call.data.data));
+  }
+  reserve(bytes, registered);
+}
+
+void NcclEngine::reserve(std::size_t bytes, bool registered) {
+  if (group_->size() == 1 || bytes == 0) return;
+  run_now([&](NcclGroup& group) {
+    group.agree({.count = static_cast<std::int64_t>(bytes), .operation = Operation::kAllocate});
+    group.memory().reserve(group, bytes, registered);
+  });
 }
 
 }  // namespace hsdp::comm

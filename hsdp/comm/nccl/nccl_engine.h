@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -43,13 +44,24 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   void barrier(Stream& stream) override;
   [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override;
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override;
+  void reserve(std::span<const ReduceScatter> calls) override;
+  void reserve(std::span<const AllReduce> calls) override;
   void wait(const Event& event) override;
 
  private:
-  using Enqueue = std::function<void(NcclGroup&, Stream&)>;
-  // Agrees on `call` with the peers and enqueues, on `stream` or on a stream of its own.
-  void run(const HostCall& call, Stream& stream, const Enqueue& enqueue);
-  void run_on_own_stream(const HostCall& call, const Enqueue& enqueue);
+  struct Call {
+    HostCall terms;
+    // What NCCL may read and write.
+    ConstTensorView in;
+    ConstTensorView out;
+    std::size_t work = 0;  // bytes, where `in` is registered
+    std::function<void(NcclGroup&, Stream&)> enqueue;
+  };
+  // Agrees on it with the peers and enqueues, on `stream` or on a stream of its own.
+  void run(Call call, Stream& stream);
+  void run_on_own_stream(const Call& call);
+  void agree(const Call& call);
+  void reserve(std::size_t bytes, bool registered);
   // Alone, and ends the world if it breaks half way.
   void run_now(const std::function<void(NcclGroup&)>& call);
   void require_own_device(Device device, std::string_view operation) const;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "hsdp/comm/host/reduce_plan.h"
+#include "hsdp/comm/nccl/nccl_work.h"
 #include "hsdp/device/copy.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/kernels/norm.h"
@@ -13,44 +14,39 @@
 namespace hsdp::comm {
 namespace {
 
-// Rows at unequal distances that a kernel takes.
-constexpr int kMostListedRows = 400;
-constexpr std::size_t kRowAlignment = 256;
-
-// Where the rows of a sum lie: those of the peers in scratch memory, this rank's own where it is,
+// Where the rows of a sum lie: those of the peers in work memory, this rank's own where it is,
 // unless there are so many that all must lie at equal distances.
 class Rows {
  public:
-  Rows(const NcclGroup& group, ConstTensorView own, Stream& stream)
+  Rows(const NcclGroup& group, ConstTensorView own, std::byte* work, Stream& stream)
       : own_rank_(group.rank()),
         size_(group.size()),
-        pitch_((own.size_in_bytes() + kRowAlignment - 1) / kRowAlignment * kRowAlignment),
+        pitch_(work_size(own.size_in_bytes())),
         own_(own),
-        scratch_(pitch_ * static_cast<std::size_t>(own_in_scratch() ? size_ : size_ - 1), stream) {
-    if (own_in_scratch()) copy_bytes(place(own_rank_), own.data, own.size_in_bytes(), stream);
+        work_(work) {
+    if (own_in_work()) copy_bytes(place(own_rank_), own.data, own.size_in_bytes(), stream);
   }
 
   [[nodiscard]] std::byte* place(int rank) const {
-    const int index = own_in_scratch() || rank < own_rank_ ? rank : rank - 1;
-    return scratch_.data() + static_cast<std::size_t>(index) * pitch_;
+    const int index = own_in_work() || rank < own_rank_ ? rank : rank - 1;
+    return work_ + static_cast<std::size_t>(index) * pitch_;
   }
   [[nodiscard]] std::vector<const void*> all() const {
     std::vector<const void*> rows(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
-      rows[static_cast<std::size_t>(r)] =
-          r == own_rank_ && !own_in_scratch() ? own_.data : place(r);
+      rows[static_cast<std::size_t>(r)] = r == own_rank_ && !own_in_work() ? own_.data : place(r);
     }
     return rows;
   }
 
  private:
-  [[nodiscard]] bool own_in_scratch() const { return size_ > kMostListedRows; }
+  [[nodiscard]] bool own_in_work() const { return size_ > kMostListedRows; }
 
   int own_rank_;
   int size_;
   std::size_t pitch_;
   ConstTensorView own_;
-  Scratch scratch_;
+  std::byte* work_;
 };
 
 // Calls visit(rank) for every peer, each rank beginning with its neighbour.
@@ -79,15 +75,6 @@ void exchange_rows(NcclGroup& group, ConstTensorView in, const RowCut& cut, Stre
   });
 }
 
-// Rank r sums the elements that all_reduce_slice() gives it.
-RowCut sum_cut(std::int64_t count, int size) {
-  std::vector<std::int64_t> offsets{0};
-  for (int r = 0; r < size; ++r) {
-    offsets.push_back(offsets.back() + all_reduce_slice(count, size, r).length);
-  }
-  return RowCut(std::move(offsets));
-}
-
 void sum_into(TensorView out, const Rows& rows, const kernels::SumSpec& spec, Stream& stream) {
   const std::vector<const void*> all = rows.all();
   void* const place = out.data;
@@ -99,7 +86,8 @@ void sum_into(TensorView out, const Rows& rows, const kernels::SumSpec& spec, St
 void all_reduce_as_it_is(NcclGroup& group, const AllReduce& args, Stream& stream) {
   const RowCut cut = sum_cut(args.data.count, group.size());
   const TensorView own = args.data.slice(cut.begin(group.rank()), cut.length(group.rank()));
-  const Rows rows(group, own, stream);
+  const NcclWork work(group, work_bytes(args, group.size()), group.in_is_registered(), stream);
+  const Rows rows(group, own, work.data(), stream);
   exchange_rows(group, args.data, cut, stream, [&](int r) { return rows.place(r); });
   sum_into(own, rows, sum_spec(args), stream);
   gather_rows(group, own, args.data, cut, stream);
@@ -110,8 +98,9 @@ void all_reduce_as_it_is(NcclGroup& group, const AllReduce& args, Stream& stream
 void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream) {
   const std::int64_t count = args.data.count;
   const RowCut cut = sum_cut(count, group.size());
-  const Scratch encoded(static_cast<std::size_t>(count) * size_bytes(wire_dtype(args)), stream);
-  const TensorView wire{encoded.data(), count, wire_dtype(args), args.data.device};
+  const std::size_t bytes = work_bytes(args, group.size());
+  const NcclWork work(group, bytes, group.memory().has_work(bytes, true), stream);
+  const TensorView wire{work.data(), count, wire_dtype(args), args.data.device};
   kernels::scale_and_cast({.in = args.data.data,
                            .out = wire.data,
                            .out_dtype = wire.dtype,
@@ -119,7 +108,7 @@ void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream)
                            .exponent = -args.send_exponent},
                           stream);
   const TensorView own = wire.slice(cut.begin(group.rank()), cut.length(group.rank()));
-  const Rows rows(group, own, stream);
+  const Rows rows(group, own, work.data() + work_size(wire.size_in_bytes()), stream);
   exchange_rows(group, wire, cut, stream, [&](int r) { return rows.place(r); });
   sum_into(own, rows, wire_sum_spec(args), stream);
   gather_rows(group, own, wire, cut, stream);
@@ -137,7 +126,9 @@ void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream)
 
 void exact_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& stream) {
   const RowCut& cut = *args.cut;
-  const Rows rows(group, args.in.slice(cut.begin(group.rank()), cut.length(group.rank())), stream);
+  const NcclWork work(group, work_bytes(args, group.size()), group.in_is_registered(), stream);
+  const Rows rows(group, args.in.slice(cut.begin(group.rank()), cut.length(group.rank())),
+                  work.data(), stream);
   exchange_rows(group, args.in, cut, stream, [&](int r) { return rows.place(r); });
   if (args.out.count == 0) return;
   const std::vector<const void*> all = rows.all();
@@ -191,10 +182,13 @@ void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, const 
                     Stream& stream) {
   if (in.count == 0) return;
   const std::int64_t own = cut.length(group.rank());
-  const auto place = [&](int r) { return out.slice(r * own, own).data; };
+  const bool direct = group.in_is_registered() == group.out_is_registered();
+  const NcclWork work(group, direct ? 0 : work_bytes(in, cut), group.in_is_registered(), stream);
+  const TensorView received{direct ? out.data : work.data(), out.count, out.dtype, out.device};
+  exchange_rows(group, in, cut, stream, [&](int r) { return received.slice(r * own, own).data; });
+  if (!direct) copy_bytes(out.data, received.data, out.size_in_bytes(), stream);
   const ConstTensorView kept = in.slice(cut.begin(group.rank()), own);
-  copy_bytes(place(group.rank()), kept.data, kept.size_in_bytes(), stream);
-  exchange_rows(group, in, cut, stream, place);
+  copy_bytes(out.slice(group.rank() * own, own).data, kept.data, kept.size_in_bytes(), stream);
 }
 
 void broadcast_bytes(NcclGroup& group, TensorView data, int root, Stream& stream) {

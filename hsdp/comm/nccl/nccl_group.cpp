@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/comm/stream_call.h"
 #include "hsdp/error.h"
@@ -18,6 +19,12 @@ std::string bytes_of(const HostCall& call) {
   std::memcpy(bytes.data(), &call, sizeof(call));
   return bytes;
 }
+
+// HostCall::part: what the call's memory is, two bits each.
+enum MemoryWord : std::uint32_t { kNothing = 0, kPlain = 1, kRegistered = 2 };
+constexpr unsigned kInShift = 0;
+constexpr unsigned kOutShift = 2;
+constexpr std::uint32_t kMemoryMask = 3;
 
 HostCall call_in(const std::string& bytes) {
   HostCall call;
@@ -38,16 +45,49 @@ NcclGroup::NcclGroup(std::shared_ptr<NcclWorld> world, std::unique_ptr<NcclLink>
   rank_ = static_cast<int>(std::ranges::find(members_, control().rank()) - members_.begin());
 }
 
-void NcclGroup::agree(const HostCall& mine) {
+void NcclGroup::agree(HostCall mine, ConstTensorView in, ConstTensorView out) {
   waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
   throw_if_failed(control(), waiting_);
   ++sequence_;
   if (size() == 1) return;
+  const auto word = [this](const ConstTensorView& view) {
+    return view.count == 0 ? kNothing : memory_.is_registered(view.data) ? kRegistered : kPlain;
+  };
+  mine.part = word(in) << kInShift | word(out) << kOutShift;
   std::vector<HostCall> calls;
   for (const std::string& bytes : exchange("call", bytes_of(mine))) calls.push_back(call_in(bytes));
   const bool same =
       std::ranges::all_of(calls, [&](const HostCall& call) { return agrees(call, mine); });
   if (!same) end_world(control(), mismatch(calls, members_, "nccl"), waiting_);
+  in_is_registered_ = agree_on_memory(calls, kInShift);
+  out_is_registered_ = agree_on_memory(calls, kOutShift);
+}
+
+bool NcclGroup::agree_on_memory(std::span<const HostCall> calls, unsigned shift) {
+  const auto first_with = [&](std::uint32_t word) {
+    return std::ranges::find_if(
+        calls, [&](const HostCall& call) { return (call.part >> shift & kMemoryMask) == word; });
+  };
+  const auto registered = first_with(kRegistered);
+  const auto plain = first_with(kPlain);
+  if (registered == calls.end()) return false;
+  if (plain == calls.end()) return true;
+  const int with = members_[static_cast<std::size_t>(registered - calls.begin())];
+  const int without = members_[static_cast<std::size_t>(plain - calls.begin())];
+  const Message message{.where = "nccl: " + operation_text(waiting_.operation, waiting_.bucket),
+                        .expected = "memory of allocate() on every rank or on none",
+                        .got = "such on " + ranks_text({with}, control().size()) + ", other on " +
+                               ranks_text({without}, control().size()),
+                        .remedy = "NCCL would hang; call it with memory of one kind on all ranks"};
+  end_world(control(),
+            {.kind = FailureKind::kMismatch, .message = message.text(), .ranks = {without}},
+            waiting_);
+}
+
+void NcclGroup::require_registered_work(std::size_t bytes) {
+  if (memory_.has_work(bytes, true)) return;
+  memory_.reserve(*this, bytes, true);
+  if (!memory_.has_work(bytes, true)) in_is_registered_ = out_is_registered_ = false;
 }
 
 std::vector<std::string> NcclGroup::exchange(const std::string& what, const std::string& message) {
@@ -68,7 +108,10 @@ void NcclGroup::enqueue(Stream& stream, const std::function<void(Stream&)>& enqu
     ran = true;
     const Event begun = stream.record();
     enqueue(stream);
-    if (link_) world_->watch->follow(link_.get(), waiting_, begun, stream.record());
+    if (!link_) return;
+    const Event done = stream.record();
+    memory_.release_work(done);
+    world_->watch->follow(link_.get(), waiting_, begun, done);
   });
   if (ran) return;
   stream.synchronize();  // throws what broke it

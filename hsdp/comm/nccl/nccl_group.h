@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "hsdp/comm/host/host_call.h"
 #include "hsdp/comm/nccl/nccl_link.h"
+#include "hsdp/comm/nccl/nccl_memory.h"
 #include "hsdp/device/stream.h"
 
 namespace hsdp::comm {
@@ -32,8 +34,16 @@ class NcclGroup {
   [[nodiscard]] const NcclLibrary& library() const { return *world_->library; }
   [[nodiscard]] const std::shared_ptr<NcclLink>& link() const { return link_; }
 
-  // Returns when every rank makes this same call; a difference ends the world.
-  void agree(const HostCall& mine);
+  [[nodiscard]] NcclMemory& memory() { return memory_; }
+
+  // Returns when every rank makes this same call; a difference ends the world. `in` and `out` are
+  // what NCCL may read and write.
+  void agree(HostCall mine, ConstTensorView in = {}, ConstTensorView out = {});
+  // Of the call that was agreed on, on every rank that has a byte of them.
+  [[nodiscard]] bool in_is_registered() const { return in_is_registered_; }
+  [[nodiscard]] bool out_is_registered() const { return out_is_registered_; }
+  // Registered work memory for that call. Where there can be none, nothing is registered any more.
+  void require_registered_work(std::size_t bytes);
   // The calls that `issue` makes, as one group of the call that was agreed on.
   void send_group(const std::function<void(NcclHandle)>& issue) { link_->group(waiting_, issue); }
   // Runs `enqueue` in a task of `stream`, of a GPU, and has the watch follow what it enqueues.
@@ -45,6 +55,10 @@ class NcclGroup {
   [[noreturn]] void fail(const NcclError& error);
 
  private:
+  // Whether one of two memories of every rank's call is registered; ranks that differ end the
+  // world.
+  [[nodiscard]] bool agree_on_memory(std::span<const HostCall> calls, unsigned shift);
+
   std::shared_ptr<NcclWorld> world_;
   std::shared_ptr<NcclLink> link_;
   std::string id_;
@@ -53,6 +67,9 @@ class NcclGroup {
   int rank_ = 0;
   std::uint64_t sequence_ = 0;
   WaitState waiting_{.operation = "connect"};
+  NcclMemory memory_;
+  bool in_is_registered_ = false;
+  bool out_is_registered_ = false;
 };
 
 }  // namespace hsdp::comm

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <nccl.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 
@@ -121,8 +120,6 @@ NcclLibrary::NcclLibrary(void* library) : calls_(std::make_unique<Calls>()) {
 NcclLibrary::~NcclLibrary() = default;
 
 std::shared_ptr<const NcclLibrary> NcclLibrary::open() {
-  // One order for the kernels of all communicators; read by NCCL when it is first used.
-  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
   return std::shared_ptr<const NcclLibrary>(new NcclLibrary(open_nccl_file()));
 }
 

@@ -1,75 +1,154 @@
 #include "hsdp/comm/nccl/nccl_memory.h"
 
-#include <memory>
+#include <algorithm>
+#include <chrono>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "hsdp/comm/agreed_error.h"
+#include "hsdp/comm/nccl/nccl_group.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/device/cuda_call.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
-namespace {
 
-// A block of NCCL's memory, registered while its communicator lives.
-class RegisteredBlock {
+// Of NCCL, while its communicator lives; of the device's pool where the library has none.
+class NcclMemory::Block {
  public:
-  RegisteredBlock(const NcclGroup& group, std::size_t bytes)
-      : world_(group.world()), link_(group.link()) {
+  Block(const NcclGroup& group, std::size_t bytes)
+      : world_(group.world()), link_(group.link()), bytes_(bytes) {
     const OnCudaDevice current(world_->device);
-    memory_ = world_->library->allocate(bytes);
-    clear_cuda_memory(world_->device, memory_, bytes);
-    if (link_ != nullptr) enrolled_ = link_->enroll(memory_, bytes);
+    is_of_nccl_ = link_ != nullptr && group.library().can_register() && bytes > 0;
+    if (!is_of_nccl_) {
+      buffer_ = Buffer(world_->device, bytes);
+      data_ = buffer_.data();
+      return;
+    }
+    data_ = world_->library->allocate(bytes);
+    clear_cuda_memory(world_->device, data_, bytes);
   }
-  ~RegisteredBlock() {
+  ~Block() {
+    if (!is_of_nccl_) return;
     try {
       const OnCudaDevice current(world_->device);
       // Until everything is aborted a kernel may write there: it is left to it.
-      const bool is_used =
-          world_->control->failed() && link_ != nullptr && !world_->watch->aborted();
-      if (link_ != nullptr) link_->withdraw(enrolled_);
+      const bool is_used = world_->control->failed() && !world_->watch->aborted();
+      withdraw();
       link_.reset();
-      if (!is_used) world_->library->free(memory_);
+      if (!is_used) world_->library->free(data_);
     } catch (const Error&) {  // the device is gone, and the memory with it
     }
   }
-  RegisteredBlock(const RegisteredBlock&) = delete;
-  RegisteredBlock& operator=(const RegisteredBlock&) = delete;
-  [[nodiscard]] void* data() const { return memory_; }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  void enroll() {
+    if (is_of_nccl_) enrolled_ = link_->enroll(data_, bytes_);
+  }
+  void withdraw() {
+    if (enrolled_ != nullptr) link_->withdraw(std::exchange(enrolled_, nullptr));
+  }
+  [[nodiscard]] void* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return bytes_; }
+  [[nodiscard]] bool is_registered() const { return enrolled_ != nullptr; }
+  [[nodiscard]] bool holds(const void* memory) const {
+    const auto* const place = static_cast<const std::byte*>(memory);
+    const auto* const begin = static_cast<const std::byte*>(data_);
+    return begin <= place && place < begin + bytes_;
+  }
 
  private:
   std::shared_ptr<NcclWorld> world_;
   std::shared_ptr<NcclLink> link_;
-  void* memory_ = nullptr;
+  std::size_t bytes_;
+  bool is_of_nccl_ = false;
+  Buffer buffer_;
+  void* data_ = nullptr;
   void* enrolled_ = nullptr;
 };
 
-SharedMemory allocate_block(const NcclGroup& group, std::int64_t count, Dtype dtype) {
-  const Device device = group.world()->device;
-  const std::size_t bytes = static_cast<std::size_t>(count) * size_bytes(dtype);
-  if (group.link() != nullptr && group.library().can_register() && bytes > 0) {
-    auto block = std::make_shared<RegisteredBlock>(group, bytes);
-    void* const data = block->data();
-    return SharedMemory(std::move(block), {data, count, dtype, device});
+NcclMemory::~NcclMemory() {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::seconds kPatience{10};
+  const auto end = Clock::now() + kPatience;
+  try {
+    while (!work_free_.complete() && Clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    if (work_free_.complete()) return;
+  } catch (const Error&) {  // nor can it ever be
   }
-  auto buffer = std::make_shared<Buffer>(device, bytes);
-  std::byte* const data = buffer->data();
-  return SharedMemory(std::move(buffer), {data, count, dtype, device});
+  static_cast<void>(new std::shared_ptr<Block>(std::move(work_)));
+  static_cast<void>(outgrown_.release());
 }
 
-}  // namespace
+void NcclMemory::stop_registering() {
+  registers_ = false;
+  for (const std::weak_ptr<Block>& entry : blocks_) {
+    if (const auto block = entry.lock()) block->withdraw();
+  }
+}
 
-SharedMemory allocate_registered(NcclGroup& group, std::int64_t count, Dtype dtype) {
-  group.agree({.operation = Operation::kAllocate, .dtype = dtype, .wire = dtype});
-  SharedMemory memory;
+std::shared_ptr<NcclMemory::Block> NcclMemory::make_block(NcclGroup& group, std::size_t bytes,
+                                                          bool registered) {
+  registered = registered && registers_;
+  std::shared_ptr<Block> block;
   std::string reason;
   try {
-    memory = allocate_block(group, count, dtype);
+    block = std::make_shared<Block>(group, bytes);
+    if (registered) block->enroll();
   } catch (const std::exception& error) {
     reason = error.what();
   }
-  throw_agreed(group.exchange("memory", reason), group.members(), group.control());
-  return memory;
+  const bool is_registered = block != nullptr && (block->is_registered() || bytes == 0);
+  std::vector<std::string> words = group.exchange("memory", (is_registered ? "1" : "0") + reason);
+  const bool on_all =
+      std::ranges::all_of(words, [](const std::string& word) { return word.front() == '1'; });
+  for (std::string& word : words) word.erase(0, 1);
+  if (block != nullptr && !on_all) block->withdraw();
+  throw_agreed(words, group.members(), group.control());
+  if (registered && !on_all) stop_registering();
+  std::erase_if(blocks_, [](const std::weak_ptr<Block>& entry) { return entry.expired(); });
+  blocks_.push_back(block);
+  return block;
+}
+
+SharedMemory NcclMemory::allocate(NcclGroup& group, std::int64_t count, Dtype dtype) {
+  group.agree({.operation = Operation::kAllocate, .dtype = dtype, .wire = dtype});
+  const auto bytes = static_cast<std::size_t>(count) * size_bytes(dtype);
+  const std::shared_ptr<Block> block = make_block(group, bytes, true);
+  return SharedMemory(block, {block->data(), count, dtype, group.world()->device});
+}
+
+void NcclMemory::reserve(NcclGroup& group, std::size_t bytes, bool registered) {
+  if (has_work(bytes, registered)) return;
+  std::shared_ptr<Block> work = make_block(group, bytes, registered);
+  if (work_ != nullptr) outgrown_->hold(work_free_, std::move(work_));
+  work_ = std::move(work);
+}
+
+bool NcclMemory::is_registered(const void* memory) const {
+  return std::ranges::any_of(blocks_, [memory](const std::weak_ptr<Block>& entry) {
+    const auto block = entry.lock();
+    return block != nullptr && block->is_registered() && block->holds(memory);
+  });
+}
+
+bool NcclMemory::has_work(std::size_t bytes, bool registered) const {
+  return work_ != nullptr && work_->size() >= bytes && work_->is_registered() == registered;
+}
+
+std::byte* NcclMemory::take_work(std::size_t bytes, bool registered, Stream& stream) {
+  if (!has_work(bytes, registered)) return nullptr;
+  stream.wait(work_free_);
+  work_taken_ = true;
+  return static_cast<std::byte*>(work_->data());
+}
+
+void NcclMemory::release_work(const Event& done) {
+  if (std::exchange(work_taken_, false)) work_free_ = done;
 }
 
 }  // namespace hsdp::comm

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 
-#include "hsdp/device/scratch.h"
+#include "hsdp/comm/nccl/nccl_work.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
 
 namespace hsdp::comm {
 namespace {
 
-float* floats(const Scratch& scratch) { return reinterpret_cast<float*>(scratch.data()); }
+float* floats(std::byte* memory) { return reinterpret_cast<float*>(memory); }
 
 void widen(ConstTensorView from, float* to, Stream& stream) {
   if (from.count == 0) return;
@@ -42,29 +42,28 @@ void native_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& 
   const auto row_count = static_cast<std::size_t>(longest);
   const bool sent_as_it_is =
       args.in.dtype == Dtype::kF32 && args.in.count == longest * group.size();
-  const std::size_t staged =
-      sent_as_it_is ? 0 : row_count * static_cast<std::size_t>(group.size()) * sizeof(float);
-  const Scratch wide(staged, stream);
-  const Scratch sum(row_count * sizeof(float), stream);
+  const NcclWork work(group, work_bytes(args, group.size()), group.in_is_registered(), stream);
+  float* const sum = floats(work.data());
+  float* const wide = floats(work.data() + work_size(row_count * sizeof(float)));
   if (!sent_as_it_is) {  // what lies between the rows is summed too, and read by nobody
     for (int r = 0; r < group.size(); ++r) {
-      widen(args.in.slice(cut.begin(r), cut.length(r)), floats(wide) + r * longest, stream);
+      widen(args.in.slice(cut.begin(r), cut.length(r)), wide + r * longest, stream);
     }
   }
   group.send_group([&](NcclHandle on) {
-    group.library().reduce_scatter(
-        sent_as_it_is ? static_cast<const float*>(args.in.data) : floats(wide), floats(sum),
-        row_count, on, stream.native_handle());
+    group.library().reduce_scatter(sent_as_it_is ? static_cast<const float*>(args.in.data) : wide,
+                                   sum, row_count, on, stream.native_handle());
   });
-  finish(args, sum.data(), stream);
+  finish(args, sum, stream);
 }
 
 void native_all_reduce(NcclGroup& group, const AllReduce& args, Stream& stream) {
   const auto count = static_cast<std::size_t>(args.data.count);
   if (count == 0) return;
   const bool in_place = args.data.dtype == Dtype::kF32;
-  const Scratch wide(in_place ? 0 : count * sizeof(float), stream);
-  float* const sum = in_place ? static_cast<float*>(args.data.data) : floats(wide);
+  const std::size_t bytes = work_bytes(args, group.size());
+  const NcclWork work(group, bytes, group.memory().has_work(bytes, true), stream);
+  float* const sum = in_place ? static_cast<float*>(args.data.data) : floats(work.data());
   if (!in_place) widen(args.data, sum, stream);
   group.send_group(
       [&](NcclHandle on) { group.library().all_reduce(sum, count, on, stream.native_handle()); });

@@ -1,0 +1,65 @@
+#include "hsdp/comm/nccl/nccl_work.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "hsdp/comm/host/reduce_plan.h"
+
+namespace hsdp::comm {
+namespace {
+
+std::int64_t longest_row(const RowCut& cut) {
+  std::int64_t longest = 0;
+  for (int r = 0; r < cut.size(); ++r) longest = std::max(longest, cut.length(r));
+  return longest;
+}
+
+// Of every peer, and where there are too many to list, this rank's own too.
+std::size_t row_bytes(std::int64_t count, Dtype dtype, int size) {
+  const int rows = size > kMostListedRows ? size : size - 1;
+  return work_size(static_cast<std::size_t>(count) * size_bytes(dtype)) *
+         static_cast<std::size_t>(rows);
+}
+
+}  // namespace
+
+bool sums_natively(Reduction reduction, Dtype dtype) {
+  return reduction == Reduction::kNative && is_gradient_dtype(dtype);
+}
+
+RowCut sum_cut(std::int64_t count, int size) {
+  std::vector<std::int64_t> offsets{0};
+  for (int r = 0; r < size; ++r) {
+    offsets.push_back(offsets.back() + all_reduce_slice(count, size, r).length);
+  }
+  return RowCut(std::move(offsets));
+}
+
+std::size_t work_bytes(const ReduceScatter& args, int size) {
+  const std::int64_t longest = longest_row(*args.cut);
+  if (!sums_natively(args.reduction, args.in.dtype)) {
+    return row_bytes(longest, args.in.dtype, size);
+  }
+  const auto row = static_cast<std::size_t>(longest) * sizeof(float);
+  const bool sent_as_it_is = args.in.dtype == Dtype::kF32 && args.in.count == longest * size;
+  return work_size(row) + (sent_as_it_is ? 0 : row * static_cast<std::size_t>(size));
+}
+
+std::size_t work_bytes(const AllReduce& args, int size) {
+  const std::int64_t count = args.data.count;
+  if (sums_natively(args.reduction, args.data.dtype)) {
+    return args.data.dtype == Dtype::kF32 ? 0 : static_cast<std::size_t>(count) * sizeof(float);
+  }
+  const Dtype wire = wire_dtype(args);
+  const std::size_t rows = row_bytes(longest_row(sum_cut(count, size)), wire, size);
+  if (!rounds_on_wire(args)) return rows;
+  return rows + work_size(static_cast<std::size_t>(count) * size_bytes(wire));
+}
+
+std::size_t work_bytes(ConstTensorView in, const RowCut& cut) {
+  const auto rows = static_cast<std::size_t>(longest_row(cut) * cut.size());
+  return rows * size_bytes(in.dtype);
+}
+
+}  // namespace hsdp::comm

@@ -1,0 +1,194 @@
+// Memory that NCCL knows: on every rank or on none, on both sides of a transfer or on neither.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_stand_in.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/error.h"
+#include "nccl_gpu_rank.h"
+#include "tests/comm/elements.h"
+
+namespace hsdp::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+constexpr int kRanks = 3;
+
+// f32 of the group's memory or of the device's, filled with `first`, `first` + 1, ...
+class Values {
+ public:
+  Values(Communicator& world, bool registered, std::int64_t count, double first = 0) {
+    if (registered) {
+      shared_ = world.allocate(count, Dtype::kF32);
+      view_ = shared_.view();
+    } else {
+      buffer_ = Buffer(gpu_of(world.rank()), static_cast<std::size_t>(count) * sizeof(float));
+      view_ = buffer_.view(Dtype::kF32);
+    }
+    for (std::int64_t i = 0; i < count; ++i) set(view_, i, first + static_cast<double>(i));
+  }
+  [[nodiscard]] const TensorView& view() const { return view_; }
+  [[nodiscard]] double operator[](std::int64_t i) const { return get(view_, i); }
+
+ private:
+  SharedMemory shared_;
+  Buffer buffer_;
+  TensorView view_;
+};
+
+struct Kinds {
+  bool in = false;
+  bool out = false;
+};
+class NcclMemoryKinds : public ::testing::TestWithParam<Kinds> {};
+
+TEST_P(NcclMemoryKinds, MoveInEveryCollective) {
+  const auto [in_registered, out_registered] = GetParam();
+  const std::int64_t before = nccl_stand_in().allocated();
+  run_nccl_ranks(kRanks, [&](Communicator& world) {
+    const int rank = world.rank();
+    const RowCut uneven({0, 5, 5, 12});
+    const Values in(world, in_registered, 12, 100.0 * rank);
+    const Values row(world, out_registered, uneven.length(rank));
+    world.reduce_scatter({.in = in.view(), .out = row.view(), .cut = uneven});
+    for (std::int64_t i = 0; i < row.view().count; ++i) {
+      ASSERT_EQ(row[i], 300.0 + 3.0 * static_cast<double>(uneven.begin(rank) + i));
+    }
+    for (const RowCut& cut : {RowCut(12, kRanks), uneven}) {
+      const std::int64_t own = cut.length(rank);
+      const Values mine(world, in_registered, own, static_cast<double>(cut.begin(rank)));
+      const Values all(world, out_registered, 12);
+      world.all_gather(mine.view(), all.view(), Stream::inline_host(), cut);
+      for (std::int64_t i = 0; i < 12; ++i) ASSERT_EQ(all[i], i) << own;
+      const Values from_all(world, out_registered, own * kRanks);
+      world.all_to_all(in.view(), from_all.view(), Stream::inline_host(), cut);
+      for (std::int64_t i = 0; i < own * kRanks; ++i) {
+        ASSERT_EQ(from_all[i], 100.0 * static_cast<double>(i / own) +
+                                   static_cast<double>(cut.begin(rank) + i % own));
+      }
+    }
+    for (const Dtype wire : {Dtype::kF32, Dtype::kBf16}) {
+      const Values data(world, in_registered, 100, rank);
+      world.all_reduce({.data = data.view(), .wire = wire});
+      for (std::int64_t i = 0; i < 80; ++i) ASSERT_EQ(data[i], 3.0 * static_cast<double>(i + 1));
+    }
+    const Values told(world, out_registered, 7, rank);
+    world.broadcast(told.view(), 2);
+    ASSERT_EQ(told[0], 2.0);
+    world.barrier();
+  });
+  EXPECT_EQ(nccl_stand_in().enrolled(), 0);
+  EXPECT_EQ(nccl_stand_in().allocated(), before);
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, NcclMemoryKinds,
+                         ::testing::Values(Kinds{false, false}, Kinds{false, true},
+                                           Kinds{true, false}, Kinds{true, true}),
+                         [](const auto& test) {
+                           return std::string(test.param.in ? "registered" : "plain") +
+                                  (test.param.out ? "_to_registered" : "_to_plain");
+                         });
+
+TEST(NcclMemory, OfTwoKindsInOneCallIsAMismatch) {
+  run_nccl_ranks(2, [](Communicator& world) {
+    const Values allocated(world, true, 64);
+    const Values plain(world, false, 64);
+    const Values out(world, false, 32);
+    const auto mixed = [&] {
+      const Values& in = world.rank() == 0 ? allocated : plain;
+      world.reduce_scatter(in.view(), out.view());
+    };
+    EXPECT_THAT(mixed, ThrowsMessage<MismatchError>(
+                           AllOf(HasSubstr("reduce_scatter"), HasSubstr("allocate() on every rank"),
+                                 HasSubstr("rank 0"), HasSubstr("rank 1"))));
+  });
+}
+
+TEST(NcclMemory, ThatOneRankCannotRegisterIsRegisteredNowhere) {
+  run_nccl_ranks(kRanks, [](Communicator& world) {
+    const Values before(world, true, 12, world.rank());
+    if (world.rank() == 1) nccl_stand_in().refuse_registration(1);
+    static_cast<void>(world.exchange("", "refuse"));
+    const Values row(world, false, 4);
+    world.reduce_scatter(before.view(), row.view());  // needs work memory like it
+    EXPECT_EQ(row[0], 3.0 + 3.0 * 4 * world.rank());
+    static_cast<void>(world.exchange("", "look"));
+    EXPECT_EQ(nccl_stand_in().enrolled(), 0);
+    const Values after(world, true, 12, world.rank());
+    world.reduce_scatter(after.view(), row.view());
+    EXPECT_EQ(row[1], 6.0 + 3.0 * 4 * world.rank());
+    static_cast<void>(world.exchange("", "look"));
+    EXPECT_EQ(nccl_stand_in().enrolled(), 0);
+  });
+}
+
+TEST(NcclMemory, ThatRunsOutOnOneRankIsAnErrorOfAllAndTheyGoOn) {
+  run_nccl_ranks(kRanks, [](Communicator& world) {
+    const Values in(world, true, 12, world.rank());
+    static_cast<void>(world.exchange("", "begin"));
+    if (world.rank() == 2) stand_in::fail_allocation(0);
+    static_cast<void>(world.exchange("", "fail"));
+    const std::array<ReduceScatter, 1> calls{{{.in = in.view()}}};
+    EXPECT_THROW(world.reserve(calls), Error);
+    world.reserve(calls);
+    const Values row(world, false, 4);
+    world.reduce_scatter(in.view(), row.view());
+    EXPECT_EQ(row[0], 3.0 + 3.0 * 4 * world.rank());
+  });
+}
+
+TEST(NcclMemory, ThatWasReservedIsAllThatCallsNeed) {
+  for (const bool registered : {false, true}) {
+    run_nccl_ranks(kRanks, [registered](Communicator& world) {
+      const Values in(world, registered, 600, world.rank());
+      const Values row(world, false, 200);
+      const std::array<ReduceScatter, 1> scatters{{{.in = in.view()}}};
+      const std::array<AllReduce, 1> reduces{{{.data = row.view(), .wire = Dtype::kBf16}}};
+      world.reserve(scatters);
+      Communicator other = world.split(0, world.rank());
+      other.reserve(reduces);
+      Stream stream = Stream::create(gpu_of(world.rank()), "caller");
+      static_cast<void>(world.exchange("", "begin"));
+      const std::int64_t before = stand_in::allocation_count();
+      static_cast<void>(world.exchange("", "counted"));
+      for (int i = 0; i < 3; ++i) {
+        world.reduce_scatter({.in = in.view(), .out = row.view()}, stream);
+        other.all_reduce({.data = row.view(), .wire = Dtype::kBf16}, stream);
+      }
+      stream.synchronize();
+      static_cast<void>(world.exchange("", "ended"));
+      EXPECT_EQ(stand_in::allocation_count(), before);
+    });
+  }
+}
+
+// A bucket goes from registered staging to registered work memory.
+TEST(NcclMemory, OfAReducersShardHopIsRegisteredOnBothSides) {
+  const MeshShape shape{2, 2};
+  const StepCase step = random_step(parameters(Dtype::kBf16), 4, {Sync::kShard, Sync::kAll}, 61);
+  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
+  std::vector<RankResult> results(4);
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Communicator world = mesh.world();
+    Reducer reducer(mesh, options);
+    GpuRank rank(reducer, step, mesh);
+    results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+    static_cast<void>(world.exchange("", "step"));
+    constexpr int kOfARank = 3;  // two slots and what is received
+    EXPECT_GE(nccl_stand_in().enrolled(), kOfARank * world.size());
+    static_cast<void>(world.exchange("", "looked"));
+  });
+  expect_reference(results, step, options, shape, "registered");
+}
+
+}  // namespace
+}  // namespace hsdp::test

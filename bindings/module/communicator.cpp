@@ -12,8 +12,6 @@
 #include "bindings/module/held_object.h"
 #include "bindings/module/memory.h"
 #include "bindings/module/mesh_handle.h"
-#include "hsdp/device/copy.h"
-#include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
 
 namespace hsdp::python {
@@ -57,18 +55,6 @@ void mean(const Handle& self, py::handle x) {
   }
   collective(self, {std::move(array)}, [data](Communicator& group, const Stream& stream) {
     group.all_reduce({.data = data, .divisor = static_cast<float>(group.size())}, stream);
-  });
-}
-
-double mean_number(const Handle& self, double value) {
-  return collective(self, {}, [value](Communicator& group, Stream& stream) {
-    double sum = value;
-    const Scratch word(sizeof(sum), stream);
-    copy_bytes(word.data(), &sum, sizeof(sum), stream);
-    group.all_reduce(TensorView{word.data(), 1, Dtype::kF64, stream.device()}, stream);
-    copy_bytes(&sum, word.data(), sizeof(sum), stream);
-    stream.record().wait();
-    return sum / group.size();
   });
 }
 
@@ -197,7 +183,6 @@ void bind_communicator(py::module_& module) {
           [](const Handle& self) { return std::string(name(self.group().transport())); })
       .def("all_reduce", all_reduce)
       .def("mean", mean)
-      .def("mean_number", mean_number)
       .def("reduce_scatter", reduce_scatter)
       .def("all_gather", all_gather)
       .def("broadcast", broadcast)

@@ -74,14 +74,13 @@ NcclMemory::~NcclMemory() {
   constexpr std::chrono::seconds kPatience{10};
   const auto end = Clock::now() + kPatience;
   try {
-    while (!work_free_.complete() && Clock::now() < end) {
+    while (!work_->free.complete() && Clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
-    if (work_free_.complete()) return;
+    if (work_->free.complete()) return;
   } catch (const Error&) {  // nor can it ever be
   }
-  static_cast<void>(new std::shared_ptr<Block>(std::move(work_)));
-  static_cast<void>(outgrown_.release());
+  static_cast<void>(work_.release());
 }
 
 void NcclMemory::stop_registering() {
@@ -125,8 +124,8 @@ SharedMemory NcclMemory::allocate(NcclGroup& group, std::int64_t count, Dtype dt
 void NcclMemory::reserve(NcclGroup& group, std::size_t bytes, bool registered) {
   if (has_work(bytes, registered)) return;
   std::shared_ptr<Block> work = make_block(group, bytes, registered);
-  if (work_ != nullptr) outgrown_->hold(work_free_, std::move(work_));
-  work_ = std::move(work);
+  if (work_->block != nullptr) work_->outgrown.hold(work_->free, std::move(work_->block));
+  work_->block = std::move(work);
 }
 
 bool NcclMemory::is_registered(const void* memory) const {
@@ -137,18 +136,19 @@ bool NcclMemory::is_registered(const void* memory) const {
 }
 
 bool NcclMemory::has_work(std::size_t bytes, bool registered) const {
-  return work_ != nullptr && work_->size() >= bytes && work_->is_registered() == registered;
+  const std::shared_ptr<Block>& block = work_->block;
+  return block != nullptr && block->size() >= bytes && block->is_registered() == registered;
 }
 
 std::byte* NcclMemory::take_work(std::size_t bytes, bool registered, Stream& stream) {
   if (!has_work(bytes, registered)) return nullptr;
-  stream.wait(work_free_);
+  stream.wait(work_->free);
   work_taken_ = true;
-  return static_cast<std::byte*>(work_->data());
+  return static_cast<std::byte*>(work_->block->data());
 }
 
 void NcclMemory::release_work(const Event& done) {
-  if (std::exchange(work_taken_, false)) work_free_ = done;
+  if (std::exchange(work_taken_, false)) work_->free = done;
 }
 
 }  // namespace hsdp::comm

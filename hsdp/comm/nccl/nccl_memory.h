@@ -50,10 +50,13 @@ class NcclMemory {
 
   std::vector<std::weak_ptr<Block>> blocks_;
   bool registers_ = true;
-  std::shared_ptr<Block> work_;
-  Event work_free_;
+  struct Work {  // what a GPU may be using
+    std::shared_ptr<Block> block;
+    Event free;
+    InFlight outgrown;
+  };
+  std::unique_ptr<Work> work_ = std::make_unique<Work>();
   bool work_taken_ = false;
-  std::unique_ptr<InFlight> outgrown_ = std::make_unique<InFlight>();
 };
 
 }  // namespace hsdp::comm

@@ -225,7 +225,7 @@ TEST(NcclGatherLane, AnErrorInATaskReachesAllRanksWithItsText) {
   });
 }
 
-constexpr ThreadRanksOptions kImpatient{.timeout = std::chrono::milliseconds(500)};
+constexpr ThreadRanksOptions kImpatient{.timeout = std::chrono::milliseconds(3'000)};
 
 TEST(NcclReducerFailure, AHopThatHangsIsNamedAndTheLastResultStays) {
   const MeshShape shape{2, 2};

@@ -108,10 +108,8 @@ class BucketLayout::Builder {
     Bucket whole{parameter.group, parameter.wire_dtype, place.count, {index}};
     close(whole);
     const RowCut cut = layout_.slices(index);
-    std::int64_t longest = 0;
-    for (int r = 0; r < cut.size(); ++r) longest = std::max(longest, cut.length(r));
     place.window = window_size(parameter.wire_dtype);
-    place.bucket_count = static_cast<int>(ceil_div(longest, place.window));
+    place.bucket_count = static_cast<int>(ceil_div(cut.longest(), place.window));
     layout_.buckets_.pop_back();
     for (int k = 0; k < place.bucket_count; ++k) {
       Bucket window{parameter.group, parameter.wire_dtype, 0, {index}};

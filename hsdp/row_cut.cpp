@@ -31,4 +31,10 @@ RowCut::RowCut(std::vector<std::int64_t> offsets) : offsets_(std::move(offsets))
   }
 }
 
+std::int64_t RowCut::longest() const {
+  std::int64_t longest = 0;
+  for (int r = 0; r < size(); ++r) longest = std::max(longest, length(r));
+  return longest;
+}
+
 }  // namespace hsdp

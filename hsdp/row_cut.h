@@ -21,6 +21,7 @@ class RowCut {
   }
   [[nodiscard]] std::int64_t length(int rank) const { return begin(rank + 1) - begin(rank); }
   [[nodiscard]] std::int64_t count() const { return offsets_.back(); }
+  [[nodiscard]] std::int64_t longest() const;  // the length of the longest row
   [[nodiscard]] int size() const { return static_cast<int>(offsets_.size()) - 1; }
   [[nodiscard]] std::span<const std::int64_t> offsets() const { return offsets_; }
 

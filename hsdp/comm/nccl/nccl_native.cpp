@@ -1,7 +1,5 @@
 #include "hsdp/comm/nccl/nccl_native.h"
 
-#include <algorithm>
-
 #include "hsdp/comm/nccl/nccl_work.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
@@ -37,8 +35,7 @@ void finish(const ReduceScatter& args, const void* sum, Stream& stream) {
 void native_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& stream) {
   if (args.in.count == 0) return;
   const RowCut& cut = *args.cut;
-  std::int64_t longest = 0;
-  for (int r = 0; r < group.size(); ++r) longest = std::max(longest, cut.length(r));
+  const std::int64_t longest = cut.longest();
   const auto row_count = static_cast<std::size_t>(longest);
   const bool sent_as_it_is =
       args.in.dtype == Dtype::kF32 && args.in.count == longest * group.size();

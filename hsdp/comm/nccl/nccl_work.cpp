@@ -1,6 +1,5 @@
 #include "hsdp/comm/nccl/nccl_work.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -8,12 +7,6 @@
 
 namespace hsdp::comm {
 namespace {
-
-std::int64_t longest_row(const RowCut& cut) {
-  std::int64_t longest = 0;
-  for (int r = 0; r < cut.size(); ++r) longest = std::max(longest, cut.length(r));
-  return longest;
-}
 
 // Of every peer, and where there are too many to list, this rank's own too.
 std::size_t row_bytes(std::int64_t count, Dtype dtype, int size) {
@@ -37,7 +30,7 @@ RowCut sum_cut(std::int64_t count, int size) {
 }
 
 std::size_t work_bytes(const ReduceScatter& args, int size) {
-  const std::int64_t longest = longest_row(*args.cut);
+  const std::int64_t longest = args.cut->longest();
   if (!sums_natively(args.reduction, args.in.dtype)) {
     return row_bytes(longest, args.in.dtype, size);
   }
@@ -52,13 +45,13 @@ std::size_t work_bytes(const AllReduce& args, int size) {
     return args.data.dtype == Dtype::kF32 ? 0 : static_cast<std::size_t>(count) * sizeof(float);
   }
   const Dtype wire = wire_dtype(args);
-  const std::size_t rows = row_bytes(longest_row(sum_cut(count, size)), wire, size);
+  const std::size_t rows = row_bytes(sum_cut(count, size).longest(), wire, size);
   if (!rounds_on_wire(args)) return rows;
   return rows + work_size(static_cast<std::size_t>(count) * size_bytes(wire));
 }
 
 std::size_t work_bytes(ConstTensorView in, const RowCut& cut) {
-  const auto rows = static_cast<std::size_t>(longest_row(cut) * cut.size());
+  const auto rows = static_cast<std::size_t>(cut.longest() * cut.size());
   return rows * size_bytes(in.dtype);
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <string>
 
+#include "hsdp/error.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp {
@@ -43,5 +44,15 @@ class OnCudaDevice {
   int saved_ = -1;  // of the caller; -1: nothing to restore
   int capture_mode_;
 };
+
+// Runs `act`, which gives something of `device` back; where the driver is gone, that is gone too.
+template <class Act>
+void give_back_on(Device device, const Act& act) noexcept {
+  try {
+    const OnCudaDevice current(device);
+    act();
+  } catch (const Error&) {  // nothing is left to give back
+  }
+}
 
 }  // namespace hsdp

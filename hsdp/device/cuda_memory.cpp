@@ -67,11 +67,8 @@ std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaStream_
   check_cuda(cudaMallocFromPoolAsync(&memory, size, pool.pool, stream), device,
              "allocate " + std::to_string(size) + " bytes");
   return {static_cast<std::byte*>(memory), [device, stream, kept](std::byte* data) {
-            try {
-              const OnCudaDevice current(device);  // whose default stream a null one is
-              static_cast<void>(cudaFreeAsync(data, stream));
-            } catch (const Error&) {  // the driver is gone, and the memory with it
-            }
+            // With the device current, whose default stream a null one is.
+            give_back_on(device, [&] { static_cast<void>(cudaFreeAsync(data, stream)); });
           }};
 }
 
@@ -139,11 +136,7 @@ std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t size)
   auto* const memory = static_cast<std::byte*>(allocate_pinned(device, size));
   std::memset(memory, 0, size);
   return {memory, [device](std::byte* data) {
-            try {
-              const OnCudaDevice of_memory(device);
-              static_cast<void>(cudaFreeHost(data));
-            } catch (const Error&) {  // the driver is gone, and the memory with it
-            }
+            give_back_on(device, [data] { static_cast<void>(cudaFreeHost(data)); });
           }};
 }
 

@@ -24,11 +24,7 @@ class CudaEvent : public Event::State {
     check_cuda(status, device, "record an event");
   }
   ~CudaEvent() override {
-    try {
-      const OnCudaDevice current(device_);
-      cudaEventDestroy(event_);
-    } catch (const Error&) {  // the driver is gone, and the event with it
-    }
+    give_back_on(device_, [this] { cudaEventDestroy(event_); });
   }
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
@@ -94,11 +90,7 @@ class CudaQueue : public Stream::Queue {
       : device_(device), stream_(stream), owned_(owned) {}
   ~CudaQueue() override {
     if (!owned_) return;
-    try {
-      const OnCudaDevice current(device_);
-      cudaStreamDestroy(stream_);  // work in it runs to its end
-    } catch (const Error&) {       // the driver is gone, and the stream with it
-    }
+    give_back_on(device_, [this] { cudaStreamDestroy(stream_); });  // work in it runs to its end
   }
   CudaQueue(const CudaQueue&) = delete;
   CudaQueue& operator=(const CudaQueue&) = delete;

@@ -31,15 +31,13 @@ class NcclMemory::Block {
   }
   ~Block() {
     if (!is_of_nccl_) return;
-    try {
-      const OnCudaDevice current(world_->device);
+    give_back_on(world_->device, [this] {
       // Until everything is aborted a kernel may write there: it is left to it.
       const bool is_used = world_->control->failed() && !world_->watch->aborted();
       withdraw();
       link_.reset();
       if (!is_used) world_->library->free(data_);
-    } catch (const Error&) {  // the device is gone, and the memory with it
-    }
+    });
   }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;

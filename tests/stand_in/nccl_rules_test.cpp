@@ -130,6 +130,7 @@ TEST_F(NcclRules, MemoryThatOneSideRegisteredHangs) {
     EXPECT_FALSE(is_done(first()));
     library_->withdraw(only->comm, enrolled);
     for (Rank& rank : ranks_) library_->abort(std::exchange(rank.comm, nullptr));
+    id_ = library_->new_id();  // each is for one communicator
     for (int rank : {0, 1}) {
       cudaSetDevice(rank);
       ranks_[static_cast<std::size_t>(rank)].comm = library_->begin_init(2, id_, rank);

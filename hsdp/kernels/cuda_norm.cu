@@ -68,6 +68,14 @@ void indicate_on_device(const void* word, float* out, const Stream& stream) {
   launch(IndicateBody{word, out}, 1, stream);
 }
 
+void poison_on_device(const std::atomic<std::uint32_t>& word, TensorView out,
+                      std::atomic<std::uint32_t>* nonfinite, const Stream& stream) {
+  launch(PoisonBody{reinterpret_cast<const std::uint32_t*>(&word), static_cast<char*>(out.data),
+                    static_cast<std::int64_t>(out.size_in_bytes()),
+                    reinterpret_cast<std::uint32_t*>(nonfinite)},
+         PoisonBody::kBlocks, stream);
+}
+
 void sum_in_order_on_device(const double* values, std::int64_t count, double* sum,
                             const Stream& stream) {
   launch(OrderedSumBody{values, count, sum}, 1, stream);

@@ -29,6 +29,8 @@ void squared_norm_on_device(ConstTensorView values, double* sum, const Stream& s
 void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
                               const Stream& stream);
 void indicate_on_device(const void* word, float* out, const Stream& stream);
+void poison_on_device(const std::atomic<std::uint32_t>& word, TensorView out,
+                      std::atomic<std::uint32_t>* nonfinite, const Stream& stream);
 
 void sum_in_order_on_device(const double* values, std::int64_t count, double* sum,
                             const Stream& stream);

@@ -80,4 +80,28 @@ struct IndicateBody {
   }
 };
 
+// Bytes that are NaN in every float format.
+inline constexpr unsigned char kPoisonByte = 0xff;
+
+struct PoisonBody {
+  static constexpr int kResident = 1;
+  static constexpr std::int64_t kBlocks = 32;  // each reads the word through the bus
+  struct Shared {};
+
+  const std::uint32_t* word = nullptr;
+  char* out = nullptr;
+  std::int64_t bytes = 0;
+  std::uint32_t* nonfinite = nullptr;
+
+  HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
+    block.each_thread([this, &block](int thread) {
+      if (*static_cast<const volatile std::uint32_t*>(word) == 0) return;
+      for (std::int64_t i = block.rank(thread); i < bytes; i += block.size()) {
+        out[i] = static_cast<char>(kPoisonByte);
+      }
+      if (nonfinite != nullptr) *static_cast<volatile std::uint32_t*>(nonfinite) = 1;
+    });
+  }
+};
+
 }  // namespace hsdp::kernels

@@ -35,6 +35,11 @@ void indicate_on_device(const void* /*word*/, float* /*out*/, const Stream& /*st
   refuse();
 }
 
+void poison_on_device(const std::atomic<std::uint32_t>& /*word*/, TensorView /*out*/,
+                      std::atomic<std::uint32_t>* /*nonfinite*/, const Stream& /*stream*/) {
+  refuse();
+}
+
 void sum_in_order_on_device(const double* /*values*/, std::int64_t /*count*/, double* /*sum*/,
                             const Stream& /*stream*/) {
   refuse();

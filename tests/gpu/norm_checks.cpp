@@ -151,6 +151,32 @@ std::string check_indicate(const Stream& stream) {
   return {};
 }
 
+// Everything or nothing, and the memory around it stays.
+std::string check_poison(const Stream& stream) {
+  const Flag word = make_flag(stream.device());
+  for (const std::uint32_t poisoned : {0U, 1U}) {
+    for (const std::int64_t count : {1, 31, 100'003}) {
+      *word = poisoned;
+      const Flag nonfinite = make_flag(stream.device());
+      std::vector<float> values(static_cast<std::size_t>(count) + 2, 1.0F);
+      const Buffer memory(stream.device(), values.size() * sizeof(float));
+      const TensorView all = memory.view(Dtype::kF32);
+      copy_bytes(all.data, values.data(), all.size_in_bytes(), stream);
+      kernels::poison(*word, all.slice(1, count), nonfinite.get(), stream);
+      copy_bytes(values.data(), all.data, all.size_in_bytes(), stream);
+      Stream(stream).synchronize();
+      if (*nonfinite != poisoned) return "the flag is " + std::to_string(*nonfinite);
+      for (std::int64_t i = 0; i < count + 2; ++i) {
+        const float value = values[static_cast<std::size_t>(i)];
+        const bool inside = i >= 1 && i <= count;
+        const bool is_right = poisoned != 0 && inside ? std::isnan(value) : value == 1.0F;
+        if (!is_right) return "element " + std::to_string(i) + " of " + std::to_string(count);
+      }
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 std::vector<Check> norm_checks(Effort effort) {
@@ -161,6 +187,7 @@ std::vector<Check> norm_checks(Effort effort) {
       {"non-finite elements are found anywhere", check_nonfinite},
       {"clipping: the bits of the host", check_clip},
       {"flags as numbers", check_indicate},
+      {"poison", check_poison},
   };
 }
 

@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,6 +16,8 @@
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/optional_engines.h"
 #include "hsdp/device/buffer.h"
+#include "hsdp/device/copy.h"
+#include "hsdp/device/flag.h"
 #include "hsdp/error.h"
 #include "nccl_ranks.h"
 #include "tests/comm/stage_control.h"
@@ -252,6 +257,97 @@ TEST(NcclFailure, AWaitThatBeginsAfterTheFailureThrowsIt) {
   });
   EXPECT_THAT(texts, Each(AllOf(HasSubstr("RankError"), HasSubstr("the test wants it"))));
 }
+
+struct Collective {
+  std::string name;
+  // In place on `data`, of 8 f32 on each of two ranks; returns what of it the peers sent.
+  std::function<TensorView(Communicator&, TensorView data, const Flag& nonfinite, Stream&)> run;
+};
+
+std::ostream& operator<<(std::ostream& out, const Collective& collective) {
+  return out << collective.name;
+}
+
+class Aborted : public ::testing::TestWithParam<Collective> {};
+
+// The optimizer that reads the result on the GPU must not take garbage for it.
+TEST_P(Aborted, WhatThePeersDidNotSendIsNaN) {
+  const auto texts = outcomes(2, [](Communicator& world) {
+    constexpr std::int64_t kCount = 8;
+    const Device gpu = gpu_of(world.rank());
+    OnGpu on(gpu);
+    const TensorView data = on.data.view(Dtype::kF32).slice(0, kCount);
+    std::vector<float> values(kCount, 1.0F);
+    copy_bytes(data.data, values.data(), data.size_in_bytes(), on.stream);
+    on.stream.synchronize();
+    const Flag nonfinite = make_flag(gpu);
+    for (const bool hangs : {false, true}) {
+      static_cast<void>(world.exchange("", "ready"));
+      if (hangs) nccl_stand_in().hang(0);
+      const TensorView sent = GetParam().run(world, data, nonfinite, on.stream);
+      const Event done = on.stream.record();
+      if (hangs) {
+        static_cast<void>(world.exchange("", "issued"));
+        if (world.rank() == 1) world.abort("the test wants it");
+      }
+      EXPECT_TRUE(soon([&] { return done.complete(); }));
+      copy_bytes(values.data(), data.data, data.size_in_bytes(), on.stream);
+      on.stream.synchronize();
+      const std::int64_t first =
+          static_cast<const float*>(sent.data) - static_cast<const float*>(data.data);
+      for (std::int64_t i = 0; i < kCount; ++i) {
+        const float value = values[static_cast<std::size_t>(i)];
+        const bool of_peers = i >= first && i < first + sent.count;
+        if (of_peers) {
+          EXPECT_EQ(std::isnan(value), hangs) << value << " at " << i;
+        } else {
+          EXPECT_EQ(value, 1.0F) << i;
+        }
+      }
+    }
+    EXPECT_EQ(*nonfinite != 0, GetParam().name.find("reduce") != std::string::npos);
+    world.barrier();
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("the test wants it")));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Collectives, Aborted,
+    ::testing::Values(
+        Collective{"all_reduce",
+                   [](Communicator& world, TensorView data, const Flag& nonfinite, Stream& stream) {
+                     world.all_reduce({.data = data, .nonfinite = nonfinite.get()}, stream);
+                     return data;
+                   }},
+        Collective{"reduce_scatter",
+                   [](Communicator& world, TensorView data, const Flag& nonfinite, Stream& stream) {
+                     const TensorView out = data.slice(4, 2);
+                     world.reduce_scatter(
+                         {.in = data.slice(0, 4), .out = out, .nonfinite = nonfinite.get()},
+                         stream);
+                     return out;
+                   }},
+        Collective{"all_gather",
+                   [](Communicator& world, TensorView data, const Flag&, Stream& stream) {
+                     world.all_gather(data.slice(4, 1), data.slice(0, 2), stream);
+                     return data.slice(0, 2);
+                   }},
+        Collective{"all_gather_in_place",
+                   [](Communicator& world, TensorView data, const Flag&, Stream& stream) {
+                     world.all_gather(data.slice(4 * world.rank(), 4), data, stream);
+                     return data.slice(4 - 4 * world.rank(), 4);
+                   }},
+        Collective{"all_to_all",
+                   [](Communicator& world, TensorView data, const Flag&, Stream& stream) {
+                     world.all_to_all(data.slice(0, 4), data.slice(4, 4), stream);
+                     return data.slice(4, 4);
+                   }},
+        Collective{"broadcast",
+                   [](Communicator& world, TensorView data, const Flag&, Stream& stream) {
+                     world.broadcast(data, 0, stream);
+                     return data.slice(0, world.rank() == 0 ? 0 : data.count);
+                   }}),
+    [](const auto& chosen) { return chosen.param.name; });
 
 TEST(NcclFailure, AConnectionThatIsRefusedIsNamedOnEveryRank) {
   for (const bool late : {false, true}) {

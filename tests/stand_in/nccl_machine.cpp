@@ -142,14 +142,17 @@ class Run {
     return all_taken;
   }
 
-  // What an aborted kernel leaves in its outputs.
+  // What an aborted kernel leaves in its outputs. What it sends in place it does not write.
   void ruin() {
     for (const Op& op : ops_) {
       const bool has_all = op.kind == Op::Kind::kGather;
       const auto rows = static_cast<std::size_t>(has_all ? size() : 1);
+      const bool root = op.kind == Op::Kind::kBroadcast && op.peer == member_.rank;
+      const auto* const kept = has_all || root ? static_cast<const unsigned char*>(op.in) : nullptr;
       auto* const out = static_cast<unsigned char*>(op.out);
       for (std::size_t i = 0; out != nullptr && i < rows * op.bytes; ++i) {
-        out[i] = static_cast<unsigned char>(m_.garbage());
+        const bool is_kept = kept != nullptr && out + i >= kept && out + i < kept + op.bytes;
+        if (!is_kept) out[i] = static_cast<unsigned char>(m_.garbage());
       }
     }
   }

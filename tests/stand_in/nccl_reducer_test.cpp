@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cmath>
 #include <latch>
 #include <stdexcept>
 #include <string>
@@ -254,6 +255,34 @@ TEST(NcclReducerFailure, AHopThatHangsIsNamedAndTheLastResultStays) {
       },
       kImpatient);
   expect_reference(before, step, {.bucket_bytes = kSmallBuckets}, shape, "before");
+}
+
+// The host knows of no failure yet when it enqueues what reads the result.
+TEST(NcclReducerFailure, AResultOfAnAbortedHopIsNaN) {
+  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
+  step.schedule = {Sync::kAll};
+  for (const int hanging : {0, 3}) {
+    const auto errors = try_nccl_ranks(4, [&](Communicator& world) {
+      const Mesh mesh(world, {.replicate = 2, .shard = 2, .device = gpu_of(world.rank())});
+      Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
+      GpuRank rank(reducer, step, mesh);
+      static_cast<void>(rank.run_step());
+      Stream stream = Stream::create(mesh.device(), "optimizer");
+      reducer.set_stream(stream);
+      static_cast<void>(mesh.world().exchange("", "ready"));
+      nccl_stand_in().hang(hanging);
+      rank.run_microbatch(0);
+      const TensorView shard = reducer.shard("w");
+      std::vector<float> values(static_cast<std::size_t>(shard.count));
+      copy_bytes(values.data(), shard.data, shard.size_in_bytes(), stream);
+      static_cast<void>(mesh.world().exchange("", "issued"));
+      if (mesh.rank() == 1) world.abort("the test wants it");
+      stream.synchronize();
+      for (const float value : values) EXPECT_TRUE(std::isnan(value));
+      static_cast<void>(reducer.found_inf());
+    });
+    for (const auto& error : errors) EXPECT_TRUE(error);
+  }
 }
 
 TEST(NcclReducerFailure, AResultThatStoodBeforeTheFailureIsRead) {

@@ -60,7 +60,8 @@ void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
 
 void NcclEngine::agree(const Call& call) {
   group_->agree(call.terms, call.in, call.out);
-  if (call.work > 0 && group_->in_is_registered()) group_->require_registered_work(call.work);
+  const bool receives_in_work = group_->in_is_registered() && !group_->out_is_registered();
+  if (call.work > 0 && receives_in_work) group_->require_registered_work(call.work);
 }
 
 void NcclEngine::run(Call call, Stream& stream) {
@@ -73,7 +74,7 @@ void NcclEngine::run(Call call, Stream& stream) {
   require_own_device(stream.device(), hsdp::comm::name(call.terms.operation));
   run_now([&](NcclGroup& group) {
     agree(call);
-    group.enqueue(stream, [&](Stream& on) { call.enqueue(group, on); });
+    group.enqueue(stream, call.result, [&](Stream& on) { call.enqueue(group, on); });
   });
 }
 
@@ -83,7 +84,7 @@ void NcclEngine::run_on_own_stream(const Call& call) {
     if (!own_stream_) own_stream_ = Stream::create(device(), "hsdp-nccl");
     agree(call);
     own_stream_->wait(Stream::borrow(device(), nullptr).record());
-    group.enqueue(*own_stream_, [&](Stream& on) { call.enqueue(group, on); });
+    group.enqueue(*own_stream_, call.result, [&](Stream& on) { call.enqueue(group, on); });
     wait(own_stream_->record());
     control().throw_if_failed();
   });
@@ -121,7 +122,12 @@ void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
     if (sums_natively(args.reduction, args.in.dtype)) return native_reduce_scatter(group, args, on);
     exact_reduce_scatter(group, args, on);
   };
-  run({terms, args.in, {}, work_bytes(args, group_->size()), enqueue}, stream);
+  run({.terms = terms,
+       .in = args.in,
+       .work = work_bytes(args, group_->size()),
+       .result = {.out = args.out, .nonfinite = args.nonfinite},
+       .enqueue = enqueue},
+      stream);
 }
 
 void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
@@ -140,7 +146,12 @@ void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
     if (sums_natively(args.reduction, args.data.dtype)) return native_all_reduce(group, args, on);
     exact_all_reduce(group, args, on);
   };
-  run({terms, args.data, args.data, work_bytes(args, group_->size()), enqueue}, stream);
+  run({.terms = terms,
+       .in = args.data,
+       .work = work_bytes(args, group_->size()),
+       .result = {.out = args.data, .nonfinite = args.nonfinite},
+       .enqueue = enqueue},
+      stream);
 }
 
 void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
@@ -153,7 +164,13 @@ void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
     if (group.size() == 1) return copy_alone(in, out, on);
     gather_rows(group, in, out, cut, on);
   };
-  run({terms, in, out, 0, enqueue}, stream);
+  NcclGroup::Result result{out};
+  const std::int64_t own = cut.begin(group_->rank());
+  const std::int64_t end = cut.begin(group_->rank() + 1);
+  if (in.data == out.slice(own, in.count).data) {  // what is this rank's alone stays its
+    result = {.out = out.slice(0, own), .rest = out.slice(end, out.count - end)};
+  }
+  run({.terms = terms, .in = in, .out = out, .result = result, .enqueue = enqueue}, stream);
 }
 
 void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
@@ -166,7 +183,13 @@ void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cu
     if (group.size() == 1) return copy_alone(in, out, on);
     transpose_rows(group, in, out, cut, on);
   };
-  run({terms, in, out, work_bytes(in, cut), enqueue}, stream);
+  run({.terms = terms,
+       .in = in,
+       .out = out,
+       .work = work_bytes(in, cut),
+       .result = {.out = out},
+       .enqueue = enqueue},
+      stream);
 }
 
 void NcclEngine::broadcast(TensorView data, int root, Stream& stream) {
@@ -176,12 +199,14 @@ void NcclEngine::broadcast(TensorView data, int root, Stream& stream) {
   const auto enqueue = [data, root](NcclGroup& group, Stream& on) {
     broadcast_bytes(group, data, root, on);
   };
-  run({terms, data, data, 0, enqueue}, stream);
+  NcclGroup::Result result{};
+  if (root != rank()) result.out = data;
+  run({.terms = terms, .in = data, .out = data, .result = result, .enqueue = enqueue}, stream);
 }
 
 void NcclEngine::barrier(Stream& stream) {
   const auto enqueue = [](NcclGroup& group, Stream& on) { meet(group, on); };
-  run({{.operation = Operation::kBarrier}, {}, {}, 0, enqueue}, stream);
+  run({.terms = {.operation = Operation::kBarrier}, .enqueue = enqueue}, stream);
 }
 
 std::shared_ptr<Communicator::Engine> NcclEngine::split(int color, int key) {

@@ -51,10 +51,11 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
  private:
   struct Call {
     HostCall terms;
-    // What NCCL may read and write.
-    ConstTensorView in;
-    ConstTensorView out;
-    std::size_t work = 0;  // bytes, where `in` is registered
+    // What NCCL may read, and what it may write that it does not read.
+    ConstTensorView in{};
+    ConstTensorView out{};
+    std::size_t work = 0;  // bytes, where only `in` is registered
+    NcclGroup::Result result{};
     std::function<void(NcclGroup&, Stream&)> enqueue;
   };
   // Agrees on it with the peers and enqueues, on `stream` or on a stream of its own.

@@ -10,6 +10,7 @@
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/comm/stream_call.h"
 #include "hsdp/error.h"
+#include "hsdp/kernels/norm.h"
 
 namespace hsdp::comm {
 namespace {
@@ -102,13 +103,17 @@ std::vector<std::string> NcclGroup::exchange(const std::string& what, const std:
   return messages;
 }
 
-void NcclGroup::enqueue(Stream& stream, const std::function<void(Stream&)>& enqueue) {
+void NcclGroup::enqueue(Stream& stream, const Result& result,
+                        const std::function<void(Stream&)>& enqueue) {
   bool ran = false;
   run_on_stream(stream, [&] {
     ran = true;
     const Event begun = stream.record();
     enqueue(stream);
     if (!link_) return;
+    for (const TensorView& part : {result.out, result.rest}) {
+      if (part.count > 0) kernels::poison(*world_->watch->poison(), part, result.nonfinite, stream);
+    }
     const Event done = stream.record();
     memory_.release_work(done);
     world_->watch->follow(link_.get(), waiting_, begun, done);

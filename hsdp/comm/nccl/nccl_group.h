@@ -4,6 +4,7 @@
 // One call at a time. Errors end the world.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -46,8 +47,16 @@ class NcclGroup {
   void require_registered_work(std::size_t bytes);
   // The calls that `issue` makes, as one group of the call that was agreed on.
   void send_group(const std::function<void(NcclHandle)>& issue) { link_->group(waiting_, issue); }
+  // What a collective leaves of what others sent, in up to two parts, and the word that says that
+  // it is not finite.
+  struct Result {
+    TensorView out;
+    TensorView rest{};
+    std::atomic<std::uint32_t>* nonfinite = nullptr;
+  };
   // Runs `enqueue` in a task of `stream`, of a GPU, and has the watch follow what it enqueues.
-  void enqueue(Stream& stream, const std::function<void(Stream&)>& enqueue);
+  // Where the collective is aborted, `result` becomes NaN, on the GPU and in the stream's order.
+  void enqueue(Stream& stream, const Result& result, const std::function<void(Stream&)>& enqueue);
   // One small message from every member to every member, in group order.
   [[nodiscard]] std::vector<std::string> exchange(const std::string& what,
                                                   const std::string& message);

@@ -43,7 +43,10 @@ void finalize_and_destroy(const NcclLibrary& library, const Control& control, Nc
 
 NcclWatch::NcclWatch(std::shared_ptr<Control> control, std::shared_ptr<const NcclLibrary> library,
                      Device device)
-    : control_(std::move(control)), library_(std::move(library)), device_(device) {
+    : control_(std::move(control)),
+      library_(std::move(library)),
+      device_(device),
+      poison_(make_flag(device)) {
   on_failure_ = control_->on_failure([this] {
     const std::lock_guard lock(mutex_);
     failed_ = true;
@@ -168,6 +171,7 @@ std::optional<Failure> NcclWatch::look_at_links() {
 
 void NcclWatch::abort_all() {
   aborting_ = true;
+  *poison_ = 1;
   std::vector<NcclHandle> handles;
   for (NcclLink* const link : links_) {
     if (NcclHandle const handle = link->take()) handles.push_back(handle);

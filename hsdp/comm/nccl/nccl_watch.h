@@ -21,6 +21,7 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/nccl/nccl_library.h"
 #include "hsdp/device/event.h"
+#include "hsdp/device/flag.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp::comm {
@@ -43,6 +44,8 @@ class NcclWatch {
   void tear_down(NcclHandle handle);
   // From here on events are complete because collectives were aborted.
   [[nodiscard]] bool aborting() const { return aborting_; }
+  // Not 0 from before the first abort. What the GPU then takes for a result is garbage.
+  [[nodiscard]] const Flag& poison() const { return poison_; }
   // The abort that follows the world's failure is over, on this rank.
   [[nodiscard]] bool aborted() const;
 
@@ -79,6 +82,7 @@ class NcclWatch {
   std::chrono::steady_clock::time_point remote_since_;
   bool closing_ = false;
   std::atomic<bool> aborting_{false};
+  Flag poison_;
   bool failed_ = false;
   std::shared_ptr<void> on_failure_;
   std::thread thread_;

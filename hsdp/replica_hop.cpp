@@ -21,12 +21,12 @@ void PlainHop::prepare(const HopPlan& plan) {
   reduction_ = plan.reduction;
   to_come_.clear();
   for (std::size_t b = 0; b < plan.ranges.size(); ++b) {
-    AllReduce& call = to_come_.emplace_back();
-    for (const ParameterRange& range : plan.ranges[b]) call.data.count += range.count;
-    call.data.dtype = Dtype::kF32;
-    call.data.device = plan.device;
-    call.wire = wire_.value_or(plan.wires[b]);
-    call.reduction = reduction_;
+    for (const TensorView& data : plan.data[b]) {
+      AllReduce& call = to_come_.emplace_back();
+      call.data = data;
+      call.wire = wire_.value_or(plan.wires[b]);
+      call.reduction = reduction_;
+    }
   }
 }
 

@@ -44,6 +44,8 @@ struct HopPlan {
   std::vector<HopParameter> parameters;  // in registration order
   // Of each bucket: where parameters lie in this rank's shard of it; there may be gaps.
   std::vector<std::vector<ParameterRange>> ranges;
+  // Of each bucket: what reduce() may get. Memory that is only taken later has no address yet.
+  std::vector<std::vector<TensorView>> data;
   std::vector<Dtype> wires;  // of each bucket, where the hop brings none along
   int replicate_size = 1;
   Reduction reduction = Reduction::kExact;  // for hops that sum by all_reduce

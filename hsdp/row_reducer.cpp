@@ -157,6 +157,7 @@ HopPlan RowReducer::Parts::hop_plan() const {
                            group.of.parameters.end());
     std::vector<ParameterRange>& ranges = plan.ranges.emplace_back(group.of.ranges);
     for (ParameterRange& range : ranges) range.parameter += base;
+    plan.data.push_back({TensorView{nullptr, group.of.count, Dtype::kF32, ranks.device}});
     plan.wires.push_back(group.of.wire);
   }
   plan.replicate_size = ranks.replicate.size();

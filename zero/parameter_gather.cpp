@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/reducer/slice_gather.h"
@@ -57,6 +58,7 @@ struct ParameterGather::Parts {
   std::vector<GatheredParameter> parameters;
   std::unordered_map<std::string_view, int> indices;  // by name
   std::vector<GatherUnit> units;
+  ScratchReserve scratch;                              // of a unit's message
   std::vector<std::vector<int>> members;               // of the units
   std::vector<int> unit_of;                            // [index], -1: no elements
   std::unordered_map<int, const TensorView*> masters;  // by number of registration
@@ -91,6 +93,7 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
     lines.push_back("'" + parameter.name + "' " + std::string(name(parameter.array.dtype)));
   }
   units = reducer::gather_units(layout, full, unit_bytes);
+  scratch = ScratchReserve(reducer.device(), reducer::gather_scratch(units));
   unit_of.assign(parameters.size(), -1);
   for (std::size_t u = 0; u < units.size(); ++u) {
     std::vector<int>& of_unit = members.emplace_back();

@@ -29,6 +29,10 @@ namespace hsdp {
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size,
                                                                const Stream& stream);
 
+// Scratch of the device never has to wait for memory while no more than that is in use, beside what
+// others reserve. Error when there is no memory.
+[[nodiscard]] std::shared_ptr<void> reserve_cuda_scratch(Device device, std::size_t size);
+
 // As allocate_cuda() in pinned memory of the host, which the device reaches at the same address.
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t size);
 

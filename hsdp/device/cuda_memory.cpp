@@ -4,7 +4,6 @@
 #include <array>
 #include <cstring>
 #include <deque>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -19,57 +18,62 @@ namespace hsdp {
 namespace {
 
 constexpr int kMostDevices = 64;
-// Scratch is needed again in every step; the limit would count what is in use, too.
-constexpr std::uint64_t kKeptBytes = std::numeric_limits<std::uint64_t>::max();
 
 // What one device's allocations need, made on first use and never destroyed: the driver may be
 // gone before our last destructor.
-struct DevicePool {
-  cudaMemPool_t pool = nullptr;
-  cudaStream_t stream = nullptr;  // long-lived memory is zeroed and freed here
+struct DevicePools {
+  cudaMemPool_t lasting = nullptr;  // gives back at once what is freed
+  cudaMemPool_t scratch = nullptr;  // keeps what is reserved
+  cudaStream_t stream = nullptr;    // long-lived memory is zeroed and freed here
+  std::uint64_t reserved = 0;       // bytes of scratch; guarded by `mutex`
+  std::mutex mutex;
 };
 
-DevicePool make_pool(Device device) {
-  DevicePool made;
+cudaMemPool_t make_pool(Device device) {
   cudaMemPoolProps properties;
   std::memset(&properties, 0, sizeof(properties));
   properties.allocType = cudaMemAllocationTypePinned;
   properties.location.type = cudaMemLocationTypeDevice;
   properties.location.id = device.index;
-  check_cuda(cudaMemPoolCreate(&made.pool, &properties), device, "make a memory pool");
-  std::uint64_t kept = kKeptBytes;
-  check_cuda(cudaMemPoolSetAttribute(made.pool, cudaMemPoolAttrReleaseThreshold, &kept), device,
-             "set up a memory pool");
-  check_cuda(cudaStreamCreateWithFlags(&made.stream, cudaStreamNonBlocking), device,
-             "make a stream");
-  return made;
+  cudaMemPool_t pool = nullptr;
+  check_cuda(cudaMemPoolCreate(&pool, &properties), device, "make a memory pool");
+  return pool;
 }
 
-const DevicePool& pool_of(Device device) {
-  static std::mutex mutex;
-  static std::array<DevicePool, kMostDevices> pools;
+DevicePools& pools_of(Device device) {
+  static auto* const all = new std::array<DevicePools, kMostDevices>;
   if (device.index >= kMostDevices) {
     throw UsageError({.where = "device",
                       .expected = "an index below " + std::to_string(kMostDevices),
                       .got = to_string(device)});
   }
-  const std::lock_guard lock(mutex);
-  DevicePool& pool = pools[static_cast<std::size_t>(device.index)];
-  if (pool.stream == nullptr) pool = make_pool(device);
-  return pool;
+  DevicePools& pools = (*all)[static_cast<std::size_t>(device.index)];
+  const std::lock_guard lock(pools.mutex);
+  if (pools.stream != nullptr) return pools;
+  pools.lasting = make_pool(device);
+  pools.scratch = make_pool(device);
+  check_cuda(cudaStreamCreateWithFlags(&pools.stream, cudaStreamNonBlocking), device,
+             "make a stream");
+  return pools;
 }
 
 // `kept` lives as long as the memory, which is freed on `stream`.
-std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaStream_t stream,
-                                    const std::optional<Stream>& kept = {}) {
-  const DevicePool& pool = pool_of(device);
+std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaMemPool_t pool,
+                                    cudaStream_t stream, const std::optional<Stream>& kept = {}) {
   void* memory = nullptr;
-  check_cuda(cudaMallocFromPoolAsync(&memory, size, pool.pool, stream), device,
+  check_cuda(cudaMallocFromPoolAsync(&memory, size, pool, stream), device,
              "allocate " + std::to_string(size) + " bytes");
   return {static_cast<std::byte*>(memory), [device, stream, kept](std::byte* data) {
             // With the device current, whose default stream a null one is.
             give_back_on(device, [&] { static_cast<void>(cudaFreeAsync(data, stream)); });
           }};
+}
+
+// From now on the pool keeps that much, and has it.
+void keep_scratch(Device device, DevicePools& pools, std::uint64_t bytes) {
+  check_cuda(cudaMemPoolSetAttribute(pools.scratch, cudaMemPoolAttrReleaseThreshold, &bytes),
+             device, "set up a memory pool");
+  if (bytes > 0) static_cast<void>(allocate(device, bytes, pools.scratch, pools.stream));
 }
 
 void* allocate_pinned(Device device, std::size_t size) {
@@ -122,8 +126,9 @@ std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size) {
   require_cuda(device);
   if (size == 0) return nullptr;
   const OnCudaDevice current(device);
-  cudaStream_t const stream = pool_of(device).stream;
-  std::shared_ptr<std::byte> memory = allocate(device, size, stream);
+  const DevicePools& pools = pools_of(device);
+  cudaStream_t const stream = pools.stream;
+  std::shared_ptr<std::byte> memory = allocate(device, size, pools.lasting, stream);
   check_cuda(cudaMemsetAsync(memory.get(), 0, size, stream), device, "clear memory");
   check_cuda(cudaStreamSynchronize(stream), device, "clear memory");
   return memory;
@@ -144,7 +149,26 @@ std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size, const Stream&
   if (size == 0) return nullptr;
   require_no_capture(stream.device(), stream.native_handle());
   const OnCudaDevice current(stream.device());
-  return allocate(stream.device(), size, static_cast<cudaStream_t>(stream.native_handle()), stream);
+  return allocate(stream.device(), size, pools_of(stream.device()).scratch,
+                  static_cast<cudaStream_t>(stream.native_handle()), stream);
+}
+
+std::shared_ptr<void> reserve_cuda_scratch(Device device, std::size_t size) {
+  require_cuda(device);
+  const OnCudaDevice current(device);
+  DevicePools& pools = pools_of(device);
+  const std::lock_guard lock(pools.mutex);
+  keep_scratch(device, pools, pools.reserved + size);
+  pools.reserved += size;
+  return {nullptr, [&pools, device, size](void* /*unused*/) {
+            give_back_on(device, [&] {
+              const std::lock_guard guard(pools.mutex);
+              pools.reserved -= size;
+              std::uint64_t bytes = pools.reserved;
+              static_cast<void>(
+                  cudaMemPoolSetAttribute(pools.scratch, cudaMemPoolAttrReleaseThreshold, &bytes));
+            });
+          }};
 }
 
 std::shared_ptr<std::atomic<std::uint32_t>> make_cuda_flag(Device device) {

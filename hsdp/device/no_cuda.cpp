@@ -33,6 +33,8 @@ std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t /*size*/, const Str
   refuse(stream.device());
 }
 
+std::shared_ptr<void> reserve_cuda_scratch(Device device, std::size_t /*size*/) { refuse(device); }
+
 std::shared_ptr<std::atomic<std::uint32_t>> make_cuda_flag(Device device) { refuse(device); }
 
 void copy_on_cuda(void* /*to*/, const void* /*from*/, std::size_t /*size*/, const Stream& stream) {

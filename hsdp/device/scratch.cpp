@@ -10,4 +10,8 @@ Scratch::Scratch(std::size_t size, const Stream& stream)
                   : std::shared_ptr<std::byte>(new std::byte[size],
                                                std::default_delete<std::byte[]>())) {}
 
+ScratchReserve::ScratchReserve(Device device, std::size_t size) {
+  if (device.type == DeviceType::kCuda && size > 0) kept_ = reserve_cuda_scratch(device, size);
+}
+
 }  // namespace hsdp

@@ -7,6 +7,7 @@
 #include "hsdp/kernels/device_nonfinite.h"
 #include "hsdp/kernels/device_norm.h"
 #include "hsdp/kernels/device_plan.h"
+#include "hsdp/kernels/norm.h"
 
 namespace hsdp::kernels {
 namespace {
@@ -34,9 +35,7 @@ void squared_norm_on_device(ConstTensorView values, double* sum, const Stream& s
   require_alignment(values.data, values.dtype);
   // The sums of each level lie behind those of the one before; the last one goes to `sum`.
   std::int64_t count = norm_chunks(values.count);
-  std::int64_t all = 0;
-  for (std::int64_t level = count; level > 1; level = norm_chunks(level)) all += level;
-  const Scratch scratch(static_cast<std::size_t>(all) * sizeof(double), stream);
+  const Scratch scratch(squared_norm_scratch(values.count), stream);
   auto* level = reinterpret_cast<double*>(scratch.data());
   double* const first = count > 1 ? level : sum;
   if (values.dtype == Dtype::kF32) {

@@ -101,6 +101,14 @@ void squared_norm(ConstTensorView values, double* sum, const Stream& stream) {
   squared_norm_on_device(values, sum, stream);
 }
 
+std::size_t squared_norm_scratch(std::int64_t count) {
+  std::int64_t sums = 0;
+  for (std::int64_t level = norm_chunks(count); level > 1; level = norm_chunks(level)) {
+    sums += level;
+  }
+  return static_cast<std::size_t>(sums) * sizeof(double);
+}
+
 bool has_nonfinite(ConstTensorView values) {
   require_gradient_dtype(values.dtype, "has_nonfinite", "dtype");
   return find_nonfinite(values);

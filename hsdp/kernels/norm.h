@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 #include "hsdp/device/stream.h"
@@ -24,6 +25,8 @@ namespace hsdp::kernels {
 // The same inside a task of `stream` [Note: kernels on a stream]. `sum` lies where the values do;
 // `nonfinite` is a make_flag() word of that device, set to 1 and never cleared.
 void squared_norm(ConstTensorView values, double* sum, const Stream& stream);
+// The scratch that it takes on a GPU, in bytes.
+[[nodiscard]] std::size_t squared_norm_scratch(std::int64_t count);
 void find_nonfinite(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
                     const Stream& stream);
 // *out = 1 when `word` is not 0, else 0. `word`: a make_flag() word, or an f32 sum of what this

@@ -11,6 +11,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/scratch_need.h"
 #include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
@@ -49,7 +50,8 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
                       ranks);
 }
 
-HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout) {
+HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout,
+                 const GradientMemory& memory) {
   HopPlan plan;
   for (int p = 0; p < setting.parameters.size(); ++p) {
     plan.parameters.push_back(setting.parameters.hop_parameter(p));
@@ -57,6 +59,11 @@ HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout) {
   for (int b = 0; b < static_cast<int>(layout.buckets().size()); ++b) {
     const Bucket& bucket = layout.buckets()[static_cast<std::size_t>(b)];
     plan.ranges.push_back(layout.ranges(b, setting.groups.shard.rank()));
+    std::vector<TensorView>& data = plan.data.emplace_back();
+    data.push_back(memory.bucket_carry(b));
+    if (setting.parameters.group_count() > 1) {  // some end earlier, with totals
+      data.push_back({nullptr, data.back().count, Dtype::kF32, setting.groups.device});
+    }
     plan.wires.push_back(setting.options.replica_dtype.value_or(bucket.wire_dtype));
   }
   plan.replicate_size = setting.groups.replicate.size();
@@ -85,14 +92,17 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
     layout_ = setting.parameters.make_layout(groups.shard.size());
     memory_.emplace(setting.parameters, *layout_, groups.shard.rank(), groups.device,
                     options.accumulate_on, setting.memory);
+    scratch_ = ScratchReserve(groups.device, scratch_need(setting.parameters, *layout_,
+                                                          groups.shard.rank(), groups.device));
   });
   sends_f16_ = options.replica_dtype == Dtype::kF16 ||
                std::ranges::find(layout_->buckets(), Dtype::kF16, &Bucket::wire_dtype) !=
                    layout_->buckets().end();
-  if (groups.replicate.size() > 1) {
-    hop_.emplace(groups, options.replica_hop, [&] { return hop_plan(setting, *layout_); });
-  }
   together(world, "allocate its carry", [&] { memory_->allocate_carry(groups.replicate); });
+  if (groups.replicate.size() > 1) {
+    hop_.emplace(groups, options.replica_hop,
+                 [&] { return hop_plan(setting, *layout_, *memory_); });
+  }
   together(world, "allocate its staging buckets",
            [&] { memory_->allocate_staging(groups.shard, reduction_of(options)); });
   const std::shared_ptr<IssueOrder::Issuer> issuer = add_issuer(groups);

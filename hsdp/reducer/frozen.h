@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "hsdp/bucket_layout.h"
+#include "hsdp/device/scratch.h"
 #include "hsdp/reducer/bucket_pipeline.h"
 #include "hsdp/reducer/collector.h"
 #include "hsdp/reducer/gradient_memory.h"
@@ -50,6 +51,7 @@ class Frozen {
  private:
   std::optional<BucketLayout> layout_;
   std::optional<GradientMemory> memory_;
+  ScratchReserve scratch_;
   std::optional<HopOwner> hop_;  // where there are several replicas
   std::optional<BucketPipeline> pipeline_;
   std::optional<Collector> collector_;

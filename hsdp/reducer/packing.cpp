@@ -10,9 +10,14 @@ namespace {
 
 // Larger packs are written around the cache: the reader is another rank, later.
 constexpr std::int64_t kStreamingBytes = std::int64_t{4} << 20;
-// Elements of the scratch that holds (local sum + fresh) before it joins the carry: fits L1. A GPU
-// takes all at once.
-constexpr std::int64_t kScratchElements = 2048;
+// Elements of the scratch that holds (local sum + fresh) before it joins the carry: fits L1, and on
+// a GPU its L2.
+constexpr std::int64_t kHostElements = 2048;
+constexpr std::int64_t kDeviceElements = std::int64_t{1} << 22;
+
+std::int64_t piece_of_carry(std::int64_t count, Device device) {
+  return std::min(count, device.type == DeviceType::kHost ? kHostElements : kDeviceElements);
+}
 
 StridedView flat_view(TensorView view) {
   return {view.data, view.dtype, view.device, {view.count}, {}};
@@ -60,6 +65,10 @@ void pack_segment(const Contribution& contribution, const BucketSegment& segment
   kernels::cast_and_pack(args, stream);
 }
 
+std::size_t add_to_carry_scratch(std::int64_t count, Device device) {
+  return static_cast<std::size_t>(piece_of_carry(count, device)) * sizeof(float);
+}
+
 void add_to_carry(const Contribution& contribution, bool accumulate, TensorView carry,
                   const Stream& stream) {
   StridedView local_view;
@@ -77,9 +86,8 @@ void add_to_carry(const Contribution& contribution, bool accumulate, TensorView 
     return;
   }
   // Order of rule 5: the row first, then the carry.
-  const bool on_host = carry.device.type == DeviceType::kHost;
-  const std::int64_t piece = on_host ? std::min(kScratchElements, carry.count) : carry.count;
-  const Scratch scratch(static_cast<std::size_t>(piece) * sizeof(float), stream);
+  const std::int64_t piece = piece_of_carry(carry.count, carry.device);
+  const Scratch scratch(add_to_carry_scratch(carry.count, carry.device), stream);
   for (std::int64_t done = 0; done < carry.count; done += piece) {
     const std::int64_t count = std::min(piece, carry.count - done);
     kernels::CastAndPack row = pack_of(contribution, done, count, local_view);

@@ -2,6 +2,7 @@
 // Everything runs inside a task of `stream`: done when it returns on the host, enqueued on CUDA.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "hsdp/bucket_layout.h"
@@ -30,5 +31,7 @@ void pack_segment(const Contribution& contribution, const BucketSegment& segment
 // parameter.
 void add_to_carry(const Contribution& contribution, bool accumulate, TensorView carry,
                   const Stream& stream);
+// The scratch that it takes, in bytes.
+[[nodiscard]] std::size_t add_to_carry_scratch(std::int64_t count, Device device);
 
 }  // namespace hsdp::reducer

@@ -148,11 +148,24 @@ void gather_unit(Communicator& shard_group, const BucketLayout& layout,
   gather_message(shard_group, layout, unit, memory, stream);
 }
 
+std::size_t gather_scratch(std::span<const GatherUnit> units) {
+  std::int64_t most = 0;
+  for (const GatherUnit& unit : units) {
+    if (unit.size() > 1) most = std::max(most, bytes_of(unit));
+  }
+  return static_cast<std::size_t>(most);
+}
+
+std::vector<GatherUnit> gather_units(const BucketLayout& layout,
+                                     std::span<const FullArray> arrays) {
+  return gather_units(layout, arrays, kUnitBytes);
+}
+
 std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
                            std::span<const FullArray> arrays, const MemoryCount& memory,
                            Stream& stream) {
   if (shard_group.size() == 1) return 0;
-  const std::vector<GatherUnit> units = gather_units(layout, arrays, kUnitBytes);
+  const std::vector<GatherUnit> units = gather_units(layout, arrays);
   for (const GatherUnit& unit : units) gather_unit(shard_group, layout, unit, memory, stream);
   return std::ssize(units);
 }

@@ -4,6 +4,7 @@
 // together, in one message.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -44,7 +45,13 @@ using GatherUnit = std::vector<FullArray>;
 void gather_unit(Communicator& shard_group, const BucketLayout& layout,
                  std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream);
 
-// All units of these arrays. Returns the number of all-gathers it took.
+// The scratch that gathering any one of these takes, in bytes.
+[[nodiscard]] std::size_t gather_scratch(std::span<const GatherUnit> units);
+
+// The units of `gather_slices`.
+[[nodiscard]] std::vector<GatherUnit> gather_units(const BucketLayout& layout,
+                                                   std::span<const FullArray> arrays);
+// All of them. Returns the number of all-gathers it took.
 [[nodiscard]] std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
                                          std::span<const FullArray> arrays,
                                          const MemoryCount& memory, Stream& stream);

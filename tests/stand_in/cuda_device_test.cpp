@@ -236,6 +236,24 @@ TEST_F(CudaDevice, GivesItsMemoryBack) {
   EXPECT_EQ(stand_in::allocated_bytes(), before + 1);
 }
 
+TEST_F(CudaDevice, ScratchThatWasReservedIsThere) {
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  const ScratchReserve one(kGpu, kMiB);
+  auto two = std::make_optional<ScratchReserve>(kGpu, 3 * kMiB);
+  const std::int64_t before = stand_in::allocation_count();
+  const Stream stream = Stream::create(kGpu, "scratch");
+  {
+    const Scratch first(kMiB, stream);
+    const Scratch second(3 * kMiB, stream);
+  }
+  EXPECT_EQ(stand_in::allocation_count(), before);
+  stand_in::fail_allocation(0);
+  EXPECT_THROW(ScratchReserve(kGpu, 20 * kMiB), Error);
+  two.reset();
+  const ScratchReserve again(kGpu, 3 * kMiB);  // the pool has it still
+  EXPECT_EQ(stand_in::allocation_count(), before + 1);
+}
+
 TEST_F(CudaDevice, ScratchMayOutliveTheStreamItWasMadeFor) {
   const std::int64_t before = stand_in::allocated_bytes();
   auto stream = std::make_optional(Stream::create(kGpu, "stream"));

@@ -28,9 +28,16 @@ cudaEvent_t make_event() {
   return event;
 }
 
-void* allocate(std::size_t size, cudaStream_t stream) {
+cudaMemPool_t make_pool() {
+  cudaMemPool_t pool = nullptr;
+  const cudaMemPoolProps properties{};
+  EXPECT_EQ(cudaMemPoolCreate(&pool, &properties), cudaSuccess);
+  return pool;
+}
+
+void* allocate(std::size_t size, cudaStream_t stream, cudaMemPool_t pool = make_pool()) {
   void* memory = nullptr;
-  EXPECT_EQ(cudaMallocFromPoolAsync(&memory, size, nullptr, stream), cudaSuccess);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&memory, size, pool, stream), cudaSuccess);
   return memory;
 }
 
@@ -258,10 +265,34 @@ TEST_F(CudaRules, AnyAllocationMayFail) {
   stand_in::fail_allocation(1);
   EXPECT_EQ(cudaHostAlloc(&memory, 8, 0), cudaSuccess);
   cudaFreeHost(memory);
-  EXPECT_EQ(cudaMallocFromPoolAsync(&memory, 8, nullptr, stream), cudaErrorMemoryAllocation);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&memory, 8, make_pool(), stream), cudaErrorMemoryAllocation);
   EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   cudaFreeAsync(allocate(8, stream), stream);
+  cudaStreamDestroy(stream);
+}
+
+// PG, Stream Ordered Memory Allocator: what a pool keeps it gives out again, on another stream
+// behind the free of the first (cudaMemPoolReuseAllowInternalDependencies); only to grow it may
+// fail.
+TEST_F(CudaRules, APoolFailsOnlyWhereItGrows) {
+  cudaStream_t const stream = make_stream();
+  cudaMemPool_t const pool = make_pool();
+  void* const first = allocate(2000, stream, pool);
+  cudaFreeAsync(first, stream);
+  const std::int64_t before = stand_in::allocation_count();
+  stand_in::fail_allocation(0);
+  void* const second = allocate(1000, stream, pool);
+  void* third = allocate(1000, stream, pool);
+  EXPECT_EQ(stand_in::allocation_count(), before);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&third, 1, pool, stream), cudaErrorMemoryAllocation);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
+  cudaFreeAsync(second, stream);
+  cudaFreeAsync(third, stream);
+  EXPECT_EQ(cudaMemPoolTrimTo(pool, 0), cudaSuccess);
+  stand_in::fail_allocation(0);
+  EXPECT_EQ(cudaMallocFromPoolAsync(&third, 1, pool, stream), cudaErrorMemoryAllocation);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
   cudaStreamDestroy(stream);
 }
 

@@ -36,7 +36,10 @@ struct CUevent_st {
   CUgraph_st* captured = nullptr;  // where it was recorded last
 };
 
-struct CUmemPool_st {};
+struct CUmemPool_st {
+  std::int64_t kept = 0;  // of the device's
+  std::int64_t used = 0;
+};
 
 namespace hsdp::stand_in {
 namespace {
@@ -49,7 +52,12 @@ struct Machine {
   std::map<std::string, int, std::less<>> failures;
   int standstills = 0;
   std::int64_t launches = 0;
-  std::map<void*, std::size_t> memory;
+  struct Memory {
+    std::int64_t size;
+    std::int64_t taken;  // of its pool
+    cudaMemPool_t pool;
+  };
+  std::map<void*, Memory> memory;
   std::int64_t allocations = 0;
   std::optional<std::int64_t> failing_allocation;
   std::optional<std::mt19937_64> delays;
@@ -153,22 +161,23 @@ void wait_as_told() {
   m.changed.wait(lock, [&m] { return m.standstills == 0; });
 }
 
-// Device memory, or pinned memory of the host.
-void* allocate(Call& call, std::size_t size) {
+// Memory that the device, or the host, has to find first: this may fail.
+bool find_memory(Call& call, std::size_t size) {
   Machine& m = machine();
   ++m.allocations;
   const bool fails = m.failing_allocation && --*m.failing_allocation < 0;
   if (fails) m.failing_allocation.reset();
-  constexpr std::size_t kAlignment = 256;
   constexpr std::size_t kMostBytes = std::size_t{16} << 30U;
+  if (!fails && size <= kMostBytes) return true;
+  call.refuse(cudaErrorMemoryAllocation);
+  return false;
+}
+
+void* make_memory(std::size_t size) {
+  constexpr std::size_t kAlignment = 256;
   void* const memory =
-      fails || size > kMostBytes
-          ? nullptr
-          : std::aligned_alloc(kAlignment, (size + kAlignment - 1) / kAlignment * kAlignment);
-  if (memory == nullptr) {
-    call.refuse(cudaErrorMemoryAllocation);
-    return nullptr;
-  }
+      std::aligned_alloc(kAlignment, (size + kAlignment - 1) / kAlignment * kAlignment);
+  if (memory == nullptr) throw std::bad_alloc();
   std::memset(memory, 0xff, size);
   return memory;
 }
@@ -240,7 +249,7 @@ std::int64_t kernel_launches() {
 std::int64_t allocated_bytes() {
   const std::lock_guard lock(machine().mutex);
   std::int64_t bytes = 0;
-  for (const auto& [memory, size] : machine().memory) bytes += static_cast<std::int64_t>(size);
+  for (const auto& [_, memory] : machine().memory) bytes += memory.size;
   return bytes;
 }
 
@@ -469,8 +478,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* /*properties*/) {
-  static CUmemPool_st only;
-  *pool = &only;
+  *pool = new CUmemPool_st;  // of the process, as ours are
   return Call("cudaMemPoolCreate").status();
 }
 
@@ -479,22 +487,42 @@ cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t /*pool*/, cudaMemPoolAttr /*at
   return cudaSuccess;
 }
 
-cudaError_t cudaMallocFromPoolAsync(void** memory, std::size_t size, cudaMemPool_t /*pool*/,
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, std::size_t kept) {
+  Call call("cudaMemPoolTrimTo");
+  if (call.status() != cudaSuccess) return call.status();
+  pool->kept = std::min(pool->kept, std::max(pool->used, static_cast<std::int64_t>(kept)));
+  return cudaSuccess;
+}
+
+// What a pool keeps is used again behind any free that is in a stream.
+cudaError_t cudaMallocFromPoolAsync(void** memory, std::size_t size, cudaMemPool_t pool,
                                     cudaStream_t stream) {
+  constexpr std::int64_t kGranularity = 512;
   Call call("cudaMallocFromPoolAsync");
   if (call.status() != cudaSuccess) return call.status();
   static_cast<void>(call.stream(stream));
-  *memory = allocate(call, size);
-  if (*memory != nullptr) machine().memory[*memory] = size;
-  return call.status();
+  const std::int64_t taken =
+      (static_cast<std::int64_t>(size) + kGranularity - 1) / kGranularity * kGranularity;
+  if (pool->used + taken > pool->kept && !find_memory(call, size)) return call.status();
+  *memory = make_memory(size);
+  pool->used += taken;
+  pool->kept = std::max(pool->kept, pool->used);
+  machine().memory[*memory] = {static_cast<std::int64_t>(size), taken, pool};
+  return cudaSuccess;
 }
 
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
+  {
+    const std::lock_guard lock(machine().mutex);
+    const auto place = machine().memory.find(memory);
+    if (place == machine().memory.end()) punish("cudaFreeAsync", "memory that was freed");
+    place->second.pool->used -= std::exchange(place->second.taken, 0);
+  }
   return enqueue("cudaFreeAsync", stream, [memory] {
     const std::lock_guard lock(machine().mutex);
     const auto place = machine().memory.find(memory);
     if (place == machine().memory.end()) punish("cudaFreeAsync", "memory that was freed");
-    std::memset(memory, 0xff, place->second);
+    std::memset(memory, 0xff, static_cast<std::size_t>(place->second.size));
     machine().memory.erase(place);
     std::free(memory);
   });
@@ -503,7 +531,7 @@ cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
 cudaError_t cudaHostAlloc(void** memory, std::size_t size, unsigned /*flags*/) {
   Call call("cudaHostAlloc");
   if (call.status() != cudaSuccess || call.is_prohibited()) return call.status();
-  *memory = allocate(call, size);
+  if (find_memory(call, size)) *memory = make_memory(size);
   return call.status();
 }
 

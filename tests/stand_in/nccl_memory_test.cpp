@@ -146,6 +146,28 @@ TEST(NcclMemory, ThatRunsOutOnOneRankIsAnErrorOfAllAndTheyGoOn) {
   });
 }
 
+// What was not reserved is taken before anybody begins.
+TEST(NcclMemory, ThatACallFindsMissingIsAnErrorOfAllAndTheyGoOn) {
+  run_nccl_ranks(kRanks, [](Communicator& world) {
+    Stream stream = Stream::create(gpu_of(world.rank()), "caller");
+    const Values data(world, false, 12, world.rank());
+    static_cast<void>(world.exchange("", "begin"));
+    if (world.rank() == 2) stand_in::fail_allocation(0);
+    static_cast<void>(world.exchange("", "fail"));
+    try {
+      world.all_reduce({.data = data.view(), .bucket = 5}, stream);
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr(world.rank() == 2 ? "cannot allocate"
+                                                            : "all_reduce of bucket 5: no memory"));
+      EXPECT_THAT(error.what(), HasSubstr("(rank 2 of 3)"));
+    }
+    world.all_reduce({.data = data.view()}, stream);
+    stream.synchronize();
+    EXPECT_EQ(data[0], 3.0);
+  });
+}
+
 TEST(NcclMemory, ThatWasReservedIsAllThatCallsNeed) {
   for (const bool registered : {false, true}) {
     run_nccl_ranks(kRanks, [registered](Communicator& world) {

@@ -58,10 +58,10 @@ void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
   }
 }
 
-void NcclEngine::agree(const Call& call) {
-  group_->agree(call.terms, call.in, call.out);
+void NcclEngine::agree(const Call& call, const Stream& stream) {
+  group_->agree(call.terms, call.in, call.out, call.work, stream);
   const bool receives_in_work = group_->in_is_registered() && !group_->out_is_registered();
-  if (call.work > 0 && receives_in_work) group_->require_registered_work(call.work);
+  if (call.work.bytes > 0 && receives_in_work) group_->require_registered_work(call.work.bytes);
 }
 
 void NcclEngine::run(Call call, Stream& stream) {
@@ -73,7 +73,7 @@ void NcclEngine::run(Call call, Stream& stream) {
   }
   require_own_device(stream.device(), hsdp::comm::name(call.terms.operation));
   run_now([&](NcclGroup& group) {
-    agree(call);
+    agree(call, stream);
     group.enqueue(stream, call.result, [&](Stream& on) { call.enqueue(group, on); });
   });
 }
@@ -82,7 +82,7 @@ void NcclEngine::run(Call call, Stream& stream) {
 void NcclEngine::run_on_own_stream(const Call& call) {
   run_now([&](NcclGroup& group) {
     if (!own_stream_) own_stream_ = Stream::create(device(), "hsdp-nccl");
-    agree(call);
+    agree(call, *own_stream_);
     own_stream_->wait(Stream::borrow(device(), nullptr).record());
     group.enqueue(*own_stream_, call.result, [&](Stream& on) { call.enqueue(group, on); });
     wait(own_stream_->record());
@@ -124,7 +124,7 @@ void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   };
   run({.terms = terms,
        .in = args.in,
-       .work = work_bytes(args, group_->size()),
+       .work = {work_bytes(args, group_->size())},
        .result = {.out = args.out, .nonfinite = args.nonfinite},
        .enqueue = enqueue},
       stream);
@@ -148,7 +148,7 @@ void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
   };
   run({.terms = terms,
        .in = args.data,
-       .work = work_bytes(args, group_->size()),
+       .work = {work_bytes(args, group_->size()), sends_from_work(args)},
        .result = {.out = args.data, .nonfinite = args.nonfinite},
        .enqueue = enqueue},
       stream);
@@ -186,7 +186,7 @@ void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cu
   run({.terms = terms,
        .in = in,
        .out = out,
-       .work = work_bytes(in, cut),
+       .work = {work_bytes(in, cut)},
        .result = {.out = out},
        .enqueue = enqueue},
       stream);
@@ -206,7 +206,10 @@ void NcclEngine::broadcast(TensorView data, int root, Stream& stream) {
 
 void NcclEngine::barrier(Stream& stream) {
   const auto enqueue = [](NcclGroup& group, Stream& on) { meet(group, on); };
-  run({.terms = {.operation = Operation::kBarrier}, .enqueue = enqueue}, stream);
+  run({.terms = {.operation = Operation::kBarrier},
+       .work = {static_cast<std::size_t>(group_->size())},
+       .enqueue = enqueue},
+      stream);
 }
 
 std::shared_ptr<Communicator::Engine> NcclEngine::split(int color, int key) {
@@ -225,32 +228,32 @@ SharedMemory NcclEngine::allocate(std::int64_t count, Dtype dtype) {
 }
 
 void NcclEngine::reserve(std::span<const ReduceScatter> calls) {
-  std::size_t bytes = 0;
-  bool registered = true;
+  WorkSizes most;
   for (const ReduceScatter& call : calls) {
-    bytes = std::max(bytes, work_bytes(call, group_->size()));
-    registered = registered && group_->memory().is_registered(call.in.data);
+    most.add(work_bytes(call, group_->size()), group_->memory().is_registered(call.in.data));
   }
-  reserve(bytes, registered);
+  reserve(most);
 }
 
 void NcclEngine::reserve(std::span<const AllReduce> calls) {
-  std::size_t bytes = 0;
-  bool registered = true;
+  WorkSizes most;
   for (const AllReduce& call : calls) {
-    bytes = std::max(bytes, work_bytes(call, group_->size()));
-    registered =
-        registered && (rounds_on_wire(call) || group_->memory().is_registered(call.data.data));
+    const bool registered = sends_from_work(call) || group_->memory().is_registered(call.data.data);
+    most.add(work_bytes(call, group_->size()), registered);
   }
-  reserve(bytes, registered);
+  reserve(most);
 }
 
-void NcclEngine::reserve(std::size_t bytes, bool registered) {
-  if (group_->size() == 1 || bytes == 0) return;
-  run_now([&](NcclGroup& group) {
-    group.agree({.count = static_cast<std::int64_t>(bytes), .operation = Operation::kAllocate});
-    group.memory().reserve(group, bytes, registered);
-  });
+void NcclEngine::reserve(const WorkSizes& most) {
+  if (group_->size() == 1) return;
+  for (const bool registered : {false, true}) {
+    const std::size_t bytes = most.bytes[registered ? 1 : 0];
+    if (bytes == 0) continue;
+    run_now([&](NcclGroup& group) {
+      group.agree({.count = static_cast<std::int64_t>(bytes), .operation = Operation::kAllocate});
+      group.memory().reserve(group, bytes, registered);
+    });
+  }
 }
 
 }  // namespace hsdp::comm

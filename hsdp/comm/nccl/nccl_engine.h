@@ -6,6 +6,8 @@
 // all communicators of a process must be issued in one order on every rank (IssueOrder).
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -54,15 +56,22 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
     // What NCCL may read, and what it may write that it does not read.
     ConstTensorView in{};
     ConstTensorView out{};
-    std::size_t work = 0;  // bytes, where only `in` is registered
+    NcclGroup::WorkNeed work{};
     NcclGroup::Result result{};
     std::function<void(NcclGroup&, Stream&)> enqueue;
   };
   // Agrees on it with the peers and enqueues, on `stream` or on a stream of its own.
   void run(Call call, Stream& stream);
   void run_on_own_stream(const Call& call);
-  void agree(const Call& call);
-  void reserve(std::size_t bytes, bool registered);
+  void agree(const Call& call, const Stream& stream);
+  struct WorkSizes {
+    void add(std::size_t size, bool registered) {
+      std::size_t& most = bytes[registered ? 1 : 0];
+      most = std::max(most, size);
+    }
+    std::array<std::size_t, 2> bytes{};  // of memory that is not registered, and that is
+  };
+  void reserve(const WorkSizes& most);
   // Alone, and ends the world if it breaks half way.
   void run_now(const std::function<void(NcclGroup&)>& call);
   void require_own_device(Device device, std::string_view operation) const;

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "hsdp/comm/host/reduce_plan.h"
+#include "hsdp/comm/nccl/nccl_group.h"
 #include "hsdp/comm/nccl/nccl_work.h"
 #include "hsdp/device/copy.h"
-#include "hsdp/device/scratch.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
@@ -86,8 +86,9 @@ void sum_into(TensorView out, const Rows& rows, const kernels::SumSpec& spec, St
 void all_reduce_as_it_is(NcclGroup& group, const AllReduce& args, Stream& stream) {
   const RowCut cut = sum_cut(args.data.count, group.size());
   const TensorView own = args.data.slice(cut.begin(group.rank()), cut.length(group.rank()));
-  const NcclWork work(group, work_bytes(args, group.size()), group.in_is_registered(), stream);
-  const Rows rows(group, own, work.data(), stream);
+  std::byte* const work =
+      group.work(work_bytes(args, group.size()), group.in_is_registered(), stream);
+  const Rows rows(group, own, work, stream);
   exchange_rows(group, args.data, cut, stream, [&](int r) { return rows.place(r); });
   sum_into(own, rows, sum_spec(args), stream);
   gather_rows(group, own, args.data, cut, stream);
@@ -99,8 +100,8 @@ void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream)
   const std::int64_t count = args.data.count;
   const RowCut cut = sum_cut(count, group.size());
   const std::size_t bytes = work_bytes(args, group.size());
-  const NcclWork work(group, bytes, group.memory().has_work(bytes, true), stream);
-  const TensorView wire{work.data(), count, wire_dtype(args), args.data.device};
+  std::byte* const work = group.work(bytes, group.memory().has_work(bytes, true), stream);
+  const TensorView wire{work, count, wire_dtype(args), args.data.device};
   kernels::scale_and_cast({.in = args.data.data,
                            .out = wire.data,
                            .out_dtype = wire.dtype,
@@ -108,7 +109,7 @@ void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream)
                            .exponent = -args.send_exponent},
                           stream);
   const TensorView own = wire.slice(cut.begin(group.rank()), cut.length(group.rank()));
-  const Rows rows(group, own, work.data() + work_size(wire.size_in_bytes()), stream);
+  const Rows rows(group, own, work + work_size(wire.size_in_bytes()), stream);
   exchange_rows(group, wire, cut, stream, [&](int r) { return rows.place(r); });
   sum_into(own, rows, wire_sum_spec(args), stream);
   gather_rows(group, own, wire, cut, stream);
@@ -126,9 +127,10 @@ void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream)
 
 void exact_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& stream) {
   const RowCut& cut = *args.cut;
-  const NcclWork work(group, work_bytes(args, group.size()), group.in_is_registered(), stream);
-  const Rows rows(group, args.in.slice(cut.begin(group.rank()), cut.length(group.rank())),
-                  work.data(), stream);
+  std::byte* const work =
+      group.work(work_bytes(args, group.size()), group.in_is_registered(), stream);
+  const Rows rows(group, args.in.slice(cut.begin(group.rank()), cut.length(group.rank())), work,
+                  stream);
   exchange_rows(group, args.in, cut, stream, [&](int r) { return rows.place(r); });
   if (args.out.count == 0) return;
   const std::vector<const void*> all = rows.all();
@@ -183,8 +185,9 @@ void transpose_rows(NcclGroup& group, ConstTensorView in, TensorView out, const 
   if (in.count == 0) return;
   const std::int64_t own = cut.length(group.rank());
   const bool direct = group.in_is_registered() == group.out_is_registered();
-  const NcclWork work(group, direct ? 0 : work_bytes(in, cut), group.in_is_registered(), stream);
-  const TensorView received{direct ? out.data : work.data(), out.count, out.dtype, out.device};
+  std::byte* const work =
+      group.work(direct ? 0 : work_bytes(in, cut), group.in_is_registered(), stream);
+  const TensorView received{direct ? out.data : work, out.count, out.dtype, out.device};
   exchange_rows(group, in, cut, stream, [&](int r) { return received.slice(r * own, own).data; });
   if (!direct) copy_bytes(out.data, received.data, out.size_in_bytes(), stream);
   const ConstTensorView kept = in.slice(cut.begin(group.rank()), own);
@@ -199,10 +202,9 @@ void broadcast_bytes(NcclGroup& group, TensorView data, int root, Stream& stream
 }
 
 void meet(NcclGroup& group, Stream& stream) {
-  const Scratch words(static_cast<std::size_t>(group.size()), stream);
+  std::byte* const words = group.work(static_cast<std::size_t>(group.size()), false, stream);
   group.send_group([&](NcclHandle on) {
-    group.library().all_gather(words.data() + group.rank(), words.data(), 1, on,
-                               stream.native_handle());
+    group.library().all_gather(words + group.rank(), words, 1, on, stream.native_handle());
   });
 }
 

@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/comm/stream_call.h"
@@ -26,6 +27,7 @@ enum MemoryWord : std::uint32_t { kNothing = 0, kPlain = 1, kRegistered = 2 };
 constexpr unsigned kInShift = 0;
 constexpr unsigned kOutShift = 2;
 constexpr std::uint32_t kMemoryMask = 3;
+constexpr std::uint32_t kNoWork = 1U << 4;
 
 HostCall call_in(const std::string& bytes) {
   HostCall call;
@@ -46,7 +48,22 @@ NcclGroup::NcclGroup(std::shared_ptr<NcclWorld> world, std::unique_ptr<NcclLink>
   rank_ = static_cast<int>(std::ranges::find(members_, control().rank()) - members_.begin());
 }
 
-void NcclGroup::agree(HostCall mine, ConstTensorView in, ConstTensorView out) {
+std::string NcclGroup::take_scratch(const WorkNeed& work, std::uint32_t in, const Stream& stream) {
+  scratch_.reset();
+  const bool has_work = in == kRegistered || memory_.has_work(work.bytes, false) ||
+                        (work.of_either_kind && memory_.has_work(work.bytes, true));
+  if (work.bytes == 0 || has_work) return {};
+  try {
+    scratch_.emplace(work.bytes, stream);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return {};
+}
+
+void NcclGroup::agree(const HostCall& call, ConstTensorView in, ConstTensorView out,
+                      const WorkNeed& work, const Stream& stream) {
+  HostCall mine = call;
   waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
   throw_if_failed(control(), waiting_);
   ++sequence_;
@@ -54,12 +71,22 @@ void NcclGroup::agree(HostCall mine, ConstTensorView in, ConstTensorView out) {
   const auto word = [this](const ConstTensorView& view) {
     return view.count == 0 ? kNothing : memory_.is_registered(view.data) ? kRegistered : kPlain;
   };
-  mine.part = word(in) << kInShift | word(out) << kOutShift;
+  const std::string without_work = take_scratch(work, word(in), stream);
+  mine.part = word(in) << kInShift | word(out) << kOutShift | (without_work.empty() ? 0 : kNoWork);
   std::vector<HostCall> calls;
   for (const std::string& bytes : exchange("call", bytes_of(mine))) calls.push_back(call_in(bytes));
   const bool same =
       std::ranges::all_of(calls, [&](const HostCall& call) { return agrees(call, mine); });
   if (!same) end_world(control(), mismatch(calls, members_, "nccl"), waiting_);
+  std::vector<std::string> reasons(calls.size());
+  for (std::size_t r = 0; r < calls.size(); ++r) {
+    if ((calls[r].part & kNoWork) == 0) continue;
+    reasons[r] = r == static_cast<std::size_t>(rank_)
+                     ? without_work
+                     : "nccl: " + operation_text(waiting_.operation, waiting_.bucket) +
+                           ": no memory for " + std::to_string(work.bytes) + " bytes of work";
+  }
+  throw_agreed(reasons, members_, control());
   in_is_registered_ = agree_on_memory(calls, kInShift);
   out_is_registered_ = agree_on_memory(calls, kOutShift);
 }
@@ -83,6 +110,11 @@ bool NcclGroup::agree_on_memory(std::span<const HostCall> calls, unsigned shift)
   end_world(control(),
             {.kind = FailureKind::kMismatch, .message = message.text(), .ranks = {without}},
             waiting_);
+}
+
+std::byte* NcclGroup::work(std::size_t bytes, bool registered, Stream& stream) {
+  if (std::byte* const kept = memory_.take_work(bytes, registered, stream)) return kept;
+  return scratch_ ? scratch_->data() : nullptr;
 }
 
 void NcclGroup::require_registered_work(std::size_t bytes) {
@@ -118,6 +150,7 @@ void NcclGroup::enqueue(Stream& stream, const Result& result,
     memory_.release_work(done);
     world_->watch->follow(link_.get(), waiting_, begun, done);
   });
+  scratch_.reset();
   if (ran) return;
   stream.synchronize();  // throws what broke it
   throw Error("stream: broken by an earlier task");

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "hsdp/comm/host/host_call.h"
 #include "hsdp/comm/nccl/nccl_link.h"
 #include "hsdp/comm/nccl/nccl_memory.h"
+#include "hsdp/device/scratch.h"
 #include "hsdp/device/stream.h"
 
 namespace hsdp::comm {
@@ -37,12 +39,22 @@ class NcclGroup {
 
   [[nodiscard]] NcclMemory& memory() { return memory_; }
 
+  // What a call needs beside its arguments, on its stream.
+  struct WorkNeed {
+    std::size_t bytes = 0;
+    bool of_either_kind = false;  // it sends from there, too: registered or not
+  };
   // Returns when every rank makes this same call; a difference ends the world. `in` and `out` are
-  // what NCCL may read and write.
-  void agree(HostCall mine, ConstTensorView in = {}, ConstTensorView out = {});
+  // what NCCL may read and write. Where a rank has no memory for the work it is an AgreedError.
+  void agree(const HostCall& mine, ConstTensorView in, ConstTensorView out, const WorkNeed& work,
+             const Stream& stream);
+  void agree(const HostCall& mine) { agree(mine, {}, {}, {}, Stream::inline_host()); }
   // Of the call that was agreed on, on every rank that has a byte of them.
   [[nodiscard]] bool in_is_registered() const { return in_is_registered_; }
   [[nodiscard]] bool out_is_registered() const { return out_is_registered_; }
+  // The work memory of that call, in a task of its stream; `registered` as what it exchanges rows
+  // with is.
+  [[nodiscard]] std::byte* work(std::size_t bytes, bool registered, Stream& stream);
   // Registered work memory for that call. Where there can be none, nothing is registered any more.
   void require_registered_work(std::size_t bytes);
   // The calls that `issue` makes, as one group of the call that was agreed on.
@@ -66,6 +78,9 @@ class NcclGroup {
  private:
   // Whether one of two memories of every rank's call is registered; ranks that differ end the
   // world.
+  // What is wrong where there is none.
+  [[nodiscard]] std::string take_scratch(const WorkNeed& work, std::uint32_t in,
+                                         const Stream& stream);
   [[nodiscard]] bool agree_on_memory(std::span<const HostCall> calls, unsigned shift);
 
   std::shared_ptr<NcclWorld> world_;
@@ -77,6 +92,7 @@ class NcclGroup {
   std::uint64_t sequence_ = 0;
   WaitState waiting_{.operation = "connect"};
   NcclMemory memory_;
+  std::optional<Scratch> scratch_;  // of the call that was agreed on
   bool in_is_registered_ = false;
   bool out_is_registered_ = false;
 };

@@ -71,14 +71,16 @@ NcclMemory::~NcclMemory() {
   using Clock = std::chrono::steady_clock;
   constexpr std::chrono::seconds kPatience{10};
   const auto end = Clock::now() + kPatience;
-  try {
-    while (!work_->free.complete() && Clock::now() < end) {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+  for (std::unique_ptr<Work>& work : work_) {
+    try {
+      while (!work->free.complete() && Clock::now() < end) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+      if (work->free.complete()) continue;
+    } catch (const Error&) {  // nor can it ever be
     }
-    if (work_->free.complete()) return;
-  } catch (const Error&) {  // nor can it ever be
+    static_cast<void>(work.release());
   }
-  static_cast<void>(work_.release());
 }
 
 void NcclMemory::stop_registering() {
@@ -121,9 +123,10 @@ SharedMemory NcclMemory::allocate(NcclGroup& group, std::int64_t count, Dtype dt
 
 void NcclMemory::reserve(NcclGroup& group, std::size_t bytes, bool registered) {
   if (has_work(bytes, registered)) return;
-  std::shared_ptr<Block> work = make_block(group, bytes, registered);
-  if (work_->block != nullptr) work_->outgrown.hold(work_->free, std::move(work_->block));
-  work_->block = std::move(work);
+  std::shared_ptr<Block> block = make_block(group, bytes, registered);
+  Work& work = *work_[block->is_registered() ? 1 : 0];
+  if (work.block != nullptr) work.outgrown.hold(work.free, std::move(work.block));
+  work.block = std::move(block);
 }
 
 bool NcclMemory::is_registered(const void* memory) const {
@@ -133,20 +136,28 @@ bool NcclMemory::is_registered(const void* memory) const {
   });
 }
 
+NcclMemory::Work* NcclMemory::find_work(std::size_t bytes, bool registered) const {
+  for (const std::unique_ptr<Work>& work : work_) {
+    const Block* const block = work->block.get();
+    const bool fits = block != nullptr && block->size() >= bytes;
+    if (fits && block->is_registered() == registered) return work.get();
+  }
+  return nullptr;
+}
+
 bool NcclMemory::has_work(std::size_t bytes, bool registered) const {
-  const std::shared_ptr<Block>& block = work_->block;
-  return block != nullptr && block->size() >= bytes && block->is_registered() == registered;
+  return find_work(bytes, registered) != nullptr;
 }
 
 std::byte* NcclMemory::take_work(std::size_t bytes, bool registered, Stream& stream) {
-  if (!has_work(bytes, registered)) return nullptr;
-  stream.wait(work_->free);
-  work_taken_ = true;
-  return static_cast<std::byte*>(work_->block->data());
+  taken_ = find_work(bytes, registered);
+  if (taken_ == nullptr) return nullptr;
+  stream.wait(taken_->free);
+  return static_cast<std::byte*>(taken_->block->data());
 }
 
 void NcclMemory::release_work(const Event& done) {
-  if (std::exchange(work_taken_, false)) work_->free = done;
+  if (Work* const work = std::exchange(taken_, nullptr)) work->free = done;
 }
 
 }  // namespace hsdp::comm

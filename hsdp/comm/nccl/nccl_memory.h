@@ -9,6 +9,7 @@
 // One call at a time, but for blocks that die.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -32,7 +33,8 @@ class NcclMemory {
   // usable. From NCCL and registered where the library can, else from the device's pool. The last
   // view must not die before the work that uses it is done.
   [[nodiscard]] SharedMemory allocate(NcclGroup& group, std::int64_t count, Dtype dtype);
-  // The same for work memory of at least that size, for calls to come. All ranks ask for one size.
+  // The same for work memory of at least that size and that kind, for calls to come. All ranks ask
+  // for one size.
   void reserve(NcclGroup& group, std::size_t bytes, bool registered);
 
   [[nodiscard]] bool is_registered(const void* memory) const;
@@ -55,8 +57,10 @@ class NcclMemory {
     Event free;
     InFlight outgrown;
   };
-  std::unique_ptr<Work> work_ = std::make_unique<Work>();
-  bool work_taken_ = false;
+  [[nodiscard]] Work* find_work(std::size_t bytes, bool registered) const;
+  // What was not registered and what was when it was taken.
+  std::array<std::unique_ptr<Work>, 2> work_{std::make_unique<Work>(), std::make_unique<Work>()};
+  Work* taken_ = nullptr;
 };
 
 }  // namespace hsdp::comm

@@ -1,5 +1,6 @@
 #include "hsdp/comm/nccl/nccl_native.h"
 
+#include "hsdp/comm/nccl/nccl_group.h"
 #include "hsdp/comm/nccl/nccl_work.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
@@ -39,9 +40,10 @@ void native_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& 
   const auto row_count = static_cast<std::size_t>(longest);
   const bool sent_as_it_is =
       args.in.dtype == Dtype::kF32 && args.in.count == longest * group.size();
-  const NcclWork work(group, work_bytes(args, group.size()), group.in_is_registered(), stream);
-  float* const sum = floats(work.data());
-  float* const wide = floats(work.data() + work_size(row_count * sizeof(float)));
+  std::byte* const work =
+      group.work(work_bytes(args, group.size()), group.in_is_registered(), stream);
+  float* const sum = floats(work);
+  float* const wide = floats(work + work_size(row_count * sizeof(float)));
   if (!sent_as_it_is) {  // what lies between the rows is summed too, and read by nobody
     for (int r = 0; r < group.size(); ++r) {
       widen(args.in.slice(cut.begin(r), cut.length(r)), wide + r * longest, stream);
@@ -59,8 +61,8 @@ void native_all_reduce(NcclGroup& group, const AllReduce& args, Stream& stream) 
   if (count == 0) return;
   const bool in_place = args.data.dtype == Dtype::kF32;
   const std::size_t bytes = work_bytes(args, group.size());
-  const NcclWork work(group, bytes, group.memory().has_work(bytes, true), stream);
-  float* const sum = in_place ? static_cast<float*>(args.data.data) : floats(work.data());
+  std::byte* const work = group.work(bytes, group.memory().has_work(bytes, true), stream);
+  float* const sum = in_place ? static_cast<float*>(args.data.data) : floats(work);
   if (!in_place) widen(args.data, sum, stream);
   group.send_group(
       [&](NcclHandle on) { group.library().all_reduce(sum, count, on, stream.native_handle()); });

@@ -50,6 +50,10 @@ std::size_t work_bytes(const AllReduce& args, int size) {
   return rows + work_size(static_cast<std::size_t>(count) * size_bytes(wire));
 }
 
+bool sends_from_work(const AllReduce& args) {
+  return sums_natively(args.reduction, args.data.dtype) || rounds_on_wire(args);
+}
+
 std::size_t work_bytes(ConstTensorView in, const RowCut& cut) {
   const auto rows = static_cast<std::size_t>(cut.longest() * cut.size());
   return rows * size_bytes(in.dtype);

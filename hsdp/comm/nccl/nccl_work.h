@@ -3,11 +3,8 @@
 #pragma once
 
 #include <cstddef>
-#include <optional>
 
 #include "hsdp/comm/communicator.h"
-#include "hsdp/comm/nccl/nccl_group.h"
-#include "hsdp/device/scratch.h"
 
 namespace hsdp::comm {
 
@@ -28,24 +25,9 @@ constexpr int kMostListedRows = 400;
 // Of the rank of a group of `size` that needs most: the same on all of them.
 [[nodiscard]] std::size_t work_bytes(const ReduceScatter& args, int size);
 [[nodiscard]] std::size_t work_bytes(const AllReduce& args, int size);
+// Whether it sends from there too, so that any kind of memory will do.
+[[nodiscard]] bool sends_from_work(const AllReduce& args);
 // Of an all-to-all whose memory is registered on one side only.
 [[nodiscard]] std::size_t work_bytes(ConstTensorView in, const RowCut& cut);
-
-// In a task of a stream, for one call: the group's own where that is large enough, else scratch.
-// `registered`: what it exchanges rows with is, and then the group's must do.
-class NcclWork {
- public:
-  NcclWork(NcclGroup& group, std::size_t bytes, bool registered, Stream& stream)
-      : data_(group.memory().take_work(bytes, registered, stream)) {
-    if (data_ != nullptr || bytes == 0) return;
-    scratch_.emplace(bytes, stream);
-    data_ = scratch_->data();
-  }
-  [[nodiscard]] std::byte* data() const { return data_; }
-
- private:
-  std::byte* data_;
-  std::optional<Scratch> scratch_;
-};
 
 }  // namespace hsdp::comm

@@ -109,6 +109,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument);
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* properties);
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value);
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, std::size_t kept);
 cudaError_t cudaMallocFromPoolAsync(void** memory, std::size_t size, cudaMemPool_t pool,
                                     cudaStream_t stream);
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream);

@@ -1,0 +1,36 @@
+#include "hsdp/reducer/scratch_need.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "hsdp/device/scratch.h"
+#include "hsdp/kernels/norm.h"
+#include "hsdp/reducer/packing.h"
+#include "hsdp/reducer/slice_gather.h"
+
+namespace hsdp::reducer {
+namespace {
+
+// Words of norms, factors and flags that are under way, and small sums of the engine's.
+constexpr std::size_t kWords = 64;
+
+}  // namespace
+
+std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& layout,
+                         int shard_rank, Device device) {
+  const int count = layout.parameter_count();
+  std::size_t norm = 0;
+  std::size_t carry = 0;
+  std::vector<FullArray> all;
+  for (int p = 0; p < count; ++p) {
+    norm = std::max(norm, kernels::squared_norm_scratch(layout.slice(p, shard_rank).count));
+    carry = std::max(carry, add_to_carry_scratch(parameters.count(p), device));
+    all.push_back({p, {nullptr, parameters.count(p), Dtype::kF32, device}});
+  }
+  const std::size_t words =
+      kWords * scratch_size(1) + scratch_size(sizeof(double) * static_cast<std::size_t>(count));
+  if (layout.shard_size() == 1) return words + scratch_size(norm) + scratch_size(carry);
+  return words + scratch_size(norm) + scratch_size(gather_scratch(gather_units(layout, all)));
+}
+
+}  // namespace hsdp::reducer

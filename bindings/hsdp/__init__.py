@@ -35,7 +35,10 @@ from hsdp.replica_hop import PlainHop
 from hsdp.same_weights import broadcast_parameters
 from hsdp.snapshot import Snapshot, SnapshotInfo, read_snapshot, write_snapshot
 from hsdp.step_blocks import Microbatch, Step
+from hsdp.torch_memory import use_torch_memory as _use_torch_memory
 from hsdp.uneven import uneven
+
+_use_torch_memory()
 
 __all__ = [
     "Array",

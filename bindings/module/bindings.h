@@ -8,6 +8,7 @@
 namespace hsdp::python {
 
 void bind_errors(pybind11::module_& module);
+void bind_memory_source(pybind11::module_& module);
 void bind_mesh(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
@@ -22,6 +23,7 @@ void bind_compare(pybind11::module_& module);
 inline void bind_parts(pybind11::module_& module) {
   bind_errors(module);
   bind_memory(module);
+  bind_memory_source(module);
   bind_mesh(module);
   bind_communicator(module);
   bind_reducer(module);

@@ -45,6 +45,9 @@ class OnCudaDevice {
   int capture_mode_;
 };
 
+// Before an allocation of `device` is tried once more: of our pools, and of the memory source.
+void give_back_unused_memory(Device device);
+
 // Runs `act`, which gives something of `device` back; where the driver is gone, that is gone too.
 template <class Act>
 void give_back_on(Device device, const Act& act) noexcept {

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -12,6 +13,7 @@
 
 #include "hsdp/device/cuda_call.h"
 #include "hsdp/device/cuda_device.h"
+#include "hsdp/device/memory_source.h"
 #include "hsdp/error.h"
 
 namespace hsdp {
@@ -22,10 +24,10 @@ constexpr int kMostDevices = 64;
 // What one device's allocations need, made on first use and never destroyed: the driver may be
 // gone before our last destructor.
 struct DevicePools {
-  cudaMemPool_t lasting = nullptr;  // gives back at once what is freed
-  cudaMemPool_t scratch = nullptr;  // keeps what is reserved
-  cudaStream_t stream = nullptr;    // long-lived memory is zeroed and freed here
-  std::uint64_t reserved = 0;       // bytes of scratch; guarded by `mutex`
+  cudaMemPool_t lasting = nullptr;         // gives back at once what is freed
+  cudaMemPool_t scratch = nullptr;         // keeps what is reserved
+  cudaStream_t stream = nullptr;           // long-lived memory is zeroed and freed here
+  std::atomic<std::uint64_t> reserved{0};  // bytes of scratch
   std::mutex mutex;
 };
 
@@ -61,19 +63,25 @@ DevicePools& pools_of(Device device) {
 std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaMemPool_t pool,
                                     cudaStream_t stream, const std::optional<Stream>& kept = {}) {
   void* memory = nullptr;
-  check_cuda(cudaMallocFromPoolAsync(&memory, size, pool, stream), device,
-             "allocate " + std::to_string(size) + " bytes");
+  cudaError_t status = cudaMallocFromPoolAsync(&memory, size, pool, stream);
+  if (status == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    give_back_unused_memory(device);
+    status = cudaMallocFromPoolAsync(&memory, size, pool, stream);
+  }
+  check_cuda(status, device, "allocate " + std::to_string(size) + " bytes");
   return {static_cast<std::byte*>(memory), [device, stream, kept](std::byte* data) {
             // With the device current, whose default stream a null one is.
             give_back_on(device, [&] { static_cast<void>(cudaFreeAsync(data, stream)); });
           }};
 }
 
-// From now on the pool keeps that much, and has it.
-void keep_scratch(Device device, DevicePools& pools, std::uint64_t bytes) {
+// How much the pool keeps when nobody uses it.
+void keep_scratch(DevicePools& pools, Device device) {
+  const std::lock_guard lock(pools.mutex);
+  std::uint64_t bytes = pools.reserved;
   check_cuda(cudaMemPoolSetAttribute(pools.scratch, cudaMemPoolAttrReleaseThreshold, &bytes),
              device, "set up a memory pool");
-  if (bytes > 0) static_cast<void>(allocate(device, bytes, pools.scratch, pools.stream));
 }
 
 void* allocate_pinned(Device device, std::size_t size) {
@@ -128,7 +136,10 @@ std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size) {
   const OnCudaDevice current(device);
   const DevicePools& pools = pools_of(device);
   cudaStream_t const stream = pools.stream;
-  std::shared_ptr<std::byte> memory = allocate(device, size, pools.lasting, stream);
+  std::shared_ptr<std::byte> memory;
+  const auto source = memory_source();
+  if (source->allocate) memory = source->allocate(device, size, stream);
+  if (memory == nullptr) memory = allocate(device, size, pools.lasting, stream);
   check_cuda(cudaMemsetAsync(memory.get(), 0, size, stream), device, "clear memory");
   check_cuda(cudaStreamSynchronize(stream), device, "clear memory");
   return memory;
@@ -157,18 +168,23 @@ std::shared_ptr<void> reserve_cuda_scratch(Device device, std::size_t size) {
   require_cuda(device);
   const OnCudaDevice current(device);
   DevicePools& pools = pools_of(device);
-  const std::lock_guard lock(pools.mutex);
-  keep_scratch(device, pools, pools.reserved + size);
   pools.reserved += size;
-  return {nullptr, [&pools, device, size](void* /*unused*/) {
-            give_back_on(device, [&] {
-              const std::lock_guard guard(pools.mutex);
-              pools.reserved -= size;
-              std::uint64_t bytes = pools.reserved;
-              static_cast<void>(
-                  cudaMemPoolSetAttribute(pools.scratch, cudaMemPoolAttrReleaseThreshold, &bytes));
-            });
-          }};
+  std::shared_ptr<void> reserve(nullptr, [&pools, device, size](void* /*unused*/) {
+    pools.reserved -= size;
+    give_back_on(device, [&] { keep_scratch(pools, device); });
+  });
+  keep_scratch(pools, device);
+  static_cast<void>(allocate(device, pools.reserved, pools.scratch, pools.stream));
+  return reserve;
+}
+
+void give_back_unused_memory(Device device) {
+  const OnCudaDevice current(device);
+  const DevicePools& pools = pools_of(device);
+  check_cuda(cudaMemPoolTrimTo(pools.lasting, 0), device, "trim a memory pool");
+  check_cuda(cudaMemPoolTrimTo(pools.scratch, pools.reserved), device, "trim a memory pool");
+  const auto source = memory_source();
+  if (source->give_back_unused) source->give_back_unused(device);
 }
 
 std::shared_ptr<std::atomic<std::uint32_t>> make_cuda_flag(Device device) {

@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -285,3 +287,106 @@ def rows_of_rank() -> None:
             assert rows.begin_finish() == []
             rows.end_finish()
         assert rows.all_reduce_count == 3 and rows.kept_bytes == 0
+
+
+class TorchMemory:
+    """What hsdp asks of torch for memory: an allocator that knows what is in use."""
+
+    uint8 = "uint8"
+
+    class Tensor:
+        def __init__(self, torch: TorchMemory, size: int) -> None:
+            self._torch, self._size = torch, size
+            self._memory = np.empty(size, np.uint8)
+            torch.in_use += size
+
+        def data_ptr(self) -> int:
+            return int(self._memory.ctypes.data)
+
+        def __del__(self) -> None:
+            self._torch.in_use -= self._size
+
+    def __init__(self, *, initialized: bool = True, limit: int = 1 << 40) -> None:
+        self.cuda = self
+        self._initialized, self._limit = initialized, limit
+        self.in_use = self.most = self.emptied = 0
+
+    def is_initialized(self) -> bool:
+        return self._initialized
+
+    def current_stream(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=0)
+
+    def device(self, name: str | int, index: int = 0) -> Any:
+        return nullcontext(f"{name}:{index}")
+
+    def ExternalStream(self, stream: int, device: Any) -> int:
+        return stream
+
+    def stream(self, stream: int) -> Any:
+        assert stream != 0, "a stream of hsdp's"
+        return nullcontext()
+
+    def empty(self, size: int, dtype: str, device: Any) -> TorchMemory.Tensor:
+        if self.in_use + size > self._limit:
+            raise RuntimeError("CUDA out of memory.")
+        tensor = TorchMemory.Tensor(self, size)
+        self.most = max(self.most, self.in_use)
+        return tensor
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+def mean_of_a_step(mesh: hsdp.Mesh) -> np.ndarray[Any, Any]:
+    """Of two microbatches; the first is added up in memory of its own."""
+    stream = stand_in.make_stream()
+    mesh.set_stream(stream)
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.register("w", SHAPE)
+        arrays = []
+        for m, sync in enumerate(("none", "all")):
+            arrays.append(GpuArray(gradient(0, m), stream))
+            with reducer.microbatch(sync=sync):
+                reducer.gradient_ready("w", arrays[-1])
+        return Reader(reducer.shard("w"), stream).values()
+
+
+def test_memory_comes_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = TorchMemory()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with gpu_mesh() as mesh:
+        np.testing.assert_array_equal(mean_of_a_step(mesh), mean(1, 2))
+    assert torch.most >= 4 * gradient(0, 0).size
+    assert torch.in_use == 0
+
+
+def test_without_torch_on_a_gpu_memory_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = TorchMemory(initialized=False)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with gpu_mesh() as mesh:
+        np.testing.assert_array_equal(mean_of_a_step(mesh), mean(1, 2))
+    assert torch.most == 0
+
+
+def test_torch_gives_back_what_it_keeps_before_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = TorchMemory()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with gpu_mesh() as mesh, hsdp.Reducer(mesh, missing="zero") as reducer:
+        reducer.register("large", (1 << 24,))  # its scratch is more than the pool has
+        stand_in.fail_allocation(0, times=1)
+        with reducer.microbatch(last=True):
+            pass
+    assert torch.emptied == 1
+
+
+def test_an_error_of_torchs_allocator_is_one_of_hsdp(
+    mesh: hsdp.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", TorchMemory(limit=8))
+    with pytest.raises(hsdp.Error, match="CUDA out of memory"):
+        mean_of_a_step(mesh)
+    monkeypatch.setitem(sys.modules, "torch", TorchMemory())
+    np.testing.assert_array_equal(mean_of_a_step(mesh), mean(1, 2))

@@ -18,6 +18,7 @@
 #include "hsdp/device/copy.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/device/in_flight.h"
+#include "hsdp/device/memory_source.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/norm.h"
@@ -250,8 +251,33 @@ TEST_F(CudaDevice, ScratchThatWasReservedIsThere) {
   stand_in::fail_allocation(0);
   EXPECT_THROW(ScratchReserve(kGpu, 20 * kMiB), Error);
   two.reset();
-  const ScratchReserve again(kGpu, 3 * kMiB);  // the pool has it still
-  EXPECT_EQ(stand_in::allocation_count(), before + 1);
+  const ScratchReserve again(kGpu, 3 * kMiB);           // the pool has it still
+  EXPECT_EQ(stand_in::allocation_count(), before + 2);  // and once more
+}
+
+// Of a framework that keeps memory of its own.
+TEST_F(CudaDevice, MemoryComesFromTheSourceThatIsSet) {
+  std::vector<std::byte> memory(4096);
+  int given_back = 0;
+  const auto allocate = [&memory](Device device, std::size_t size, void* stream) {
+    EXPECT_EQ(device, kGpu);
+    EXPECT_NE(stream, nullptr);
+    if (size > memory.size()) return std::shared_ptr<std::byte>();
+    return std::shared_ptr<std::byte>(memory.data(), [](std::byte*) {});
+  };
+  set_memory_source({.allocate = allocate, .give_back_unused = [&](Device) { ++given_back; }});
+  {
+    const Buffer small(kGpu, 4096);
+    EXPECT_EQ(small.data(), memory.data());
+    EXPECT_TRUE(std::ranges::all_of(memory, [](std::byte b) { return b == std::byte{}; }));
+    stand_in::fail_allocation(0, 1);
+    const Buffer large(kGpu, std::size_t{64} << 20);
+    EXPECT_EQ(given_back, 1);
+    stand_in::fail_allocation(0);
+    EXPECT_THROW(Buffer(kGpu, std::size_t{65} << 20), Error);
+    EXPECT_EQ(given_back, 2);
+  }
+  set_memory_source({});
 }
 
 TEST_F(CudaDevice, ScratchMayOutliveTheStreamItWasMadeFor) {

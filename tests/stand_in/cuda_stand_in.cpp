@@ -60,6 +60,7 @@ struct Machine {
   std::map<void*, Memory> memory;
   std::int64_t allocations = 0;
   std::optional<std::int64_t> failing_allocation;
+  int failures_of_it = 0;
   std::optional<std::mt19937_64> delays;
   cudaError_t last_error = cudaSuccess;
   cudaError_t sticky_error = cudaSuccess;
@@ -166,7 +167,7 @@ bool find_memory(Call& call, std::size_t size) {
   Machine& m = machine();
   ++m.allocations;
   const bool fails = m.failing_allocation && --*m.failing_allocation < 0;
-  if (fails) m.failing_allocation.reset();
+  if (fails && --m.failures_of_it <= 0) m.failing_allocation.reset();
   constexpr std::size_t kMostBytes = std::size_t{16} << 30U;
   if (!fails && size <= kMostBytes) return true;
   call.refuse(cudaErrorMemoryAllocation);
@@ -206,9 +207,10 @@ void fail(const std::string& call, int error) {
   }
 }
 
-void fail_allocation(std::optional<std::int64_t> after) {
+void fail_allocation(std::optional<std::int64_t> after, int times) {
   const std::lock_guard lock(machine().mutex);
   machine().failing_allocation = after;
+  machine().failures_of_it = times;
 }
 
 std::int64_t allocation_count() {

@@ -26,8 +26,13 @@ class NcclMemory::Block {
       data_ = buffer_.data();
       return;
     }
-    data_ = world_->library->allocate(bytes);
-    clear_cuda_memory(world_->device, data_, bytes);
+    data_ = allocate();
+    try {
+      clear_cuda_memory(world_->device, data_, bytes);
+    } catch (const Error&) {
+      world_->library->free(data_);
+      throw;
+    }
   }
   ~Block() {
     if (!is_of_nccl_) return;
@@ -58,6 +63,15 @@ class NcclMemory::Block {
   }
 
  private:
+  [[nodiscard]] void* allocate() const {
+    try {
+      return world_->library->allocate(bytes_);
+    } catch (const NcclError&) {
+      give_back_unused_memory(world_->device);
+      return world_->library->allocate(bytes_);
+    }
+  }
+
   std::shared_ptr<NcclWorld> world_;
   std::shared_ptr<NcclLink> link_;
   std::size_t bytes_;

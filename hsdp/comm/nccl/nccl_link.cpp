@@ -144,6 +144,7 @@ NcclHandle NcclLink::take() {
 }
 
 void* NcclLink::enroll(void* memory, std::size_t bytes) {
+  const OnCudaDevice current(world_->device);
   const std::lock_guard lock(mutex_);
   try {
     return world_->library->enroll(require_handle(), memory, bytes);
@@ -153,9 +154,11 @@ void* NcclLink::enroll(void* memory, std::size_t bytes) {
 }
 
 void NcclLink::withdraw(void* enrolled) noexcept {
-  const std::lock_guard lock(mutex_);
-  NcclHandle const handle = handle_;
-  if (handle != nullptr && enrolled != nullptr) world_->library->withdraw(handle, enrolled);
+  give_back_on(world_->device, [&] {
+    const std::lock_guard lock(mutex_);
+    NcclHandle const handle = handle_;
+    if (handle != nullptr && enrolled != nullptr) world_->library->withdraw(handle, enrolled);
+  });
 }
 
 }  // namespace hsdp::comm

@@ -37,9 +37,10 @@ class NcclMemory::Block {
   ~Block() {
     if (!is_of_nccl_) return;
     give_back_on(world_->device, [this] {
-      // Until everything is aborted a kernel may write there: it is left to it.
+      // Until everything is aborted a kernel may write there and NCCL's threads may look it up: it
+      // is left to them, and its registration to the abort.
       const bool is_used = world_->control->failed() && !world_->watch->aborted();
-      withdraw();
+      if (!is_used) withdraw();
       link_.reset();
       if (!is_used) world_->library->free(data_);
     });

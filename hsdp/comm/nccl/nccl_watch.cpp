@@ -24,6 +24,7 @@ constexpr milliseconds kTearDownLimit{5'000};
 // NCCL finishes what is in flight, with the peers' help, then frees it; without their help it is
 // aborted.
 void finalize_and_destroy(const NcclLibrary& library, const Control& control, NcclHandle handle) {
+  if (control.failed()) return library.abort(handle);  // it may not be settled either
   const auto end = Clock::now() + kTearDownLimit;
   try {
     library.begin_finalize(handle);

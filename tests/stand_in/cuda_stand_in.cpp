@@ -386,6 +386,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, u
   return call.status();
 }
 
+cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
+  const Call call("cudaStreamGetDevice");
+  *device = call.stream(handle).device;
+  return call.status();
+}
+
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   const Call call("cudaStreamIsCapturing");
   const CUgraph_st* const capture = call.stream(handle).capture;

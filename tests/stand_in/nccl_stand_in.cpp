@@ -204,6 +204,18 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
   return ncclInProgress;
 }
 
+ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
+  const std::lock_guard lock(machine().mutex);
+  *rank = member_of(comm, "ncclCommUserRank").rank;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommCount(ncclComm_t comm, int* count) {
+  const std::lock_guard lock(machine().mutex);
+  *count = member_of(comm, "ncclCommCount").clique->size;
+  return ncclSuccess;
+}
+
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   const std::lock_guard lock(machine().mutex);
   return is_settled(member_of(comm, "ncclCommFinalize")) ? ncclInProgress : ncclInvalidArgument;

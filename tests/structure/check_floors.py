@@ -43,7 +43,8 @@ class Library(NamedTuple):
 
 
 LIBRARIES = [
-    Library("NCCL", re.compile(r"nccl(_net)?\.h$"), re.compile(r"hsdp/comm/nccl/nccl_\w+$"), False),
+    Library("NCCL", re.compile(r"nccl(_net)?\.h$"),
+            re.compile(r"hsdp/comm/nccl/nccl_\w+$|tests/gpu/nccl_shim/\w+$"), False),
     Library("MPI", re.compile(r"mpi\.h$"),
             re.compile(r"(hsdp/comm/mpi/mpi_\w+|tests/(bench/peer_mpi\w*|mpi/\w+))$"), False),
     Library("Boost.Asio", re.compile(r"boost/asio(\.hpp$|/)"),
@@ -52,7 +53,7 @@ LIBRARIES = [
             re.compile(r"(hsdp/snapshot/hdf5_\w+|tests/(snapshot|fuzz|bench)/\w+)$"), True),
     Library("CUDA", re.compile(r"cuda(_runtime(_api)?|_fp16|_bf16)?\.h$"),
             re.compile(r"(hsdp/(device|kernels)|quant)/cuda_\w+$|hsdp/comm/nccl/nccl_\w+$|"
-                       r"tests/stand_in/\w+$|.*/\w+\.cu$"),
+                       r"tests/(stand_in|gpu/nccl_shim)/\w+$|.*/\w+\.cu$"),
             False),
 ]
 

@@ -1,0 +1,14 @@
+// The libnccl behind the shim: the file that HSDP_NCCL_SHIM_OVER names, opened at the first call.
+#pragma once
+
+#include <string>
+
+namespace hsdp::nccl_shim {
+
+// nullptr where the library has no such call, or could not be opened: stderr says so once.
+[[nodiscard]] void* real_symbol(const char* name);
+
+// Why the library could not be opened; empty when it was.
+[[nodiscard]] const std::string& open_error();
+
+}  // namespace hsdp::nccl_shim

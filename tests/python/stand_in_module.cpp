@@ -1,7 +1,6 @@
 // hsdp._hsdp on the stand-in for the CUDA runtime, with what tests do to its GPUs: the memory of a
 // GPU is that of the process, and its streams are threads.
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <memory>
@@ -82,8 +81,7 @@ void bind_stand_in(py::module_ module) {
   module.def("copy", copy);
   module.def("is_done", is_done);
   module.def("allocated_bytes", hsdp::stand_in::allocated_bytes);
-  module.def("fail_allocation", hsdp::stand_in::fail_allocation, py::arg("after"),
-             py::arg("times") = 2);
+  module.def("fail_allocation_once", [] { hsdp::stand_in::fail_allocation({{.times = 1}}); });
   py::class_<Standstill>(module, "Standstill")
       .def(py::init<>())
       .def("__enter__", &Standstill::enter)

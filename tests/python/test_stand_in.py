@@ -376,7 +376,7 @@ def test_torch_gives_back_what_it_keeps_before_memory_runs_out(
     monkeypatch.setitem(sys.modules, "torch", torch)
     with gpu_mesh() as mesh, hsdp.Reducer(mesh, missing="zero") as reducer:
         reducer.register("large", (1 << 24,))  # its scratch is more than the pool has
-        stand_in.fail_allocation(0, times=1)
+        stand_in.fail_allocation_once()
         with reducer.microbatch(last=True):
             pass
     assert torch.emptied == 1

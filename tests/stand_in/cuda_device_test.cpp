@@ -248,7 +248,7 @@ TEST_F(CudaDevice, ScratchThatWasReservedIsThere) {
     const Scratch second(3 * kMiB, stream);
   }
   EXPECT_EQ(stand_in::allocation_count(), before);
-  stand_in::fail_allocation(0);
+  stand_in::fail_allocation(stand_in::FailingAllocation{});
   EXPECT_THROW(ScratchReserve(kGpu, 20 * kMiB), Error);
   two.reset();
   const ScratchReserve again(kGpu, 3 * kMiB);           // the pool has it still
@@ -270,10 +270,10 @@ TEST_F(CudaDevice, MemoryComesFromTheSourceThatIsSet) {
     const Buffer small(kGpu, 4096);
     EXPECT_EQ(small.data(), memory.data());
     EXPECT_TRUE(std::ranges::all_of(memory, [](std::byte b) { return b == std::byte{}; }));
-    stand_in::fail_allocation(0, 1);
+    stand_in::fail_allocation({{.times = 1}});
     const Buffer large(kGpu, std::size_t{64} << 20);
     EXPECT_EQ(given_back, 1);
-    stand_in::fail_allocation(0);
+    stand_in::fail_allocation(stand_in::FailingAllocation{});
     EXPECT_THROW(Buffer(kGpu, std::size_t{65} << 20), Error);
     EXPECT_EQ(given_back, 2);
   }

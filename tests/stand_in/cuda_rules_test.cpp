@@ -49,7 +49,7 @@ class CudaRules : public ::testing::Test {
  protected:
   ~CudaRules() override {
     stand_in::break_devices(0);
-    stand_in::fail_allocation({});
+    stand_in::fail_allocation(std::nullopt);
     stand_in::delay_work({});
     cudaSetDevice(0);
     static_cast<void>(cudaGetLastError());
@@ -262,7 +262,7 @@ TEST_F(CudaRules, AStreamThatWaitsForACapturedEventIsCapturedToo) {
 TEST_F(CudaRules, AnyAllocationMayFail) {
   cudaStream_t const stream = make_stream();
   void* memory = nullptr;
-  stand_in::fail_allocation(1, 1);
+  stand_in::fail_allocation({{.after = 1, .times = 1}});
   EXPECT_EQ(cudaHostAlloc(&memory, 8, 0), cudaSuccess);
   cudaFreeHost(memory);
   EXPECT_EQ(cudaMallocFromPoolAsync(&memory, 8, make_pool(), stream), cudaErrorMemoryAllocation);
@@ -281,7 +281,7 @@ TEST_F(CudaRules, APoolFailsOnlyWhereItGrows) {
   void* const first = allocate(2000, stream, pool);
   cudaFreeAsync(first, stream);
   const std::int64_t before = stand_in::allocation_count();
-  stand_in::fail_allocation(0, 1);
+  stand_in::fail_allocation({{.times = 1}});
   void* const second = allocate(1000, stream, pool);
   void* third = allocate(1000, stream, pool);
   EXPECT_EQ(stand_in::allocation_count(), before);
@@ -290,7 +290,7 @@ TEST_F(CudaRules, APoolFailsOnlyWhereItGrows) {
   cudaFreeAsync(second, stream);
   cudaFreeAsync(third, stream);
   EXPECT_EQ(cudaMemPoolTrimTo(pool, 0), cudaSuccess);
-  stand_in::fail_allocation(0, 1);
+  stand_in::fail_allocation({{.times = 1}});
   EXPECT_EQ(cudaMallocFromPoolAsync(&third, 1, pool, stream), cudaErrorMemoryAllocation);
   EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
   cudaStreamDestroy(stream);

@@ -59,8 +59,7 @@ struct Machine {
   };
   std::map<void*, Memory> memory;
   std::int64_t allocations = 0;
-  std::optional<std::int64_t> failing_allocation;
-  int failures_of_it = 0;
+  std::optional<FailingAllocation> failing_allocation;
   std::optional<std::mt19937_64> delays;
   cudaError_t last_error = cudaSuccess;
   cudaError_t sticky_error = cudaSuccess;
@@ -166,8 +165,10 @@ void wait_as_told() {
 bool find_memory(Call& call, std::size_t size) {
   Machine& m = machine();
   ++m.allocations;
-  const bool fails = m.failing_allocation && --*m.failing_allocation < 0;
-  if (fails && --m.failures_of_it <= 0) m.failing_allocation.reset();
+  std::optional<FailingAllocation>& failing = m.failing_allocation;
+  const bool counts = failing && failing->device.value_or(the_current_device) == the_current_device;
+  const bool fails = counts && --failing->after < 0;
+  if (fails && --failing->times <= 0) failing.reset();
   constexpr std::size_t kMostBytes = std::size_t{16} << 30U;
   if (!fails && size <= kMostBytes) return true;
   call.refuse(cudaErrorMemoryAllocation);
@@ -207,10 +208,9 @@ void fail(const std::string& call, int error) {
   }
 }
 
-void fail_allocation(std::optional<std::int64_t> after, int times) {
+void fail_allocation(std::optional<FailingAllocation> which) {
   const std::lock_guard lock(machine().mutex);
-  machine().failing_allocation = after;
-  machine().failures_of_it = times;
+  machine().failing_allocation = which;
 }
 
 std::int64_t allocation_count() {

@@ -15,10 +15,15 @@ void set_devices(int count, int error = 0);
 // From now on the call of that name returns `error`; 0: it works again.
 void fail(const std::string& call, int error);
 
-// The allocation after so many more fails, and the next ones up to `times`: the library tries again
-// once. None: no longer. It counts where a pool has to grow, and for pinned memory: what a pool
-// keeps it gives out again.
-void fail_allocation(std::optional<std::int64_t> after, int times = 2);
+// Which allocations fail: the one after so many more, and the next up to `times`, of the threads
+// whose current device that is. It counts where a pool has to grow, and for pinned memory: what a
+// pool keeps it gives out again.
+struct FailingAllocation {
+  std::int64_t after = 0;
+  int times = 2;  // the library tries again once
+  std::optional<int> device{};
+};
+void fail_allocation(std::optional<FailingAllocation> which);  // none: no longer
 [[nodiscard]] std::int64_t allocation_count();  // since the start, those that failed too
 
 // A kernel has failed: every call of every device returns `error`, until 0 makes a new process of

@@ -225,7 +225,7 @@ TEST_F(NcclRules, AnAbortedReceiveLeavesGarbage) {
 
 // allocator.cc, ncclMemAlloc: it passes the device's error on.
 TEST_F(NcclRules, MemoryMayRunOut) {
-  stand_in::fail_allocation(0, 1);
+  stand_in::fail_allocation({{.times = 1}});
   EXPECT_THROW(static_cast<void>(library_->allocate(kBytes)), NcclError);
   library_->free(library_->allocate(kBytes));
 }

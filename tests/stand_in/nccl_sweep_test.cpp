@@ -74,7 +74,7 @@ struct Sweep {
 class Seeded : public ::testing::TestWithParam<std::uint64_t> {
  protected:
   void TearDown() override {
-    fail_allocation({});
+    fail_allocation(std::nullopt);
     stand_in::delay_work({});
   }
 };
@@ -165,8 +165,10 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
   Sweep sweep(GetParam());
   const Clean clean = run_clean(sweep);
   const auto ranks = static_cast<std::size_t>(sweep.shape.size());
-  const auto failing =
-      static_cast<std::int64_t>(sweep.random() % static_cast<std::uint64_t>(clean.allocations));
+  const auto size = static_cast<std::uint64_t>(sweep.shape.size());
+  const int device = static_cast<int>(sweep.random() % size);
+  const auto of_device = static_cast<std::uint64_t>(clean.allocations) / size;
+  const auto failing = static_cast<std::int64_t>(sweep.random() % of_device);
   std::vector<std::string> errors(ranks);
   std::vector<Results> first = no_steps(sweep);
   std::vector<Results> second = no_steps(sweep);
@@ -174,7 +176,7 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
                 [&](const Mesh& mesh) {
                   const auto r = static_cast<std::size_t>(mesh.rank());
                   static_cast<void>(mesh.world().exchange("", "ready"));
-                  if (r == 0) fail_allocation(failing);
+                  if (r == 0) fail_allocation({{.after = failing, .device = device}});
                   static_cast<void>(mesh.world().exchange("", "set"));
                   try {
                     run_steps(mesh, sweep, first);
@@ -182,7 +184,7 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
                     errors[r] = error.what();
                   }
                   static_cast<void>(mesh.world().exchange("", "over"));
-                  if (r == 0) fail_allocation({});
+                  if (r == 0) fail_allocation(std::nullopt);
                   static_cast<void>(mesh.world().exchange("", "reset"));
                   run_steps(mesh, sweep, second);
                 },
@@ -190,7 +192,7 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
   const auto failed = std::ranges::count_if(errors, [](const auto& e) { return !e.empty(); });
   for (std::size_t r = 0; r < ranks; ++r) {
     EXPECT_TRUE(failed == 0 || !errors[r].empty())
-        << "allocation " << failing << " of " << clean.allocations << ": rank " << r
+        << "allocation " << failing << " of device " << device << ": rank " << r
         << " went on; another: " << *std::ranges::max_element(errors);
   }
   if (failed == 0) expect_same(first, clean.steps, "nothing failed");

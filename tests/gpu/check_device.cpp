@@ -1,5 +1,6 @@
 // Runs the checks on a GPU.
-// Usage: check_device [--quick] [--only TEXT] [--device INDEX]
+// Usage: check_device [--list] [--quick] [--only TEXT] [--device INDEX]
+// --list prints the checks' names and needs no GPU.
 // Exit status: 0 all hold, 1 some do not, 2 bad usage, 77 there is no GPU.
 #include <chrono>
 #include <cstdio>
@@ -18,6 +19,7 @@ namespace {
 constexpr int kSkipped = 77;
 
 struct Options {
+  bool list = false;
   Effort effort = Effort::kFull;
   std::string only;
   int device = 0;
@@ -27,7 +29,9 @@ std::optional<Options> parse(int count, char** arguments) {
   Options options;
   for (int i = 1; i < count; ++i) {
     const std::string_view argument = arguments[i];
-    if (argument == "--quick") {
+    if (argument == "--list") {
+      options.list = true;
+    } else if (argument == "--quick") {
       options.effort = Effort::kQuick;
     } else if (argument == "--only" && i + 1 < count) {
       options.only = arguments[++i];
@@ -46,6 +50,11 @@ std::string run(const Check& check, Device device) {
   } catch (const std::exception& error) {
     return std::string("it threw: ") + error.what();
   }
+}
+
+int list_all(const Options& options) {
+  for (const Check& check : all_checks(options.effort)) std::printf("%s\n", check.name.c_str());
+  return 0;
 }
 
 int run_all(const Options& options) {
@@ -79,11 +88,11 @@ int run_all(const Options& options) {
 int main(int count, char** arguments) {
   const auto options = hsdp::gpu::parse(count, arguments);
   if (!options) {
-    std::fprintf(stderr, "usage: check_device [--quick] [--only TEXT] [--device INDEX]\n");
+    std::fprintf(stderr, "usage: check_device [--list] [--quick] [--only TEXT] [--device INDEX]\n");
     return 2;
   }
   try {
-    return hsdp::gpu::run_all(*options);
+    return options->list ? hsdp::gpu::list_all(*options) : hsdp::gpu::run_all(*options);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "check_device: %s\n", error.what());
     return 1;

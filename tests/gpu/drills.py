@@ -1,0 +1,272 @@
+"""Failures on purpose: a rank that is killed, one that stops, no memory, a CUDA graph capture.
+
+    drills.py --device cpu|cuda [--mesh 1x2]
+
+Starts the ranks itself. Prints a verdict for each drill; exit status 0 when all hold, else 1. The last
+two need a GPU. Whatever happens, every rank must get an error in time, and no result may hold anything
+but right values or NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ranks
+from gpu_report.lines import FAILED, NOT_RUN, OK, Check
+from ranks import Outcome
+
+DRILLS = ["kill", "stop", "out of memory", "capture"]
+NAMES = [f"w{i}" for i in range(8)]
+COUNT = 40_000
+LIMIT_S = 150.0
+GRACE_S = 10.0  # beyond which an error is late
+# NCCL takes seconds to connect, and this bounds that too.
+TIMEOUT_S = {"cpu": 4.0, "cuda": 20.0}
+KEPT_FREE_BYTES = 8 << 20
+MEMORY_STEP_ELEMENTS = 64 << 20
+
+
+def check_names(mesh: str) -> list[str]:
+    return [f"drill {mesh}: {name}" for name in DRILLS]
+
+
+def _step(reducer: Any, device: Any, scale: float, in_the_middle: Callable[[], None]) -> None:
+    import torch
+
+    with reducer.microbatch(last=True):
+        for index, name in enumerate(NAMES):
+            if index == len(NAMES) // 2:
+                in_the_middle()
+            value = scale * (reducer.mesh.rank + 1)
+            reducer.gradient_ready(name, torch.full((COUNT,), value, device=device))
+
+
+def _shards(reducer: Any) -> list[Any]:
+    import torch
+
+    return [torch.from_dlpack(reducer.shard(name)) for name in NAMES]
+
+
+def _stray_values(tensors: list[Any], allowed: list[float]) -> list[float]:
+    """What is neither allowed nor NaN."""
+    import torch
+
+    values = torch.cat([t.float().flatten().cpu() for t in tensors]) if tensors else torch.empty(0)
+    right = values.isnan()
+    for value in allowed:
+        right |= values == value
+    return [float(v) for v in values[~right].unique()[:5]]
+
+
+def lose_last_rank(replicate: int, shard: int, on: str, signal_number: int) -> Any:
+    """One rank; the last one sends itself the signal in the middle of its second step."""
+    device = ranks.device_of_rank(on)
+    import torch
+
+    import hsdp
+
+    mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S[on])
+    reducer = hsdp.Reducer(mesh, bucket_bytes=2 * 4 * COUNT)
+    for name in NAMES:
+        reducer.register(name, (COUNT,))
+    _step(reducer, device, 1.0, lambda: None)
+    means = [scale * (mesh.size + 1) / 2 for scale in (1.0, 16.0)]
+    if _stray_values(_shards(reducer), means[:1]):
+        return {"error": "", "text": "the first step is wrong"}
+
+    def leave() -> None:
+        if mesh.rank == mesh.size - 1:
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # the first buckets are on their way
+            os.kill(os.getpid(), signal_number)
+
+    seen = []  # not the first step's: the second one may write there
+    start = time.monotonic()
+    try:
+        _step(reducer, device, 16.0, leave)
+        seen += _shards(reducer)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        reducer.found_inf()
+        return {"error": "", "text": "no error was raised"}
+    except hsdp.Error as error:
+        found = {"error": type(error).__name__, "text": str(error), "ranks": list(error.ranks)}
+    found["seconds"] = time.monotonic() - start
+    try:
+        seen += _shards(reducer)  # the last finished result, or the error once more
+    except hsdp.Error:
+        pass
+    found["stray"] = _stray_values(seen, means)
+    return found
+
+
+def _lost(mesh: str, device: str, signal_number: int, error: str, limit_s: float) -> str:
+    replicate, shard = ranks.mesh_of(mesh)
+    size = replicate * shard
+    arguments = [replicate, shard, device, signal_number]
+    outcomes = ranks.run_ranks(lose_last_rank, arguments, size, device, LIMIT_S, victim=size - 1)
+    problems = []
+    for rank, outcome in enumerate(outcomes[:-1]):
+        problem = _problem_of_survivor(outcome, error, size - 1, limit_s)
+        problems += [f"rank {rank}: {problem}"] if problem else []
+    return "; ".join(problems)
+
+
+def _problem_of_survivor(outcome: Outcome, error: str, victim: int, limit_s: float) -> str:
+    got = outcome.result
+    if outcome.status != 0 or got is None:
+        return outcome.problem()
+    if got["error"] != error or got["ranks"] != [victim] or f"rank {victim} of" not in got["text"]:
+        return f"expected {error} of rank {victim}, got {got['error'] or 'none'}: {got['text']}"
+    if got["seconds"] > limit_s:
+        return f"{error} after {got['seconds']:.1f} s, expected it within {limit_s:g} s"
+    return f"garbage in a result: {got['stray']}" if got["stray"] else ""
+
+
+def kill(mesh: str, device: str) -> str:
+    return _lost(mesh, device, signal.SIGKILL, "PeerLostError", GRACE_S)
+
+
+def stop(mesh: str, device: str) -> str:
+    return _lost(mesh, device, signal.SIGSTOP, "TimeoutError", TIMEOUT_S[device] + GRACE_S)
+
+
+def _fill_memory() -> list[Any]:
+    """Leaves no block of KEPT_FREE_BYTES on this GPU."""
+    import torch
+
+    held = []
+    size = torch.cuda.mem_get_info()[0]
+    while size > KEPT_FREE_BYTES:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return held
+
+
+def fill_and_step(replicate: int, shard: int) -> str:
+    """One rank; the first one leaves no memory for the Reducer. How the step ended, and the next."""
+    device = ranks.device_of_rank("cuda")
+    import torch
+
+    import hsdp
+
+    mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S["cuda"])
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", (MEMORY_STEP_ELEMENTS,))
+    gradient = torch.ones(MEMORY_STEP_ELEMENTS, device=device)
+    held = _fill_memory() if mesh.rank == 0 else []
+    told = []
+    for _ in range(2):
+        try:
+            with reducer.microbatch(last=True):
+                reducer.gradient_ready("w", gradient)
+            shard_of_w = torch.from_dlpack(reducer.shard("w"))
+            torch.cuda.synchronize()
+            told.append("wrong" if _stray_values([shard_of_w], [1.0]) else "right")
+        except (hsdp.Error, torch.OutOfMemoryError) as error:
+            told.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        held.clear()
+        torch.cuda.empty_cache()
+    return f"full: {told[0]}; freed: {told[1]}"
+
+
+def out_of_memory(mesh: str, device: str) -> str:
+    replicate, shard = ranks.mesh_of(mesh)
+    size = replicate * shard
+    outcomes = ranks.run_ranks(fill_and_step, [replicate, shard], size, device, LIMIT_S)
+    problems = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome.status != 0 or not outcome.result:
+            problems.append(f"rank {rank}: {outcome.problem()}")
+        elif "wrong" in outcome.result:
+            problems.append(f"rank {rank}: {outcome.result}")
+        else:
+            print(f"  rank {rank}: {outcome.result}", flush=True)
+    return "; ".join(problems)
+
+
+def capture_and_step() -> str:
+    """The one rank of a mesh; what is wrong, or nothing."""
+    device = ranks.device_of_rank("cuda")
+    import torch
+
+    import hsdp
+
+    mesh = hsdp.init_mesh(device=device, timeout_s=TIMEOUT_S["cuda"])
+    reducer = hsdp.Reducer(mesh)
+    reducer.register("w", (1000,))
+    gradient = torch.full((1000,), 3.0, device=device)
+    doubled = torch.zeros_like(gradient)
+    refused = ""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        try:
+            reducer.begin_microbatch(last=True)
+            reducer.gradient_ready("w", gradient)
+        except hsdp.UsageError as error:
+            refused = str(error)
+        doubled.add_(gradient, alpha=2)
+    try:
+        reducer.end_microbatch()
+    except hsdp.Error:
+        pass  # its gradient is missing
+    reducer.discard()
+    if "captured" not in refused:
+        return f"expected a UsageError about the capture, got: {refused or 'none'}"
+    graph.replay()
+    if doubled.ne(6.0).any():
+        return "the graph does not give what was captured"
+    with reducer.microbatch(last=True):
+        reducer.gradient_ready("w", gradient)
+    if torch.from_dlpack(reducer.shard("w")).ne(3.0).any():
+        return "the step after the capture is wrong"
+    return ""
+
+
+def capture(mesh: str, device: str) -> str:
+    outcome = ranks.run_ranks(capture_and_step, [], 1, device, LIMIT_S)[0]
+    return outcome.result if outcome.status == 0 else outcome.problem()
+
+
+def _run_drill(name: str, mesh: str, device: str) -> Check:
+    title = f"drill {mesh}: {name}"
+    if device == "cpu" and name in ("out of memory", "capture"):
+        return Check(title, NOT_RUN, "it needs a GPU; use --device cuda")
+    drill = {"kill": kill, "stop": stop, "out of memory": out_of_memory, "capture": capture}[name]
+    start = time.monotonic()
+    problem = drill(mesh, device)
+    return Check(title, FAILED if problem else OK, problem, time.monotonic() - start)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Failures on purpose.")
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--mesh", default="1x2", help="REPLICATExSHARD, at least 2 ranks")
+    asked = parser.parse_args()
+    try:
+        size = math.prod(ranks.mesh_of(asked.mesh))
+    except ValueError as error:
+        parser.error(f"--mesh: {error}")
+    if size < 2:
+        parser.error(f"--mesh: expected at least 2 ranks, one of which is lost, got {size}")
+    if asked.device == "cuda" and ranks.gpu_count() == 0:
+        parser.error("--device cuda: expected a GPU that torch can use, got none; use --device cpu")
+    failed = False
+    for name in DRILLS:
+        check = _run_drill(name, asked.mesh, asked.device)
+        print(check.line(), flush=True)
+        failed = failed or check.verdict == FAILED
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

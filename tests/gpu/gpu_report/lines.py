@@ -1,0 +1,113 @@
+"""The lines by which a program tells run.py what it found: a verdict each, or a value.
+
+    ok       0.01 s  buffer: zero
+    FAILED   0.02 s  norms: large: got 1, want 2
+    not run  kill: no GPU
+    value hsdp_step 1.25 ms
+"""
+
+import dataclasses
+import re
+from typing import List, Optional
+
+OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
+
+_VERDICT = re.compile(r"^(ok|FAILED)\s+([0-9.]+) s  (.+)$")
+_NOT_RUN = re.compile(r"^not run  (.+?): (.+)$")
+_VALUE = re.compile(r"^value (\S+) ([-+0-9.eE]+|nan|inf) (\S+)$")
+_BANDWIDTH = re.compile(r"^  (\S.*?)\s+([0-9.]+) GB/s\s+([0-9.]+) %  ?(.*)$")
+_COPY = re.compile(r"^arrays of ([0-9]+) MiB: device-to-device copy ([0-9.]+) GB/s")
+_COLLECTIVE = re.compile(
+    r"^(exact|native)\s+(16 MiB f32), ([0-9]+) ranks: reduce_scatter\s+([0-9.]+) ms, "
+    r"all_reduce\s+([0-9.]+) ms"
+)
+GOAL_PERCENT = 90.0
+
+
+@dataclasses.dataclass
+class Check:
+    """One thing that holds, does not, or was not tried."""
+
+    name: str
+    verdict: str
+    detail: str = ""
+    seconds: Optional[float] = None
+
+    def line(self) -> str:
+        if self.verdict == NOT_RUN:
+            return f"not run  {self.name}: {self.detail}"
+        problem = f": {self.detail}" if self.detail else ""
+        return f"{self.verdict:6} {self.seconds or 0.0:6.2f} s  {self.name}{problem}"
+
+
+@dataclasses.dataclass
+class Measurement:
+    """A number, which fails nothing."""
+
+    name: str
+    value: float
+    unit: str
+    note: str = ""
+
+
+def checks_in(output: str) -> List[Check]:
+    """What check_device, torch_loop.py and drills.py print. A failed check's problem stays in its
+    name's line: `name: problem` is told apart where the name is known, else left whole."""
+    found = []
+    for line in output.splitlines():
+        match = _VERDICT.match(line)
+        if match:
+            found.append(Check(match[3], match[1], seconds=float(match[2])))
+            continue
+        match = _NOT_RUN.match(line)
+        if match:
+            found.append(Check(match[1], NOT_RUN, match[2]))
+    return found
+
+
+def split_problems(checks: List[Check], names: List[str]) -> None:
+    """Moves the problem of a failed check from its name into its detail, by the known names."""
+    for check in checks:
+        known = [name for name in names if check.name.startswith(f"{name}: ")]
+        if check.verdict == FAILED and known:
+            name = max(known, key=len)
+            check.name, check.detail = name, check.name[len(name) + 2:]
+
+
+def bandwidths_in(output: str) -> List[Measurement]:
+    """What kernel_bandwidth_gpu prints: each kernel as a share of the copy of that size."""
+    found: List[Measurement] = []
+    size = ""
+    for line in output.splitlines():
+        match = _COPY.match(line)
+        if match:
+            size = f"{match[1]} MiB"
+            found.append(Measurement(f"copy, {size}", float(match[2]), "GB/s"))
+            continue
+        match = _BANDWIDTH.match(line)
+        if match:
+            share = float(match[3])
+            note = f"{match[2]} GB/s"
+            if share < GOAL_PERCENT:
+                note += f", below goal ({GOAL_PERCENT:g} %)"
+            found.append(Measurement(f"{match[1]}, {size}", share, "% of copy", note))
+    return found
+
+
+def collective_times_in(output: str, mesh: str, shared: bool) -> List[Measurement]:
+    """What rank 0 of check_nccl prints of both reductions."""
+    note = "ranks share a GPU: says nothing about its links" if shared else ""
+    found = []
+    for line in output.splitlines():
+        match = _COLLECTIVE.match(line)
+        if match:
+            for name, value in (("reduce_scatter", match[4]), ("all_reduce", match[5])):
+                title = f"{name} {match[1]}, {match[2]}, {mesh}"
+                found.append(Measurement(title, float(value), "ms", note))
+    return found
+
+
+def values_in(output: str) -> List[Measurement]:
+    """The `value NAME NUMBER UNIT` lines."""
+    matches = map(_VALUE.match, output.splitlines())
+    return [Measurement(m[1], float(m[2]), m[3]) for m in matches if m]

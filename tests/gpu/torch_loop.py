@@ -1,0 +1,232 @@
+"""Training loops in torch with an attached Reducer, compared with a reference bit for bit.
+
+    torch_loop.py --device cpu|cuda --mesh 2x4
+
+Starts the ranks itself. Prints a verdict for each check; exit status 0 when all hold, else 1.
+Gradients are whole numbers, of which every sum is exact in any order and dtype, but for one check: an
+MLP, whose gradients are summed by the numeric rules of docs/design.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ranks
+from gpu_report.lines import FAILED, OK, Check
+
+STEPS, MICROBATCHES = 4, 2
+LARGEST = 7  # 8 ranks x 2 microbatches of it are exact in bf16
+LIMIT_S = 240.0
+TIMEOUT_S = 60.0
+SHAPES = [(37, 5), (1,), (64, 129), (300_001,), (8, 3, 3)]
+CHECKS = {
+    "whole numbers, fp32": ("whole_numbers", "float32", "f32"),
+    "whole numbers, bf16 wire": ("whole_numbers", "float32", "bf16"),
+    "whole numbers, bf16 model": ("whole_numbers", "bfloat16", "bf16"),
+    "an MLP by the rules": ("by_the_rules",),
+    "found_inf": ("found_inf",),
+}
+
+
+def check_names(mesh: str) -> list[str]:
+    return [f"torch {mesh}: {name}" for name in CHECKS]
+
+
+def _make_model(device: Any, dtype: Any) -> Any:
+    """A model whose gradients are what it is called with."""
+    import torch
+    from torch import nn
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(
+                [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+            )
+
+        def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([(w * x).sum() for w, x in zip(self.weights, factors)]).sum()
+
+    return Weighted().to(device)
+
+
+def _factors(step: int, microbatch: int, rank: int) -> list[Any]:
+    import torch
+
+    random = torch.Generator().manual_seed(1_000_000 * step + 1_000 * microbatch + rank)
+    return [torch.randint(-LARGEST, LARGEST + 1, shape, generator=random) for shape in SHAPES]
+
+
+def _exact_means(step: int, size: int) -> Iterator[Any]:
+    import torch
+
+    made = [_factors(step, m, rank) for rank in range(size) for m in range(MICROBATCHES)]
+    for same in zip(*made):
+        yield torch.stack(same).sum(0).double() / size
+
+
+def _train_step(reducer: Any, model: Any, step: int, device: Any, dtype: Any) -> None:
+    for m in range(MICROBATCHES):
+        factors = [x.to(device, dtype) for x in _factors(step, m, reducer.mesh.rank)]
+        with reducer.microbatch(last=m == MICROBATCHES - 1):
+            model(factors).backward()
+
+
+def whole_numbers(replicate: int, shard: int, on: str, dtype_name: str, wire: str) -> str:
+    """One rank; what is wrong, or nothing."""
+    device = ranks.device_of_rank(on)
+    import torch
+
+    import hsdp
+
+    dtype = getattr(torch, dtype_name)
+    with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
+        model = _make_model(device, dtype)
+        reducer = hsdp.Reducer(mesh, reduce_dtype=wire, bucket_bytes=1 << 18)
+        reducer.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        weights = [torch.ones(shape, dtype=torch.float64) for shape in SHAPES]
+        for step in range(STEPS):
+            _train_step(reducer, model, step, device, dtype)
+            reducer.gather_gradients()
+            for index, (p, mean) in enumerate(zip(model.parameters(), _exact_means(step, mesh.size))):
+                if not torch.equal(p.grad.double().cpu(), mean):
+                    return f"step {step}, parameter {index}: its gradient is not the mean"
+                weights[index] -= 0.125 * mean
+            if dtype == torch.float32:  # a bf16 weight would round
+                optimizer.step()
+        for index, (p, want) in enumerate(zip(model.parameters(), weights)):
+            if dtype == torch.float32 and not torch.equal(p.detach().double().cpu(), want):
+                return f"parameter {index}: its weights are not the reference's"
+        reducer.close()
+    return ""
+
+
+def _mlp(device: Any) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(24, 65), nn.GELU(), nn.Linear(65, 7)).to(device)
+
+
+def _backward(model: Any, device: Any, step: int, microbatch: int, rank: int) -> None:
+    import torch
+
+    random = torch.Generator().manual_seed(1_000_000 * step + 1_000 * microbatch + rank)
+    model(torch.randn(16, 24, generator=random).to(device)).square().mean().backward()
+
+
+def _sum_by_the_rules(plain: Any, device: Any, step: int, replicate: int, shard: int) -> list[Any]:
+    """fp32 sums in ascending rank: each microbatch's over the shard group, then the replicas'."""
+    total: list[Any] = []
+    for replica in range(replicate):
+        carry: list[Any] = []
+        for m in range(MICROBATCHES):
+            rows: list[Any] = []
+            for rank in range(replica * shard, (replica + 1) * shard):
+                plain.zero_grad()
+                _backward(plain, device, step, m, rank)
+                grads = [p.grad for p in plain.parameters()]
+                rows = [a + b for a, b in zip(rows, grads)] if rows else grads
+            carry = [a + b for a, b in zip(carry, rows)] if carry else rows
+        total = [a + b for a, b in zip(total, carry)] if total else carry
+    return [t / (replicate * shard) for t in total]
+
+
+def by_the_rules(replicate: int, shard: int, on: str) -> str:
+    """One rank, which computes every rank's gradients for the reference."""
+    device = ranks.device_of_rank(on)
+    import torch
+
+    import hsdp
+
+    with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
+        model = _mlp(device)
+        plain = copy.deepcopy(model)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            for m in range(MICROBATCHES):
+                with reducer.microbatch(last=m == MICROBATCHES - 1):
+                    _backward(model, device, step, m, mesh.rank)
+            reducer.gather_gradients()
+            want = _sum_by_the_rules(plain, device, step, replicate, shard)
+            for index, (p, mean) in enumerate(zip(model.parameters(), want)):
+                if not torch.equal(p.grad, mean):
+                    off = float((p.grad - mean).abs().max())
+                    return f"step {step}, parameter {index}: off by up to {off:g}"
+            optimizer.step()
+            plain.load_state_dict(model.state_dict())
+        reducer.close()
+    return ""
+
+
+def found_inf(replicate: int, shard: int, on: str) -> str:
+    """One rank; the last one has an infinity in every second step."""
+    device = ranks.device_of_rank(on)
+    import torch
+
+    import hsdp
+
+    with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
+        reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
+        reducer.register("w", (1000,))
+        for step in range(STEPS):
+            value = math.inf if mesh.rank == mesh.size - 1 and step % 2 == 0 else 1.0
+            with reducer.microbatch(last=True):
+                reducer.gradient_ready("w", torch.full((1000,), value, device=device))
+            want = step % 2 == 0
+            tensor = float(reducer.found_inf_tensor())
+            if reducer.found_inf() != want or tensor != float(want):
+                return f"step {step}: expected {want}, got {reducer.found_inf()} and {tensor:g}"
+        reducer.close()
+    return ""
+
+
+def _run_check(mesh: str, name: str, device: str) -> Check:
+    replicate, shard = ranks.mesh_of(mesh)
+    function, *rest = CHECKS[name]
+    start = time.monotonic()
+    arguments = [replicate, shard, device, *rest]
+    outcomes = ranks.run_ranks(globals()[function], arguments, replicate * shard, device, LIMIT_S)
+    problems = [
+        f"rank {rank}: {outcome.result if outcome.status == 0 else outcome.problem()}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.status != 0 or outcome.result != ""
+    ]
+    verdict = FAILED if problems else OK
+    title = f"torch {mesh}: {name}"
+    return Check(title, verdict, "; ".join(problems), time.monotonic() - start)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Training loops in torch against a reference.")
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--mesh", default="1x1", help="REPLICATExSHARD, a power of two of ranks")
+    asked = parser.parse_args()
+    try:
+        size = math.prod(ranks.mesh_of(asked.mesh))
+    except ValueError as error:
+        parser.error(f"--mesh: {error}")
+    if size not in (1, 2, 4, 8):
+        parser.error(f"--mesh: expected 1, 2, 4 or 8 ranks, whose means are exact, got {size}")
+    if asked.device == "cuda" and ranks.gpu_count() == 0:
+        parser.error("--device cuda: expected a GPU that torch can use, got none; use --device cpu")
+    failed = False
+    for name in CHECKS:
+        check = _run_check(asked.mesh, name, asked.device)
+        print(check.line(), flush=True)
+        failed = failed or check.verdict == FAILED
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

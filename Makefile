@@ -8,6 +8,7 @@
 # make test PRESET=dev: another preset; make test ARGS="-R Mesh": more arguments for ctest;
 # make test TORCH=0: without PyTorch and its tests; CMAKE_ARGS: more arguments for the configuration.
 # PYTHON names another interpreter than python3.
+PYTHON ?= python3
 PRESET ?= release
 TEST_PRESET ?= $(PRESET)
 TORCH ?= 1
@@ -54,8 +55,8 @@ bench: bench-dependencies build/bench/build.ninja  ## measure against Intel MPI,
 	@python3 tests/bench/run.py --build build/bench --json build/bench/bench.json \
 	  --markdown build/bench/bench.md $(ARGS)
 
-gpu:  ## check and measure this machine's GPU; needs CMake, nvcc and a C++ compiler
-	@tests/gpu/run.sh
+gpu:  ## check and measure this machine's GPUs and write a report; docs/gpu.md says what it takes
+	@$(PYTHON) tests/gpu/run.py $(ARGS)
 
 fuzz: fuzz-dependencies build/fuzz/build.ninja  ## feed hostile files to the snapshot reader for FUZZ_SECONDS
 	@cmake --build --preset fuzz -j $(JOBS) --target snapshot_fuzzer

@@ -97,7 +97,8 @@ def lose_last_rank(replicate: int, shard: int, on: str, signal_number: int) -> A
         reducer.found_inf()
         return {"error": "", "text": "no error was raised"}
     except hsdp.Error as error:
-        found = {"error": type(error).__name__, "text": str(error), "ranks": list(error.ranks)}
+        name, text, at_fault = type(error).__name__, str(error), list(error.ranks)
+    found: dict[str, Any] = {"error": name, "text": text, "ranks": at_fault}
     found["seconds"] = time.monotonic() - start
     try:
         seen += _shards(reducer)  # the last finished result, or the error once more
@@ -163,7 +164,9 @@ def fill_and_step(replicate: int, shard: int) -> str:
     reducer = hsdp.Reducer(mesh)
     reducer.register("w", (MEMORY_STEP_ELEMENTS,))
     gradient = torch.ones(MEMORY_STEP_ELEMENTS, device=device)
+    mesh.world.barrier()  # those who share the GPU have their gradients
     held = _fill_memory() if mesh.rank == 0 else []
+    mesh.world.barrier()
     told = []
     for _ in range(2):
         try:
@@ -206,6 +209,9 @@ def capture_and_step() -> str:
     reducer.register("w", (1000,))
     gradient = torch.full((1000,), 3.0, device=device)
     doubled = torch.zeros_like(gradient)
+    with reducer.microbatch(last=True):  # or the first step would be set up in the capture
+        reducer.gradient_ready("w", gradient)
+    torch.cuda.synchronize()
     refused = ""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

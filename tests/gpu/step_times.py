@@ -78,8 +78,7 @@ def _with_fsdp2(model: Any, x: Any, on: str) -> Step:
 
     def step() -> None:
         model.zero_grad()
-        for m in range(MICROBATCHES):
-            model.set_requires_gradient_sync(m == MICROBATCHES - 1)
+        for _ in range(MICROBATCHES):
             _backward(model, x)
 
     return step

@@ -8,12 +8,12 @@
 
 import dataclasses
 import re
-from typing import List, Optional
+from typing import List, Optional, Sequence, Tuple
 
 OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
 
 _VERDICT = re.compile(r"^(ok|FAILED)\s+([0-9.]+) s  (.+)$")
-_NOT_RUN = re.compile(r"^not run  (.+?): (.+)$")
+_NOT_RUN = re.compile(r"^not run  (.+)$")
 _VALUE = re.compile(r"^value (\S+) ([-+0-9.eE]+|nan|inf) (\S+)$")
 _BANDWIDTH = re.compile(r"^  (\S.*?)\s+([0-9.]+) GB/s\s+([0-9.]+) %  ?(.*)$")
 _COPY = re.compile(r"^arrays of ([0-9]+) MiB: device-to-device copy ([0-9.]+) GB/s")
@@ -50,28 +50,27 @@ class Measurement:
     note: str = ""
 
 
-def checks_in(output: str) -> List[Check]:
-    """What check_device, torch_loop.py and drills.py print. A failed check's problem stays in its
-    name's line: `name: problem` is told apart where the name is known, else left whole."""
+def checks_in(output: str, names: Sequence[str] = ()) -> List[Check]:
+    """What check_device, torch_loop.py and drills.py print. `names` are those that they may print: they
+    tell a name with a colon from its problem; else a name ends at the first one."""
     found = []
     for line in output.splitlines():
         match = _VERDICT.match(line)
         if match:
-            found.append(Check(match[3], match[1], seconds=float(match[2])))
+            name, detail = (match[3], "") if match[1] == OK else _split(match[3], names)
+            found.append(Check(name, match[1], detail, float(match[2])))
             continue
         match = _NOT_RUN.match(line)
         if match:
-            found.append(Check(match[1], NOT_RUN, match[2]))
+            name, detail = _split(match[1], names)
+            found.append(Check(name, NOT_RUN, detail))
     return found
 
 
-def split_problems(checks: List[Check], names: List[str]) -> None:
-    """Moves the problem of a failed check from its name into its detail, by the known names."""
-    for check in checks:
-        known = [name for name in names if check.name.startswith(f"{name}: ")]
-        if check.verdict == FAILED and known:
-            name = max(known, key=len)
-            check.name, check.detail = name, check.name[len(name) + 2:]
+def _split(text: str, names: Sequence[str]) -> Tuple[str, str]:
+    known = [name for name in names if text == name or text.startswith(f"{name}: ")]
+    name = max(known, key=len) if known else text.split(": ")[0]
+    return name, text[len(name) + 2:]
 
 
 def bandwidths_in(output: str) -> List[Measurement]:

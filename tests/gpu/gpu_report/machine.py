@@ -1,0 +1,167 @@
+"""What this machine is: GPUs, driver, CUDA, Python, torch and the NCCL that will be used."""
+
+import datetime
+import glob
+import importlib.util
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any, Dict, List, Optional
+
+VARIABLES = ("NCCL_", "CUDA_", "HSDP_", "PYTORCH_", "TORCH_NCCL_", "LD_LIBRARY_PATH")
+SECRET = "SECRET"
+
+_TORCH = """
+import torch
+print(torch.__version__)
+print(torch.version.cuda or "none: built for the CPU")
+print(".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none")
+"""
+
+
+def ask(command: List[str], limit_s: float = 60.0) -> Optional[str]:
+    """What a command prints; None where it is not there or fails."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              timeout=limit_s, stdin=subprocess.DEVNULL, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip() if done.returncode == 0 else None
+
+
+def add_cuda_to_path() -> None:
+    """nvcc and compute-sanitizer are often installed where no PATH leads."""
+    folder = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    os.environ["PATH"] = f"{os.environ.get('PATH', '')}:{folder}"
+
+
+def gpu_lines() -> List[str]:
+    """A line of name, compute capability, memory and driver for each GPU."""
+    query = "name,compute_cap,memory.total,driver_version"
+    found = ask(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    return [line.strip() for line in found.splitlines() if line.count(",") >= 3] if found else []
+
+
+def why_no_gpu() -> str:
+    """Nothing where there is a GPU."""
+    if gpu_count() > 0:
+        return ""
+    if shutil.which("nvidia-smi") is None:
+        return "no NVIDIA driver (nvidia-smi not found)"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "no GPU (CUDA_VISIBLE_DEVICES hides all)"
+    return "no GPU (nvidia-smi lists none; run it to see why)"
+
+
+def gpu_count() -> int:
+    """The GPUs that programs see."""
+    count = len(gpu_lines())
+    if count == 0 and shutil.which("nvidia-smi") is None:  # containers may have the driver alone
+        count = len(glob.glob("/dev/nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    return min(count, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+
+
+def architecture() -> str:
+    """What to compile for: HSDP_GPU_ARCH, else the first GPU's, else 90."""
+    named = os.environ.get("HSDP_GPU_ARCH")
+    if named:
+        return named
+    lines = gpu_lines()
+    digits = lines[0].split(",")[1].replace(".", "").strip() if lines else ""
+    return digits if digits.isdigit() else "90"
+
+
+def nccl_library() -> str:
+    """The libnccl.so.2 that programs without torch are to open; empty where the loader knows one, or
+    none is found."""
+    named = os.environ.get("HSDP_NCCL_LIBRARY", "")
+    if named or loader_knows("libnccl.so.2"):
+        return named
+    folders = [folder / "lib" for folder in _wheel_folders()]
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin:
+        folders.append(pathlib.Path(torch.origin).parent / "lib")
+    files = [folder / "libnccl.so.2" for folder in folders]
+    return next((str(file) for file in files if file.exists()), "")
+
+
+def _wheel_folders() -> List[pathlib.Path]:
+    """Where the wheel of NCCL lies that torch brings."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ImportError:
+        return []
+    return [pathlib.Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+
+
+def nccl_headers() -> List[pathlib.Path]:
+    """The folders of nccl.h beside this Python."""
+    folders = [folder / "include" for folder in _wheel_folders()]
+    return [folder for folder in folders if (folder / "nccl.h").exists()]
+
+
+def loader_knows(library: str) -> bool:
+    """Whether the dynamic loader's cache has a library of that name."""
+    return library in loader_cache()
+
+
+def loader_cache() -> Dict[str, str]:
+    """Name -> file of what the dynamic loader finds by itself."""
+    found: Dict[str, str] = {}
+    for program in ("ldconfig", "/sbin/ldconfig"):
+        listed = ask([program, "-p"])
+        for line in (listed or "").splitlines():
+            name, arrow, path = line.strip().partition(" => ")
+            if arrow:
+                found.setdefault(name.split(" ")[0], path)
+        if found:
+            break
+    return found
+
+
+def _nccl_text() -> str:
+    path = nccl_library()
+    if not path and loader_knows("libnccl.so.2"):
+        path = loader_cache()["libnccl.so.2"]
+    return os.path.realpath(path) if path else "none: libnccl.so.2 not found"
+
+
+def torch_facts() -> Dict[str, str]:
+    """torch, its CUDA and its NCCL; empty where this Python has no torch."""
+    answer = ask([sys.executable, "-c", _TORCH], 180.0)
+    lines = answer.splitlines()[-3:] if answer else []
+    return dict(zip(("torch", "torch CUDA", "torch NCCL"), lines)) if len(lines) == 3 else {}
+
+
+def facts() -> Dict[str, Any]:
+    """For the report, in the order in which it shows them."""
+    compiler = re.findall(r"release .*", ask(["nvcc", "--version"]) or "")
+    environment = {name: "(set)" if SECRET in name else value
+                   for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    return {
+        "GPUs": gpu_lines() or [f"none: {why_no_gpu() or 'nvidia-smi lists none'}"],
+        "topology": ask(["nvidia-smi", "topo", "-m"]) or "unknown: nvidia-smi topo -m says nothing",
+        "nvcc": compiler[0] if compiler else "not found",
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        **(torch_facts() or {"torch": "not found"}),
+        "libnccl": _nccl_text(),
+        "CPUs": str(os.cpu_count()),
+        "system": f"{platform.platform()}",
+        "variables": environment,
+    }
+
+
+def commit(root: pathlib.Path) -> str:
+    """What git calls the sources."""
+    return ask(["git", "-C", str(root), "describe", "--always", "--dirty", "--tags"]) or "unknown"
+
+
+def now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")

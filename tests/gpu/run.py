@@ -1,0 +1,351 @@
+#!/usr/bin/env python3
+"""Builds, checks and measures what runs on this machine's GPUs, and writes one report.
+
+    tests/gpu/run.py [--prebuilt FOLDER] [--report FOLDER] [--only STAGE ...] [--seconds N]
+
+`make gpu` calls it; in a kit of `make gpu-kit` it is `./run`. What cannot run here is in the report
+with the reason. Exit status: 0 all that ran holds, 1 something does not, 2 bad usage, 77 nothing ran on
+a GPU. HSDP_GPU_ARCH, such as 90: the architecture to build for, default this machine's GPU.
+"""
+
+import argparse
+import pathlib
+import re
+import shutil
+import sys
+import time
+from typing import Callable, Dict, List, Optional, Tuple
+
+from gpu_report import command, machine, programs
+from gpu_report.command import SKIPPED, Ended
+from gpu_report.lines import (
+    FAILED,
+    NOT_RUN,
+    OK,
+    Check,
+    bandwidths_in,
+    checks_in,
+    collective_times_in,
+    values_in,
+)
+from gpu_report.record import Report, Stage
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# A stage's name and the most seconds that it may take; within, each command has a limit too.
+LIMITS_S = {
+    "build": 900, "kernels": 180, "kernel bandwidths": 180, "engine over NCCL": 900,
+    "rules of NCCL": 120, "torch loop": 1200, "failure drills": 1200, "step times": 240,
+    "compute-sanitizer": 300,
+}
+SHARED_NOTE = ("ranks shared a GPU through the loopback: this says nothing about NVLink, P2P, InfiniBand "
+               "or speed")
+SANITIZED = {
+    "memcheck": ["memcheck"],
+    # The kernels that use shared memory.
+    "racecheck: packs": ["racecheck", "cast-and-pack: large"],
+    "racecheck: norms": ["racecheck", "squared norm"],
+}
+
+
+def meshes_for(gpus: int) -> Tuple[List[str], bool]:
+    """The meshes of several ranks to try, and whether their ranks share a GPU."""
+    if gpus < 2:
+        return ["1x2", "2x1", "2x2"], True
+    sizes = {2: ["1x2", "2x1"], 4: ["2x2", "1x4"], 8: ["2x4", "4x2", "1x8"]}
+    return [mesh for size, meshes in sizes.items() if size <= gpus for mesh in meshes], False
+
+
+class Run:
+    """One run: what there is to run with, and the report so far."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.folder: pathlib.Path = asked.report
+        self.prebuilt: Optional[pathlib.Path] = asked.prebuilt
+        self.only: List[str] = asked.only
+        self.seconds: float = asked.seconds
+        self.end = self.stage_end = time.monotonic() + asked.seconds
+        self.no_gpu = machine.why_no_gpu()
+        self.gpus = machine.gpu_count()
+        self.meshes, self.shared = meshes_for(self.gpus)
+        self.no_module = ""
+        build = ROOT / "build"
+        self.programs = programs.Programs(build / "gpu", build / "gpu-python" / "python")
+        if self.prebuilt is not None:
+            self.programs = programs.Programs.prebuilt(self.prebuilt)
+        self.report = Report(machine.now(), self.programs.manifest.get("commit") or machine.commit(ROOT))
+
+    # What a stage needs.
+
+    def log(self, stage: Stage) -> pathlib.Path:
+        stage.log = "logs/" + re.sub(r"\W+", "_", stage.name) + ".txt"
+        return self.folder / stage.log
+
+    def run(self, stage: Stage, words: List[str], limit_s: float,
+            environment: Optional[Dict[str, str]] = None) -> Ended:
+        left = min(limit_s, self.stage_end - time.monotonic())
+        if left < 1:
+            return Ended(SKIPPED, "skipped: no time was left for it", 0.0, limit_s)
+        return command.run(words, self.log(stage), left, environment)
+
+    def why_not(self, program: str) -> str:
+        """Why a program cannot check anything here, or nothing."""
+        if self.no_gpu:
+            return self.no_gpu
+        if self.programs.why_unfit():
+            return self.programs.why_unfit()
+        if self.programs.find(program) is not None:
+            return ""
+        if program == "check_nccl" and self.programs.find("check_device") is not None:
+            return "nccl.h was not found when the checks were built; docs/gpu.md says where it is looked for"
+        return f"{program} was not built"
+
+    def add_verdicts(self, stage: Stage, done: Ended, names: List[str], title: str) -> None:
+        """The checks that a program printed. What it should have printed and did not is not run; that it
+        ended badly is a failed check of its own unless one that it printed says so."""
+        if done.status == SKIPPED:
+            return stage.add_not_run(names, done.skipped())
+        found = checks_in(done.output, names)
+        stage.checks += found
+        problem = done.problem()
+        if problem and (done.status != 1 or not any(check.verdict == FAILED for check in found)):
+            stage.checks.append(Check(title, FAILED, problem, done.seconds))
+        seen = {check.name for check in found}
+        stage.add_not_run([name for name in names if name not in seen], f"{title} did not get there")
+
+    # The stages.
+
+    def build(self, stage: Stage) -> None:
+        if self.prebuilt is not None:
+            stage.add_not_run([programs.BUILD_CHECKS, programs.BUILD_MODULE], f"taken from {self.prebuilt}")
+            self.programs.lend_libraries(self.folder / "lib")
+        else:
+            architecture = machine.architecture()
+            log, limit_s = self.log(stage), self.stage_end - time.monotonic()
+            checks = programs.build_checks(HERE, ROOT / "build" / "gpu", architecture, log, limit_s)
+            build = ROOT / "build" / "gpu-python"
+            module = programs.build_module(ROOT, build, architecture, log, limit_s - (checks.seconds or 0))
+            stage.checks += [checks, module]
+            self.no_module = "" if module.verdict == OK else f"no Python module: {module.detail}"
+        self.import_module(stage)
+
+    def import_module(self, stage: Stage) -> None:
+        """As the ranks will: torch first, whose libraries count."""
+        why = self.no_module or self.programs.why_no_module()
+        if not why and not machine.torch_facts():
+            why = (f"torch is not there, or does not load, in {sys.executable}; make gpu PYTHON=... names "
+                   "another Python")
+        if why:
+            stage.add_not_run([programs.IMPORT_MODULE], why)
+            self.no_module = why
+            return
+        words = [sys.executable, "-c", "import torch, hsdp; print(hsdp.__version__)"]
+        done = self.run(stage, words, 180, self.programs.environment(with_package=True))
+        problem = done.problem()
+        stage.checks.append(Check(programs.IMPORT_MODULE, FAILED if problem else OK, problem, done.seconds))
+        self.no_module = f"hsdp cannot be imported: {problem}" if problem else self.why_torch_has_no_cuda()
+
+    def why_torch_has_no_cuda(self) -> str:
+        facts = machine.torch_facts()
+        is_for_cpu = facts.get("torch CUDA", "").startswith("none")
+        return f"torch {facts['torch']} was built for the CPU; install one for CUDA" if is_for_cpu else ""
+
+    def kernels(self, stage: Stage) -> None:
+        program = self.programs.find("check_device")
+        environment = self.programs.environment()
+        names = ["check_device"]
+        if program is not None and not self.programs.why_unfit():
+            listed = self.run(stage, [str(program), "--list"], 60, environment)
+            names = listed.output.splitlines() if listed.status == 0 else names
+        why = self.why_not("check_device")
+        if why:
+            return stage.add_not_run(names, why)
+        done = self.run(stage, [str(program)], LIMITS_S["kernels"], environment)
+        self.add_verdicts(stage, done, names, "check_device")
+        if done.status == SKIPPED:
+            self.no_gpu = done.skipped()
+
+    def bandwidths(self, stage: Stage) -> None:
+        name = "kernel_bandwidth_gpu: results are right"
+        why = self.why_not("kernel_bandwidth_gpu")
+        if why:
+            return stage.add_not_run([name], why)
+        words = [str(self.programs.find("kernel_bandwidth_gpu"))]
+        done = self.run(stage, words, LIMITS_S[stage.name], self.programs.environment())
+        stage.measurements = bandwidths_in(done.output)
+        stage.checks.append(_whole(name, done))
+
+    def engine(self, stage: Stage) -> None:
+        why = self.why_not("check_nccl")
+        for mesh in self.meshes:
+            title = f"nccl {mesh}"
+            if why:
+                stage.add_not_run([title], why)
+                continue
+            done = self.run_mesh(stage, mesh, {})
+            for what in re.findall(r"^ok  (.+)$", done.output, re.M):
+                stage.checks.append(Check(f"{title}: {what}", OK))
+            stage.checks.append(_whole(title, done))
+            stage.measurements += collective_times_in(done.output, mesh, self.shared)
+
+    def run_mesh(self, stage: Stage, mesh: str, environment: Dict[str, str]) -> Ended:
+        library = machine.nccl_library()
+        variables = {"SHARE_GPU": "1" if self.shared else "0", **self.programs.environment()}
+        if library:
+            variables["HSDP_NCCL_LIBRARY"] = library
+        words = [str(HERE / "nccl_ranks.sh"), str(self.programs.folder), *mesh.split("x")]
+        return self.run(stage, words, 120, {**variables, **environment})
+
+    def rules_of_nccl(self, stage: Stage) -> None:
+        mesh = self.meshes[-1]
+        name = f"nccl {mesh}: the rules of NCCL"
+        shim, reader = self.programs.find(programs.SHIM), HERE / "nccl_trace.py"
+        why = self.why_not("check_nccl")
+        if not why and (shim is None or not reader.exists()):
+            why = "the shim was not built"
+        real = machine.nccl_library() or machine.loader_cache().get("libnccl.so.2", "")
+        if not why and not real:
+            why = "libnccl.so.2 not found"
+        if why:
+            return stage.add_not_run([name], why)
+        trace = self.folder / "nccl_trace"
+        trace.mkdir(exist_ok=True)
+        done = self.run_mesh(stage, mesh, {"HSDP_NCCL_LIBRARY": str(shim), "HSDP_NCCL_SHIM_OVER": real,
+                                           "HSDP_NCCL_SHIM_TRACE": str(trace)})
+        if done.status == 0:
+            report = str(self.folder / "nccl_trace.json")
+            done = self.run(stage, [sys.executable, str(reader), str(trace), "--json", report], 60)
+        stage.checks.append(_whole(name, done))
+
+    def run_script(self, stage: Stage, script: str, mesh: str, names: List[str], limit_s: float) -> None:
+        why = self.no_gpu or self.no_module
+        if why:
+            return stage.add_not_run(names, why)
+        words = [sys.executable, str(HERE / script), "--device", "cuda", "--mesh", mesh]
+        done = self.run(stage, words, limit_s, self.programs.environment(with_package=True))
+        self.add_verdicts(stage, done, names, f"{script} {mesh}")
+        stage.notes += re.findall(r"^  (rank \d+: .+)$", done.output, re.M)
+
+    def torch_loop(self, stage: Stage) -> None:
+        for mesh in ["1x1", *self.meshes]:
+            self.run_script(stage, "torch_loop.py", mesh, names_of("torch_loop", mesh), 400)
+
+    def drills(self, stage: Stage) -> None:
+        meshes = [mesh for mesh in ("1x2", "2x2", "2x4") if mesh in self.meshes]
+        for mesh in meshes:
+            self.run_script(stage, "drills.py", mesh, names_of("drills", mesh), 500)
+
+    def step_times(self, stage: Stage) -> None:
+        name = "step_times.py"
+        why = self.no_gpu or self.no_module
+        if why:
+            return stage.add_not_run([name], why)
+        words = [sys.executable, str(HERE / name), "--device", "cuda"]
+        done = self.run(stage, words, LIMITS_S[stage.name], self.programs.environment(with_package=True))
+        stage.measurements = values_in(done.output)
+        stage.checks.append(_whole(name, done))
+
+    def sanitizer(self, stage: Stage) -> None:
+        why = self.why_not("check_device")
+        if not why and shutil.which("compute-sanitizer") is None:
+            why = "compute-sanitizer not found"
+        program, environment = str(self.programs.find("check_device")), self.programs.environment()
+        # One check asks for more memory than there is: a failed call is no finding.
+        sanitize = ["compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "1"]
+        if not why:
+            quick = [program, "--quick", "--only", "buffer: zero"]
+            if "Device not supported" in self.run(stage, [*sanitize, *quick], 60, environment).output:
+                why = "compute-sanitizer does not support this machine's GPU"
+        if why:
+            return stage.add_not_run(list(SANITIZED), why)
+        for name, (tool, *only) in SANITIZED.items():
+            words = [*sanitize, "--tool", tool, program, "--quick"] + (["--only", *only] if only else [])
+            stage.checks.append(_whole(name, self.run(stage, words, 120, environment)))
+
+    def all_stages(self) -> None:
+        self.report.machine = machine.facts()
+        if self.programs.manifest:
+            shown = ("commit", "python", "cuda", "architectures", "nccl_header")
+            self.report.machine["kit"] = {key: self.programs.manifest[key] for key in shown}
+        stages: Dict[str, Callable[[Stage], None]] = {
+            "build": self.build, "kernels": self.kernels, "kernel bandwidths": self.bandwidths,
+            "engine over NCCL": self.engine, "rules of NCCL": self.rules_of_nccl,
+            "torch loop": self.torch_loop, "failure drills": self.drills,
+            "step times": self.step_times, "compute-sanitizer": self.sanitizer,
+        }
+        for name, run_stage in stages.items():
+            stage = Stage(name)
+            start = time.monotonic()
+            self.stage_end = min(self.end, start + LIMITS_S[name])
+            self.log(stage).unlink(missing_ok=True)
+            if self.only and name not in self.only and name != "build":
+                stage.add_not_run([name], "left out by --only")
+            elif start >= self.end:
+                stage.add_not_run([name], f"no time was left of --seconds {self.seconds:g}")
+            else:
+                run_stage(stage)
+            if name in ("engine over NCCL", "torch loop", "failure drills") and stage.verdict != NOT_RUN:
+                stage.notes += [SHARED_NOTE] if self.shared else []
+            stage.seconds = time.monotonic() - start
+            stage.log = stage.log if (self.folder / stage.log).exists() else ""
+            self.report.stages.append(stage)
+            self.report.write(self.folder)  # a machine may be lost in the middle
+            print(f"{name}: {stage.verdict}, {stage.seconds:.0f} s", flush=True)
+
+    def status(self) -> int:
+        if self.report.count(FAILED):
+            return 1
+        on_gpu = [check for stage in self.report.stages if stage.name != "build" for check in stage.checks]
+        return 0 if any(check.verdict == OK for check in on_gpu) else SKIPPED
+
+
+def names_of(script: str, mesh: str) -> List[str]:
+    """What a script will check. Its source needs a newer Python than this file."""
+    if sys.version_info < programs.OLDEST_PYTHON:
+        return [f"{script}.py {mesh}"]
+    return __import__(script).check_names(mesh)
+
+
+def _whole(name: str, done: Ended) -> Check:
+    """The verdict of a program as one check."""
+    if done.status == SKIPPED:
+        return Check(name, NOT_RUN, done.skipped())
+    failures = re.findall(r"^FAILED (.+)$", done.output, re.M)
+    problem = failures[0] if failures and done.problem() else done.problem()
+    return Check(name, FAILED if problem else OK, problem, done.seconds)
+
+
+def parse_arguments(arguments: List[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prebuilt", type=pathlib.Path, metavar="FOLDER",
+                        help="a kit of `make gpu-kit`, or a build folder of tests/gpu from elsewhere")
+    parser.add_argument("--report", type=pathlib.Path, metavar="FOLDER",
+                        help="where the report and the logs go, default build/gpu-report; beside a "
+                        "kit's ./run: report")
+    parser.add_argument("--only", nargs="+", metavar="STAGE", default=[], choices=list(LIMITS_S),
+                        help="stages to run beside the build: " + ", ".join(LIMITS_S))
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it, default 3600")
+    asked = parser.parse_args(arguments)
+    if asked.prebuilt is not None:
+        if not any((asked.prebuilt / name).exists() for name in (programs.MANIFEST, "check_device")):
+            parser.error(f"--prebuilt: expected a folder with {programs.MANIFEST} or check_device, got "
+                         f"{asked.prebuilt}; make one with `make gpu-kit`")
+        asked.prebuilt = asked.prebuilt.resolve()
+    if asked.seconds <= 0:
+        parser.error(f"--seconds: expected more than 0, got {asked.seconds:g}")
+    asked.report = (asked.report or ROOT / "build" / "gpu-report").resolve()
+    return asked
+
+
+def main(arguments: List[str]) -> int:
+    asked = parse_arguments(arguments)
+    (asked.report / "logs").mkdir(parents=True, exist_ok=True)
+    machine.add_cuda_to_path()
+    run = Run(asked)
+    run.all_stages()
+    print(f"\n{run.report.as_text()}\nwritten: {asked.report}/report.txt and report.json")
+    return run.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

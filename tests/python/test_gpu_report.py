@@ -1,0 +1,207 @@
+"""The report of a run on GPUs, where programs and driver are stand-ins of a few lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+RUN = pathlib.Path(__file__).parents[1] / "gpu" / "run.py"
+sys.path.insert(0, str(RUN.parent))
+from gpu_report import command, lines, programs  # noqa: E402
+
+SMI = """case "$*" in
+  *--query-gpu*) echo "NVIDIA Card, 9.0, 81559 MiB, 580.10"; echo "NVIDIA Card, 9.0, 81559 MiB, 580.10" ;;
+  *) echo "GPU0 GPU1 NV18" ;;
+esac"""
+CHECK_DEVICE = """if [ "$1" = --list ]; then printf 'first\\nsecond: part\\nthird\\n'; exit 0; fi
+echo 'ok       0.01 s  first'
+echo 'FAILED   0.02 s  second: part: got 1: want 2'
+exit 1"""
+BANDWIDTH = """echo 'NVIDIA Card'
+echo 'arrays of 64 MiB: device-to-device copy 3000 GB/s read and written'
+echo '  pack f32 to bf16                      2850 GB/s   95.0 %  '
+echo '  sum 8 rows of bf16, add, divide       1500 GB/s   50.0 %  below the aim of 90 %'"""
+CHECK_NCCL = """[ "$RANK" = 0 ] || exit 0
+echo "ok  moves"
+echo 'exact   16 MiB f32, 2 ranks: reduce_scatter     1.25 ms, all_reduce     2.50 ms'"""
+
+
+def write_program(path: pathlib.Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder with `bin` for the PATH, which has a driver, and `built` with check programs."""
+    for folder in ("bin", "built"):
+        (tmp_path / folder).mkdir()
+    write_program(tmp_path / "bin" / "nvidia-smi", SMI)
+    write_program(tmp_path / "built" / "check_device", CHECK_DEVICE)
+    write_program(tmp_path / "built" / "kernel_bandwidth_gpu", BANDWIDTH)
+    write_program(tmp_path / "built" / "check_nccl", CHECK_NCCL)
+    return tmp_path
+
+
+def run(machine: pathlib.Path, *arguments: str, **variables: str) -> tuple[int, Any, str]:
+    """The exit status, the report as JSON, and all that was printed."""
+    folders = ["--prebuilt", str(machine / "built"), "--report", str(machine / "out")]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "CUDA_", "HSDP_GPU"))}
+    path = f"{machine / 'bin'}:/usr/bin:/bin"
+    done = subprocess.run(
+        [sys.executable, str(RUN), *folders, *arguments],
+        env={**kept, "PATH": path, "CUDA_HOME": "/nonexistent", **variables},
+        capture_output=True, text=True, timeout=120,
+    )
+    file = machine / "out" / "report.json"
+    report = json.loads(file.read_text()) if file.exists() else None
+    return done.returncode, report, done.stdout + done.stderr
+
+
+def stage(report: Any, name: str) -> Any:
+    return next(stage for stage in report["stages"] if stage["name"] == name)
+
+
+def verdicts(report: Any, name: str) -> dict[str, tuple[str, str]]:
+    return {c["name"]: (c["verdict"], c["detail"]) for c in stage(report, name)["checks"]}
+
+
+def test_what_programs_print_is_in_the_report(machine: pathlib.Path) -> None:
+    status, report, text = run(machine)
+    assert status == 1
+    assert verdicts(report, "kernels") == {
+        "first": ("ok", ""), "second: part": ("FAILED", "got 1: want 2"),
+        "third": ("not run", "check_device did not get there"),
+    }
+    assert "FAILED   0.02 s  second: part: got 1: want 2" in text
+    measured = {m["name"]: m for m in stage(report, "kernel bandwidths")["measurements"]}
+    assert measured["copy, 64 MiB"]["value"] == 3000
+    assert measured["pack f32 to bf16, 64 MiB"]["note"] == "2850 GB/s"
+    assert "below goal" in measured["sum 8 rows of bf16, add, divide, 64 MiB"]["note"]
+    assert stage(report, "kernel bandwidths")["verdict"] == "ok"  # a missed goal fails nothing
+    nccl = verdicts(report, "engine over NCCL")
+    assert set(nccl) == {"nccl 1x2", "nccl 1x2: moves", "nccl 2x1", "nccl 2x1: moves"}
+    assert stage(report, "engine over NCCL")["measurements"][0]["value"] == 1.25
+    assert not stage(report, "engine over NCCL")["notes"]  # two GPUs: nothing is shared
+    rules = verdicts(report, "rules of NCCL")
+    assert rules == {"nccl 2x1: the rules of NCCL": ("not run", "the shim was not built")}
+    reason = "the prebuilt folder has no Python module; make gpu-kit makes one that has"
+    assert verdicts(report, "torch loop")["torch 1x2: found_inf"] == ("not run", reason)
+    assert verdicts(report, "compute-sanitizer")["memcheck"] == ("not run", "compute-sanitizer not found")
+    assert report["machine"]["GPUs"] == ["NVIDIA Card, 9.0, 81559 MiB, 580.10"] * 2
+    assert (machine / "out" / stage(report, "kernels")["log"]).read_text().count("second: part") == 2
+
+
+def test_without_a_driver_every_check_is_listed(machine: pathlib.Path) -> None:
+    (machine / "bin" / "nvidia-smi").unlink()
+    status, report, text = run(machine)
+    if any(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has a GPU")
+    assert status == 77
+    reason = "no NVIDIA driver (nvidia-smi not found)"
+    names = ["first", "second: part", "third"]
+    assert verdicts(report, "kernels") == dict.fromkeys(names, ("not run", reason))
+    assert verdicts(report, "failure drills")["drill 1x2: stop"] == ("not run", reason)
+    assert report["totals"] == {"ok": 0, "FAILED": 0, "not run": report["totals"]["not run"]}
+    assert f"kernels            not run: {reason}" in text
+
+
+def test_hidden_gpus_and_one_that_is_shared(machine: pathlib.Path) -> None:
+    status, report, _ = run(machine, "--only", "kernels", CUDA_VISIBLE_DEVICES="")
+    assert status == 77
+    assert verdicts(report, "kernels")["first"] == ("not run", "no GPU (CUDA_VISIBLE_DEVICES hides all)")
+    assert verdicts(report, "torch loop") == {"torch loop": ("not run", "left out by --only")}
+    status, report, _ = run(machine, "--only", "engine over NCCL", CUDA_VISIBLE_DEVICES="1")
+    assert status == 0
+    assert {"nccl 1x2", "nccl 2x1", "nccl 2x2"} < set(verdicts(report, "engine over NCCL"))
+    assert "says nothing about NVLink" in stage(report, "engine over NCCL")["notes"][0]
+
+
+def test_a_program_that_dies_or_hangs_has_failed(machine: pathlib.Path) -> None:
+    write_program(machine / "built" / "check_device", CHECK_DEVICE.split("\n")[0] + "\nkill -SEGV $$")
+    write_program(machine / "built" / "kernel_bandwidth_gpu", "echo started; sleep 60")
+    status, report, _ = run(machine, "--only", "kernels", "kernel bandwidths", "--seconds", "5")
+    assert status == 1
+    assert verdicts(report, "kernels")["check_device"][0] == "FAILED"
+    assert "signal 11" in verdicts(report, "kernels")["check_device"][1]
+    ((verdict, detail),) = verdicts(report, "kernel bandwidths").values()
+    assert verdict == "FAILED" and detail.startswith("no end within")
+
+
+def test_a_driver_that_is_too_old_is_said(machine: pathlib.Path) -> None:
+    text = CHECK_DEVICE.split("\n")[0] + "\necho 'skipped: device: a driver that is too old'; exit 77"
+    write_program(machine / "built" / "check_device", text)
+    status, report, _ = run(machine)
+    assert status == 77
+    reason = "device: a driver that is too old"
+    assert verdicts(report, "kernels")["third"] == ("not run", reason)
+    assert verdicts(report, "engine over NCCL")["nccl 1x2"] == ("not run", reason)
+
+
+def make_kit(machine: pathlib.Path, **changes: object) -> None:
+    kit = machine / "built"
+    for folder in ("bin", "lib", "python/hsdp"):
+        (kit / folder).mkdir(parents=True)
+    for name in ("check_device", "kernel_bandwidth_gpu", "check_nccl"):
+        (kit / name).rename(kit / "bin" / name)
+    for name in ("libc.so.6", "libstdc++.so.6", "libof_the_kit.so.1"):
+        (kit / "lib" / name).touch()
+    manifest = {
+        "commit": "abc", "python": "3.11.7", "extension_suffix": ".other.so", "cuda": "13.0",
+        "architectures": "90", "nccl_header": "2.28.9", "glibc": {"check_device": "2.17"}, "glibcxx": "3.4.9",
+    }
+    (kit / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def test_a_kit_for_another_python(machine: pathlib.Path) -> None:
+    make_kit(machine, python="3.99.1")
+    _, report, _ = run(machine, "--only", "torch loop")
+    verdict, detail = verdicts(report, "torch loop")["torch 1x1: found_inf"]
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert verdict == "not run"
+    assert detail.startswith(f"the module was built for Python 3.99, this one is {here}")
+    assert report["commit"] == "abc" and report["machine"]["kit"]["cuda"] == "13.0"
+    # Only what this machine lacks is lent to the programs.
+    assert [file.name for file in (machine / "out" / "lib").iterdir()] == ["libof_the_kit.so.1"]
+
+
+def test_a_kit_for_a_newer_system(machine: pathlib.Path) -> None:
+    make_kit(machine, glibc={"check_device": "2.34", "check_nccl": "9.1"}, glibcxx="9.9")
+    status, report, _ = run(machine)
+    assert status == 77
+    assert "the kit needs glibc 9.1 or newer" in verdicts(report, "kernels")["check_device"][1]
+    lent = {file.name for file in (machine / "out" / "lib").iterdir()}
+    assert lent == {"libof_the_kit.so.1", "libstdc++.so.6"}
+
+
+def test_wrong_arguments_are_explained(machine: pathlib.Path) -> None:
+    for arguments, message in [
+        (["--prebuilt", str(machine / "bin")], "expected a folder with manifest.json or check_device, got"),
+        (["--seconds", "0"], "--seconds: expected more than 0, got 0"),
+        (["--only", "kernel"], "invalid choice: 'kernel'"),
+    ]:
+        status, _, text = run(machine, *arguments)
+        assert status == 2 and message in text
+
+
+def test_what_is_missing_for_a_build(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = programs.build_checks(RUN.parent, tmp_path, "90", tmp_path / "log", 10)
+    assert check.verdict == lines.NOT_RUN
+    assert check.detail.startswith("cmake and nvcc and a C++ compiler not found; install what is missing")
+    error = "-- x\nCMake Error at a.cmake:1 (message):\n  hsdp: expected b,\n  got none\n\n\n-- y\n"
+    assert programs.cmake_error(error) == "hsdp: expected b, got none"
+
+
+def test_a_command_ends_with_all_it_started(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log.txt"
+    done = command.run(["sh", "-c", "echo begun; sleep 50 & sleep 50"], log, 1.0)
+    assert done.status is None and done.problem() == "no end within 1 s"
+    assert log.read_text() == "$ sh -c echo begun; sleep 50 & sleep 50\nbegun\n"
+    assert command.run(["/nonexistent"], log, 1.0).status == 127

@@ -1,0 +1,78 @@
+"""The training loops and failure drills of tests/gpu, on the host engine."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+GPU = pathlib.Path(__file__).parents[1] / "gpu"
+sys.path.insert(0, str(GPU))
+import drills  # noqa: E402
+import torch_loop  # noqa: E402
+from gpu_report.lines import NOT_RUN, OK, checks_in, values_in  # noqa: E402
+from ranks import Outcome  # noqa: E402
+
+
+def run(script: str, *arguments: str, status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, str(GPU / script), *arguments], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+def test_loops_equal_their_references(mesh: str) -> None:
+    names = torch_loop.check_names(mesh)
+    found = checks_in(run("torch_loop.py", "--device", "cpu", "--mesh", mesh), names)
+    assert [(check.name, check.verdict) for check in found] == [(name, OK) for name in names]
+
+
+def test_lost_and_stopped_ranks_are_survived() -> None:
+    names = drills.check_names("2x2")
+    found = checks_in(run("drills.py", "--device", "cpu", "--mesh", "2x2"), names)
+    verdicts = [OK, OK, NOT_RUN, NOT_RUN]
+    assert [(c.name, c.verdict) for c in found] == list(zip(names, verdicts, strict=True))
+
+
+def test_a_wrong_reference_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = torch_loop._factors
+    monkeypatch.setattr(torch_loop, "_exact_means", lambda step, size: wrong(step, 0, 0))
+    assert "is not the mean" in torch_loop.whole_numbers(1, 1, "cpu", "float32", "f32")
+
+
+def test_what_a_drill_does_not_accept() -> None:
+    good = {"error": "PeerLostError", "text": "rank 1 of 2 was lost", "ranks": [1], "seconds": 1.0,
+            "stray": []}
+    judge = drills._problem_of_survivor
+
+    def problem(**changes: object) -> str:
+        return judge(Outcome(0, {**good, **changes}, ""), "PeerLostError", 1, 10.0)
+
+    assert problem() == ""
+    missing = problem(error="", text="no error was raised")
+    assert missing == "expected PeerLostError of rank 1, got none: no error was raised"
+    assert "got TimeoutError" in problem(error="TimeoutError")
+    assert "expected PeerLostError of rank 1" in problem(ranks=[0])
+    assert "after 11.0 s, expected it within 10 s" in problem(seconds=11.0)
+    assert problem(stray=[48.0]) == "garbage in a result: [48.0]"
+    assert judge(Outcome(None, None, "a\nb"), "PeerLostError", 1, 10.0) == "no end in time: a / b"
+    assert judge(Outcome(-11, good, ""), "PeerLostError", 1, 10.0) == "exit status -11"
+
+
+def test_steps_are_timed() -> None:
+    names = {measured.name for measured in values_in(run("step_times.py", "--device", "cpu"))}
+    times = {"step_alone", "step_hsdp", "step_fsdp2", "step_hsdp_over_fsdp2"}
+    assert names == times | {"host_time_per_parameter_and_step"}
+
+
+def test_wrong_arguments_are_explained() -> None:
+    for script, mesh, message in [
+        ("torch_loop.py", "3x1", "expected 1, 2, 4 or 8 ranks, whose means are exact, got 3"),
+        ("torch_loop.py", "2*2", "expected a mesh as REPLICATExSHARD, such as 2x4, got '2*2'"),
+        ("drills.py", "1x1", "expected at least 2 ranks, one of which is lost, got 1"),
+    ]:
+        assert message in run(script, "--device", "cpu", "--mesh", mesh, status=2)

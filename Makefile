@@ -1,6 +1,6 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
-.PHONY: help demo test build nightly bench gpu format format-check lint fuzz clean venv \
+.PHONY: help demo test build nightly bench gpu gpu-kit format format-check lint fuzz clean venv \
         dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
         bench-dependencies
 .DEFAULT_GOAL := help
@@ -57,6 +57,9 @@ bench: bench-dependencies build/bench/build.ninja  ## measure against Intel MPI,
 
 gpu:  ## check and measure this machine's GPUs and write a report; docs/gpu.md says what it takes
 	@$(PYTHON) tests/gpu/run.py $(ARGS)
+
+gpu-kit: dependencies venv nccl-dependencies  ## pack what `gpu` needs for a machine without compilers and network
+	@build/venv/bin/python tests/gpu/make_kit.py $(ARGS)
 
 fuzz: fuzz-dependencies build/fuzz/build.ninja  ## feed hostile files to the snapshot reader for FUZZ_SECONDS
 	@cmake --build --preset fuzz -j $(JOBS) --target snapshot_fuzzer

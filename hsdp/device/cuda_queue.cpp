@@ -7,6 +7,7 @@
 
 #include "hsdp/device/cuda_call.h"
 #include "hsdp/device/cuda_device.h"
+#include "hsdp/device/cuda_stream_pool.h"
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 
@@ -89,8 +90,7 @@ class CudaQueue : public Stream::Queue {
   CudaQueue(Device device, cudaStream_t stream, bool owned)
       : device_(device), stream_(stream), owned_(owned) {}
   ~CudaQueue() override {
-    if (!owned_) return;
-    give_back_on(device_, [this] { cudaStreamDestroy(stream_); });  // work in it runs to its end
+    if (owned_) return_cuda_stream(device_, stream_);
   }
   CudaQueue(const CudaQueue&) = delete;
   CudaQueue& operator=(const CudaQueue&) = delete;
@@ -172,10 +172,7 @@ class CudaQueue : public Stream::Queue {
 std::shared_ptr<Stream::Queue> make_cuda_queue(Device device, const std::string& /*name*/) {
   require_cuda(device);
   const OnCudaDevice current(device);
-  cudaStream_t stream = nullptr;
-  // It does not wait for the legacy default stream: frameworks run theirs there.
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), device, "make a stream");
-  return std::make_shared<CudaQueue>(device, stream, true);
+  return std::make_shared<CudaQueue>(device, take_cuda_stream(device), true);
 }
 
 std::shared_ptr<Stream::Queue> borrow_cuda_queue(Device device, void* native_handle) {

@@ -255,6 +255,44 @@ TEST_F(CudaDevice, ScratchThatWasReservedIsThere) {
   EXPECT_EQ(stand_in::allocation_count(), before + 2);  // and once more
 }
 
+// torch records an event on it when it frees memory that record_stream named it for.
+TEST_F(CudaDevice, AStreamIsThereWhenItsOwnerIsGone) {
+  auto stream = std::make_optional(Stream::create(kGpu, "packs"));
+  auto* const handle = static_cast<cudaStream_t>(stream->native_handle());
+  std::set<void*> others;
+  {
+    const stand_in::Standstill nothing_moves;
+    stream->run([] {});
+    cudaMemsetAsync(nullptr, 0, 0, handle);
+    stream.reset();
+    others.insert(Stream::create(kGpu, "next").native_handle());
+    EXPECT_FALSE(others.contains(handle));  // its work is not done
+  }
+  cudaEvent_t event = nullptr;
+  EXPECT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
+  EXPECT_EQ(cudaEventRecord(event, handle), cudaSuccess);
+  EXPECT_EQ(cudaEventSynchronize(event), cudaSuccess);
+  cudaEventDestroy(event);
+  std::vector<Stream> taken;
+  while (!others.contains(handle) && taken.size() < 100) {
+    others.insert(taken.emplace_back(Stream::create(kGpu, "again")).native_handle());
+  }
+  EXPECT_TRUE(others.contains(handle));
+}
+
+// What the library does beside a backward pass is short, and the network waits for it.
+TEST_F(CudaDevice, StreamsHaveTheHighestPriority) {
+  int lowest = 0;
+  int highest = 0;
+  EXPECT_EQ(cudaDeviceGetStreamPriorityRange(&lowest, &highest), cudaSuccess);
+  EXPECT_LT(highest, lowest);
+  int priority = 0;
+  const Stream stream = Stream::create(kGpu, "hop");
+  auto* const handle = static_cast<cudaStream_t>(stream.native_handle());
+  EXPECT_EQ(cudaStreamGetPriority(handle, &priority), cudaSuccess);
+  EXPECT_EQ(priority, highest);
+}
+
 // Of a framework that keeps memory of its own.
 TEST_F(CudaDevice, MemoryComesFromTheSourceThatIsSet) {
   std::vector<std::byte> memory(4096);
@@ -318,6 +356,14 @@ TEST_P(CudaRefusals, AreErrorsThatSayWhat) {
   act();
 }
 
+// Those that others have returned are used first: each time it takes more than ever before.
+void use_up_streams() {
+  static std::size_t count = 30;
+  count += 10;
+  std::vector<Stream> streams;
+  while (streams.size() < count) streams.push_back(Stream::create(kGpu, "stream"));
+}
+
 void launch_kernel() {
   Stream stream = Stream::create(kGpu, "stream");
   const Buffer values(kGpu, 64);
@@ -331,8 +377,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Refusal{"cudaMallocFromPoolAsync", "allocate 77 bytes",
                               [] { Buffer(kGpu, 77); }},
                       Refusal{"cudaMemsetAsync", "clear memory", [] { Buffer(kGpu, 77); }},
-                      Refusal{"cudaStreamCreateWithFlags", "make a stream",
-                              [] { static_cast<void>(Stream::create(kGpu, "stream")); }},
+                      Refusal{"cudaStreamCreateWithPriority", "make a stream", use_up_streams},
                       Refusal{"cudaEventRecord", "record an event",
                               [] { Stream::create(kGpu, "stream").record().wait(); }},
                       Refusal{"cudaStreamWaitEvent", "wait for an event",

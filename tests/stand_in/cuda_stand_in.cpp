@@ -26,6 +26,7 @@ struct CUgraph_st {
 struct CUstream_st {
   int device = 0;
   bool is_legacy = false;
+  int priority = 0;
   hsdp::Stream worker = hsdp::Stream::host_worker("stand-in");
   CUgraph_st* capture = nullptr;
 };
@@ -74,6 +75,8 @@ Machine& machine() {
   static auto* const one = new Machine;  // outlives the streams of static objects
   return *one;
 }
+
+constexpr int kHighestPriority = -5;
 
 thread_local int the_current_device = 0;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
@@ -342,12 +345,29 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   return is_known ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) {
-  const Call call("cudaStreamCreateWithFlags");
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned /*flags*/, int priority) {
+  const Call call("cudaStreamCreateWithPriority");
   if (call.status() != cudaSuccess) return call.status();
   *stream = new CUstream_st{the_current_device};
+  (*stream)->priority = std::clamp(priority, kHighestPriority, 0);
   machine().streams.insert(*stream);
   return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  *lowest = 0;
+  *highest = kHighestPriority;
+  return Call("cudaDeviceGetStreamPriorityRange").status();
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  Call call("cudaStreamGetPriority");
+  if (call.status() == cudaSuccess) *priority = call.stream(handle).priority;
+  return call.status();
 }
 
 // Does not wait: the thread goes when its work is done.
@@ -371,6 +391,14 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   call.unlock();
   worker.synchronize();
   return call.status();
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  Call call("cudaStreamQuery");
+  CUstream_st& stream = call.stream(handle);
+  if (call.is_captured(stream.capture, cudaErrorStreamCaptureUnsupported)) return call.status();
+  if (call.is_prohibited() || call.status() != cudaSuccess) return call.status();
+  return stream.worker.record().complete() ? cudaSuccess : call.refuse(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned) {

@@ -24,6 +24,8 @@
 namespace hsdp {
 namespace {
 
+thread_local bool is_issuing = false;  // the thread of an IssueOrder
+
 constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
 
 struct Item {
@@ -114,10 +116,12 @@ struct IssueOrder::State {
   bool paused = false;            // until the ranks know from where on they agree
   bool failed = false;
   bool closing = false;
+  int open = 0;                 // lanes that are
   std::optional<Wait> waiting;  // only the thread's
   int wait_slot = 0;
 
   void work();
+  void let_tasks_go_first();
   bool run_one_local(Lock& lock);
   void run_front(Lock& lock, Queue& queue);
   void run_turn(Lock& lock, Queue& queue);
@@ -316,7 +320,17 @@ bool IssueOrder::State::change_wait(Lock& lock, const std::optional<Wait>& wante
   return true;
 }
 
+void IssueOrder::State::let_tasks_go_first() {
+  Lock lock(mutex);
+  changed.wait(lock, [this] {
+    const bool idle =
+        std::ranges::all_of(queues, [](const auto& entry) { return entry.second->idle(); });
+    return idle || open > 0 || failed;
+  });
+}
+
 void IssueOrder::State::work() {
+  is_issuing = true;
   sigset_t all;  // signals are for the application's threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, nullptr);
@@ -395,8 +409,20 @@ class IssueOrder::QueueIssuer : public Issuer {
                   .may_skip_later = task.may_skip_later});
   }
   [[nodiscard]] Stream& stream() override { return stream_; }
+  [[nodiscard]] std::shared_ptr<void> open() override {
+    add_open(*state_, 1);
+    return {nullptr, [state = state_](void* /*unused*/) { add_open(*state, -1); }};
+  }
 
  private:
+  static void add_open(State& state, int count) {
+    {
+      const std::lock_guard lock(state.mutex);
+      state.open += count;
+    }
+    state.changed.notify_all();
+  }
+
   std::shared_ptr<State> state_;
   int number_;
   std::shared_ptr<IssuerQueue> queue_;
@@ -436,20 +462,48 @@ IssueOrder::~IssueOrder() {
   state_->changed.notify_all();
 }
 
-std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
+namespace {
+
+// The orders of this process, each as long as its group.
+struct Orders {
   struct Entry {
     std::weak_ptr<Communicator::Engine> engine;
     std::shared_ptr<IssueOrder> order;
   };
-  static std::mutex mutex;
-  static auto* const entries = new std::map<const void*, Entry>;  // outlives static objects
-  const std::lock_guard lock(mutex);
-  std::erase_if(*entries, [](const auto& entry) { return entry.second.engine.expired(); });
-  Entry& entry = (*entries)[world.engine().get()];
+  std::mutex mutex;
+  std::map<const void*, Entry> entries;  // by engine
+};
+
+Orders& orders() {
+  static auto* const all = new Orders;  // outlives static objects
+  return *all;
+}
+
+}  // namespace
+
+std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
+  const std::lock_guard lock(orders().mutex);
+  std::erase_if(orders().entries, [](const auto& entry) { return entry.second.engine.expired(); });
+  Orders::Entry& entry = orders().entries[world.engine().get()];
   if (entry.order == nullptr) {
     entry = {world.engine(), std::shared_ptr<IssueOrder>(new IssueOrder(world))};
   }
   return entry.order;
+}
+
+void IssueOrder::let_tasks_go_first(const comm::Control& control) {
+  if (is_issuing) return;
+  std::vector<std::shared_ptr<State>> of_world;
+  {
+    const std::lock_guard lock(orders().mutex);
+    for (const auto& [_, entry] : orders().entries) {
+      const auto engine = entry.engine.lock();
+      if (engine != nullptr && &engine->control() == &control) {
+        of_world.push_back(entry.order->state_);
+      }
+    }
+  }
+  for (const std::shared_ptr<State>& state : of_world) state->let_tasks_go_first();
 }
 
 // The first of several lanes has issued more on one rank than on another: all ranks issue without

@@ -23,6 +23,10 @@
 
 namespace hsdp {
 
+namespace comm {
+class Control;
+}  // namespace comm
+
 class IssueOrder {
  public:
   static constexpr int kAfterBuckets = std::numeric_limits<int>::max();
@@ -42,6 +46,8 @@ class IssueOrder {
     virtual void run_ordered(OrderedTask task) = 0;
     // Its local tasks, events and waits.
     [[nodiscard]] virtual Stream& stream() = 0;
+    // While it lives, tasks come when they are ready, which is at other times on other ranks.
+    [[nodiscard]] virtual std::shared_ptr<void> open() = 0;
   };
 
   // The one of that group; everybody who asks for the same group gets the same.
@@ -49,6 +55,11 @@ class IssueOrder {
   ~IssueOrder();
   IssueOrder(const IssueOrder&) = delete;
   IssueOrder& operator=(const IssueOrder&) = delete;
+
+  // Before a thread issues a collective itself: waits until all tasks so far of the world's lanes
+  // are issued, which are the same on all ranks. Returns at once on the thread that issues them,
+  // while a lane is open, and after a failure.
+  static void let_tasks_go_first(const comm::Control& control);
 
   // Collective, in the same order on every rank, and while no rank waits for a task of another lane
   // that is not issued yet. Throws the world's failure.

@@ -21,7 +21,8 @@ Collector::Collector(const Setting& setting)
       accumulated_(arrived_.size()),
       kept_(arrived_.size()),
       states_(layout_.buckets().size()),
-      first_segment_(arrived_.size()) {
+      first_segment_(arrived_.size()),
+      issuer_(setting.issuer) {
   if (has_shard_hop_) {
     for (int slot = 0; slot < slot_count(pack_order_); ++slot) {
       free_slots_.emplace_back(slot, Event());
@@ -47,6 +48,7 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   const std::scoped_lock lock(mutex_);
   packs_.join();  // local sums are written for one slot and read for another
   open_ = true;
+  if (issuer_) issuer_open_ = issuer_->open();
   plan_ = std::move(plan);
   std::ranges::fill(arrived_, 0);
   if (plan_->begins_step) present_.assign(arrived_.size(), '0');
@@ -405,6 +407,7 @@ void Collector::wait_for_packs_in_flight(Lock& lock) {
 void Collector::end() {
   const std::scoped_lock lock(mutex_);
   open_ = false;
+  issuer_open_.reset();
   for (int p = 0; p < parameters_.size(); ++p) {
     const GroupPlan& group = group_of(p);
     if (group.sync != Sync::kNone && group.reduces()) accumulated_[static_cast<std::size_t>(p)] = 0;
@@ -421,6 +424,7 @@ std::vector<int> Collector::drop() {
   Lock lock(mutex_);
   if (!open_) return unsent;
   open_ = false;
+  issuer_open_.reset();
   ready_.clear();
   wait_for_packs_in_flight(lock);
   for (std::size_t i = next_launch_; i < order_.size(); ++i) {

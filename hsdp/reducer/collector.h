@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/issue_order.h"
 #include "hsdp/reducer/bucket_pipeline.h"
 #include "hsdp/reducer/gradient_memory.h"
 #include "hsdp/reducer/microbatch_plan.h"
@@ -42,6 +43,7 @@ class Collector {
     Communicator& world;
     Device device;
     PackOrder order = PackOrder::kAhead;
+    std::shared_ptr<IssueOrder::Issuer> issuer;  // on a GPU
   };
   explicit Collector(const Setting& setting);
 
@@ -177,6 +179,7 @@ class Collector {
   bool awaits_quiet_ = false;
   std::mutex repeats_mutex_;  // of several gradients: two threads may add to one accumulator
   bool open_ = false;
+  std::shared_ptr<void> issuer_open_;  // while open_
   std::shared_ptr<const MicrobatchPlan> plan_;
   std::vector<std::int64_t> arrived_;  // gradients in this microbatch
   std::vector<std::int64_t> added_;    // those of them that are in the local sum
@@ -193,6 +196,7 @@ class Collector {
   // A parameter in several buckets has each to itself.
   std::array<std::vector<BucketSegment>, kStagingSlots> segments_;
   std::vector<std::size_t> first_segment_;
+  std::shared_ptr<IssueOrder::Issuer> issuer_;     // on a GPU
   std::vector<std::pair<int, Event>> free_slots_;  // and after what they may be packed again
   std::int64_t unpacked_ = 0;
   int in_flight_ = 0;  // packs

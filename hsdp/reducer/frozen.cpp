@@ -112,7 +112,7 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
                                               reduction_of(options), options.missing, issuer});
     collector_.emplace(Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_,
                                           setting.outcome, world, groups.device,
-                                          pack_order(groups.device, groups.shard.size())});
+                                          pack_order(groups.device, groups.shard.size()), issuer});
     pipeline_->set_collector(*collector_);
   });
   outcome_.set_on_change([this] { collector_->notify(); });

@@ -60,6 +60,36 @@ TEST(NcclOrder, AReplicaHopComesAfterTheNextShardHop) {
 
 // The order of two Reducers whose blocks overlap, with gradients that come in another order on each
 // rank.
+// On the caller's thread, beside the one that issues the hops.
+TEST(NcclOrder, ACollectiveAfterAMicrobatchComesAfterItsHops) {
+  const MeshShape shape{2, 2};
+  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
+  step.schedule = {Sync::kAll};
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 512});
+    GpuRank rank(reducer, step, mesh);
+    std::vector<float> value(4, 1.0F);
+    Stream stream = Stream::create(mesh.device(), "caller");
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      rank.run_microbatch(0);
+      mesh.world().all_reduce(TensorView{value.data(), 4, Dtype::kF32, mesh.device()}, stream);
+    }
+    stream.synchronize();
+    EXPECT_EQ(value[3], 64.0F);
+  });
+  for (int rank = 0; rank < 4; ++rank) {
+    // Hops are of two ranks; the collective's calls, which are of four, come together.
+    int blocks = 0;
+    int last = 2;
+    for (const NcclCall& call : nccl_stand_in().calls(rank)) {
+      blocks += call.ranks == 4 && last == 2 ? 1 : 0;
+      last = call.ranks;
+    }
+    EXPECT_EQ(blocks, 3);
+    EXPECT_EQ(last, 4);
+  }
+}
+
 TEST(NcclOrder, OverlappingReducersIssueInOneOrderOnEveryRank) {
   const MeshShape shape{2, 2};
   constexpr std::size_t kParameters = 6;

@@ -82,8 +82,12 @@ class Seeded : public ::testing::TestWithParam<std::uint64_t> {
 using Results = std::vector<RankResult>;
 
 // A step and everything that is asked of its result.
-RankResult run_step_and_read(GpuRank& rank, Reducer& reducer, const Sweep& sweep, Device gpu) {
-  static_cast<void>(rank.run_step());
+RankResult run_step_and_read(GpuRank& rank, Reducer& reducer, const Sweep& sweep,
+                             const Mesh& mesh) {
+  const Device gpu = mesh.device();
+  for (std::size_t m = 0; m < sweep.step.schedule.size(); ++m) rank.run_microbatch(m);
+  std::vector<float> loss(3, 1.0F);
+  mesh.world().all_reduce({.data = {loss.data(), 3, Dtype::kF32, gpu}});
   static_cast<void>(reducer.found_inf());
   static_cast<void>(reducer.grad_norm());
   std::vector<std::vector<float>> memory;  // the stand-in's GPUs use the host's
@@ -104,8 +108,7 @@ void run_steps(const Mesh& mesh, const Sweep& sweep, std::vector<Results>& steps
   Reducer reducer(mesh, sweep.fresh_options());
   GpuRank rank(reducer, sweep.step, mesh);
   for (Results& step : steps) {
-    step[static_cast<std::size_t>(mesh.rank())] =
-        run_step_and_read(rank, reducer, sweep, mesh.device());
+    step[static_cast<std::size_t>(mesh.rank())] = run_step_and_read(rank, reducer, sweep, mesh);
   }
 }
 

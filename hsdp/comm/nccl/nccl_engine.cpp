@@ -8,6 +8,7 @@
 
 #include "hsdp/comm/agreed_error.h"
 #include "hsdp/comm/host/reduce_plan.h"
+#include "hsdp/comm/issue_order.h"
 #include "hsdp/comm/nccl/nccl_alone.h"
 #include "hsdp/comm/nccl/nccl_exact.h"
 #include "hsdp/comm/nccl/nccl_native.h"
@@ -45,6 +46,7 @@ void NcclEngine::require_own_device(Device device, std::string_view operation) c
 }
 
 void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
+  IssueOrder::let_tasks_go_first(control());
   const CallGuard::Entry alone = guard_.enter();
   try {
     call(*group_);

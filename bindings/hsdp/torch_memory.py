@@ -20,7 +20,8 @@ def _allocate(index: int, size: int, stream: int) -> tuple[int, object] | None:
     if torch is None:
         return None
     device = torch.device("cuda", index)
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+    own = torch.cuda.ExternalStream(stream, device=device)
+    with torch.cuda.device(device), torch.cuda.stream(own):  # or it goes back to GPU 0
         memory = torch.empty(size, dtype=torch.uint8, device=device)
     return memory.data_ptr(), memory
 

@@ -50,6 +50,7 @@ struct Serving {
   Call* call = nullptr;
 };
 thread_local Serving serving;
+thread_local bool in_task_here = false;  // of run_released
 
 void serve(const std::shared_ptr<Post>& post) {
   pthread_setname_np(pthread_self(), "hsdp-call");
@@ -157,11 +158,16 @@ void attend(MainCalls& calls, Call& call, const Interrupt& interrupt) {
 void run_released(std::function<void()> task) {
   {
     const py::gil_scoped_release released;
+    const bool outer = std::exchange(in_task_here, true);
+    const auto leave = [outer](void* /*unused*/) { in_task_here = outer; };
+    const std::unique_ptr<void, decltype(leave)> inside(&in_task_here, leave);
     task();
     task = nullptr;
   }
   release_held();
 }
+
+bool in_released_call() { return serving.call != nullptr || in_task_here; }
 
 void run_on_calling_thread(const std::function<void()>& work) {
   if (serving.call == nullptr) {

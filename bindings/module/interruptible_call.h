@@ -26,6 +26,9 @@ void run_interruptibly(std::function<void()> task, const Interrupt& interrupt = 
 // For tasks that wait for nobody: here and now, with the GIL released.
 void run_released(std::function<void()> task);
 
+// Whether the calling thread runs such a task.
+[[nodiscard]] bool in_released_call();
+
 // From such a task: runs `work` with the GIL, on the thread that made the Python call. Rethrows
 // what it throws; an Error when that call has been interrupted meanwhile.
 void run_on_calling_thread(const std::function<void()>& work);

@@ -2,7 +2,6 @@
 #include "hsdp/device/memory_source.h"
 
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -18,13 +17,17 @@ namespace {
 
 namespace py = pybind11;
 
-// Python's errors must not be taken out of the thread that has the GIL.
+// Only for a call from Python: on a thread of the library the garbage collector might end a Reducer
+// that waits for that very thread. Python's errors must not leave the thread that has the GIL.
 void call_python(const std::function<void()>& work) {
+  if (!in_released_call()) return;
   run_on_calling_thread([&work] {
     try {
       work();
     } catch (const py::error_already_set& error) {
-      throw Error("device: " + std::string(error.what()));
+      if (!error.matches(PyExc_Exception)) PyErr_SetInterrupt();  // Ctrl-C: for the program
+      const std::string text = error.what();
+      throw Error("device: " + text.substr(0, text.find('\n')));
     }
   });
 }

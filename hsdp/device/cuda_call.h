@@ -45,6 +45,9 @@ class OnCudaDevice {
   int capture_mode_;
 };
 
+// Whether the calling thread is in a task of a stream, whose lock it holds.
+[[nodiscard]] bool in_cuda_task();
+
 // Before an allocation of `device` is tried once more: of our pools, and of the memory source.
 void give_back_unused_memory(Device device);
 

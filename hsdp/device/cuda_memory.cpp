@@ -76,12 +76,26 @@ std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaMemPool
           }};
 }
 
-// How much the pool keeps when nobody uses it.
+// How much the pool keeps when nobody uses it. A pool has memory in chunks, and gives back all that
+// is unused where what it has is over the threshold by a part of one.
 void keep_scratch(DevicePools& pools, Device device) {
+  constexpr std::uint64_t kChunk = std::uint64_t{32} << 20;
   const std::lock_guard lock(pools.mutex);
-  std::uint64_t bytes = pools.reserved;
+  std::uint64_t bytes = pools.reserved == 0 ? 0 : pools.reserved + kChunk;
   check_cuda(cudaMemPoolSetAttribute(pools.scratch, cudaMemPoolAttrReleaseThreshold, &bytes),
              device, "set up a memory pool");
+}
+
+// Null where there is no source, or it must not be asked.
+std::shared_ptr<std::byte> from_source(Device device, std::size_t size, cudaStream_t stream) {
+  const auto source = memory_source();
+  if (!source->allocate || in_cuda_task()) return nullptr;
+  try {
+    return source->allocate(device, size, stream);
+  } catch (const Error&) {
+    give_back_unused_memory(device);
+    return source->allocate(device, size, stream);
+  }
 }
 
 void* allocate_pinned(Device device, std::size_t size) {
@@ -136,9 +150,7 @@ std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size) {
   const OnCudaDevice current(device);
   const DevicePools& pools = pools_of(device);
   cudaStream_t const stream = pools.stream;
-  std::shared_ptr<std::byte> memory;
-  const auto source = memory_source();
-  if (source->allocate) memory = source->allocate(device, size, stream);
+  std::shared_ptr<std::byte> memory = from_source(device, size, stream);
   if (memory == nullptr) memory = allocate(device, size, pools.lasting, stream);
   check_cuda(cudaMemsetAsync(memory.get(), 0, size, stream), device, "clear memory");
   check_cuda(cudaStreamSynchronize(stream), device, "clear memory");
@@ -183,6 +195,7 @@ void give_back_unused_memory(Device device) {
   const DevicePools& pools = pools_of(device);
   check_cuda(cudaMemPoolTrimTo(pools.lasting, 0), device, "trim a memory pool");
   check_cuda(cudaMemPoolTrimTo(pools.scratch, pools.reserved), device, "trim a memory pool");
+  if (in_cuda_task()) return;
   const auto source = memory_source();
   if (source->give_back_unused) source->give_back_unused(device);
 }

@@ -85,6 +85,8 @@ void wait_on_driver_thread(void* argument) {
   }
 }
 
+thread_local bool in_task = false;
+
 class CudaQueue : public Stream::Queue {
  public:
   CudaQueue(Device device, cudaStream_t stream, bool owned)
@@ -99,12 +101,14 @@ class CudaQueue : public Stream::Queue {
     require_no_capture();
     const std::lock_guard lock(mutex_);
     if (error_->get()) return;
+    const bool outer = std::exchange(in_task, true);
     try {
       const OnCudaDevice current(device_);
       task();
     } catch (...) {
       error_->set(std::current_exception());
     }
+    in_task = outer;
   }
 
   Event record() override {
@@ -172,12 +176,15 @@ class CudaQueue : public Stream::Queue {
 std::shared_ptr<Stream::Queue> make_cuda_queue(Device device, const std::string& /*name*/) {
   require_cuda(device);
   const OnCudaDevice current(device);
-  return std::make_shared<CudaQueue>(device, take_cuda_stream(device), true);
+  return std::make_shared<CudaQueue>(device, static_cast<cudaStream_t>(take_cuda_stream(device)),
+                                     true);
 }
 
 std::shared_ptr<Stream::Queue> borrow_cuda_queue(Device device, void* native_handle) {
   require_cuda(device);
   return std::make_shared<CudaQueue>(device, static_cast<cudaStream_t>(native_handle), false);
 }
+
+bool in_cuda_task() { return in_task; }
 
 }  // namespace hsdp

@@ -1,5 +1,7 @@
 #include "hsdp/device/cuda_stream_pool.h"
 
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -28,7 +30,7 @@ bool is_idle(cudaStream_t stream) {
 
 }  // namespace
 
-cudaStream_t take_cuda_stream(Device device) {
+void* take_cuda_stream(Device device) {
   {
     const std::lock_guard lock(pool().mutex);
     std::vector<cudaStream_t>& unused = pool().unused[device.index];
@@ -49,9 +51,9 @@ cudaStream_t take_cuda_stream(Device device) {
   return stream;
 }
 
-void return_cuda_stream(Device device, cudaStream_t stream) noexcept {
+void return_cuda_stream(Device device, void* stream) noexcept {
   const std::lock_guard lock(pool().mutex);
-  pool().unused[device.index].push_back(stream);
+  pool().unused[device.index].push_back(static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace hsdp

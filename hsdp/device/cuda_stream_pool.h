@@ -3,16 +3,14 @@
 // after its last work. Internal to hsdp/device.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "hsdp/tensor_view.h"
 
 namespace hsdp {
 
 // One that nobody uses and whose work is done, else a new one. It does not wait for the legacy
 // default stream: frameworks run theirs there. The device is current.
-[[nodiscard]] cudaStream_t take_cuda_stream(Device device);
+[[nodiscard]] void* take_cuda_stream(Device device);  // a cudaStream_t
 // Work in it runs to its end.
-void return_cuda_stream(Device device, cudaStream_t stream) noexcept;
+void return_cuda_stream(Device device, void* stream) noexcept;
 
 }  // namespace hsdp

@@ -18,4 +18,8 @@ using Flag = std::shared_ptr<std::atomic<std::uint32_t>>;
 // Plain memory for the host; pinned memory, from a pool, for a GPU.
 [[nodiscard]] Flag make_flag(Device device);
 
+// Its word, which is never used for anything else: kernels that read it may be queued for as long
+// as a GPU hangs.
+[[nodiscard]] std::atomic<std::uint32_t>& keep_for_good(Flag flag);
+
 }  // namespace hsdp

@@ -9,8 +9,9 @@
 
 namespace hsdp {
 
-// Called by any thread of the library, also inside a step; what they throw is the allocation's
-// error.
+// Called on threads of the library too, but never in a task of a stream, and with no lock held that
+// the thread of a caller may wait for. What `allocate` throws, an Error, is that of the allocation
+// when it has thrown twice.
 struct MemorySource {
   // Memory for long, of any content, for work on `stream`, a cudaStream_t; freed with the last copy
   // when that work is done. Null: take the driver's.

@@ -10,6 +10,7 @@ but right values or NaN.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -179,7 +180,7 @@ def fill_and_step(replicate: int, shard: int) -> str:
             told.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         held.clear()
         torch.cuda.empty_cache()
-    return f"full: {told[0]}; freed: {told[1]}"
+    return json.dumps(told)
 
 
 def out_of_memory(mesh: str, device: str) -> str:
@@ -187,13 +188,19 @@ def out_of_memory(mesh: str, device: str) -> str:
     size = replicate * shard
     outcomes = ranks.run_ranks(fill_and_step, [replicate, shard], size, device, LIMIT_S)
     problems = []
+    fulls = []
     for rank, outcome in enumerate(outcomes):
         if outcome.status != 0 or not outcome.result:
             problems.append(f"rank {rank}: {outcome.problem()}")
-        elif "wrong" in outcome.result:
-            problems.append(f"rank {rank}: {outcome.result}")
-        else:
-            print(f"  rank {rank}: {outcome.result}", flush=True)
+            continue
+        full, freed = json.loads(outcome.result)
+        fulls.append(full)
+        told = f"rank {rank}: full: {full}; freed: {freed}"
+        print(f"  {told}", flush=True)
+        if full == "wrong" or freed != "right":
+            problems.append(told)
+    if len({full == "right" for full in fulls}) > 1:
+        problems.append("some ranks went on without the others: " + "; ".join(fulls))
     return "; ".join(problems)
 
 

@@ -28,7 +28,7 @@ trap 'rm -rf "$folder"' EXIT
 pids=()
 for ((rank = 0; rank < WORLD_SIZE; ++rank)); do
   if [ "${SHARE_GPU:-1}" = 1 ]; then export NCCL_HOSTID=hsdp-check-$rank; fi
-  RANK=$rank timeout -k 5 "${LIMIT_S:-90}" "$build/check_nccl" "$replicate" "$shard" "$folder" &
+  RANK=$rank timeout --foreground -k 5 "${LIMIT_S:-90}" "$build/check_nccl" "$replicate" "$shard" "$folder" &
   pids+=($!)
 done
 worst=0

@@ -17,9 +17,9 @@ import collections
 import json
 import pathlib
 import sys
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Dict, Iterator, NamedTuple
 
-Line = dict[str, Any]
+Line = Dict[str, Any]
 
 COLLECTIVES = {"all_gather", "all_reduce", "broadcast", "reduce_scatter", "ncclCommSplit"}
 ENDS = {"ncclCommAbort", "ncclCommRevoke"}  # after these the ranks' calls need not match

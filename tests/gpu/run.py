@@ -9,6 +9,7 @@ a GPU. HSDP_GPU_ARCH, such as 90: the architecture to build for, default this ma
 """
 
 import argparse
+import importlib
 import pathlib
 import re
 import shutil
@@ -209,7 +210,8 @@ class Run:
         if why:
             return stage.add_not_run([name], why)
         trace = self.folder / "nccl_trace"
-        trace.mkdir(exist_ok=True)
+        shutil.rmtree(trace, ignore_errors=True)  # an earlier run's would count again
+        trace.mkdir()
         done = self.run_mesh(stage, mesh, {"HSDP_NCCL_LIBRARY": str(shim), "HSDP_NCCL_SHIM_OVER": real,
                                            "HSDP_NCCL_SHIM_TRACE": str(trace)})
         if done.status == 0:
@@ -303,7 +305,7 @@ def names_of(script: str, mesh: str) -> List[str]:
     """What a script will check. Its source needs a newer Python than this file."""
     if sys.version_info < programs.OLDEST_PYTHON:
         return [f"{script}.py {mesh}"]
-    return __import__(script).check_names(mesh)
+    return importlib.import_module(script).check_names(mesh)
 
 
 def _whole(name: str, done: Ended) -> Check:

@@ -188,7 +188,7 @@ void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cu
   run({.terms = terms,
        .in = in,
        .out = out,
-       .work = {work_bytes(in, cut)},
+       .work = {.bytes = work_bytes(in, cut), .between_kinds = true},
        .result = {.out = out},
        .enqueue = enqueue},
       stream);

@@ -48,9 +48,11 @@ NcclGroup::NcclGroup(std::shared_ptr<NcclWorld> world, std::unique_ptr<NcclLink>
   rank_ = static_cast<int>(std::ranges::find(members_, control().rank()) - members_.begin());
 }
 
-std::string NcclGroup::take_scratch(const WorkNeed& work, std::uint32_t in, const Stream& stream) {
+std::string NcclGroup::take_scratch(const WorkNeed& work, std::uint32_t in, std::uint32_t out,
+                                    const Stream& stream) {
   scratch_.reset();
-  const bool has_work = in == kRegistered || memory_.has_work(work.bytes, false) ||
+  const bool has_work = (work.between_kinds && in == out) || in == kRegistered ||
+                        memory_.has_work(work.bytes, false) ||
                         (work.of_either_kind && memory_.has_work(work.bytes, true));
   if (work.bytes == 0 || has_work) return {};
   try {
@@ -61,9 +63,9 @@ std::string NcclGroup::take_scratch(const WorkNeed& work, std::uint32_t in, cons
   return {};
 }
 
-void NcclGroup::agree(const HostCall& call, ConstTensorView in, ConstTensorView out,
+void NcclGroup::agree(const HostCall& terms, ConstTensorView in, ConstTensorView out,
                       const WorkNeed& work, const Stream& stream) {
-  HostCall mine = call;
+  HostCall mine = terms;
   waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
   throw_if_failed(control(), waiting_);
   ++sequence_;
@@ -71,7 +73,7 @@ void NcclGroup::agree(const HostCall& call, ConstTensorView in, ConstTensorView 
   const auto word = [this](const ConstTensorView& view) {
     return view.count == 0 ? kNothing : memory_.is_registered(view.data) ? kRegistered : kPlain;
   };
-  const std::string without_work = take_scratch(work, word(in), stream);
+  const std::string without_work = take_scratch(work, word(in), word(out), stream);
   mine.part = word(in) << kInShift | word(out) << kOutShift | (without_work.empty() ? 0 : kNoWork);
   std::vector<HostCall> calls;
   for (const std::string& bytes : exchange("call", bytes_of(mine))) calls.push_back(call_in(bytes));
@@ -86,7 +88,10 @@ void NcclGroup::agree(const HostCall& call, ConstTensorView in, ConstTensorView 
                      : "nccl: " + operation_text(waiting_.operation, waiting_.bucket) +
                            ": no memory for " + std::to_string(work.bytes) + " bytes of work";
   }
-  throw_agreed(reasons, members_, control());
+  if (std::ranges::any_of(reasons, [](const std::string& reason) { return !reason.empty(); })) {
+    scratch_.reset();
+    throw_agreed(reasons, members_, control());
+  }
   in_is_registered_ = agree_on_memory(calls, kInShift);
   out_is_registered_ = agree_on_memory(calls, kOutShift);
 }
@@ -113,6 +118,7 @@ bool NcclGroup::agree_on_memory(std::span<const HostCall> calls, unsigned shift)
 }
 
 std::byte* NcclGroup::work(std::size_t bytes, bool registered, Stream& stream) {
+  if (bytes == 0) return nullptr;
   if (std::byte* const kept = memory_.take_work(bytes, registered, stream)) return kept;
   return scratch_ ? scratch_->data() : nullptr;
 }
@@ -144,7 +150,7 @@ void NcclGroup::enqueue(Stream& stream, const Result& result,
     enqueue(stream);
     if (!link_) return;
     for (const TensorView& part : {result.out, result.rest}) {
-      if (part.count > 0) kernels::poison(*world_->watch->poison(), part, result.nonfinite, stream);
+      if (part.count > 0) kernels::poison(link_->poison(), part, result.nonfinite, stream);
     }
     const Event done = stream.record();
     memory_.release_work(done);

@@ -43,12 +43,13 @@ class NcclGroup {
   struct WorkNeed {
     std::size_t bytes = 0;
     bool of_either_kind = false;  // it sends from there, too: registered or not
+    bool between_kinds = false;   // only where one of `in` and `out` is registered
   };
   // Returns when every rank makes this same call; a difference ends the world. `in` and `out` are
   // what NCCL may read and write. Where a rank has no memory for the work it is an AgreedError.
-  void agree(const HostCall& mine, ConstTensorView in, ConstTensorView out, const WorkNeed& work,
+  void agree(const HostCall& terms, ConstTensorView in, ConstTensorView out, const WorkNeed& work,
              const Stream& stream);
-  void agree(const HostCall& mine) { agree(mine, {}, {}, {}, Stream::inline_host()); }
+  void agree(const HostCall& terms) { agree(terms, {}, {}, {}, Stream::inline_host()); }
   // Of the call that was agreed on, on every rank that has a byte of them.
   [[nodiscard]] bool in_is_registered() const { return in_is_registered_; }
   [[nodiscard]] bool out_is_registered() const { return out_is_registered_; }
@@ -76,11 +77,11 @@ class NcclGroup {
   [[noreturn]] void fail(const NcclError& error);
 
  private:
+  // Says what is wrong where there is none.
+  [[nodiscard]] std::string take_scratch(const WorkNeed& work, std::uint32_t in, std::uint32_t out,
+                                         const Stream& stream);
   // Whether one of two memories of every rank's call is registered; ranks that differ end the
   // world.
-  // What is wrong where there is none.
-  [[nodiscard]] std::string take_scratch(const WorkNeed& work, std::uint32_t in,
-                                         const Stream& stream);
   [[nodiscard]] bool agree_on_memory(std::span<const HostCall> calls, unsigned shift);
 
   std::shared_ptr<NcclWorld> world_;

@@ -8,6 +8,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/device/cuda_call.h"
+#include "hsdp/device/flag.h"
 
 namespace hsdp::comm {
 namespace {
@@ -18,6 +19,15 @@ using std::chrono::milliseconds;
 constexpr WaitState kConnectLink{.operation = "connect"};
 constexpr WaitState kSplit{.operation = "split"};
 constexpr milliseconds kCallTime{1'000};  // that NCCL may take to answer another call
+
+// Its own where there is memory for one: what one communicator leaves is not the others'.
+std::atomic<std::uint32_t>& make_poison(const NcclWorld& world) {
+  try {
+    return keep_for_good(make_flag(world.device));
+  } catch (const Error&) {
+    return world.watch->poison();
+  }
+}
 
 }  // namespace
 
@@ -31,27 +41,27 @@ Failure nccl_failure(const Control& control, bool remote, const std::string& tex
 }
 
 NcclLink::NcclLink(std::shared_ptr<NcclWorld> world, int size, int rank, const std::string& id)
-    : world_(std::move(world)) {
+    : world_(std::move(world)), poison_(make_poison(*world_)) {
   const OnCudaDevice current(world_->device);
   handle_ = world_->library->begin_init(size, id, rank);
   try {
     settle(kConnectLink);
   } catch (...) {
-    world_->watch->tear_down(handle_);
+    world_->watch->tear_down(handle_, poison_);
     throw;
   }
   world_->watch->add(this);
 }
 
 NcclLink::NcclLink(std::shared_ptr<NcclWorld> world, NcclHandle handle)
-    : world_(std::move(world)), handle_(handle) {
+    : world_(std::move(world)), handle_(handle), poison_(make_poison(*world_)) {
   world_->watch->add(this);
 }
 
 NcclLink::~NcclLink() {
   world_->watch->remove(this);
   NcclHandle const handle = take();
-  if (handle != nullptr) world_->watch->tear_down(handle);
+  if (handle != nullptr) world_->watch->tear_down(handle, poison_);
 }
 
 NcclHandle NcclLink::require_handle() const {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -52,6 +53,10 @@ class NcclLink {
   // Tells NCCL about memory; nullptr when it does not want to know.
   [[nodiscard]] void* enroll(void* memory, std::size_t bytes);
   void withdraw(void* enrolled) noexcept;
+  // Not 0 from before its abort: what the GPU then takes for a result is garbage.
+  [[nodiscard]] const std::atomic<std::uint32_t>& poison() const { return poison_; }
+  // Says so; before an abort.
+  void set_poison() { poison_ = 1; }
 
  private:
   NcclLink(std::shared_ptr<NcclWorld> world, NcclHandle handle);
@@ -61,6 +66,7 @@ class NcclLink {
   std::shared_ptr<NcclWorld> world_;
   std::mutex mutex_;  // NCCL takes one call at a time
   std::atomic<NcclHandle> handle_ = nullptr;
+  std::atomic<std::uint32_t>& poison_;
 };
 
 }  // namespace hsdp::comm

@@ -137,9 +137,11 @@ SharedMemory NcclMemory::allocate(NcclGroup& group, std::int64_t count, Dtype dt
 }
 
 void NcclMemory::reserve(NcclGroup& group, std::size_t bytes, bool registered) {
+  registered = registered && registers_;  // the same on all ranks
   if (has_work(bytes, registered)) return;
   std::shared_ptr<Block> block = make_block(group, bytes, registered);
   Work& work = *work_[block->is_registered() ? 1 : 0];
+  if (work.block != nullptr && work.block->size() >= bytes) return;  // registering has just ended
   if (work.block != nullptr) work.outgrown.hold(work.free, std::move(work.block));
   work.block = std::move(block);
 }

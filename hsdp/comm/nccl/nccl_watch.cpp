@@ -9,6 +9,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/nccl/nccl_link.h"
 #include "hsdp/device/cuda_call.h"
+#include "hsdp/device/flag.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -21,23 +22,24 @@ constexpr milliseconds kBusyPeriod{5};
 constexpr milliseconds kIdlePeriod{100};
 constexpr milliseconds kTearDownLimit{5'000};
 
-// NCCL finishes what is in flight, with the peers' help, then frees it; without their help it is
-// aborted.
-void finalize_and_destroy(const NcclLibrary& library, const Control& control, NcclHandle handle) {
-  if (control.failed()) return library.abort(handle);  // it may not be settled either
+// NCCL finishes what is in flight, with the peers' help, then frees it; true when it has.
+bool finalize_and_destroy(const NcclLibrary& library, const Control& control, NcclHandle handle) {
+  if (control.failed()) return false;  // it may not be settled
   const auto end = Clock::now() + kTearDownLimit;
   try {
     library.begin_finalize(handle);
     NcclStatus status = library.status(handle);
     while (status.state == NcclStatus::State::kInProgress) {
-      if (control.failed() || Clock::now() > end) return library.abort(handle);
+      if (control.failed() || Clock::now() > end) return false;
       std::this_thread::sleep_for(milliseconds(1));
       status = library.status(handle);
     }
-    if (!status.failed()) return library.destroy(handle);
-  } catch (const NcclError&) {  // it is of no use to anybody: away with it
+    if (status.failed()) return false;
+    library.destroy(handle);
+  } catch (const NcclError&) {  // it is of no use to anybody
+    return false;
   }
-  library.abort(handle);
+  return true;
 }
 
 }  // namespace
@@ -47,7 +49,7 @@ NcclWatch::NcclWatch(std::shared_ptr<Control> control, std::shared_ptr<const Ncc
     : control_(std::move(control)),
       library_(std::move(library)),
       device_(device),
-      poison_(make_flag(device)) {
+      poison_(keep_for_good(make_flag(device))) {
   on_failure_ = control_->on_failure([this] {
     const std::lock_guard lock(mutex_);
     failed_ = true;
@@ -172,9 +174,10 @@ std::optional<Failure> NcclWatch::look_at_links() {
 
 void NcclWatch::abort_all() {
   aborting_ = true;
-  *poison_ = 1;
+  poison_ = 1;
   std::vector<NcclHandle> handles;
   for (NcclLink* const link : links_) {
+    link->set_poison();
     if (NcclHandle const handle = link->take()) handles.push_back(handle);
   }
   std::thread([library = library_, ending = ending_, device = device_, handles] {
@@ -192,15 +195,19 @@ void NcclWatch::abort_all() {
   }).detach();
 }
 
-void NcclWatch::tear_down(NcclHandle handle) {
+void NcclWatch::tear_down(NcclHandle handle, std::atomic<std::uint32_t>& poison) {
   {
     const std::lock_guard lock(ending_->mutex);
     ++ending_->tear_downs;
   }
-  std::thread([library = library_, control = control_, ending = ending_, device = device_, handle] {
+  std::thread([library = library_, control = control_, ending = ending_, device = device_, handle,
+               &poison] {
     try {
       const OnCudaDevice current(device);
-      finalize_and_destroy(*library, *control, handle);
+      if (!finalize_and_destroy(*library, *control, handle)) {
+        poison = 1;
+        library->abort(handle);
+      }
     } catch (const std::exception&) {  // no device, no communicator
     }
     const std::lock_guard lock(ending->mutex);

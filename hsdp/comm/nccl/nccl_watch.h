@@ -21,7 +21,6 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/nccl/nccl_library.h"
 #include "hsdp/device/event.h"
-#include "hsdp/device/flag.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp::comm {
@@ -40,12 +39,13 @@ class NcclWatch {
   void remove(NcclLink* link);
   // A collective that the GPU does between the two events.
   void follow(const NcclLink* link, WaitState call, const Event& begun, const Event& done);
-  // Ends a communicator that nothing uses any more.
-  void tear_down(NcclHandle handle);
+  // Ends a communicator that nothing uses any more; where that is by an abort, sets its `poison`
+  // first, which lives for good.
+  void tear_down(NcclHandle handle, std::atomic<std::uint32_t>& poison);
+  // Of communicators that have no word of their own.
+  [[nodiscard]] std::atomic<std::uint32_t>& poison() const { return poison_; }
   // From here on events are complete because collectives were aborted.
   [[nodiscard]] bool aborting() const { return aborting_; }
-  // Not 0 from before the first abort. What the GPU then takes for a result is garbage.
-  [[nodiscard]] const Flag& poison() const { return poison_; }
   // The abort that follows the world's failure is over, on this rank.
   [[nodiscard]] bool aborted() const;
 
@@ -82,7 +82,7 @@ class NcclWatch {
   std::chrono::steady_clock::time_point remote_since_;
   bool closing_ = false;
   std::atomic<bool> aborting_{false};
-  Flag poison_;
+  std::atomic<std::uint32_t>& poison_;
   bool failed_ = false;
   std::shared_ptr<void> on_failure_;
   std::thread thread_;

@@ -1,6 +1,7 @@
 """What this machine is: GPUs, driver, CUDA, Python, torch and the NCCL that will be used."""
 
 import datetime
+import functools
 import glob
 import importlib.util
 import os
@@ -133,6 +134,7 @@ def _nccl_text() -> str:
     return os.path.realpath(path) if path else "none: libnccl.so.2 not found"
 
 
+@functools.lru_cache(maxsize=None)
 def torch_facts() -> Dict[str, str]:
     """torch, its CUDA and its NCCL; empty where this Python has no torch."""
     answer = ask([sys.executable, "-c", _TORCH], 180.0)

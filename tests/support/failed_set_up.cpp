@@ -32,9 +32,9 @@ void look_around(Reducer& reducer) {
 
 const std::vector<SetUpFault>& set_up_faults() {
   static const auto* const kFaults = new std::vector<SetUpFault>{
-      {"prepare its replica hop", FailingCall::kMadvise, 0},
-      {"allocate its carry", FailingCall::kMadvise, 1},
+      {"allocate its carry", FailingCall::kMadvise, 0},
       {"allocate its carry", FailingCall::kMemfdCreate, 0},
+      {"prepare its replica hop", FailingCall::kMadvise, 1},
       {"allocate its staging buckets", FailingCall::kMemfdCreate, 1},
       {"allocate its staging buckets", FailingCall::kMemfdCreate, 2},
       {"start its lanes", FailingCall::kPthreadCreate, 0},

@@ -33,9 +33,25 @@ class Block {
 #if defined(__CUDA_ARCH__)
     // One write a warp: the word lies in the host's memory.
     const bool any = __any_sync(0xffffffffU, raised) != 0;
-    if (any && threadIdx.x % 32 == 0) *static_cast<volatile std::uint32_t*>(flag) = 1;
+    if (any && threadIdx.x % 32 == 0) set(flag);
 #else
-    if (raised) *flag = 1;
+    if (raised) set(flag);
+#endif
+  }
+
+  // A word in the host's memory, which others may be writing or reading.
+  HSDP_HOST_DEVICE void set(std::uint32_t* flag) const {
+#if defined(__CUDA_ARCH__)
+    *static_cast<volatile std::uint32_t*>(flag) = 1;
+#else
+    __atomic_store_n(flag, 1U, __ATOMIC_RELEASE);
+#endif
+  }
+  [[nodiscard]] HSDP_HOST_DEVICE std::uint32_t read(const std::uint32_t* word) const {
+#if defined(__CUDA_ARCH__)
+    return *static_cast<const volatile std::uint32_t*>(word);
+#else
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 #endif
   }
 

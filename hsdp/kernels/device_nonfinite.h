@@ -95,11 +95,11 @@ struct PoisonBody {
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
     block.each_thread([this, &block](int thread) {
-      if (*static_cast<const volatile std::uint32_t*>(word) == 0) return;
+      if (block.read(word) == 0) return;
       for (std::int64_t i = block.rank(thread); i < bytes; i += block.size()) {
         out[i] = static_cast<char>(kPoisonByte);
       }
-      if (nonfinite != nullptr) *static_cast<volatile std::uint32_t*>(nonfinite) = 1;
+      if (nonfinite != nullptr) block.set(nonfinite);
     });
   }
 };

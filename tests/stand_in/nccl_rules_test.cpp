@@ -3,15 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <utility>
 #include <vector>
 
 #include "cuda_runtime.h"
 #include "cuda_stand_in.h"
-#include "hsdp/comm/nccl/nccl_library.h"
+#include "nccl_pair.h"
 #include "nccl_ranks.h"
 
 namespace hsdp::test {
@@ -19,74 +18,17 @@ namespace {
 
 using comm::NcclError;
 using comm::NcclHandle;
-using comm::NcclLibrary;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-constexpr std::size_t kBytes = 64;
-
-// Two ranks of one process, each with a GPU, a stream and memory to send from and receive to.
-class NcclRules : public ::testing::Test {
+class NcclRules : public NcclPair {
  protected:
-  NcclRules() {
-    nccl_stand_in().reset();
-    library_ = NcclLibrary::open();
-    id_ = library_->new_id();
-    for (int rank : {0, 1}) {
-      cudaSetDevice(rank);
-      Rank& made = ranks_[static_cast<std::size_t>(rank)];
-      made.comm = library_->begin_init(2, id_, rank);
-      cudaStreamCreateWithFlags(&made.stream, cudaStreamNonBlocking);
-      made.sent = library_->allocate(kBytes);
-      made.received = library_->allocate(kBytes);
-      std::memset(made.sent, rank + 1, kBytes);
-    }
-    settle();
-  }
-  ~NcclRules() override {
-    for (Rank& rank : ranks_) {
-      if (rank.comm != nullptr) library_->abort(rank.comm);
-      cudaStreamSynchronize(rank.stream);
-      cudaStreamDestroy(rank.stream);
-      library_->free(rank.sent);
-      library_->free(rank.received);
-    }
-    cudaSetDevice(0);
-    ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-  }
-
-  void settle() {
-    for (Rank& rank : ranks_) settle(rank.comm);
-  }
-  void settle(NcclHandle comm) {
-    while (library_->status(comm).state == comm::NcclStatus::State::kInProgress) continue;
-  }
   // Rank 0 to rank 1, of which only the sender is settled.
   void send_one() {
     group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
     settle(first().comm);
     group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
   }
-  template <typename Calls>
-  void group(Calls calls) {
-    library_->group_start();
-    try {
-      calls();
-    } catch (...) {
-      library_->group_end();
-      throw;
-    }
-    library_->group_end();
-  }
-
-  struct Rank {
-    NcclHandle comm = nullptr;
-    cudaStream_t stream = nullptr;
-    void* sent = nullptr;
-    void* received = nullptr;
-  };
-  Rank& first() { return ranks_[0]; }
-  Rank& second() { return ranks_[1]; }
   [[nodiscard]] bool is_done(const Rank& rank) const {
     cudaEvent_t event = nullptr;
     int device = 0;
@@ -106,10 +48,6 @@ class NcclRules : public ::testing::Test {
   [[nodiscard]] int received_byte() {
     return static_cast<const unsigned char*>(second().received)[kBytes - 1];
   }
-
-  std::shared_ptr<const NcclLibrary> library_;
-  std::string id_;
-  std::array<Rank, 2> ranks_;
 };
 
 TEST_F(NcclRules, MovesBytes) {

@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -24,6 +23,7 @@
 #include "hsdp/error.h"
 #include "nccl_checks.h"
 #include "nccl_gpu_rank.h"
+#include "nccl_pair.h"
 #include "nccl_ranks.h"
 #include "tests/comm/rank_threads.h"
 #include "tests/support/temporary_directory.h"
@@ -39,8 +39,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using Lines = std::vector<std::string>;
-
-constexpr std::size_t kBytes = 64;
 
 // The engine opens the shim, and the shim the stand-in. It reads its environment once, so all tests
 // share a folder of traces; a death test's process has it from its parent.
@@ -114,57 +112,13 @@ auto is_finding(const std::string& kind, const std::string& rule, const std::str
   return AllOf(HasSubstr(R"("kind": ")" + kind + R"(", "rule": ")" + rule + '"'), HasSubstr(text));
 }
 
-// Two ranks of one process, each with a GPU, a stream and memory to send from and receive to.
-class NcclShim : public ::testing::Test {
+// The shim is in use, and what it wrote before is known, before the pair begins.
+struct Traced {
+  NewLines trace_;
+};
+
+class NcclShim : protected Traced, public NcclPair {
  protected:
-  NcclShim() {
-    nccl_stand_in().reset();
-    library_ = NcclLibrary::open();
-    id_ = library_->new_id();
-    for (int rank : {0, 1}) {
-      cudaSetDevice(rank);
-      Rank& made = ranks_[static_cast<std::size_t>(rank)];
-      made.comm = library_->begin_init(2, id_, rank);
-      cudaStreamCreateWithFlags(&made.stream, cudaStreamNonBlocking);
-      made.sent = library_->allocate(kBytes);
-      made.received = library_->allocate(2 * kBytes);
-    }
-    for (Rank& rank : ranks_) settle(rank.comm);
-  }
-  ~NcclShim() override {
-    for (Rank& rank : ranks_) {
-      if (rank.comm != nullptr) library_->abort(rank.comm);
-      cudaStreamSynchronize(rank.stream);
-      cudaStreamDestroy(rank.stream);
-      library_->free(rank.sent);
-      library_->free(rank.received);
-    }
-    cudaSetDevice(0);
-    ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-  }
-
-  struct Rank {
-    NcclHandle comm = nullptr;
-    cudaStream_t stream = nullptr;
-    void* sent = nullptr;
-    void* received = nullptr;
-  };
-  Rank& first() { return ranks_[0]; }
-  Rank& second() { return ranks_[1]; }
-
-  void settle(NcclHandle comm) {
-    while (library_->status(comm).state == comm::NcclStatus::State::kInProgress) continue;
-  }
-  void group(const std::function<void()>& calls) {
-    library_->group_start();
-    try {
-      calls();
-    } catch (...) {
-      library_->group_end();
-      throw;
-    }
-    library_->group_end();
-  }
   // Rank 0 to rank 1, not settled.
   void send(std::size_t bytes = kBytes, int device = 0) {
     cudaSetDevice(device);
@@ -187,11 +141,6 @@ class NcclShim : public ::testing::Test {
     cudaSetDevice(&rank == &first() ? 0 : 1);
     static_cast<void>(library_->enroll(rank.comm, memory, bytes));
   }
-
-  NewLines trace_;
-  std::shared_ptr<const NcclLibrary> library_;
-  std::string id_;
-  std::array<Rank, 2> ranks_;
 };
 
 TEST_F(NcclShim, FindsNothingWhereEveryRuleIsKept) {

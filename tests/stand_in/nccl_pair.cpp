@@ -1,0 +1,39 @@
+#include "nccl_pair.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda_runtime.h"
+#include "nccl_ranks.h"
+
+namespace hsdp::test {
+
+NcclPair::NcclPair() {
+  nccl_stand_in().reset();
+  library_ = comm::NcclLibrary::open();
+  id_ = library_->new_id();
+  for (int rank : {0, 1}) {
+    cudaSetDevice(rank);
+    Rank& made = ranks_[static_cast<std::size_t>(rank)];
+    made.comm = library_->begin_init(2, id_, rank);
+    cudaStreamCreateWithFlags(&made.stream, cudaStreamNonBlocking);
+    made.sent = library_->allocate(kBytes);
+    made.received = library_->allocate(2 * kBytes);
+    std::memset(made.sent, rank + 1, kBytes);
+  }
+  settle();
+}
+
+NcclPair::~NcclPair() {
+  for (Rank& rank : ranks_) {
+    if (rank.comm != nullptr) library_->abort(rank.comm);
+    cudaStreamSynchronize(rank.stream);
+    cudaStreamDestroy(rank.stream);
+    library_->free(rank.sent);
+    library_->free(rank.received);
+  }
+  cudaSetDevice(0);
+  ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+}
+
+}  // namespace hsdp::test

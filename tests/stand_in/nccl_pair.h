@@ -1,0 +1,58 @@
+// Two ranks of one process that call libnccl's stand-in through NcclLibrary, each with a GPU, a
+// stream and memory to send from and receive to.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "hsdp/comm/nccl/nccl_library.h"
+
+struct CUstream_st;
+
+namespace hsdp::test {
+
+class NcclPair : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kBytes = 64;  // sent; twice as much can be received
+
+  struct Rank {
+    comm::NcclHandle comm = nullptr;
+    CUstream_st* stream = nullptr;  // a cudaStream_t
+    void* sent = nullptr;
+    void* received = nullptr;
+  };
+
+  NcclPair();
+  ~NcclPair() override;
+
+  Rank& first() { return ranks_[0]; }
+  Rank& second() { return ranks_[1]; }
+
+  void settle() {
+    for (Rank& rank : ranks_) settle(rank.comm);
+  }
+  void settle(comm::NcclHandle comm) {
+    while (library_->status(comm).state == comm::NcclStatus::State::kInProgress) continue;
+  }
+  template <typename Calls>
+  void group(Calls calls) {
+    library_->group_start();
+    try {
+      calls();
+    } catch (...) {
+      library_->group_end();
+      throw;
+    }
+    library_->group_end();
+  }
+
+  std::shared_ptr<const comm::NcclLibrary> library_;
+  std::string id_;
+  std::array<Rank, 2> ranks_;
+};
+
+}  // namespace hsdp::test

@@ -9,9 +9,7 @@ but right values or NaN.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import signal
 import sys
@@ -19,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import check_script
 import ranks
 from gpu_report.lines import FAILED, NOT_RUN, OK, Check
 from ranks import Outcome
@@ -261,24 +260,10 @@ def _run_drill(name: str, mesh: str, device: str) -> Check:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Failures on purpose.")
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--mesh", default="1x2", help="REPLICATExSHARD, at least 2 ranks")
-    asked = parser.parse_args()
-    try:
-        size = math.prod(ranks.mesh_of(asked.mesh))
-    except ValueError as error:
-        parser.error(f"--mesh: {error}")
-    if size < 2:
-        parser.error(f"--mesh: expected at least 2 ranks, one of which is lost, got {size}")
-    if asked.device == "cuda" and ranks.gpu_count() == 0:
-        parser.error("--device cuda: expected a GPU that torch can use, got none; use --device cpu")
-    failed = False
-    for name in DRILLS:
-        check = _run_drill(name, asked.mesh, asked.device)
-        print(check.line(), flush=True)
-        failed = failed or check.verdict == FAILED
-    return 1 if failed else 0
+    expected = "at least 2 ranks, one of which is lost"
+    return check_script.main(
+        "Failures on purpose.", "1x2", expected, lambda size: size >= 2, DRILLS, _run_drill
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import check_script
 import ranks
 
 LAYERS = {"cpu": 4, "cuda": 16}
@@ -143,10 +144,9 @@ def _print_host_time(mesh: Any, device: Any, wait: Callable[[], None]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Times a step beside FSDP2.")
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    check_script.add_device(parser)
     on = parser.parse_args().device
-    if on == "cuda" and ranks.gpu_count() == 0:
-        parser.error("--device cuda: expected a GPU that torch can use, got none; use --device cpu")
+    check_script.require_device(parser, on)
     os.environ.setdefault("RANK", "0")
     import torch
     import torch.distributed as dist

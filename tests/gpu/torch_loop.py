@@ -9,7 +9,6 @@ MLP, whose gradients are summed by the numeric rules of docs/design.md.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import sys
@@ -17,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import check_script
 import ranks
 from gpu_report.lines import FAILED, OK, Check
 
@@ -191,7 +191,7 @@ def found_inf(replicate: int, shard: int, on: str) -> str:
     return ""
 
 
-def _run_check(mesh: str, name: str, device: str) -> Check:
+def _run_check(name: str, mesh: str, device: str) -> Check:
     replicate, shard = ranks.mesh_of(mesh)
     function, *rest = CHECKS[name]
     start = time.monotonic()
@@ -208,24 +208,11 @@ def _run_check(mesh: str, name: str, device: str) -> Check:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Training loops in torch against a reference.")
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--mesh", default="1x1", help="REPLICATExSHARD, a power of two of ranks")
-    asked = parser.parse_args()
-    try:
-        size = math.prod(ranks.mesh_of(asked.mesh))
-    except ValueError as error:
-        parser.error(f"--mesh: {error}")
-    if size not in (1, 2, 4, 8):
-        parser.error(f"--mesh: expected 1, 2, 4 or 8 ranks, whose means are exact, got {size}")
-    if asked.device == "cuda" and ranks.gpu_count() == 0:
-        parser.error("--device cuda: expected a GPU that torch can use, got none; use --device cpu")
-    failed = False
-    for name in CHECKS:
-        check = _run_check(asked.mesh, name, asked.device)
-        print(check.line(), flush=True)
-        failed = failed or check.verdict == FAILED
-    return 1 if failed else 0
+    expected = "1, 2, 4 or 8 ranks, whose means are exact"
+    description = "Training loops in torch against a reference."
+    return check_script.main(
+        description, "1x1", expected, lambda size: size in (1, 2, 4, 8), CHECKS, _run_check
+    )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
     lines.push_back("'" + parameter.name + "' " + std::string(name(parameter.array.dtype)));
   }
   units = reducer::gather_units(layout, full, unit_bytes);
-  scratch = ScratchReserve(reducer.device(), reducer::gather_scratch(units));
+  scratch = ScratchReserve(reducer.device(), reducer::gather_scratch(layout, units));
   unit_of.assign(parameters.size(), -1);
   for (std::size_t u = 0; u < units.size(); ++u) {
     std::vector<int>& of_unit = members.emplace_back();

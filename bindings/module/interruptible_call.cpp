@@ -52,6 +52,14 @@ struct Serving {
 thread_local Serving serving;
 thread_local bool in_task_here = false;  // of run_released
 
+struct TaskHere {
+  TaskHere() : outer(std::exchange(in_task_here, true)) {}
+  ~TaskHere() { in_task_here = outer; }
+  TaskHere(const TaskHere&) = delete;
+  TaskHere& operator=(const TaskHere&) = delete;
+  bool outer;
+};
+
 void serve(const std::shared_ptr<Post>& post) {
   pthread_setname_np(pthread_self(), "hsdp-call");
   Lock lock(post->mutex);
@@ -158,9 +166,7 @@ void attend(MainCalls& calls, Call& call, const Interrupt& interrupt) {
 void run_released(std::function<void()> task) {
   {
     const py::gil_scoped_release released;
-    const bool outer = std::exchange(in_task_here, true);
-    const auto leave = [outer](void* /*unused*/) { in_task_here = outer; };
-    const std::unique_ptr<void, decltype(leave)> inside(&in_task_here, leave);
+    const TaskHere here;
     task();
     task = nullptr;
   }

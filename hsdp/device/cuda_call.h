@@ -51,6 +51,17 @@ class OnCudaDevice {
 // Before an allocation of `device` is tried once more: of our pools, and of the memory source.
 void give_back_unused_memory(Device device);
 
+// Returns what `act` does, which takes memory of `device`; once more where it throws a Failure.
+template <class Failure, class Act>
+auto take_memory(Device device, const Act& act) {
+  try {
+    return act();
+  } catch (const Failure&) {
+    give_back_unused_memory(device);
+    return act();
+  }
+}
+
 // Runs `act`, which gives something of `device` back; where the driver is gone, that is gone too.
 template <class Act>
 void give_back_on(Device device, const Act& act) noexcept {

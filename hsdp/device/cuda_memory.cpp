@@ -90,12 +90,7 @@ void keep_scratch(DevicePools& pools, Device device) {
 std::shared_ptr<std::byte> from_source(Device device, std::size_t size, cudaStream_t stream) {
   const auto source = memory_source();
   if (!source->allocate || in_cuda_task()) return nullptr;
-  try {
-    return source->allocate(device, size, stream);
-  } catch (const Error&) {
-    give_back_unused_memory(device);
-    return source->allocate(device, size, stream);
-  }
+  return take_memory<Error>(device, [&] { return source->allocate(device, size, stream); });
 }
 
 void* allocate_pinned(Device device, std::size_t size) {

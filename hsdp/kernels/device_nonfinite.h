@@ -80,10 +80,8 @@ struct IndicateBody {
   }
 };
 
-// Bytes that are NaN in every float format.
-inline constexpr unsigned char kPoisonByte = 0xff;
-
 struct PoisonBody {
+  static constexpr unsigned char kByte = 0xff;  // NaN in every float format
   static constexpr int kResident = 1;
   static constexpr std::int64_t kBlocks = 32;  // each reads the word through the bus
   struct Shared {};
@@ -97,7 +95,7 @@ struct PoisonBody {
     block.each_thread([this, &block](int thread) {
       if (block.read(word) == 0) return;
       for (std::int64_t i = block.rank(thread); i < bytes; i += block.size()) {
-        out[i] = static_cast<char>(kPoisonByte);
+        out[i] = static_cast<char>(kByte);
       }
       if (nonfinite != nullptr) block.set(nonfinite);
     });

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "hsdp/kernels/arithmetic.h"
 #include "hsdp/kernels/device_kernels.h"
@@ -139,12 +138,7 @@ void indicate(const void* word, float* out, const Stream& stream) {
 
 void poison(const std::atomic<std::uint32_t>& word, TensorView out,
             std::atomic<std::uint32_t>* nonfinite, const Stream& stream) {
-  if (stream.device().type == DeviceType::kCuda) {
-    return poison_on_device(word, out, nonfinite, stream);
-  }
-  if (word == 0) return;
-  std::memset(out.data, kPoisonByte, out.size_in_bytes());
-  if (nonfinite != nullptr) *nonfinite = 1;
+  poison_on_device(word, out, nonfinite, stream);
 }
 
 }  // namespace hsdp::kernels

@@ -32,8 +32,8 @@ void find_nonfinite(ConstTensorView values, std::atomic<std::uint32_t>* nonfinit
 // *out = 1 when `word` is not 0, else 0. `word`: a make_flag() word, or an f32 sum of what this
 // made; it may be `out`.
 void indicate(const void* word, float* out, const Stream& stream);
-// Where `word`, a make_flag() word, is not 0: every element of `out` becomes NaN (the integers -1),
-// and *nonfinite 1 unless it is nullptr.
+// On a GPU only. Where `word`, a make_flag() word, is not 0: every element of `out` becomes NaN
+// (the integers -1), and *nonfinite 1 unless it is nullptr.
 void poison(const std::atomic<std::uint32_t>& word, TensorView out,
             std::atomic<std::uint32_t>* nonfinite, const Stream& stream);
 

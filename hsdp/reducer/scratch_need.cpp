@@ -30,7 +30,8 @@ std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& l
   const std::size_t words =
       kWords * scratch_size(1) + scratch_size(sizeof(double) * static_cast<std::size_t>(count));
   if (layout.shard_size() == 1) return words + scratch_size(norm) + scratch_size(carry);
-  return words + scratch_size(norm) + scratch_size(gather_scratch(gather_units(layout, all)));
+  return words + scratch_size(norm) +
+         scratch_size(gather_scratch(layout, gather_units(layout, all, kGatherUnitBytes)));
 }
 
 }  // namespace hsdp::reducer

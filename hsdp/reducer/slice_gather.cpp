@@ -17,7 +17,6 @@ namespace hsdp::reducer {
 namespace {
 
 constexpr std::int64_t kDirectBytes = std::int64_t{1} << 20;  // from here on: no copy
-constexpr std::int64_t kUnitBytes = std::int64_t{4} << 20;    // small arrays in one message
 
 std::int64_t bytes_of(const TensorView& view) {
   return static_cast<std::int64_t>(view.size_in_bytes());
@@ -148,7 +147,8 @@ void gather_unit(Communicator& shard_group, const BucketLayout& layout,
   gather_message(shard_group, layout, unit, memory, stream);
 }
 
-std::size_t gather_scratch(std::span<const GatherUnit> units) {
+std::size_t gather_scratch(const BucketLayout& layout, std::span<const GatherUnit> units) {
+  if (layout.shard_size() == 1) return 0;
   std::int64_t most = 0;
   for (const GatherUnit& unit : units) {
     if (unit.size() > 1) most = std::max(most, bytes_of(unit));
@@ -156,16 +156,11 @@ std::size_t gather_scratch(std::span<const GatherUnit> units) {
   return static_cast<std::size_t>(most);
 }
 
-std::vector<GatherUnit> gather_units(const BucketLayout& layout,
-                                     std::span<const FullArray> arrays) {
-  return gather_units(layout, arrays, kUnitBytes);
-}
-
 std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
                            std::span<const FullArray> arrays, const MemoryCount& memory,
                            Stream& stream) {
   if (shard_group.size() == 1) return 0;
-  const std::vector<GatherUnit> units = gather_units(layout, arrays);
+  const std::vector<GatherUnit> units = gather_units(layout, arrays, kGatherUnitBytes);
   for (const GatherUnit& unit : units) gather_unit(shard_group, layout, unit, memory, stream);
   return std::ssize(units);
 }

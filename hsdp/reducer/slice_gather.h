@@ -27,6 +27,8 @@ struct FullArray {
                                                  std::span<const NamedArray> arrays, Device device,
                                                  std::string_view where);
 
+constexpr std::int64_t kGatherUnitBytes = std::int64_t{4} << 20;  // small arrays in one message
+
 // What one all-gather fills.
 using GatherUnit = std::vector<FullArray>;
 
@@ -46,12 +48,10 @@ void gather_unit(Communicator& shard_group, const BucketLayout& layout,
                  std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream);
 
 // The scratch that gathering any one of these takes, in bytes.
-[[nodiscard]] std::size_t gather_scratch(std::span<const GatherUnit> units);
+[[nodiscard]] std::size_t gather_scratch(const BucketLayout& layout,
+                                         std::span<const GatherUnit> units);
 
-// The units of `gather_slices`.
-[[nodiscard]] std::vector<GatherUnit> gather_units(const BucketLayout& layout,
-                                                   std::span<const FullArray> arrays);
-// All of them. Returns the number of all-gathers it took.
+// All units of these arrays, of kGatherUnitBytes. Returns the number of all-gathers it took.
 [[nodiscard]] std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
                                          std::span<const FullArray> arrays,
                                          const MemoryCount& memory, Stream& stream);

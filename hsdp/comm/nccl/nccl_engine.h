@@ -60,10 +60,6 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
     NcclGroup::Result result{};
     std::function<void(NcclGroup&, Stream&)> enqueue;
   };
-  // Agrees on it with the peers and enqueues, on `stream` or on a stream of its own.
-  void run(Call call, Stream& stream);
-  void run_on_own_stream(const Call& call);
-  void agree(const Call& call, const Stream& stream);
   struct WorkSizes {
     void add(std::size_t size, bool registered) {
       std::size_t& most = bytes[registered ? 1 : 0];
@@ -71,6 +67,10 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
     }
     std::array<std::size_t, 2> bytes{};  // of memory that is not registered, and that is
   };
+  // Agrees on it with the peers and enqueues, on `stream` or on a stream of its own.
+  void run(Call call, Stream& stream);
+  void run_on_own_stream(const Call& call);
+  void agree(const Call& call, const Stream& stream);
   void reserve(const WorkSizes& most);
   // Alone, and ends the world if it breaks half way.
   void run_now(const std::function<void(NcclGroup&)>& call);

@@ -80,20 +80,24 @@ void NcclGroup::agree(const HostCall& terms, ConstTensorView in, ConstTensorView
   const bool same =
       std::ranges::all_of(calls, [&](const HostCall& call) { return agrees(call, mine); });
   if (!same) end_world(control(), mismatch(calls, members_, "nccl"), waiting_);
-  std::vector<std::string> reasons(calls.size());
-  for (std::size_t r = 0; r < calls.size(); ++r) {
-    if ((calls[r].part & kNoWork) == 0) continue;
-    reasons[r] = r == static_cast<std::size_t>(rank_)
-                     ? without_work
-                     : "nccl: " + operation_text(waiting_.operation, waiting_.bucket) +
-                           ": no memory for " + std::to_string(work.bytes) + " bytes of work";
-  }
-  if (std::ranges::any_of(reasons, [](const std::string& reason) { return !reason.empty(); })) {
-    scratch_.reset();
-    throw_agreed(reasons, members_, control());
-  }
+  require_work(calls, work, without_work);
   in_is_registered_ = agree_on_memory(calls, kInShift);
   out_is_registered_ = agree_on_memory(calls, kOutShift);
+}
+
+void NcclGroup::require_work(std::span<const HostCall> calls, const WorkNeed& work,
+                             const std::string& own_reason) {
+  const auto has_none = [](const HostCall& call) { return (call.part & kNoWork) != 0; };
+  if (std::ranges::none_of(calls, has_none)) return;
+  scratch_.reset();
+  std::vector<std::string> reasons(calls.size());
+  for (std::size_t r = 0; r < calls.size(); ++r) {
+    if (!has_none(calls[r])) continue;
+    reasons[r] = "nccl: " + operation_text(waiting_.operation, waiting_.bucket) +
+                 ": no memory for " + std::to_string(work.bytes) + " bytes of work";
+  }
+  if (!own_reason.empty()) reasons[static_cast<std::size_t>(rank_)] = own_reason;
+  throw_agreed(reasons, members_, control());
 }
 
 bool NcclGroup::agree_on_memory(std::span<const HostCall> calls, unsigned shift) {

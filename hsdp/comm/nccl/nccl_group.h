@@ -80,6 +80,9 @@ class NcclGroup {
   // Says what is wrong where there is none.
   [[nodiscard]] std::string take_scratch(const WorkNeed& work, std::uint32_t in, std::uint32_t out,
                                          const Stream& stream);
+  // An AgreedError where a rank's call has none.
+  void require_work(std::span<const HostCall> calls, const WorkNeed& work,
+                    const std::string& own_reason);
   // Whether one of two memories of every rank's call is registered; ranks that differ end the
   // world.
   [[nodiscard]] bool agree_on_memory(std::span<const HostCall> calls, unsigned shift);

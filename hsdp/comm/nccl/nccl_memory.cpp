@@ -26,7 +26,8 @@ class NcclMemory::Block {
       data_ = buffer_.data();
       return;
     }
-    data_ = allocate();
+    data_ =
+        take_memory<NcclError>(world_->device, [&] { return world_->library->allocate(bytes); });
     try {
       clear_cuda_memory(world_->device, data_, bytes);
     } catch (const Error&) {
@@ -64,15 +65,6 @@ class NcclMemory::Block {
   }
 
  private:
-  [[nodiscard]] void* allocate() const {
-    try {
-      return world_->library->allocate(bytes_);
-    } catch (const NcclError&) {
-      give_back_unused_memory(world_->device);
-      return world_->library->allocate(bytes_);
-    }
-  }
-
   std::shared_ptr<NcclWorld> world_;
   std::shared_ptr<NcclLink> link_;
   std::size_t bytes_;

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -83,7 +84,8 @@ PackOrder pack_order(Device device, int shard_size) {
 
 }  // namespace
 
-Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
+Frozen::Frozen(const FrozenSetting& setting)
+    : device_(setting.groups.device), outcome_(setting.outcome) {
   const ReducerOptions& options = setting.options;
   Groups& groups = setting.groups;
   Communicator& world = groups.world;
@@ -94,6 +96,7 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
                     options.accumulate_on, setting.memory);
     scratch_ = ScratchReserve(groups.device, scratch_need(setting.parameters, *layout_,
                                                           groups.shard.rank(), groups.device));
+    for (Flag& flag : flags_) flag = make_flag(device_);
   });
   sends_f16_ = options.replica_dtype == Dtype::kF16 ||
                std::ranges::find(layout_->buckets(), Dtype::kF16, &Bucket::wire_dtype) !=
@@ -116,6 +119,16 @@ Frozen::Frozen(const FrozenSetting& setting) : outcome_(setting.outcome) {
     pipeline_->set_collector(*collector_);
   });
   outcome_.set_on_change([this] { collector_->notify(); });
+}
+
+Flag Frozen::step_flag() {
+  for (const Flag& flag : flags_) {
+    if (flag.use_count() > 1) continue;
+    std::atomic_thread_fence(std::memory_order_acquire);  // after whoever held it last
+    flag->store(0, std::memory_order_relaxed);
+    return flag;
+  }
+  return make_flag(device_);
 }
 
 Frozen::~Frozen() {

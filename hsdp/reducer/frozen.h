@@ -2,10 +2,12 @@
 // none [Note: all ranks or none].
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 
 #include "hsdp/bucket_layout.h"
+#include "hsdp/device/flag.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/reducer/bucket_pipeline.h"
 #include "hsdp/reducer/collector.h"
@@ -41,6 +43,8 @@ class Frozen {
   [[nodiscard]] const GradientMemory& memory() const { return *memory_; }
   [[nodiscard]] BucketPipeline& pipeline() { return *pipeline_; }
   [[nodiscard]] Collector& collector() { return *collector_; }
+  // A zero flag for a step, of those that were taken with the rest: pinned memory may run out.
+  [[nodiscard]] Flag step_flag();
   [[nodiscard]] bool sends_f16() const { return sends_f16_; }  // on either hop
   [[nodiscard]] std::int64_t replica_hop_bytes() const { return hop_ ? hop_->wire_bytes() : 0; }
   // When all steps have ended; nothing is reduced any more.
@@ -52,9 +56,11 @@ class Frozen {
   std::optional<BucketLayout> layout_;
   std::optional<GradientMemory> memory_;
   ScratchReserve scratch_;
+  std::array<Flag, 4> flags_;  // a step's, and those of steps before it that are read yet
   std::optional<HopOwner> hop_;  // where there are several replicas
   std::optional<BucketPipeline> pipeline_;
   std::optional<Collector> collector_;
+  const Device device_;
   bool sends_f16_ = false;
   Outcome& outcome_;
 };

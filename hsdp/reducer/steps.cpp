@@ -304,7 +304,7 @@ void Steps::open(MicrobatchPlan plan, AccumulateDtype sums_dtype) {
   try {
     if (plan.begins_step) {
       result_ = std::make_shared<StepResult>();
-      result_->nonfinite = make_flag(groups_.device);
+      result_->nonfinite = frozen_->step_flag();
       frozen_->collector().clear_accumulators();
       means_.clear();
     }

@@ -17,6 +17,7 @@
 
 #include "cuda_stand_in.h"
 #include "device_rank.h"
+#include "hsdp/device/flag.h"
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 #include "hsdp/replica_hop.h"
@@ -399,6 +400,34 @@ TEST(CudaReducer, AHopThatFailsLateEndsTheWorld) {
     ASSERT_EQ(hop->ends.size(), 1U);
     EXPECT_EQ(hop->ends.front().outcome, StepOutcome::kDropped);
   });
+}
+
+TEST(CudaReducer, AStepTakesNoMemory) {
+  const test::MeshShape shape{2, 2};
+  const test::StepCase step =
+      test::random_step(parameters(Dtype::kF32), 4, {Sync::kShard, Sync::kAll}, 15);
+  const ReducerOptions options{.bucket_bytes = 4096};
+  std::vector<test::RankResult> results(4);
+  std::vector<Flag> others;
+  run_gpu_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    test::register_all(reducer, step);
+    reducer.prepare();
+    static_cast<void>(mesh.world().exchange("", "prepared"));
+    if (mesh.rank() == 0) {
+      stand_in::fail_allocation({{.times = std::numeric_limits<int>::max()}});
+      EXPECT_THROW(while (true) others.push_back(make_flag(kGpu)), Error);
+    }
+    static_cast<void>(mesh.world().exchange("", "nothing is left"));
+    Rank rank(reducer, step, mesh.rank());
+    rank.run_steps();
+    rank.run_steps();
+    rank.read(results[static_cast<std::size_t>(mesh.rank())]);
+    rank.stream().synchronize();
+    static_cast<void>(mesh.world().exchange("", "over"));
+    if (mesh.rank() == 0) stand_in::fail_allocation(std::nullopt);
+  });
+  test::expect_reference(results, step, options, shape, "without memory");
 }
 
 TEST(CudaReducer, RefusesMemoryAndStreamsOfOtherDevices) {

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "hsdp/error.h"
-#include "hsdp/kernels/device_kernels.h"
 #include "hsdp/kernels/device_plan.h"
+#include "hsdp/kernels/pack_queue.h"
 #include "hsdp/kernels/row_pass.h"
 #include "hsdp/kernels/strided_walk.h"
 #include "hsdp/kernels/transpose.h"
@@ -27,30 +27,6 @@ struct alignas(64) Tile {
   std::array<std::byte, kTileBytes + kTilePadding> bytes;
 };
 
-void check(const CastAndPack& args) {
-  require_gradient_dtype(args.out_dtype, kCastAndPack, "output dtype");
-  if (args.add != nullptr) require_gradient_dtype(args.add_dtype, kCastAndPack, "added dtype");
-  if (args.count < 0 || args.begin < 0) {
-    throw UsageError({.where = std::string(kCastAndPack),
-                      .expected = "a range of elements from 0 up",
-                      .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
-  }
-  if (args.gradient == nullptr) return;
-  const StridedView& gradient = *args.gradient;
-  require_gradient_dtype(gradient.dtype, kCastAndPack, "gradient dtype");
-  if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
-    throw UsageError({.where = std::string(kCastAndPack),
-                      .expected = "one stride for each dimension of " + to_string(gradient.shape),
-                      .got = std::to_string(gradient.strides.size())});
-  }
-  if (args.begin > gradient.count() || args.count > gradient.count() - args.begin) {
-    throw UsageError({.where = std::string(kCastAndPack),
-                      .expected = "a range inside the gradient's " +
-                                  std::to_string(gradient.count()) + " elements",
-                      .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
-  }
-}
-
 // The pass over elements [position, position + count) of the window, read from `source` (nullptr:
 // zeros) to `out`, both of which must outlive it.
 RowPass pass_of(const CastAndPack& args, const void* const& source, void* const& out,
@@ -65,7 +41,7 @@ RowPass pass_of(const CastAndPack& args, const void* const& source, void* const&
                position * static_cast<std::int64_t>(size_bytes(args.add_dtype));
     pass.add_dtype = args.add_dtype;
   }
-  pass.steps.result_scale = checked_power_of_two(-args.exponent, kCastAndPack);
+  pass.steps.result_scale = power_of_two(-args.exponent);
   pass.outs = std::span(&out, 1);
   pass.out_dtype = args.out_dtype;
   return pass;
@@ -165,6 +141,31 @@ std::int64_t offset_of(const StridedView& view, std::int64_t index) {
 
 }  // namespace
 
+void check(const CastAndPack& args) {
+  require_gradient_dtype(args.out_dtype, kCastAndPack, "output dtype");
+  if (args.add != nullptr) require_gradient_dtype(args.add_dtype, kCastAndPack, "added dtype");
+  if (args.count < 0 || args.begin < 0) {
+    throw UsageError({.where = std::string(kCastAndPack),
+                      .expected = "a range of elements from 0 up",
+                      .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
+  }
+  static_cast<void>(checked_power_of_two(-args.exponent, kCastAndPack));
+  if (args.gradient == nullptr) return;
+  const StridedView& gradient = *args.gradient;
+  require_gradient_dtype(gradient.dtype, kCastAndPack, "gradient dtype");
+  if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
+    throw UsageError({.where = std::string(kCastAndPack),
+                      .expected = "one stride for each dimension of " + to_string(gradient.shape),
+                      .got = std::to_string(gradient.strides.size())});
+  }
+  if (args.begin > gradient.count() || args.count > gradient.count() - args.begin) {
+    throw UsageError({.where = std::string(kCastAndPack),
+                      .expected = "a range inside the gradient's " +
+                                  std::to_string(gradient.count()) + " elements",
+                      .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
+  }
+}
+
 void cast_and_pack(const CastAndPack& args) {
   check(args);
   if (args.count == 0) return;
@@ -188,21 +189,9 @@ void cast_and_pack(const CastAndPack& args) {
 }
 
 void cast_and_pack(const CastAndPack& args, const Stream& stream) {
-  if (stream.device().type == DeviceType::kHost) {
-    cast_and_pack(args);
-    return;
-  }
-  check(args);
-  static_cast<void>(checked_power_of_two(-args.exponent, kCastAndPack));
-  if (args.gradient != nullptr && !args.gradient->is_contiguous()) {
-    pack_on_device(args, stream);
-    return;
-  }
-  const void* const source =
-      args.gradient == nullptr ? nullptr : element(*args.gradient, args.begin);
-  RowPass pass = pass_of(args, source, args.out, 0);
-  pass.count = args.count;
-  run_on_device(pass, nullptr, stream);
+  PackQueue one(stream.device());
+  one.add(args);
+  one.launch(stream);
 }
 
 void require_packable(const StridedView& gradient) {

@@ -31,6 +31,8 @@ struct CastAndPack {
 void cast_and_pack(const CastAndPack& args);
 // UsageError when the kernels of its device cannot take such a gradient.
 void require_packable(const StridedView& gradient);
+// UsageError where its arguments cannot be right.
+void check(const CastAndPack& args);
 void cast_and_pack_reference(const CastAndPack& args);
 // Inside a task of `stream`, in memory of its device [Note: kernels on a stream].
 void cast_and_pack(const CastAndPack& args, const Stream& stream);

@@ -1,6 +1,7 @@
 #include "hsdp/kernels/cuda_launch.cuh"
 #include "hsdp/kernels/device_kernels.h"
 #include "hsdp/kernels/device_pack.h"
+#include "hsdp/kernels/device_pack_list.h"
 #include "hsdp/kernels/device_plan.h"
 #include "hsdp/kernels/device_tiles.h"
 
@@ -18,7 +19,28 @@ void pack(const PackPlan& plan, const Stream& stream) {
   }
 }
 
+template <int kElementBytes>
+void pack_list(const PackKind& kind, std::span<const PackItem> items, const Stream& stream) {
+  PackListBody<kElementBytes> body;
+  body.kind = kind;
+  for (const PackItem& item : items) {
+    PackItem& placed = body.items[body.item_count++] = item;
+    placed.first_unit = body.unit_count;
+    body.unit_count += static_cast<std::uint32_t>(body.units_of(item.count));
+  }
+  launch(body, body.unit_count, stream);
+}
+
 }  // namespace
+
+void pack_list_on_device(const PackKind& kind, std::span<const PackItem> items,
+                         const Stream& stream) {
+  if (kind.dtype == Dtype::kF32) {
+    pack_list<4>(kind, items, stream);
+  } else {
+    pack_list<2>(kind, items, stream);
+  }
+}
 
 void pack_on_device(const CastAndPack& args, const Stream& stream) {
   if (args.count == 0) return;

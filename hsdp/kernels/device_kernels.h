@@ -5,10 +5,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <span>
 
 #include "hsdp/device/stream.h"
 #include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/kernels/clip.h"
+#include "hsdp/kernels/device_pack_list.h"
 #include "hsdp/kernels/row_pass.h"
 #include "hsdp/kernels/sum_rows.h"
 #include "hsdp/tensor_view.h"
@@ -18,6 +20,10 @@ namespace hsdp::kernels {
 // run(); `nonfinite` (or nullptr) is set when a result is not finite once it is rounded.
 void run_on_device(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite,
                    const Stream& stream);
+
+// cast_and_pack() of at most kMostPackItems gradients that are contiguous; sets their first_unit.
+void pack_list_on_device(const PackKind& kind, std::span<const PackItem> items,
+                         const Stream& stream);
 
 // cast_and_pack() of a gradient that is not contiguous.
 void pack_on_device(const CastAndPack& args, const Stream& stream);

@@ -18,6 +18,11 @@ void run_on_device(const RowPass& /*pass*/, std::atomic<std::uint32_t>* /*nonfin
   refuse();
 }
 
+void pack_list_on_device(const PackKind& /*kind*/, std::span<const PackItem> /*items*/,
+                         const Stream& /*stream*/) {
+  refuse();
+}
+
 void pack_on_device(const CastAndPack& /*args*/, const Stream& /*stream*/) { refuse(); }
 
 void sum_wide_on_device(const SumRows& /*args*/, const Stream& /*stream*/) { refuse(); }

@@ -1,0 +1,128 @@
+// The body of the CUDA kernel that packs many contiguous gradients in one launch. Internal to
+// hsdp/kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "hsdp/kernels/device_block.h"
+#include "hsdp/kernels/device_pass.h"
+
+namespace hsdp::kernels {
+
+// What the gradients of one launch have in common.
+struct PackKind {
+  Dtype dtype = Dtype::kF32;
+  Dtype add_dtype = Dtype::kF32;
+  Dtype out_dtype = Dtype::kF32;
+  float scale = 1.0F;
+
+  friend bool operator==(const PackKind&, const PackKind&) = default;
+};
+
+struct PackItem {
+  const void* gradient = nullptr;  // nullptr: zeros
+  const void* add = nullptr;       // nullptr: nothing
+  void* out = nullptr;
+  std::uint32_t count = 0;
+  std::uint32_t first_unit = 0;  // of the launch; a unit is what a block packs at once
+};
+
+constexpr int kMostPackItems = 124;  // with the rest, within the 4 KiB of a kernel's arguments
+
+template <int kElementBytes>
+struct PackListBody {
+  static constexpr int kResident = 3;  // blocks of a multiprocessor, at least
+  struct Shared {};
+  static constexpr int kAtOnce = 8 / kElementBytes;  // groups that a thread has in flight
+  static constexpr int kUnitGroups = kAtOnce * Block::kThreads;
+
+  PackKind kind;
+  int item_count = 0;
+  std::uint32_t unit_count = 0;
+  PackItem items[kMostPackItems];
+
+  // Of an item of so many elements; its first group may begin before it, to lie aligned.
+  [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t units_of(std::int64_t count) {
+    const std::int64_t groups = (count + 2 * kGroupElements - 2) / kGroupElements;
+    return (groups + kUnitGroups - 1) / kUnitGroups;
+  }
+
+  HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
+    block.each_thread([this, &block](int thread) {
+      for (std::int64_t unit = block.index(); unit < unit_count; unit += block.count()) {
+        const PackItem& item = items[item_of(static_cast<std::uint32_t>(unit))];
+        pack(item, (unit - item.first_unit) * kUnitGroups + thread);
+      }
+    });
+  }
+
+ private:
+  // The last one that begins at or before it.
+  [[nodiscard]] HSDP_HOST_DEVICE int item_of(std::uint32_t unit) const {
+    int first = 0;
+    for (int count = item_count; count > 1;) {
+      const int half = count / 2;
+      if (items[first + half].first_unit <= unit) first += half;
+      count -= half;
+    }
+    return first;
+  }
+
+  [[nodiscard]] HSDP_HOST_DEVICE DevicePass pass_of(const PackItem& item) const {
+    DevicePass pass;
+    pass.row_dtype = kind.dtype;
+    pass.add = item.add;
+    pass.add_dtype = kind.add_dtype;
+    pass.steps.result_scale = kind.scale;
+    pass.outs[0] = item.out;
+    pass.out_count = 1;
+    pass.out_dtype = kind.out_dtype;
+    pass.count = item.count;
+    return pass;
+  }
+
+  HSDP_HOST_DEVICE void pack(const PackItem& item, std::int64_t first_group) const {
+    const DevicePass pass = pass_of(item);
+    const std::int64_t past = elements_past_alignment(item.out, kind.out_dtype);
+    const auto* const source = static_cast<const char*>(item.gradient);
+    RawBytes<kElementBytes * kGroupElements> raw[kAtOnce];
+    HSDP_UNROLL
+    for (int k = 0; k < kAtOnce; ++k) {
+      const std::int64_t begin = begin_of(first_group + k * Block::kThreads, past);
+      if (source != nullptr && is_whole(begin, pass)) {
+        raw[k] = load_raw<kElementBytes * kGroupElements>(source + begin * kElementBytes);
+      }
+    }
+    HSDP_UNROLL
+    for (int k = 0; k < kAtOnce; ++k) {
+      const std::int64_t begin = begin_of(first_group + k * Block::kThreads, past);
+      if (is_whole(begin, pass)) {
+        finish_group(pass, begin,
+                     source != nullptr ? decode_raw<kElementBytes>(raw[k], kind.dtype) : Group{});
+        continue;
+      }
+      const std::int64_t from = begin < 0 ? 0 : begin;
+      const std::int64_t end = begin + kGroupElements;
+      const std::int64_t to = end < pass.count ? end : pass.count;
+      for (std::int64_t i = from; i < to; ++i) {
+        finish_element(pass, i, source != nullptr ? decode(source, i, kind.dtype) : 0.0F);
+      }
+    }
+  }
+
+  [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t begin_of(std::int64_t group,
+                                                              std::int64_t past) {
+    return group * kGroupElements - past;
+  }
+  [[nodiscard]] HSDP_HOST_DEVICE static bool is_whole(std::int64_t begin, const DevicePass& pass) {
+    return begin >= 0 && begin + kGroupElements <= pass.count;
+  }
+  // How far the output's first element lies past one that is on 16 bytes.
+  [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t elements_past_alignment(const void* out,
+                                                                             Dtype dtype) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(out) % 16) /
+           gradient_bytes(dtype);
+  }
+};
+
+}  // namespace hsdp::kernels

@@ -102,23 +102,13 @@ void Reducer::begin_microbatch(const MicrobatchOptions& options) {
   parts_->steps.begin_microbatch(options);
 }
 void Reducer::gradient_ready(std::string_view name, const StridedView& gradient,
-                             std::shared_ptr<const void> keep_alive,
-                             const std::optional<Event>& produced) {
-  gradient_ready(parts_->find_in_microbatch(name), gradient, std::move(keep_alive), produced);
+                             std::shared_ptr<const void> keep_alive, const ValidAfter& valid) {
+  gradient_ready(parts_->find_in_microbatch(name), gradient, std::move(keep_alive), valid);
 }
 void Reducer::gradient_ready(int parameter, const StridedView& gradient,
-                             std::shared_ptr<const void> keep_alive,
-                             const std::optional<Event>& produced, KeptUntil kept_until) {
-  parts_->steps.gradient_ready(parameter, gradient, {std::move(keep_alive), kept_until}, produced);
-}
-std::vector<Stream> Reducer::pack_streams() const {
-  if (reducer::Frozen* const frozen = parts_->steps.frozen()) {
-    return frozen->collector().pack_streams();
-  }
-  throw UsageError({.where = "reducer: pack_streams",
-                    .expected = "a microbatch before it",
-                    .got = "none",
-                    .remedy = "call begin_microbatch first"});
+                             std::shared_ptr<const void> keep_alive, const ValidAfter& valid,
+                             KeptUntil kept_until) {
+  parts_->steps.gradient_ready(parameter, gradient, {std::move(keep_alive), kept_until}, valid);
 }
 Event Reducer::packed() {
   reducer::Frozen* const frozen = parts_->steps.frozen();

@@ -109,17 +109,12 @@ class Reducer {
   void begin_step();
   void begin_microbatch(const MicrobatchOptions& options = {});
   // Packs at once when there is room, else keeps the view (and `keep_alive`) and packs later.
-  // Never waits for a peer or for staging. `produced`: when the gradient is valid, for one that was
-  // made on another stream.
+  // Never waits for a peer or for staging.
   void gradient_ready(std::string_view name, const StridedView& gradient,
-                      std::shared_ptr<const void> keep_alive = {},
-                      const std::optional<Event>& produced = {});
+                      std::shared_ptr<const void> keep_alive = {}, const ValidAfter& valid = {});
   void gradient_ready(int parameter, const StridedView& gradient,
-                      std::shared_ptr<const void> keep_alive = {},
-                      const std::optional<Event>& produced = {},
+                      std::shared_ptr<const void> keep_alive = {}, const ValidAfter& valid = {},
                       KeptUntil kept_until = KeptUntil::kRead);
-  // Where gradients are read on CUDA, the same ones for good; after the first begin_microbatch.
-  [[nodiscard]] std::vector<Stream> pack_streams() const;
   // Completes when all gradients handed over so far have been read.
   [[nodiscard]] Event packed();
   // A gradient came that could not even be made a view of: end_microbatch raises UsageError with

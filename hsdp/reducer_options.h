@@ -8,8 +8,11 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 
 #include "hsdp/bucket_layout.h"
+#include "hsdp/device/event.h"
+#include "hsdp/device/stream.h"
 #include "hsdp/dtype.h"
 #include "hsdp/replica_hop.h"
 #include "hsdp/tensor_view.h"
@@ -133,8 +136,20 @@ struct WindowOptions {
   std::optional<bool> has_batch{};                           // as of a microbatch
 };
 
-// How long `keep_alive` of a gradient on a GPU is kept: until the GPU has read it, or, by an
-// allocator that was told of pack_streams(), until the reads are enqueued there.
-enum class KeptUntil : std::uint8_t { kRead, kEnqueued };
+// When a gradient is valid: after an event, else after the work that a stream has when the gradient
+// is packed. Without both: as with the stream of set_stream().
+struct ValidAfter {
+  ValidAfter() = default;
+  ValidAfter(Event its) : event(std::move(its)) {}    // NOLINT(*-explicit-*)
+  ValidAfter(Stream its) : stream(std::move(its)) {}  // NOLINT(*-explicit-*)
+
+  std::optional<Event> event{};
+  std::optional<Stream> stream{};
+};
+
+// How long `keep_alive` of a gradient on a GPU is kept: until the GPU has read it; or, for memory
+// that is freed in the order of the stream in `valid`, until that stream waits for the GPU to have
+// read it. That stream must live until the step has ended.
+enum class KeptUntil : std::uint8_t { kRead, kOrdered };
 
 }  // namespace hsdp

@@ -229,11 +229,10 @@ class Reducer:
         self, parameter: int, address: int, strides: tuple[int, ...] | None, owner: Any
     ) -> None:
         """A gradient by address, of the registered shape and dtype; strides in elements. On a GPU
-        the owner's allocator knows of pack_streams(), and whoever writes to the gradient calls
-        wait_packed() first.
+        the owner frees it in the order of the current stream, and whoever writes to the gradient
+        calls wait_packed() first.
         """
 
-    def pack_streams(self) -> list[int]: ...
     def wait_packed(self) -> None: ...
     def reject_gradient(self, message: str) -> None: ...
     def end_microbatch(self) -> None: ...

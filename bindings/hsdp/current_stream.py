@@ -32,10 +32,12 @@ class CurrentStream:
     def __call__(self) -> int:
         if self._source is not None:
             return self._source()
-        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        torch = sys.modules.get("torch")
+        cuda = getattr(torch, "cuda", None)
         if cuda is None or not cuda.is_initialized():
             return LEGACY_DEFAULT
-        handle: int = cuda.current_stream(self._index).cuda_stream
+        raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # asked for every gradient
+        handle: int = raw(self._index) if raw else cuda.current_stream(self._index).cuda_stream
         return handle
 
 

@@ -157,14 +157,6 @@ void found_inf_word(Handle& self, py::handle out) {
   });
 }
 
-std::vector<std::uintptr_t> pack_streams(const Handle& self) {
-  std::vector<std::uintptr_t> handles;
-  for (const Stream& stream : self.reducer().pack_streams()) {
-    handles.push_back(reinterpret_cast<std::uintptr_t>(stream.native_handle()));
-  }
-  return handles;
-}
-
 Memory shard(Handle& self, py::handle name) {
   return self.shard(text_argument(name, "reducer: shard: name"));
 }
@@ -338,7 +330,6 @@ void bind_step(Class& bound) {
            [](const Handle& self, const std::string& message) {
              self.reducer().reject_gradient(message);
            })
-      .def("pack_streams", pack_streams)
       .def("wait_packed", &Handle::wait_packed)
       .def("end_microbatch", &Handle::end_microbatch)
       .def("begin_window", begin_window, py::arg("last"), py::arg("backwards"),

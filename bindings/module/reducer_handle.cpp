@@ -91,19 +91,19 @@ void ReducerHandle::gradient_of(int parameter, StridedView gradient, py::object 
   gradient.dtype = spec.dtype;
   gradient.shape = spec.shape;
   gradient.device = caller_->device();
-  hand_over(parameter, {std::move(gradient), false, std::move(owner)}, KeptUntil::kEnqueued);
+  hand_over(parameter, {std::move(gradient), false, std::move(owner)}, KeptUntil::kOrdered);
 }
 
 void ReducerHandle::hand_over(int parameter, ArrayArgument argument, KeptUntil until) {
   std::shared_ptr<const void> keep_alive = hold(std::move(argument.owner));
-  const Event produced = caller_event();
+  const ValidAfter valid = caller_->on_host() ? ValidAfter(Event()) : ValidAfter(caller_->now());
   const std::int64_t bytes =
       argument.view.count() * static_cast<std::int64_t>(size_bytes(argument.view.dtype));
   if (bytes < kReleasesGilFromBytes) {
-    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), produced, until);
+    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), valid, until);
   } else {
     const py::gil_scoped_release released;
-    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), produced, until);
+    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), valid, until);
   }
   release_held();
 }

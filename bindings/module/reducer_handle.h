@@ -28,8 +28,8 @@ class ReducerHandle {
   // `key`: a name or an index.
   void gradient_ready(pybind11::handle key, pybind11::handle gradient);
   // For callers that know the array well: no conversion, no protocol. Of the registered shape and
-  // dtype, which the view lacks. On a GPU the owner knows of pack_streams(), and nobody overwrites
-  // the gradient before its packs.
+  // dtype, which the view lacks. On a GPU the owner frees it in the order of the caller's stream,
+  // and nobody overwrites the gradient before it is packed.
   void gradient_of(int parameter, StridedView gradient, pybind11::object owner);
   // A microbatch with sync="none" waits for nobody within a step: it begins and ends on the calling
   // thread, without the one that keeps this thread free for Ctrl-C. Only a fault in it would wait,

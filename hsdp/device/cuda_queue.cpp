@@ -158,12 +158,11 @@ class CudaQueue : public Stream::Queue {
 
   [[nodiscard]] Device device() const override { return device_; }
   [[nodiscard]] void* native_handle() const override { return stream_; }
-
- private:
-  void require_no_capture() const {
+  void require_no_capture() const override {
     if (!owned_) hsdp::require_no_capture(device_, stream_);
   }
 
+ private:
   Device device_;
   cudaStream_t stream_;
   bool owned_;

@@ -31,6 +31,7 @@ class Stream {
     virtual void synchronize() = 0;
     [[nodiscard]] virtual Device device() const = 0;
     [[nodiscard]] virtual void* native_handle() const { return nullptr; }
+    virtual void require_no_capture() const {}
   };
 
   explicit Stream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
@@ -56,6 +57,10 @@ class Stream {
   // What a task of this stream hands to library calls that take a Stream: inline on a host worker,
   // whose thread the task already has; the stream itself where work is only enqueued (CUDA).
   [[nodiscard]] Stream inside_task() const;
+
+  // UsageError while a CUDA graph is captured from a borrowed stream; every other call says so,
+  // too.
+  void require_no_capture() const { queue_->require_no_capture(); }
 
   [[nodiscard]] Device device() const { return queue_->device(); }
   [[nodiscard]] void* native_handle() const { return queue_->native_handle(); }

@@ -52,8 +52,51 @@ void* output_at(const CastAndPack& args, std::int64_t position) {
          position * static_cast<std::int64_t>(size_bytes(args.out_dtype));
 }
 
+// The first half of a pack with a base: what joins it, in fp32.
+RowPass pass_before_base(const CastAndPack& args, const void* const& source, void* const& sums,
+                         std::int64_t position) {
+  RowPass pass = pass_of(args, source, sums, position);
+  pass.steps = {};
+  pass.out_dtype = Dtype::kF32;
+  return pass;
+}
+
+RowPass pass_onto_base(const CastAndPack& args, const void* const& sums, void* const& out,
+                       std::int64_t position) {
+  RowPass pass = pass_of(args, nullptr, out, position);
+  pass.rows = std::span(&sums, 1);
+  pass.row_dtype = Dtype::kF32;
+  pass.add = static_cast<const float*>(args.base) + position;
+  pass.add_dtype = Dtype::kF32;
+  return pass;
+}
+
+// In pieces, which stay in an L1 cache between the halves.
+void pack_run_with_base(const CastAndPack& args, const std::byte* source, std::int64_t position,
+                        std::int64_t count) {
+  constexpr std::int64_t kPiece = 2048;
+  std::array<float, kPiece> piece;  // NOLINT(*-member-init): written before it is read
+  void* const written = piece.data();
+  const void* const read = written;
+  for (std::int64_t done = 0; done < count; done += kPiece) {
+    const void* const from =
+        source == nullptr
+            ? nullptr
+            : source + done * static_cast<std::int64_t>(size_bytes(args.gradient->dtype));
+    void* const out = output_at(args, position + done);
+    RowPass before = pass_before_base(args, from, written, position + done);
+    RowPass onto = pass_onto_base(args, read, out, position + done);
+    before.count = onto.count = std::min(kPiece, count - done);
+    run(before);
+    run(onto);
+  }
+}
+
 void pack_run(const CastAndPack& args, const void* source, std::int64_t position,
               std::int64_t count) {
+  if (args.base != nullptr) {
+    return pack_run_with_base(args, static_cast<const std::byte*>(source), position, count);
+  }
   void* const out = output_at(args, position);
   RowPass pass = pass_of(args, source, out, position);
   pass.count = count;
@@ -126,8 +169,8 @@ void pack_panel(const CastAndPack& args, const Panel& panel) {
 }
 
 bool is_copy(const CastAndPack& args) {
-  return args.add == nullptr && args.exponent == 0 && !args.streaming_stores &&
-         args.gradient->dtype == args.out_dtype;
+  return args.add == nullptr && args.base == nullptr && args.exponent == 0 &&
+         !args.streaming_stores && args.gradient->dtype == args.out_dtype;
 }
 
 std::int64_t offset_of(const StridedView& view, std::int64_t index) {
@@ -211,6 +254,15 @@ void cast_and_pack_reference(const CastAndPack& args) {
     }
     void* const out = output_at(args, i);
     RowPass pass = pass_of(args, source, out, i);
+    float sum = 0.0F;
+    void* const written = &sum;
+    const void* const read = &sum;
+    if (args.base != nullptr) {
+      RowPass before = pass_before_base(args, source, written, i);
+      before.count = 1;
+      run_scalar(before);
+      pass = pass_onto_base(args, read, out, i);
+    }
     pass.count = 1;
     run_scalar(pass);
   }

@@ -2,9 +2,11 @@
 //
 //   v   = decode(gradient[begin + i])         row-major logical order
 //   v   = decode(add[i]) + v                  when `add` is given (fp32 addition)
+//   v   = base[i] + v                         when `base` is given, too
 //   out = round(v * 2^-exponent, out_dtype)
 //
-// With `add == out` this is local accumulation. Rounds once, to nearest even.
+// With `add == out` this is local accumulation. Rounds once, to nearest even. `add` and `base` may
+// alias `out` exactly.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +21,9 @@ struct CastAndPack {
   const StridedView* gradient = nullptr;  // nullptr: zeros (a missing gradient)
   std::int64_t begin = 0;                 // first element, in row-major logical order
   std::int64_t count = 0;
-  const void* add = nullptr;  // `count` elements of add_dtype, may alias `out` exactly
+  const void* add = nullptr;  // `count` elements of add_dtype
   Dtype add_dtype = Dtype::kF32;
+  const void* base = nullptr;  // `count` f32 elements
   int exponent = 0;
   Dtype out_dtype = Dtype::kF32;
   void* out = nullptr;

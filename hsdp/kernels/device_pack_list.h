@@ -22,12 +22,13 @@ struct PackKind {
 struct PackItem {
   const void* gradient = nullptr;  // nullptr: zeros
   const void* add = nullptr;       // nullptr: nothing
+  const void* base = nullptr;      // as `add`
   void* out = nullptr;
   std::uint32_t count = 0;
   std::uint32_t first_unit = 0;  // of the launch; a unit is what a block packs at once
 };
 
-constexpr int kMostPackItems = 124;  // with the rest, within the 4 KiB of a kernel's arguments
+constexpr int kMostPackItems = 99;  // with the rest, within the 4 KiB of a kernel's arguments
 
 template <int kElementBytes>
 struct PackListBody {
@@ -43,7 +44,7 @@ struct PackListBody {
 
   // Of an item of so many elements; its first group may begin before it, to lie aligned.
   [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t units_of(std::int64_t count) {
-    const std::int64_t groups = (count + 2 * kGroupElements - 2) / kGroupElements;
+    const std::int64_t groups = (count + std::int64_t{2} * kGroupElements - 2) / kGroupElements;
     return (groups + kUnitGroups - 1) / kUnitGroups;
   }
 
@@ -73,6 +74,7 @@ struct PackListBody {
     pass.row_dtype = kind.dtype;
     pass.add = item.add;
     pass.add_dtype = kind.add_dtype;
+    pass.base = item.base;
     pass.steps.result_scale = kind.scale;
     pass.outs[0] = item.out;
     pass.out_count = 1;
@@ -88,14 +90,14 @@ struct PackListBody {
     RawBytes<kElementBytes * kGroupElements> raw[kAtOnce];
     HSDP_UNROLL
     for (int k = 0; k < kAtOnce; ++k) {
-      const std::int64_t begin = begin_of(first_group + k * Block::kThreads, past);
+      const std::int64_t begin = begin_of(first_group + std::int64_t{k} * Block::kThreads, past);
       if (source != nullptr && is_whole(begin, pass)) {
         raw[k] = load_raw<kElementBytes * kGroupElements>(source + begin * kElementBytes);
       }
     }
     HSDP_UNROLL
     for (int k = 0; k < kAtOnce; ++k) {
-      const std::int64_t begin = begin_of(first_group + k * Block::kThreads, past);
+      const std::int64_t begin = begin_of(first_group + std::int64_t{k} * Block::kThreads, past);
       if (is_whole(begin, pass)) {
         finish_group(pass, begin,
                      source != nullptr ? decode_raw<kElementBytes>(raw[k], kind.dtype) : Group{});

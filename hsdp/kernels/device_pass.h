@@ -29,6 +29,7 @@ struct DevicePass {
   float send_scale = 1.0F;
   const void* add = nullptr;
   Dtype add_dtype = Dtype::kF32;
+  const void* base = nullptr;  // f32: then the sums are those of the rows and `add`
   ElementSteps steps;
   void* outs[kMostOuts] = {};
   int out_count = 0;
@@ -45,16 +46,24 @@ struct DevicePass {
 // From the sums of the rows to the outputs, for the group or the element at `begin`; returns the
 // largest magnitude_bits().
 HSDP_HOST_DEVICE inline std::uint32_t finish_group(const DevicePass& pass, std::int64_t begin,
-                                                   const Group& sums) {
+                                                   Group sums) {
   Group add{};
   if (pass.add != nullptr) {
     add = load_group(at_element(pass.add, begin, pass.add_dtype), pass.add_dtype);
   }
+  if (pass.base != nullptr) {
+    if (pass.add != nullptr) {
+      HSDP_UNROLL
+      for (int i = 0; i < kGroupElements; ++i) sums.values[i] = add.values[i] + sums.values[i];
+    }
+    add = load_group(at_element(pass.base, begin, Dtype::kF32), Dtype::kF32);
+  }
+  const bool has_add = pass.add != nullptr || pass.base != nullptr;
   Group results;
   std::uint32_t largest = 0;
   HSDP_UNROLL
   for (int i = 0; i < kGroupElements; ++i) {
-    results.values[i] = finish(sums.values[i], pass.add != nullptr, add.values[i], pass.steps);
+    results.values[i] = finish(sums.values[i], has_add, add.values[i], pass.steps);
     const std::uint32_t magnitude = magnitude_bits(results.values[i]);
     largest = magnitude > largest ? magnitude : largest;
   }
@@ -66,8 +75,12 @@ HSDP_HOST_DEVICE inline std::uint32_t finish_group(const DevicePass& pass, std::
 
 HSDP_HOST_DEVICE inline std::uint32_t finish_element(const DevicePass& pass, std::int64_t i,
                                                      float sum) {
-  const float add = pass.add == nullptr ? 0.0F : decode(pass.add, i, pass.add_dtype);
-  const float result = finish(sum, pass.add != nullptr, add, pass.steps);
+  float add = pass.add == nullptr ? 0.0F : decode(pass.add, i, pass.add_dtype);
+  if (pass.base != nullptr) {
+    if (pass.add != nullptr) sum = add + sum;
+    add = decode(pass.base, i, Dtype::kF32);
+  }
+  const float result = finish(sum, pass.add != nullptr || pass.base != nullptr, add, pass.steps);
   for (int o = 0; o < pass.out_count; ++o) encode(result, pass.outs[o], i, pass.out_dtype);
   return magnitude_bits(result);
 }

@@ -169,6 +169,8 @@ PackPlan plan_pack(const CastAndPack& args) {
   PackPlan plan;
   plan.pass = plan_pass(pass, nullptr);
   plan.pass.row_dtype = view.dtype;
+  require_alignment(args.base, Dtype::kF32);
+  plan.pass.base = args.base;
   plan.gradient = static_cast<const char*>(view.data) + window.source * element_bytes;
   const std::size_t row = closest(window.dimensions);
   plan.tiled = row + 1 < window.dimensions.size();

@@ -39,17 +39,19 @@ void PackQueue::add(const CastAndPack& args) {
   const void* const data = gradient != nullptr ? at(gradient->data, args.begin, dtype) : nullptr;
   require_alignment(data, dtype);
   require_alignment(args.add, args.add_dtype);
+  require_alignment(args.base, Dtype::kF32);
   require_alignment(args.out, args.out_dtype);
   std::vector<PackItem>& items = items_of({.dtype = dtype,
                                            .add_dtype = args.add_dtype,
                                            .out_dtype = args.out_dtype,
                                            .scale = power_of_two(-args.exponent)});
   for (std::int64_t done = 0; done < args.count; done += kMostElements) {
-    items.push_back({.gradient = at(data, done, dtype),
-                     .add = at(args.add, done, args.add_dtype),
-                     .out = at_element(args.out, done, args.out_dtype),
-                     .count = static_cast<std::uint32_t>(
-                         std::min(kMostElements, args.count - done))});
+    items.push_back(
+        {.gradient = at(data, done, dtype),
+         .add = at(args.add, done, args.add_dtype),
+         .base = at(args.base, done, Dtype::kF32),
+         .out = at_element(args.out, done, args.out_dtype),
+         .count = static_cast<std::uint32_t>(std::min(kMostElements, args.count - done))});
   }
 }
 
@@ -61,9 +63,10 @@ std::vector<PackItem>& PackQueue::items_of(const PackKind& kind) {
 
 bool PackQueue::writes(const void* out) const {
   const auto writes_it = [out](const auto& one) { return one.out == out; };
-  return std::ranges::any_of(lists_, [&](const List& list) {
-           return std::ranges::any_of(list.items, writes_it);
-         }) || std::ranges::any_of(strided_, writes_it, &Strided::args);
+  return std::ranges::any_of(
+             lists_,
+             [&](const List& list) { return std::ranges::any_of(list.items, writes_it); }) ||
+         std::ranges::any_of(strided_, writes_it, &Strided::args);
 }
 
 bool PackQueue::is_full() const {

@@ -78,7 +78,7 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
 }
 
 bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner owner,
-                       const Event& produced) {
+                       const ValidAfter& valid) {
   const auto p = static_cast<std::size_t>(parameter);
   Lock lock(mutex_);
   if (!open_) return true;  // another thread has dropped the step
@@ -87,7 +87,7 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
   ++arrived_[p];
   present_[p] = '1';
   if (!accumulates(parameter)) {
-    kept_[p] = {gradient, std::move(owner), produced, false, 0, 0};
+    kept_[p] = {gradient, std::move(owner), valid, false, 0, 0};
     if (plan_->packs_late) {
       retain(kept_[p]);
     } else {
@@ -95,33 +95,34 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
     }
     return true;
   }
-  add_locally(lock, parameter, gradient, owner, produced);
+  add_locally(lock, parameter, gradient, owner, valid);
   if (open_) {
     // Another thread may have counted its gradient and not have added it yet.
     const bool is_complete = ++added_[p] == most;
     const bool sends = group_of(parameter).sync != Sync::kNone && !plan_->packs_late;
-    if (is_complete && sends) accept_sum(lock, parameter, false, packs_.record(kNoSlot));
+    if (is_complete && sends) accept_sum(lock, parameter, false);
   }
   wake_waiter();
   return true;
 }
 
-void Collector::accept_sum(Lock& lock, int parameter, bool hole, const Event& produced) {
+void Collector::accept_sum(Lock& lock, int parameter, bool hole) {
   static const StridedView kNothing;
-  kept_[static_cast<std::size_t>(parameter)] = {kNothing, {}, produced, hole, 0, 0};
+  kept_[static_cast<std::size_t>(parameter)] = {kNothing, {}, {}, hole, 0, 0};
   accept(lock, parameter);
 }
 
 void Collector::add_locally(Lock& lock, int parameter, const StridedView& gradient,
-                            const GradientOwner& owner, const Event& produced) {
+                            const GradientOwner& owner, const ValidAfter& valid) {
   const bool may_repeat = plan_->intake.most != 1;
-  run_unlocked(lock, [&] {
+  run(lock, [&] {
     Lock repeats(repeats_mutex_, std::defer_lock);
     if (may_repeat) repeats.lock();
-    packs_.wait(kNoSlot, produced);
+    packs_.wait(PackStreams::kSums, valid);
     accumulate(parameter, {&gradient, {}, false});
-    packs_.hold(owner);
+    packs_.hold(PackStreams::kSums, owner);
   });
+  launch_packs(lock, PackStreams::kSums, false);
 }
 
 void Collector::accumulate(int parameter, const Contribution& contribution) {
@@ -129,24 +130,34 @@ void Collector::accumulate(int parameter, const Contribution& contribution) {
   Contribution whole = contribution;
   const TensorView accumulator = memory_.accumulator(parameter);
   if (accumulated_[p] != 0) whole.accumulated = accumulator;
-  add_to_accumulator(whole, accumulator, packs_.of(kNoSlot));
+  kernels::PackQueue& queue = packs_.queue(PackStreams::kSums);
+  if (queue.writes(accumulator.data)) packs_.launch(PackStreams::kSums);
+  add_to_accumulator(whole, accumulator, queue);
   accumulated_[p] = 1;
 }
 
-void Collector::run_unlocked(Lock& lock, const std::function<void()>& pack) {
+void Collector::run(Lock& lock, const std::function<void()>& pack) {
+  const bool unlocks = packs_.on_host();
   ++in_flight_;
-  lock.unlock();
+  if (unlocks) lock.unlock();
   std::exception_ptr error;
   try {
     pack();
   } catch (...) {
     error = std::current_exception();
   }
+  if (error && !unlocks) lock.unlock();
   // Told after the handler, when this thread holds no share of the exception any more.
-  if (error && !outcome_.note_fault(error)) outcome_.fail(std::move(error));
-  lock.lock();
+  const bool is_failure = error && !outcome_.note_fault(error);
+  if (is_failure) outcome_.fail(std::move(error));
+  if (!lock.owns_lock()) lock.lock();
   --in_flight_;
   if (awaits_quiet_ && in_flight_ == 0) changed_.notify_all();
+}
+
+void Collector::launch_packs(Lock& lock, int place, bool nothing_to_come) {
+  if (packs_.on_host()) return;
+  if (nothing_to_come || packs_.queue(place).is_full()) run(lock, [&] { packs_.launch(place); });
 }
 
 // Packs what can be packed of a parameter whose contribution stands in kept_, keeps the rest.
@@ -161,11 +172,13 @@ void Collector::accept(Lock& lock, int parameter) {
     const StridedView gradient = kept.gradient;
     const Contribution contribution = contribution_of(parameter, gradient);
     const bool adds = buckets.count() > 0 && plan_->arithmetic(layout_, buckets.first).adds_carry;
-    run_unlocked(lock, [&, produced = kept.produced] {
-      packs_.wait(kNoSlot, produced);
-      add_to_carry(contribution, adds, memory_.slice_carry(parameter), packs_.of(kNoSlot));
+    run(lock, [&, valid = kept.valid, owner = kept.owner] {
+      packs_.wait(kNoSlot, valid);
+      if (contribution.accumulated.data != nullptr) packs_.wait_for_sums(kNoSlot);
+      add_to_carry(contribution, adds, memory_.slice_carry(parameter), packs_.queue(kNoSlot));
+      packs_.hold(kNoSlot, owner);
     });
-    for (int b = buckets.first; b < buckets.end; ++b) piece_packed({parameter, b});
+    for (int b = buckets.first; b < buckets.end; ++b) piece_packed(lock, {parameter, b});
     launch_complete();
     wake_waiter();
     return;
@@ -186,11 +199,11 @@ void Collector::add_what_waits(Lock& lock, int parameter) {
   }
   if (!waits) return;
   const Kept kept = kept_[p];
-  add_locally(lock, parameter, kept.gradient, kept.owner, kept.produced);
+  add_locally(lock, parameter, kept.gradient, kept.owner, kept.valid);
   if (!open_) return;  // dropped meanwhile
   kept_[p].gradient = {};
   kept_[p].owner = {};
-  kept_[p].produced = packs_.record(kNoSlot);
+  kept_[p].valid = {};
 }
 
 void Collector::pack_pieces(Lock& lock, int parameter) {
@@ -206,11 +219,32 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
       now.push_back({parameter, b});
     } else {
       state.waiting.push_back(parameter);
+      if (static_cast<int>(state.waiting.size()) == state.unpacked) fix_valid(lock, state);
       waits = true;
     }
   }
   if (waits) retain(kept_[p]);
   for (const Piece& piece : now) pack(lock, piece);
+}
+
+// A stream may have much more work by the time there is a slot.
+void Collector::fix_valid(Lock& lock, const BucketState& state) {
+  if (packs_.on_host()) return;
+  run(lock, [&] {
+    std::vector<ValidAfter> fixed;
+    for (const int parameter : state.waiting) {
+      ValidAfter& valid = kept_[static_cast<std::size_t>(parameter)].valid;
+      if (valid.event || !valid.stream) continue;
+      auto found = std::ranges::find_if(
+          fixed, [&](const ValidAfter& one) { return one.stream->same_queue(*valid.stream); });
+      if (found == fixed.end()) {
+        fixed.push_back(valid);
+        found = fixed.end() - 1;
+        found->event = found->stream->record();
+      }
+      valid.event = found->event;
+    }
+  });
 }
 
 void Collector::retain(Kept& kept) {
@@ -233,22 +267,25 @@ Contribution Collector::contribution_of(int parameter, const StridedView& gradie
 
 void Collector::pack(Lock& lock, Piece piece) {
   const auto p = static_cast<std::size_t>(piece.parameter);
-  const BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
+  BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
   const int slot = state.slot;
   const TensorView staging = memory_.staging(slot, piece.bucket);
   const std::vector<BucketSegment>& segments = segments_[static_cast<std::size_t>(slot)];
   const int exponent = plan_->arithmetic(layout_, piece.bucket).row_exponent;
   const StridedView gradient = kept_[p].gradient;
   const Contribution contribution = contribution_of(piece.parameter, gradient);
-  run_unlocked(lock, [&, i = first_segment_[p], free = state.slot_free,
-                      produced = kept_[p].produced]() mutable {
+  run(lock, [&, i = first_segment_[p], free = state.slot_free, valid = kept_[p].valid,
+             owner = kept_[p].owner]() mutable {
     packs_.wait(slot, free);
-    packs_.wait(slot, produced);
+    packs_.wait(slot, valid);
+    if (contribution.accumulated.data != nullptr) packs_.wait_for_sums(slot);
     for (; i < segments.size() && segments[i].parameter == piece.parameter; ++i) {
-      pack_segment(contribution, segments[i], exponent, staging, packs_.of(slot));
+      pack_segment(contribution, segments[i], exponent, staging, packs_.queue(slot));
     }
+    packs_.hold(slot, owner);
+    if (!packs_.on_host()) state.slot_free = {};  // its stream has waited, for all that come
   });
-  piece_packed(piece);
+  piece_packed(lock, piece);
   launch_complete();
   wake_waiter();
 }
@@ -302,14 +339,16 @@ void Collector::slot_free(int slot, const Event& free) {
   if (!leaves_packing_to_caller()) pack_ready(lock);
 }
 
-void Collector::piece_packed(Piece piece) {
+void Collector::piece_packed(Lock& lock, Piece piece) {
+  BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
+  // Before anybody is told that all is packed.
+  if (open_) launch_packs(lock, state.slot, state.unpacked == 1);
   if (!open_) return;  // dropped while the pack was in flight
-  --states_[static_cast<std::size_t>(piece.bucket)].unpacked;
+  --state.unpacked;
   --unpacked_;
   Kept& kept = kept_[static_cast<std::size_t>(piece.parameter)];
   if (--kept.unpacked_pieces == 0) {
     retained_bytes_ -= kept.bytes;
-    packs_.hold(kept.owner);
     kept = {};
   }
 }
@@ -354,7 +393,6 @@ void Collector::set_counts_of(std::shared_ptr<const MicrobatchPlan> plan) {
 }
 
 void Collector::fill_holes() {
-  packs_.join();
   for (int parameter = 0; parameter < parameters_.size(); ++parameter) {
     const auto p = static_cast<std::size_t>(parameter);
     const GroupPlan& group = group_of(parameter);
@@ -364,7 +402,7 @@ void Collector::fill_holes() {
     if (group.sync == Sync::kNone) {
       if (!hole) continue;
       arrived_[p] = 1;
-      run_unlocked(lock, [&] { accumulate(parameter, {nullptr, {}, true}); });
+      run(lock, [&] { accumulate(parameter, {nullptr, {}, true}); });
       continue;
     }
     if (accepted_[p] != 0) continue;
@@ -375,6 +413,24 @@ void Collector::fill_holes() {
       accept_sum(lock, parameter, hole || accumulated_[p] == 0);
     }
   }
+  Lock lock(mutex_);
+  run(lock, [&] { packs_.launch_all(); });
+}
+
+Event Collector::packed() {
+  const std::scoped_lock lock(mutex_);
+  return packs_.record_all();
+}
+
+std::vector<Event> Collector::record_packs() {
+  const std::scoped_lock lock(mutex_);
+  return packs_.record_each();
+}
+
+void Collector::wait_for(const Event& event) {
+  if (packs_.on_host()) return event.wait();
+  const std::scoped_lock lock(mutex_);
+  packs_.wait_on_all(event);
 }
 
 void Collector::pack_until(const std::function<bool()>& done) {
@@ -435,6 +491,7 @@ std::vector<int> Collector::drop() {
   }
   std::vector<Kept> kept(kept_.size());
   kept.swap(kept_);
+  const std::vector<GradientOwner> queued = packs_.forget();
   for (const Kept& one : kept) retained_bytes_ -= one.bytes;
   next_slot_ = next_launch_ = order_.size();
   lock.unlock();

@@ -50,10 +50,9 @@ class Collector {
   // Opens a microbatch.
   void begin(std::shared_ptr<const MicrobatchPlan> plan);
 
-  // False when that parameter has all the gradients that it may get; nothing changed then. The
-  // gradient is read after `produced`.
+  // False when that parameter has all the gradients that it may get; nothing changed then.
   [[nodiscard]] bool arrive(int parameter, const StridedView& gradient, GradientOwner owner,
-                            const Event& produced);
+                            const ValidAfter& valid);
 
   [[nodiscard]] std::vector<int> missing() const;
   [[nodiscard]] bool any_arrived() const;  // in this microbatch
@@ -84,16 +83,15 @@ class Collector {
 
   void slot_free(int slot, const Event& free);
   // Completes when every gradient so far was read.
-  [[nodiscard]] Event packed() { return packs_.record_all(); }
-  [[nodiscard]] const std::vector<Stream>& pack_streams() const { return packs_.all(); }
+  [[nodiscard]] Event packed();
   // Lets go of gradients that the GPU reads before `packs`, events of record_packs(). Waits.
   void let_go_of_read(const std::vector<Event>& packs) { packs_.reap_after(packs); }
-  [[nodiscard]] std::vector<Event> record_packs() { return packs_.record_each(); }
+  [[nodiscard]] std::vector<Event> record_packs();
   // Packs of the next microbatch come after `event`.
-  void wait_for(const Event& event) { packs_.wait_on_all(event); }
-  // Blocks until the device has packed and added everything so far.
+  void wait_for(const Event& event);
+  // Between microbatches. Blocks until the device has packed and added everything so far.
   void wait_idle() { packs_.wait_idle(); }
-  // That parameter's local sum: valid on the stream of what arrives next. None: nothing was added.
+  // That parameter's local sum, valid after packed(). None: nothing was added.
   [[nodiscard]] std::optional<TensorView> local_sum(int parameter) const;
   void notify();
 
@@ -104,7 +102,7 @@ class Collector {
   struct Kept {
     StridedView gradient;
     GradientOwner owner;
-    Event produced;
+    ValidAfter valid;
     bool hole = false;
     std::int64_t unpacked_pieces = 0;
     std::int64_t bytes = 0;
@@ -139,23 +137,27 @@ class Collector {
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
   void accept(Lock& lock, int parameter);
-  // Its local sum, or nothing, is all there is; after `produced`.
-  void accept_sum(Lock& lock, int parameter, bool hole, const Event& produced = {});
+  // Its local sum, or nothing, is all there is.
+  void accept_sum(Lock& lock, int parameter, bool hole);
   // Counts it as a gradient that is kept by reference.
   void retain(Kept& kept);
-  // Runs `pack` without the lock; an error is a fault of the open microbatch, or ends the world
-  // when this rank has told the others that all is well.
-  void run_unlocked(Lock& lock, const std::function<void()>& pack);
+  // Runs `pack`, on the host without the lock: it is long there. An error is a fault of the open
+  // microbatch, or ends the world when this rank has told the others that all is well.
+  void run(Lock& lock, const std::function<void()>& pack);
+  // On a GPU packs what is queued in that place, when nothing is to come or there is enough.
+  void launch_packs(Lock& lock, int place, bool nothing_to_come);
+  // A bucket without a slot that has all its gradients waits for no later work of their streams.
+  void fix_valid(Lock& lock, const BucketState& state);
   void accumulate(int parameter, const Contribution& contribution);
   // A fresh gradient, without the lock.
   void add_locally(Lock& lock, int parameter, const StridedView& gradient,
-                   const GradientOwner& owner, const Event& produced);
+                   const GradientOwner& owner, const ValidAfter& valid);
   // A gradient that waits for a slot joins its local sum, where that gives the same bits.
   void add_what_waits(Lock& lock, int parameter);
   void pack_pieces(Lock& lock, int parameter);
   void pack_ready(Lock& lock);
   void pack(Lock& lock, Piece piece);
-  void piece_packed(Piece piece);
+  void piece_packed(Lock& lock, Piece piece);
   void assign_slots();
   void launch_complete();
   [[nodiscard]] bool accumulates(int parameter) const;

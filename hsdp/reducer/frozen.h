@@ -56,7 +56,7 @@ class Frozen {
   std::optional<BucketLayout> layout_;
   std::optional<GradientMemory> memory_;
   ScratchReserve scratch_;
-  std::array<Flag, 4> flags_;  // a step's, and those of steps before it that are read yet
+  std::array<Flag, 4> flags_;    // a step's, and those of steps before it that are read yet
   std::optional<HopOwner> hop_;  // where there are several replicas
   std::optional<BucketPipeline> pipeline_;
   std::optional<Collector> collector_;

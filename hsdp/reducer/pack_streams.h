@@ -1,18 +1,25 @@
 // Where gradients are packed: on the calling thread on the host, on streams of their own on a GPU,
-// one per staging slot, so that a pack that waits for its slot does not hold up the other slot's.
+// one for each staging slot and one for local sums, so that a pack that waits for its slot does not
+// hold up the others.
 //
-// Thread-safe. Nothing here waits for a GPU, but wait_idle(). On the host everything is complete
-// when it returns, and all of this costs nothing.
+// On a GPU what is queued there is packed by launch(), many gradients at once. Calls come from one
+// thread at a time, but for reap_after(), wait_idle() and, on the host, queue(). Nothing here waits
+// for a GPU, but wait_idle(). On the host everything is complete when it returns, and all of this
+// costs nothing.
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/in_flight.h"
 #include "hsdp/device/stream.h"
+#include "hsdp/kernels/pack_queue.h"
 #include "hsdp/reducer.h"
+#include "hsdp/reducer/gradient_memory.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp::reducer {
@@ -23,44 +30,93 @@ struct GradientOwner {
   KeptUntil until = KeptUntil::kRead;
 };
 
+// When several gradients are valid.
+class AllValid {
+ public:
+  void add(const ValidAfter& valid);
+  // The events to wait for, those of streams as of now.
+  [[nodiscard]] std::vector<Event> events() const;
+  [[nodiscard]] std::vector<Stream> streams() const;
+
+ private:
+  struct Source {
+    Stream stream;
+    bool has_event;  // that stands for what it had
+  };
+  std::vector<Source> sources_;
+  std::vector<Event> events_;
+};
+
 class PackStreams {
  public:
+  // A place beside the slots; kNoSlot: what goes straight into the carry.
+  static constexpr int kSums = -2;
+
   // Waits are the world's: they throw when it has ended and an event never comes.
   PackStreams(Device device, Communicator world);
   ~PackStreams();  // after the packs, whatever went wrong
   PackStreams(const PackStreams&) = delete;
   PackStreams& operator=(const PackStreams&) = delete;
 
-  // `slot` < 0: work that is for no slot.
-  [[nodiscard]] const Stream& of(int slot) const { return streams_[index(slot)]; }
-  // Later packs for that slot come after `event`; on the host the caller waits for it.
-  void wait(int slot, const Event& event);
+  [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
+  [[nodiscard]] kernels::PackQueue& queue(int place) { return lane(place).queue; }
+  [[nodiscard]] const Stream& stream(int place) const { return lane(place).stream; }
+  // What is queued there from now on is packed after that; on the host the caller waits for it.
+  void wait(int place, const Event& event);
   void wait_on_all(const Event& event);
-  // What was enqueued so far for that slot, and for all.
-  [[nodiscard]] Event record(int slot);
-  [[nodiscard]] Event record_all();
-  // Whatever comes next comes after everything so far.
-  void join();
-  // Keeps a gradient's memory until the packs enqueued so far have read it, where its owner does
-  // not see to that.
-  void hold(const GradientOwner& owner);
-  // Each stream's own end so far; none on the host. reap_after() waits for them and lets go of what
-  // was read.
+  void wait(int place, const ValidAfter& valid);
+  // Or after the local sums so far.
+  void wait_for_sums(int place);
+  // Keeps a gradient's memory until what is queued there has read it.
+  void hold(int place, const GradientOwner& owner);
+
+  // Packs what is queued there.
+  void launch(int place);
+  // Forgets what is queued. Its owners, to die when the packs that were launched are done.
+  [[nodiscard]] std::vector<GradientOwner> forget();
+  // What was launched so far: there, and on each stream (none on the host).
+  [[nodiscard]] Event record(int place);
   [[nodiscard]] std::vector<Event> record_each();
+  // Launches everything and records it.
+  [[nodiscard]] Event record_all();
+  // Whatever is launched next comes after everything so far.
+  void join();
+  void launch_all();
+  // Waits, and lets go of what was read.
   void reap_after(const std::vector<Event>& packs);
-  [[nodiscard]] const std::vector<Stream>& all() const { return streams_; }
-  void wait_idle() noexcept;
+  void wait_idle() noexcept;  // for what was launched
 
  private:
-  [[nodiscard]] std::size_t index(int slot) const {
-    return slot < 0 ? 0 : static_cast<std::size_t>(slot) % streams_.size();
+  struct Lane {
+    Stream stream;
+    kernels::PackQueue queue;
+    AllValid valid{};  // what is queued
+    bool after_sums = false;
+    std::vector<GradientOwner> owners{};
+  };
+  // What was launched together, whose owners free it in the order of `streams`.
+  struct Launched {
+    Event packed;
+    std::vector<Stream> streams;
+    std::vector<GradientOwner> owners;
+  };
+  [[nodiscard]] Lane& lane(int place) { return lanes_[index(place)]; }
+  [[nodiscard]] const Lane& lane(int place) const { return lanes_[index(place)]; }
+  [[nodiscard]] std::size_t index(int place) const {
+    if (on_host() || place == kNoSlot) return 0;
+    return place == kSums ? kStagingSlots : static_cast<std::size_t>(place);
   }
-  [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
+  // When they may die, of gradients that were launched on a stream and come from others.
+  void let_go(std::vector<GradientOwner> owners, Stream& packed_on,
+              const std::vector<Stream>& streams);
+  void reap();
 
   Device device_;
   Communicator world_;
-  std::vector<Stream> streams_;
+  std::vector<Lane> lanes_;
   InFlight in_flight_;
+  std::mutex mutex_;
+  std::deque<Launched> launched_;
 };
 
 }  // namespace hsdp::reducer

@@ -1,8 +1,5 @@
 #include "hsdp/reducer/packing.h"
 
-#include <algorithm>
-
-#include "hsdp/device/scratch.h"
 #include "hsdp/kernels/cast_and_pack.h"
 
 namespace hsdp::reducer {
@@ -10,15 +7,6 @@ namespace {
 
 // Larger packs are written around the cache: the reader is another rank, later.
 constexpr std::int64_t kStreamingBytes = std::int64_t{4} << 20;
-// Elements of the scratch that holds (local sum + fresh) before it joins the carry: fits L1, and on
-// a GPU its L2.
-constexpr std::int64_t kHostElements = 2048;
-constexpr std::int64_t kDeviceElements = std::int64_t{1} << 22;
-
-std::int64_t piece_of_carry(std::int64_t count, Device device) {
-  return std::min(count, device.type == DeviceType::kHost ? kHostElements : kDeviceElements);
-}
-
 StridedView flat_view(TensorView view) {
   return {view.data, view.dtype, view.device, {view.count}, {}};
 }
@@ -45,16 +33,16 @@ kernels::CastAndPack pack_of(const Contribution& contribution, std::int64_t begi
 }  // namespace
 
 void add_to_accumulator(const Contribution& contribution, TensorView accumulator,
-                        const Stream& stream) {
+                        kernels::PackQueue& queue) {
   StridedView local_view;
   kernels::CastAndPack args = pack_of(contribution, 0, accumulator.count, local_view);
   args.out = accumulator.data;
   args.out_dtype = accumulator.dtype;
-  kernels::cast_and_pack(args, stream);
+  queue.add(args);
 }
 
 void pack_segment(const Contribution& contribution, const BucketSegment& segment, int exponent,
-                  TensorView staging, const Stream& stream) {
+                  TensorView staging, kernels::PackQueue& queue) {
   StridedView local_view;
   kernels::CastAndPack args = pack_of(contribution, segment.flat_offset, segment.count, local_view);
   const TensorView out = staging.slice(segment.bucket_offset, segment.count);
@@ -62,45 +50,23 @@ void pack_segment(const Contribution& contribution, const BucketSegment& segment
   args.out = out.data;
   args.out_dtype = out.dtype;
   args.streaming_stores = static_cast<std::int64_t>(out.size_in_bytes()) >= kStreamingBytes;
-  kernels::cast_and_pack(args, stream);
+  queue.add(args);
 }
 
-std::size_t add_to_carry_scratch(std::int64_t count, Device device) {
-  return static_cast<std::size_t>(piece_of_carry(count, device)) * sizeof(float);
-}
-
+// Order of rule 5: the row first, then the carry.
 void add_to_carry(const Contribution& contribution, bool accumulate, TensorView carry,
-                  const Stream& stream) {
+                  kernels::PackQueue& queue) {
   StridedView local_view;
-  const bool two_sums = accumulate && contribution.accumulated.data != nullptr &&
-                        (contribution.fresh != nullptr || contribution.hole);
-  if (!two_sums) {
-    kernels::CastAndPack args = pack_of(contribution, 0, carry.count, local_view);
-    args.out = carry.data;
-    args.out_dtype = Dtype::kF32;
-    if (accumulate) {
-      args.add = carry.data;
-      args.add_dtype = Dtype::kF32;
-    }
-    kernels::cast_and_pack(args, stream);
-    return;
+  kernels::CastAndPack args = pack_of(contribution, 0, carry.count, local_view);
+  args.out = carry.data;
+  args.out_dtype = Dtype::kF32;
+  if (accumulate && args.add != nullptr) {
+    args.base = carry.data;
+  } else if (accumulate) {
+    args.add = carry.data;
+    args.add_dtype = Dtype::kF32;
   }
-  // Order of rule 5: the row first, then the carry.
-  const std::int64_t piece = piece_of_carry(carry.count, carry.device);
-  const Scratch scratch(add_to_carry_scratch(carry.count, carry.device), stream);
-  for (std::int64_t done = 0; done < carry.count; done += piece) {
-    const std::int64_t count = std::min(piece, carry.count - done);
-    kernels::CastAndPack row = pack_of(contribution, done, count, local_view);
-    row.out = scratch.data();
-    row.out_dtype = Dtype::kF32;
-    kernels::cast_and_pack(row, stream);
-    const StridedView row_view{scratch.data(), Dtype::kF32, carry.device, {count}, {}};
-    kernels::CastAndPack sum;
-    sum.gradient = &row_view;
-    sum.count = count;
-    sum.add = sum.out = carry.slice(done, count).data;
-    kernels::cast_and_pack(sum, stream);
-  }
+  queue.add(args);
 }
 
 }  // namespace hsdp::reducer

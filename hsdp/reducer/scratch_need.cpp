@@ -5,7 +5,6 @@
 
 #include "hsdp/device/scratch.h"
 #include "hsdp/kernels/norm.h"
-#include "hsdp/reducer/packing.h"
 #include "hsdp/reducer/slice_gather.h"
 
 namespace hsdp::reducer {
@@ -20,16 +19,14 @@ std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& l
                          int shard_rank, Device device) {
   const int count = layout.parameter_count();
   std::size_t norm = 0;
-  std::size_t carry = 0;
   std::vector<FullArray> all;
   for (int p = 0; p < count; ++p) {
     norm = std::max(norm, kernels::squared_norm_scratch(layout.slice(p, shard_rank).count));
-    carry = std::max(carry, add_to_carry_scratch(parameters.count(p), device));
     all.push_back({p, {nullptr, parameters.count(p), Dtype::kF32, device}});
   }
   const std::size_t words =
       kWords * scratch_size(1) + scratch_size(sizeof(double) * static_cast<std::size_t>(count));
-  if (layout.shard_size() == 1) return words + scratch_size(norm) + scratch_size(carry);
+  if (layout.shard_size() == 1) return words + scratch_size(norm);
   return words + scratch_size(norm) +
          scratch_size(gather_scratch(layout, gather_units(layout, all, kGatherUnitBytes)));
 }

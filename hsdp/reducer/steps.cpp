@@ -408,15 +408,16 @@ void Steps::check_gradient(int parameter, const StridedView& gradient) const {
 }
 
 void Steps::gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
-                           const std::optional<Event>& produced) {
+                           const ValidAfter& valid) {
   if (ledger_.phase() == Phase::kClosed) check_usable("gradient_ready");
   outcome_.rethrow_failure("gradient_ready");
   outcome_.throw_drop();
   ledger_.require_collecting("gradient_ready");
   try {
     check_gradient(parameter, gradient);
-    if (!frozen_->collector().arrive(parameter, gradient, std::move(owner),
-                                     produced ? *produced : caller_.record())) {
+    const ValidAfter& after = valid.event || valid.stream ? valid : ValidAfter(caller_);
+    if (after.stream) after.stream->require_no_capture();
+    if (!frozen_->collector().arrive(parameter, gradient, std::move(owner), after)) {
       throw UsageError(too_many_message(parameter));
     }
   } catch (const UsageError& error) {

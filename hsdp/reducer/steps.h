@@ -44,7 +44,7 @@ class Steps {
   // `backwards`: of what the gradients that were handed over are sums.
   void end_window(std::int64_t backwards);
   void gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
-                      const std::optional<Event>& produced);
+                      const ValidAfter& valid);
   // This rank's own mistake: end_microbatch() raises it and drops the step. No-op when no
   // microbatch is open.
   void reject_gradient(std::string_view message);

@@ -24,10 +24,6 @@ class Handle:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def pack_streams(self) -> list[int]:
-        self.calls.append("pack_streams")
-        return [11, 22]
-
     def gradient_of(self, *arguments: Any) -> None:
         self.calls.append(arguments)
 
@@ -42,45 +38,31 @@ def weight() -> Any:
     )
 
 
-def gradient(handle: Handle, **changes: Any) -> Any:
+def gradient(**changes: Any) -> Any:
     """A CUDA tensor, as far as a hook looks at one."""
     fields = {
         "layout": torch.strided, "dtype": torch.bfloat16, "device": GPU, "is_cpu": False,
         "shape": SHAPE, "is_neg": lambda: False, "is_contiguous": lambda: False, "stride": lambda: (1, 4), "data_ptr": lambda: 4096,
-        "record_stream": lambda stream: handle.calls.append(stream),
     }
     return SimpleNamespace(**(fields | changes))
 
 
-@pytest.fixture
-def external_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    def external_stream(pointer: int, device: torch.device) -> tuple[int, torch.device]:
-        return pointer, device
-
-    monkeypatch.setattr(torch.cuda, "ExternalStream", external_stream)
-
-
-@pytest.mark.usefixtures("external_streams")
-def test_the_allocator_knows_who_reads_a_gradient() -> None:
+def test_a_gradient_goes_over_by_address() -> None:
     handle = Handle()
     parameter = weight()
     hook = make_hook(handle, 3, "w", parameter, HeldGradients())  # type: ignore[arg-type]
     hook(parameter)  # no gradient: nothing
     assert handle.calls == []
-    for _ in range(2):
-        parameter.grad = grad = gradient(handle)
-        hook(parameter)
-        assert parameter.grad is None
-        recorded = [(11, GPU), (22, GPU)]
-        assert handle.calls[-3:] == [*recorded, (3, 4096, (1, 4), grad)]
-    assert handle.calls.count("pack_streams") == 1
+    parameter.grad = grad = gradient()
+    hook(parameter)
+    assert parameter.grad is None
+    assert handle.calls == [(3, 4096, (1, 4), grad)]
 
 
-@pytest.mark.usefixtures("external_streams")
 def test_a_gradient_that_does_not_fit_is_refused() -> None:
     handle = Handle()
     parameter = weight()
-    parameter.grad = gradient(handle, dtype=torch.float32)
+    parameter.grad = gradient(dtype=torch.float32)
     fresh: dict[str, torch.Tensor] = {}
     hook = keeping_hook(make_hook(handle, 0, "w", parameter, HeldGradients()), "w", fresh)  # type: ignore[arg-type]
     message = "reducer: gradient of 'w': expected bfloat16, got float32"

@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -400,6 +401,42 @@ TEST(CudaReducer, AHopThatFailsLateEndsTheWorld) {
     ASSERT_EQ(hop->ends.size(), 1U);
     EXPECT_EQ(hop->ends.front().outcome, StepOutcome::kDropped);
   });
+}
+
+// Of a step with so many parameters, which are one bucket.
+std::int64_t launches_of_step(const test::MeshShape& shape, int parameter_count) {
+  std::vector<ParameterSpec> specs;
+  for (int p = 0; p < parameter_count; ++p) {
+    specs.push_back({.name = std::to_string(p), .shape = {4096 / parameter_count}});
+  }
+  const test::StepCase step =
+      test::random_step(specs, shape.size(), {Sync::kNone, Sync::kShard, Sync::kAll}, 16);
+  std::vector<test::RankResult> results(static_cast<std::size_t>(shape.size()));
+  std::int64_t launches = 0;
+  run_gpu_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    test::register_all(reducer, step);
+    Rank rank(reducer, step, mesh.rank());
+    reducer.prepare();
+    static_cast<void>(mesh.world().exchange("", "prepared"));
+    const std::int64_t before = stand_in::kernel_launches();
+    static_cast<void>(mesh.world().exchange("", "counted"));
+    rank.run_steps();
+    rank.read(results[static_cast<std::size_t>(mesh.rank())]);
+    rank.stream().synchronize();
+    static_cast<void>(reducer.found_inf());  // the last thing that a step does
+    static_cast<void>(mesh.world().exchange("", "over"));
+    if (mesh.rank() == 0) launches = stand_in::kernel_launches() - before;
+    static_cast<void>(mesh.world().exchange("", "counted again"));
+  });
+  test::expect_reference(results, step, {}, shape, "one launch for many gradients");
+  return launches;
+}
+
+TEST(CudaReducer, ABucketIsPackedByOneLaunch) {
+  for (const test::MeshShape shape : {test::MeshShape{1, 1}, {1, 2}, {2, 1}, {2, 2}}) {
+    EXPECT_EQ(launches_of_step(shape, 64), launches_of_step(shape, 4));
+  }
 }
 
 TEST(CudaReducer, AStepTakesNoMemory) {

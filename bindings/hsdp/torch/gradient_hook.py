@@ -63,7 +63,6 @@ def make_hook(
     refusal = Refusal(handle, who, name, parameter)
     dtype, shape = parameter.dtype, parameter.shape
     on_host = parameter.is_cpu
-    read_on = None if on_host else PackStreams(handle, parameter.device)
     take = handle.gradient_of
     strided = torch.strided
 
@@ -81,8 +80,6 @@ def make_hook(
             refusal.refuse(grad)
         if grad.is_neg():  # autograd negates by a mark, and memory does not show it
             grad = grad.resolve_neg()
-        if read_on is not None:
-            read_on.record(grad)
         strides = None if grad.is_contiguous() else grad.stride()
         try:
             take(index, grad.data_ptr(), strides, grad)
@@ -141,27 +138,6 @@ class Refusal:
     def _named(self, error: UsageError) -> UsageError:
         put_name(error, self._who)
         return error
-
-
-class PackStreams:
-    """Tells torch's allocator that a Reducer's streams read a gradient, which may then be freed
-    before they have: its memory is used again when they have.
-    """
-
-    def __init__(self, handle: _hsdp.Reducer, device: torch.device) -> None:
-        self._handle = handle
-        self._device = device
-        self._streams: list[torch.cuda.ExternalStream] | None = None
-
-    def record(self, grad: torch.Tensor) -> None:
-        """Within a microbatch."""
-        if self._streams is None:
-            self._streams = [
-                torch.cuda.ExternalStream(stream, device=self._device)
-                for stream in self._handle.pack_streams()
-            ]
-        for stream in self._streams:
-            grad.record_stream(stream)
 
 
 def keeping_hook(

@@ -234,7 +234,10 @@ class ModelAttachment:
 
     def _take(self) -> None:
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
+            grad = parameter.grad
+            if grad is not None:
+                if grad.is_cuda:  # whatever stream it came from, the current one frees it
+                    grad.record_stream(torch.cuda.current_stream(grad.device))
                 try:
                     self._hooks[name](parameter)
                 except UsageError as error:

@@ -1,4 +1,8 @@
+#include <algorithm>
+#include <cstdint>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "hsdp/device/scratch.h"
 #include "hsdp/kernels/cuda_launch.cuh"
@@ -13,11 +17,21 @@ namespace hsdp::kernels {
 namespace {
 
 template <int kElementBytes>
-void sum_chunks(ConstTensorView values, double* sums, const Stream& stream) {
+void sum_chunks(Dtype dtype, std::span<const NormItem> items, const Stream& stream) {
   using Body = ChunkSumBody<kElementBytes>;
-  const std::int64_t chunks = norm_chunks(values.count);
-  launch(Body{static_cast<const char*>(values.data), values.dtype, values.count, sums},
-         (chunks + Body::kChunks - 1) / Body::kChunks, stream);
+  while (!items.empty()) {
+    const auto count = std::min<std::size_t>(items.size(), kMostNormItems);
+    Body body;
+    body.dtype = dtype;
+    for (const NormItem& item : items.first(count)) {
+      NormItem& placed = body.items[body.item_count++] = item;
+      placed.first_unit = body.unit_count;
+      body.unit_count += static_cast<std::uint32_t>(
+          (norm_chunks(item.count) + Body::kChunks - 1) / Body::kChunks);
+    }
+    launch(body, body.unit_count, stream);
+    items = items.subspan(count);
+  }
 }
 
 template <int kElementBytes>
@@ -31,24 +45,42 @@ void find(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite, const S
 
 }  // namespace
 
-void squared_norm_on_device(ConstTensorView values, double* sum, const Stream& stream) {
-  require_alignment(values.data, values.dtype);
-  // The sums of each level lie behind those of the one before; the last one goes to `sum`.
-  std::int64_t count = norm_chunks(values.count);
-  const Scratch scratch(squared_norm_scratch(values.count), stream);
-  auto* level = reinterpret_cast<double*>(scratch.data());
-  double* const first = count > 1 ? level : sum;
-  if (values.dtype == Dtype::kF32) {
-    sum_chunks<4>(values, first, stream);
-  } else {
-    sum_chunks<2>(values, first, stream);
+// Level by level, all items at once; the sums of each level lie behind those of the one before.
+void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& stream) {
+  if (norms.empty()) return;
+  const Scratch scratch(squared_norms_scratch(norms), stream);
+  auto* unused = reinterpret_cast<double*>(scratch.data());
+  std::vector<NormItem> items;
+  std::vector<double*> totals;
+  const auto add = [&](std::vector<NormItem>& to, const char* values, std::int64_t count,
+                       double* total) {
+    const std::int64_t chunks = norm_chunks(count);
+    to.push_back({values, chunks > 1 ? unused : total, count});
+    if (chunks > 1) unused += chunks;
+  };
+  for (const SquaredNorm& norm : norms) {
+    require_alignment(norm.values.data, norm.values.dtype);
+    add(items, static_cast<const char*>(norm.values.data), norm.values.count, norm.sum);
+    totals.push_back(norm.sum);
   }
-  while (count > 1) {
-    const std::int64_t next = norm_chunks(count);
-    sum_chunks<8>({level, count, Dtype::kF64, values.device}, next > 1 ? level + count : sum,
-                  stream);
-    level += count;
-    count = next;
+  const Dtype dtype = norms.front().values.dtype;
+  if (dtype == Dtype::kF32) {
+    sum_chunks<4>(dtype, items, stream);
+  } else {
+    sum_chunks<2>(dtype, items, stream);
+  }
+  while (!items.empty()) {
+    std::vector<NormItem> next;
+    std::vector<double*> next_totals;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const std::int64_t chunks = norm_chunks(items[i].count);
+      if (chunks == 1) continue;
+      add(next, reinterpret_cast<const char*>(items[i].sums), chunks, totals[i]);
+      next_totals.push_back(totals[i]);
+    }
+    sum_chunks<8>(Dtype::kF64, next, stream);
+    items = std::move(next);
+    totals = std::move(next_totals);
   }
 }
 

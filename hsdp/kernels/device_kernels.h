@@ -11,6 +11,7 @@
 #include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/device_pack_list.h"
+#include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/row_pass.h"
 #include "hsdp/kernels/sum_rows.h"
 #include "hsdp/tensor_view.h"
@@ -31,7 +32,7 @@ void pack_on_device(const CastAndPack& args, const Stream& stream);
 // sum_rows() of f64 or i64.
 void sum_wide_on_device(const SumRows& args, const Stream& stream);
 
-void squared_norm_on_device(ConstTensorView values, double* sum, const Stream& stream);
+void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& stream);
 void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
                               const Stream& stream);
 void indicate_on_device(const void* word, float* out, const Stream& stream);

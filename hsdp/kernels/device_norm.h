@@ -6,6 +6,7 @@
 
 #include "hsdp/kernels/device_block.h"
 #include "hsdp/kernels/device_group.h"
+#include "hsdp/kernels/device_list.h"
 #include "hsdp/kernels/norm_lanes.h"
 
 namespace hsdp::kernels {
@@ -17,7 +18,17 @@ struct LanePart {
   static constexpr int kThreadsAChunk = static_cast<int>(kNormLaneCount) / kLanes;
 };
 
-// sums[c] = the sum of chunk c: of squares of gradient elements, or of fp64 sums as they are.
+struct NormItem {
+  const char* values = nullptr;
+  double* sums = nullptr;  // of its chunks
+  std::int64_t count = 0;
+  std::uint32_t first_unit = 0;
+};
+
+constexpr int kMostNormItems = 120;  // with the rest, within the 4 KiB of a kernel's arguments
+
+// For each item, sums[c] = the sum of chunk c: of squares of gradient elements, or of fp64 sums as
+// they are.
 template <int kElementBytes>
 struct ChunkSumBody {
   static constexpr int kResident = 2;  // blocks of a multiprocessor, at least
@@ -30,24 +41,25 @@ struct ChunkSumBody {
     double lanes[kChunks * kPitch];
   };
 
-  const char* values = nullptr;
   Dtype dtype = Dtype::kF32;
-  std::int64_t count = 0;
-  double* sums = nullptr;
+  int item_count = 0;
+  std::uint32_t unit_count = 0;  // a unit is kChunks chunks
+  NormItem items[kMostNormItems];
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& shared) const {
-    const std::int64_t chunks = norm_chunks(count);
-    for (std::int64_t first = block.index() * kChunks; first < chunks;
-         first += block.count() * kChunks) {
+    for (std::int64_t unit = block.index(); unit < unit_count; unit += block.count()) {
+      const NormItem& item = item_of(items, item_count, static_cast<std::uint32_t>(unit));
+      const std::int64_t chunks = norm_chunks(item.count);
+      const std::int64_t first = (unit - item.first_unit) * kChunks;
       block.each_thread([&](int thread) {
         const std::int64_t chunk = first + thread / Part::kThreadsAChunk;
         const int lane = thread % Part::kThreadsAChunk * Part::kLanes;
         double* const lanes = shared.lanes + thread / Part::kThreadsAChunk * kPitch + lane;
-        if (chunk < chunks) sum_lanes(chunk * kNormChunkElements + lane, lanes);
+        if (chunk < chunks) sum_lanes(item, chunk * kNormChunkElements + lane, lanes);
       });
       block.each_thread([&](int thread) {
         if (thread < kChunks && first + thread < chunks) {
-          sums[first + thread] = lane_total(shared.lanes + thread * kPitch);
+          item.sums[first + thread] = lane_total(shared.lanes + thread * kPitch);
         }
       });
     }
@@ -69,12 +81,12 @@ struct ChunkSumBody {
   }
 
   // The lanes from `begin` on, over the rows of its chunk.
-  HSDP_HOST_DEVICE void sum_lanes(std::int64_t begin, double* lanes) const {
+  HSDP_HOST_DEVICE void sum_lanes(const NormItem& item, std::int64_t begin, double* lanes) const {
     double total[Part::kLanes] = {};
-    const std::int64_t left = count - begin;  // row k is whole when k * 16 + kLanes <= left
+    const std::int64_t left = item.count - begin;  // row k is whole when k * 16 + kLanes <= left
     const std::int64_t whole = left < Part::kLanes ? 0 : (left - Part::kLanes) / kNormLaneCount + 1;
     const int rows = whole < kRows ? static_cast<int>(whole) : kRows;
-    const char* const source = values + begin * kElementBytes;
+    const char* const source = item.values + begin * kElementBytes;
     for (int first = 0; first < rows; first += kAtOnce) {
       Raw raw[kAtOnce];
       HSDP_UNROLL
@@ -90,20 +102,20 @@ struct ChunkSumBody {
         for (int lane = 0; lane < Part::kLanes; ++lane) total[lane] += term(raw[k], lane);
       }
     }
-    if (rows < kRows) add_rest(begin + rows * kNormLaneCount, total);
+    if (rows < kRows) add_rest(item, begin + rows * kNormLaneCount, total);
     HSDP_UNROLL
     for (int lane = 0; lane < Part::kLanes; ++lane) lanes[lane] = total[lane];
   }
 
   // The row at `begin` that the end of the values cuts.
-  HSDP_HOST_DEVICE void add_rest(std::int64_t begin, double* total) const {
+  HSDP_HOST_DEVICE void add_rest(const NormItem& item, std::int64_t begin, double* total) const {
     HSDP_UNROLL
     for (int lane = 0; lane < Part::kLanes; ++lane) {
-      if (begin + lane >= count) break;
+      if (begin + lane >= item.count) break;
       if constexpr (kElementBytes == 8) {
-        total[lane] += reinterpret_cast<const double*>(values)[begin + lane];
+        total[lane] += reinterpret_cast<const double*>(item.values)[begin + lane];
       } else {
-        const double value = decode(values, begin + lane, dtype);
+        const double value = decode(item.values, begin + lane, dtype);
         total[lane] += value * value;
       }
     }

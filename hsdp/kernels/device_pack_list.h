@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "hsdp/kernels/device_block.h"
+#include "hsdp/kernels/device_list.h"
 #include "hsdp/kernels/device_pass.h"
 
 namespace hsdp::kernels {
@@ -25,7 +26,7 @@ struct PackItem {
   const void* base = nullptr;      // as `add`
   void* out = nullptr;
   std::uint32_t count = 0;
-  std::uint32_t first_unit = 0;  // of the launch; a unit is what a block packs at once
+  std::uint32_t first_unit = 0;
 };
 
 constexpr int kMostPackItems = 99;  // with the rest, within the 4 KiB of a kernel's arguments
@@ -51,24 +52,13 @@ struct PackListBody {
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
     block.each_thread([this, &block](int thread) {
       for (std::int64_t unit = block.index(); unit < unit_count; unit += block.count()) {
-        const PackItem& item = items[item_of(static_cast<std::uint32_t>(unit))];
+        const PackItem& item = item_of(items, item_count, static_cast<std::uint32_t>(unit));
         pack(item, (unit - item.first_unit) * kUnitGroups + thread);
       }
     });
   }
 
  private:
-  // The last one that begins at or before it.
-  [[nodiscard]] HSDP_HOST_DEVICE int item_of(std::uint32_t unit) const {
-    int first = 0;
-    for (int count = item_count; count > 1;) {
-      const int half = count / 2;
-      if (items[first + half].first_unit <= unit) first += half;
-      count -= half;
-    }
-    return first;
-  }
-
   [[nodiscard]] HSDP_HOST_DEVICE DevicePass pass_of(const PackItem& item) const {
     DevicePass pass;
     pass.row_dtype = kind.dtype;

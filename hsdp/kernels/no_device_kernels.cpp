@@ -27,7 +27,7 @@ void pack_on_device(const CastAndPack& /*args*/, const Stream& /*stream*/) { ref
 
 void sum_wide_on_device(const SumRows& /*args*/, const Stream& /*stream*/) { refuse(); }
 
-void squared_norm_on_device(ConstTensorView /*values*/, double* /*sum*/, const Stream& /*stream*/) {
+void squared_norms_on_device(std::span<const SquaredNorm> /*norms*/, const Stream& /*stream*/) {
   refuse();
 }
 

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 
+#include "hsdp/error.h"
 #include "hsdp/kernels/arithmetic.h"
 #include "hsdp/kernels/device_kernels.h"
 #include "hsdp/kernels/device_nonfinite.h"
@@ -91,19 +93,27 @@ double squared_norm_reference(ConstTensorView values) {
   return squares(values, sum_chunk_squares_scalar);
 }
 
-void squared_norm(ConstTensorView values, double* sum, const Stream& stream) {
+void squared_norms(std::span<const SquaredNorm> norms, const Stream& stream) {
   if (stream.device().type == DeviceType::kHost) {
-    *sum = squared_norm(values);
+    for (const SquaredNorm& norm : norms) *norm.sum = squared_norm(norm.values);
     return;
   }
-  require_gradient_dtype(values.dtype, "squared_norm", "dtype");
-  squared_norm_on_device(values, sum, stream);
+  for (const SquaredNorm& norm : norms) {
+    require_gradient_dtype(norm.values.dtype, "squared_norms", "dtype");
+    if (norm.values.dtype == norms.front().values.dtype) continue;
+    throw UsageError({.where = "squared_norms",
+                      .expected = "values of one dtype",
+                      .got = std::string(name(norms.front().values.dtype)) + " and " +
+                             std::string(name(norm.values.dtype))});
+  }
+  squared_norms_on_device(norms, stream);
 }
 
-std::size_t squared_norm_scratch(std::int64_t count) {
+std::size_t squared_norms_scratch(std::span<const SquaredNorm> norms) {
   std::int64_t sums = 0;
-  for (std::int64_t level = norm_chunks(count); level > 1; level = norm_chunks(level)) {
-    sums += level;
+  for (const SquaredNorm& norm : norms) {
+    std::int64_t level = norm_chunks(norm.values.count);
+    for (; level > 1; level = norm_chunks(level)) sums += level;
   }
   return static_cast<std::size_t>(sums) * sizeof(double);
 }

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "hsdp/device/stream.h"
 #include "hsdp/tensor_view.h"
@@ -22,11 +23,16 @@ namespace hsdp::kernels {
 [[nodiscard]] bool has_nonfinite(ConstTensorView values);
 [[nodiscard]] bool has_nonfinite_reference(ConstTensorView values);
 
-// The same inside a task of `stream` [Note: kernels on a stream]. `sum` lies where the values do;
-// `nonfinite` is a make_flag() word of that device, set to 1 and never cleared.
-void squared_norm(ConstTensorView values, double* sum, const Stream& stream);
+// The same inside a task of `stream` [Note: kernels on a stream]. A sum lies where the values do,
+// which have one dtype; a GPU has a few launches for all of them. `nonfinite` is a make_flag() word
+// of that device, set to 1 and never cleared.
+struct SquaredNorm {
+  ConstTensorView values;
+  double* sum = nullptr;
+};
+void squared_norms(std::span<const SquaredNorm> norms, const Stream& stream);
 // The scratch that it takes on a GPU, in bytes.
-[[nodiscard]] std::size_t squared_norm_scratch(std::int64_t count);
+[[nodiscard]] std::size_t squared_norms_scratch(std::span<const SquaredNorm> norms);
 void find_nonfinite(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
                     const Stream& stream);
 // *out = 1 when `word` is not 0, else 0. `word`: a make_flag() word, or an f32 sum of what this

@@ -18,12 +18,13 @@ constexpr std::size_t kWords = 64;
 std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& layout,
                          int shard_rank, Device device) {
   const int count = layout.parameter_count();
-  std::size_t norm = 0;
+  std::vector<kernels::SquaredNorm> norms;
   std::vector<FullArray> all;
   for (int p = 0; p < count; ++p) {
-    norm = std::max(norm, kernels::squared_norm_scratch(layout.slice(p, shard_rank).count));
+    norms.push_back({{nullptr, layout.slice(p, shard_rank).count, Dtype::kF32, device}});
     all.push_back({p, {nullptr, parameters.count(p), Dtype::kF32, device}});
   }
+  const std::size_t norm = kernels::squared_norms_scratch(norms);
   const std::size_t words =
       kWords * scratch_size(1) + scratch_size(sizeof(double) * static_cast<std::size_t>(count));
   if (layout.shard_size() == 1) return words + scratch_size(norm);

@@ -188,8 +188,9 @@ Case norm_case(Arena& arena, Dtype dtype) {
   made.name = "squared norm of " + std::string(name(dtype));
   made.bytes = static_cast<double>(arena.array_bytes());
   made.launch = [=, &arena](int set) {
-    kernels::squared_norm({arena.at(set, 0), arena.count(dtype), dtype, kGpu},
-                          reinterpret_cast<double*>(arena.at(set, 2)), arena.stream());
+    const kernels::SquaredNorm norm{{arena.at(set, 0), arena.count(dtype), dtype, kGpu},
+                                    reinterpret_cast<double*>(arena.at(set, 2))};
+    kernels::squared_norms({&norm, 1}, arena.stream());
   };
   made.check = [=, &arena](int set) {
     const double expected =

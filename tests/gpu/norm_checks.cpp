@@ -1,6 +1,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <vector>
 
@@ -13,21 +14,24 @@
 namespace hsdp::gpu {
 namespace {
 
-double norm_on(const Stream& stream, DeviceRow& row) {
-  const Buffer sum(stream.device(), sizeof(double));
-  kernels::squared_norm(row.view(), reinterpret_cast<double*>(sum.data()), stream);
-  double got = -1.0;
-  copy_bytes(&got, sum.data(), sizeof(got), stream);
+// Of all rows at once.
+std::string check_norms_of(std::deque<DeviceRow>& rows, const Stream& stream) {
+  const Buffer sums(stream.device(), rows.size() * sizeof(double));
+  std::vector<kernels::SquaredNorm> norms;
+  for (DeviceRow& row : rows) {
+    norms.push_back({row.view(), reinterpret_cast<double*>(sums.data()) + norms.size()});
+  }
+  kernels::squared_norms(norms, stream);
+  std::vector<double> got(rows.size(), -1.0);
+  copy_bytes(got.data(), sums.data(), rows.size() * sizeof(double), stream);
   Stream(stream).synchronize();
-  return got;
-}
-
-std::string check_norm(DeviceRow& row, const Stream& stream) {
-  const double expected = kernels::squared_norm_reference(row.host_view());
-  const double got = norm_on(stream, row);
-  if (got == expected || (std::isnan(got) && std::isnan(expected))) return {};
-  return "norm of " + std::to_string(row.count()) + " " + std::string(name(row.dtype())) +
-         ": expected " + std::to_string(expected) + ", got " + std::to_string(got);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const double expected = kernels::squared_norm_reference(rows[i].host_view());
+    if (got[i] == expected || (std::isnan(got[i]) && std::isnan(expected))) continue;
+    return "norm of " + std::to_string(rows[i].count()) + " " + std::string(name(rows[i].dtype())) +
+           ": expected " + std::to_string(expected) + ", got " + std::to_string(got[i]);
+  }
+  return {};
 }
 
 // Finite values of very different sizes, so that another order of additions shows.
@@ -44,22 +48,21 @@ void fill_finite(DeviceRow& row, std::mt19937& random) {
 std::string check_norms(std::int64_t largest, const Stream& stream) {
   std::mt19937 random(1);
   for (const Dtype dtype : kGradientDtypes) {
+    std::deque<DeviceRow> rows;
     for (const std::int64_t count :
          {std::int64_t{0}, std::int64_t{1}, std::int64_t{7}, std::int64_t{15}, std::int64_t{16},
           std::int64_t{1023}, std::int64_t{1024}, std::int64_t{1025}, std::int64_t{50000},
           std::int64_t{1024 * 1024 + 1}, largest}) {
-      DeviceRow row(dtype, count, random() % 16, stream);
-      fill_finite(row, random);
-      const std::string found = check_norm(row, stream);
-      if (!found.empty()) return found;
+      fill_finite(rows.emplace_back(dtype, count, random() % 16, stream), random);
     }
-    for (int repeat = 0; repeat < 60; ++repeat) {
-      DeviceRow row(dtype, static_cast<std::int64_t>(random() % 3000), random() % 16, stream);
+    for (int i = 0; i < 150; ++i) {  // more than one launch takes
+      const auto count = static_cast<std::int64_t>(random() % 3000);
+      DeviceRow& row = rows.emplace_back(dtype, count, random() % 16, stream);
       fill_finite(row, random);
-      if (repeat % 3 == 0) row.fill(random);
-      const std::string found = check_norm(row, stream);
-      if (!found.empty()) return found;
+      if (i % 3 == 0) row.fill(random);
     }
+    const std::string found = check_norms_of(rows, stream);
+    if (!found.empty()) return found;
   }
   return {};
 }

@@ -1,10 +1,12 @@
 #include <algorithm>
+#include <deque>
 #include <numeric>
 
 #include "check.h"
 #include "device_row.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/kernels/pack_queue.h"
 #include "hsdp/kernels/scale_and_cast.h"
 
 namespace hsdp::gpu {
@@ -46,39 +48,82 @@ struct Window {
   std::int64_t count = 0;
 };
 
-// Packs one window on the device and by the scalar definition; `gradient` nullptr: zeros.
+// One window of a gradient, which outlives it; `gradient` nullptr: zeros.
+class PackCase {
+ public:
+  PackCase(const Gradient* gradient, const Window& window, Dtype out_dtype, std::mt19937& random,
+           const Stream& stream)
+      : gradient_(gradient),
+        window_(window),
+        out_(out_dtype, window.count, random() % 16, stream),
+        expected_(out_dtype, window.count, 0, stream),
+        is_in_place_(random() % 4 == 0),
+        add_(is_in_place_ ? out_dtype : kGradientDtypes[random() % 3], window.count, random() % 16,
+             stream),
+        has_add_(is_in_place_ || random() % 2 == 0),
+        base_(Dtype::kF32, window.count, random() % 16, stream),
+        has_base_(random() % 3 == 0),
+        exponent_(random() % 2 == 0 ? 0 : 5) {
+    add_.fill(random);
+    base_.fill(random);
+    if (is_in_place_) out_.copy_from(add_);
+    CastAndPack args = arguments();
+    args.gradient = gradient_ == nullptr ? nullptr : &gradient_->host_view;
+    args.add = has_add_ ? add_.host() : nullptr;
+    args.base = has_base_ ? base_.host() : nullptr;
+    args.out = expected_.host();
+    cast_and_pack_reference(args);
+  }
+
+  [[nodiscard]] CastAndPack on_device() {
+    CastAndPack args = arguments();
+    args.gradient = gradient_ == nullptr ? nullptr : &gradient_->view;
+    if (has_add_) args.add = is_in_place_ ? out_.data() : add_.data();
+    if (has_base_) args.base = base_.data();
+    args.out = out_.data();
+    return args;
+  }
+
+  // What the device packed against the scalar definition.
+  [[nodiscard]] std::string difference() {
+    const std::string found = out_.difference(expected_);
+    if (found.empty()) return {};
+    return found +
+           (gradient_ == nullptr ? std::string(" of zeros")
+                                 : " of shape " + to_string(gradient_->view.shape) + " strides " +
+                                       to_string(gradient_->view.strides)) +
+           ", window " + std::to_string(window_.begin) + " + " + std::to_string(window_.count) +
+           ", " + std::string(name(out_.dtype()));
+  }
+
+ private:
+  [[nodiscard]] CastAndPack arguments() const {
+    CastAndPack args;
+    args.begin = window_.begin;
+    args.count = window_.count;
+    args.add_dtype = add_.dtype();
+    args.exponent = exponent_;
+    args.out_dtype = out_.dtype();
+    return args;
+  }
+
+  const Gradient* gradient_;
+  Window window_;
+  DeviceRow out_;
+  DeviceRow expected_;
+  bool is_in_place_;
+  DeviceRow add_;
+  bool has_add_;
+  DeviceRow base_;
+  bool has_base_;
+  int exponent_;
+};
+
 std::string check_window(const Gradient* gradient, const Window& window, Dtype out_dtype,
                          std::mt19937& random, const Stream& stream) {
-  DeviceRow out(out_dtype, window.count, random() % 16, stream);
-  DeviceRow expected(out_dtype, window.count, 0, stream);
-  const bool in_place = random() % 4 == 0;
-  DeviceRow add(in_place ? out_dtype : kGradientDtypes[random() % 3], window.count, random() % 16,
-                stream);
-  add.fill(random);
-  const bool has_add = in_place || random() % 2 == 0;
-  if (in_place) out.copy_from(add);
-  CastAndPack args;
-  args.gradient = gradient == nullptr ? nullptr : &gradient->host_view;
-  args.begin = window.begin;
-  args.count = window.count;
-  args.add = has_add ? add.host() : nullptr;
-  args.add_dtype = add.dtype();
-  args.exponent = random() % 2 == 0 ? 0 : 5;
-  args.out_dtype = out_dtype;
-  args.out = expected.host();
-  cast_and_pack_reference(args);
-  args.gradient = gradient == nullptr ? nullptr : &gradient->view;
-  if (has_add) args.add = in_place ? out.data() : add.data();
-  args.out = out.data();
-  cast_and_pack(args, stream);
-  const std::string found = out.difference(expected);
-  if (found.empty()) return {};
-  return found +
-         (gradient == nullptr ? std::string(" of zeros")
-                              : " of shape " + to_string(gradient->view.shape) + " strides " +
-                                    to_string(gradient->view.strides)) +
-         ", window " + std::to_string(window.begin) + " + " + std::to_string(window.count) + ", " +
-         std::string(name(out_dtype));
+  PackCase one(gradient, window, out_dtype, random, stream);
+  cast_and_pack(one.on_device(), stream);
+  return one.difference();
 }
 
 // Strides of a dense tensor whose dimensions lie in memory in the given order, outermost first.
@@ -150,6 +195,36 @@ std::string check_permutations(int repeats, const Stream& stream) {
     }
     const std::string found =
         check_window(&gradient, window, kGradientDtypes[random() % 3], random, stream);
+    if (!found.empty()) return found;
+  }
+  return {};
+}
+
+// More than one launch takes, of every kind, packed together.
+std::string check_queue(const Stream& stream) {
+  std::mt19937 random(6);
+  std::deque<Gradient> gradients;
+  std::deque<PackCase> cases;
+  kernels::PackQueue queue(stream.device());
+  for (int i = 0; i < 1500; ++i) {
+    const Gradient* gradient = nullptr;
+    Window window{0, static_cast<std::int64_t>(random() % 700)};
+    if (i == 700) window.count = 3 << 18;  // many blocks beside the others' one
+    if (i % 10 != 0) {
+      gradient = i % 5 == 0 ? &gradients.emplace_back(random_gradient(random, stream))
+                            : &gradients.emplace_back(kGradientDtypes[random() % 3],
+                                                      Shape{window.count + 5}, Shape{}, random,
+                                                      stream);
+      if (i % 5 == 0) window.count = gradient->view.count();
+    }
+    PackCase& one =
+        cases.emplace_back(gradient, window, kGradientDtypes[random() % 3], random, stream);
+    queue.add(one.on_device());
+  }
+  queue.launch(stream);
+  if (!queue.empty()) return "the queue is not empty after its launch";
+  for (PackCase& one : cases) {
+    const std::string found = one.difference();
     if (!found.empty()) return found;
   }
   return {};
@@ -256,6 +331,7 @@ std::vector<Check> pack_checks(Effort effort) {
   return {
       {"cast-and-pack: contiguous, every dtype, count and alignment", check_contiguous},
       {"cast-and-pack: a missing gradient is zeros", check_zeros},
+      {"cast-and-pack: many gradients in one launch", check_queue},
       {"cast-and-pack: any strides and window",
        [full](const Stream& stream) { return check_permutations(full ? 2000 : 500, stream); }},
       {"cast-and-pack: large, transposed, channels_last",

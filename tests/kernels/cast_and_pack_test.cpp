@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <vector>
 
 #include "caller_environment.h"
 #include "hsdp/error.h"
@@ -46,6 +47,7 @@ struct Gradient {
 struct Options {
   bool has_add = false;
   Dtype add_dtype = Dtype::kF32;
+  bool has_base = false;
   int exponent = 0;
   bool streaming_stores = false;
 };
@@ -57,12 +59,15 @@ std::string check_window(const StridedView* gradient, std::int64_t begin, std::i
   Row expected(out_dtype, count, 0);
   Row add(options.add_dtype, count, random() % 40);
   add.fill(random);
+  Row base(Dtype::kF32, count, random() % 40);
+  base.fill(random);
   CastAndPack args;
   args.gradient = gradient;
   args.begin = begin;
   args.count = count;
   args.add = options.has_add ? add.data() : nullptr;
   args.add_dtype = options.add_dtype;
+  args.base = options.has_base ? base.data() : nullptr;
   args.exponent = options.exponent;
   args.out_dtype = out_dtype;
   args.streaming_stores = options.streaming_stores;
@@ -77,6 +82,7 @@ Options random_options(std::mt19937& random) {
   Options options;
   options.has_add = random() % 2 == 0;
   options.add_dtype = kGradientDtypes[random() % 3];
+  options.has_base = random() % 3 == 0;
   options.exponent = random() % 2 == 0 ? 0 : 5;
   options.streaming_stores = random() % 2 == 0;
   return options;
@@ -106,6 +112,19 @@ TEST_P(CastAndPackOn, ContiguousEqualsTheReferenceForEveryDtypeAndCount) {
       }
     }
   }
+}
+
+TEST_P(CastAndPackOn, TheBaseComesLast) {
+  const std::vector<float> ones(5000, 1.0F);
+  std::vector<float> base(ones.size(), 0x1p24F);  // where 1 is lost, and 2 is not
+  const StridedView gradient{ones.data(), Dtype::kF32, {}, {5000}, {}};
+  CastAndPack args;
+  args.gradient = &gradient;
+  args.count = gradient.count();
+  args.add = ones.data();
+  args.base = args.out = base.data();
+  cast_and_pack(args);
+  EXPECT_EQ(base, std::vector<float>(ones.size(), 0x1p24F + 2));
 }
 
 TEST_P(CastAndPackOn, AnyPermutationAndWindowEqualsTheReference) {

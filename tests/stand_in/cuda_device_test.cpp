@@ -184,8 +184,9 @@ TEST_F(CudaDevice, NeverHoldsTheCallerUp) {
   {
     const stand_in::Standstill nothing_moves;
     for (int i = 0; i < 3; ++i) {
-      kernels::squared_norm(values.view(Dtype::kF32), reinterpret_cast<double*>(sum.data()),
-                            stream);
+      const kernels::SquaredNorm norm{values.view(Dtype::kF32),
+                                      reinterpret_cast<double*>(sum.data())};
+      kernels::squared_norms({&norm, 1}, stream);
       const Scratch scratch(100, stream);
       other.wait(stream.record());
       host.wait(other.record());

@@ -1,6 +1,7 @@
 // What a Reducer is told: options at construction, parameters, and what a microbatch does.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -68,13 +69,20 @@ constexpr std::string_view word_of(Value value) {
 
 // [Note: buckets that a cache holds]
 constexpr std::int64_t kHostBucketBytes = std::int64_t{2} << 20;
-constexpr std::int64_t kGpuBucketBytes = std::int64_t{32} << 20;
+
+// Of a mesh of so many ranks. A message between two ranks is a part of a bucket that gets smaller
+// with their number: GPUs want 64 KiB, as long as that takes no more than 128 MiB.
+constexpr std::int64_t default_bucket_bytes(DeviceType device, int rank_count) {
+  if (device == DeviceType::kHost) return kHostBucketBytes;
+  constexpr std::int64_t kMessage = std::int64_t{64} << 10;
+  return std::clamp(kMessage * rank_count, std::int64_t{32} << 20, std::int64_t{128} << 20);
+}
 
 struct ReducerOptions {
   std::optional<Dtype> reduce_dtype;   // wire of the shard hop; default: each gradient's own dtype
   std::optional<Dtype> replica_dtype;  // wire of the replica hop; default: the reduce dtype
   Layout layout = Layout::kFlat;
-  std::optional<std::int64_t> bucket_bytes;  // wire bytes of a whole bucket; default: as below
+  std::optional<std::int64_t> bucket_bytes;  // wire bytes of a whole bucket; default: as above
   Missing missing = Missing::kError;
   Backwards backwards = Backwards::kOne;
   AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of local sums

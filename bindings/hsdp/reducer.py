@@ -66,7 +66,7 @@ class Reducer(ReducerResults, Closing):
     - `replica_dtype`: what travels between replicas; None: the reduce dtype.
     - `layout`: "flat" cuts parameters into even ranges; "dim0" into rows of their first dimension.
     - `bucket_bytes`: wire bytes that travel together; default 2 MiB on the host, which a cache
-      holds between packing and summing, 32 MiB on GPUs.
+      holds between packing and summing, 32 MiB on GPUs (64 KiB a rank up to 128 MiB).
     - `missing`: "error": each parameter gets one gradient per microbatch; "zero": holes are zeros.
     - `backwards`: "many" adds the gradients of several backward passes within a microbatch, as
       `hsdp.zero.coalesce_grad_reduction` does for a block.

@@ -108,11 +108,10 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
   }
 }
 
-ReducerOptions with_defaults(ReducerOptions options, Device device) {
+ReducerOptions with_defaults(ReducerOptions options, Device device, int rank_count) {
   if (!options.replica_hop) options.replica_hop = std::make_shared<PlainHop>();
   if (!options.bucket_bytes) {
-    const bool on_host = device.type == DeviceType::kHost;
-    options.bucket_bytes = on_host ? kHostBucketBytes : kGpuBucketBytes;
+    options.bucket_bytes = default_bucket_bytes(device.type, rank_count);
   }
   return options;
 }
@@ -128,7 +127,7 @@ void check_description(const std::string& text) {
 }
 
 AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicator& world) {
-  AgreedOptions agreed{with_defaults(std::move(options), device), {}};
+  AgreedOptions agreed{with_defaults(std::move(options), device, world.size()), {}};
   std::vector<std::string> own;
   together(world, "make its Reducer", [&] {
     check_options(agreed.options, device, world.engine_name());

@@ -21,6 +21,7 @@ enum class MemoryKind : std::uint8_t {
   kSnapshot,         // copies not yet written, and one kept for the next
   kOptimizer,        // moments and masters of slices
   kParameterGather,  // messages of small arrays that are being gathered
+  kScratch,          // on a GPU: what kernels and collectives work in
 };
 
 class MemoryCount {
@@ -50,7 +51,7 @@ class MemoryCount {
  private:
   struct State {
     std::mutex mutex;
-    std::array<Bytes, 8> kinds{};
+    std::array<Bytes, 9> kinds{};
     Bytes all;
   };
   static void change(State& state, MemoryKind kind, std::int64_t bytes) {

@@ -217,6 +217,7 @@ ReducerStats Reducer::stats() const {
         frozen->layout().buckets(), [](const Bucket& bucket) { return bucket.count > 0; }));
     s.all_reduce_count = frozen->pipeline().replica_hop_count();
     s.replica_hop_bytes = frozen->replica_hop_bytes();
+    s.misaligned_bytes = frozen->misaligned_bytes();
     s.retained_bytes = frozen->collector().retained_bytes();
     s.peak_retained_bytes = frozen->collector().peak_retained_bytes();
   }
@@ -229,6 +230,7 @@ ReducerStats Reducer::stats() const {
   s.snapshot_bytes = memory.of(MemoryKind::kSnapshot).live;
   s.optimizer_bytes = memory.of(MemoryKind::kOptimizer).live;
   s.parameter_gather_bytes = memory.of(MemoryKind::kParameterGather).live;
+  s.scratch_bytes = memory.of(MemoryKind::kScratch).live;
   s.resident_bytes = memory.all().live;
   s.peak_resident_bytes = memory.all().peak;
   return s;

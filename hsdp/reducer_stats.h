@@ -20,6 +20,9 @@ struct ReducerStats {
   // Of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
   // travels. On a GPU also 8 a found_inf(out).
   std::int64_t replica_hop_bytes = 0;
+  // On a GPU: of gradients, local sums and rows, what was read by 2 or 4 bytes at a time, as it
+  // does not lie on 16 where what is written does. Slower than the rest.
+  std::int64_t misaligned_bytes = 0;
 
   std::int64_t carry_bytes = 0;        // fp32 carry, also the result
   std::int64_t total_bytes = 0;        // replica-summed totals of groups that are `all` mid-step
@@ -31,6 +34,7 @@ struct ReducerStats {
   std::int64_t snapshot_bytes = 0;          // copies not yet written, and one kept for the next
   std::int64_t optimizer_bytes = 0;         // moments and masters of slices
   std::int64_t parameter_gather_bytes = 0;  // messages of small arrays that are being gathered
+  std::int64_t scratch_bytes = 0;           // on a GPU: what kernels and collectives work in
   std::int64_t resident_bytes = 0;          // sum of the above, without the retained references
   std::int64_t peak_resident_bytes = 0;
 
@@ -54,6 +58,7 @@ void visit_fields(const ReducerStats& stats, Visit visit) {
   visit("control_message_count", stats.control_message_count);
   visit("shard_hop_bytes", stats.shard_hop_bytes);
   visit("replica_hop_bytes", stats.replica_hop_bytes);
+  visit("misaligned_bytes", stats.misaligned_bytes);
   visit("carry_bytes", stats.carry_bytes);
   visit("total_bytes", stats.total_bytes);
   visit("staging_bytes", stats.staging_bytes);
@@ -64,6 +69,7 @@ void visit_fields(const ReducerStats& stats, Visit visit) {
   visit("snapshot_bytes", stats.snapshot_bytes);
   visit("optimizer_bytes", stats.optimizer_bytes);
   visit("parameter_gather_bytes", stats.parameter_gather_bytes);
+  visit("scratch_bytes", stats.scratch_bytes);
   visit("resident_bytes", stats.resident_bytes);
   visit("peak_resident_bytes", stats.peak_resident_bytes);
   visit("engine", stats.engine);

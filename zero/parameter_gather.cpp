@@ -58,7 +58,8 @@ struct ParameterGather::Parts {
   std::vector<GatheredParameter> parameters;
   std::unordered_map<std::string_view, int> indices;  // by name
   std::vector<GatherUnit> units;
-  ScratchReserve scratch;                              // of a unit's message
+  ScratchReserve scratch;  // of a unit's message
+  MemoryCount::Held scratch_held;
   std::vector<std::vector<int>> members;               // of the units
   std::vector<int> unit_of;                            // [index], -1: no elements
   std::unordered_map<int, const TensorView*> masters;  // by number of registration
@@ -94,6 +95,7 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   }
   units = reducer::gather_units(layout, full, unit_bytes);
   scratch = ScratchReserve(reducer.device(), reducer::gather_scratch(layout, units));
+  scratch_held = memory.hold(MemoryKind::kScratch, scratch.size_bytes());
   unit_of.assign(parameters.size(), -1);
   for (std::size_t u = 0; u < units.size(); ++u) {
     std::vector<int>& of_unit = members.emplace_back();

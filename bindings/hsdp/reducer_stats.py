@@ -27,6 +27,9 @@ class ReducerStats:
     #: of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
     #: travels
     replica_hop_bytes: int
+    #: on a GPU: of gradients, local sums and rows, what was read by 2 or 4 bytes at a time, as it
+    #: does not lie on 16 where what is written does; slower than the rest
+    misaligned_bytes: int
     #: fp32 carry, which is also the result
     carry_bytes: int
     #: replica-summed totals of groups that are reduced before the step ends
@@ -45,6 +48,8 @@ class ReducerStats:
     optimizer_bytes: int
     #: messages of small arrays that are being gathered
     parameter_gather_bytes: int
+    #: on a GPU: what kernels and collectives work in
+    scratch_bytes: int
     #: the sum of the above, without the retained references
     resident_bytes: int
     peak_resident_bytes: int

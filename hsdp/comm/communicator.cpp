@@ -244,6 +244,8 @@ void Communicator::reserve(std::span<const ReduceScatter> calls) {
 
 void Communicator::reserve(std::span<const AllReduce> calls) { require(engine_).reserve(calls); }
 
+std::int64_t Communicator::reserved_bytes() const { return require(engine_).reserved_bytes(); }
+
 void Communicator::wait(const Event& event) { require(engine_).wait(event); }
 
 CollectiveCounts Communicator::stats() const { return require(engine_).counts(); }

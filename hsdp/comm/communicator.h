@@ -168,6 +168,8 @@ class Communicator {
   // the first of them. Each is as it will be called, but for `out`, factors and the flag.
   void reserve(std::span<const ReduceScatter> calls);
   void reserve(std::span<const AllReduce> calls);
+  // What it took so, on this rank; between calls.
+  [[nodiscard]] std::int64_t reserved_bytes() const;
   // Blocks until `event` of a stream that this group's collectives run on is complete. Throws the
   // world's failure when it comes first, or when a GPU that hangs in a collective never gets there.
   void wait(const Event& event);

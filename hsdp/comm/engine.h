@@ -34,6 +34,7 @@ class Communicator::Engine {
   // See Communicator::reserve().
   virtual void reserve(std::span<const ReduceScatter> calls) { static_cast<void>(calls); }
   virtual void reserve(std::span<const AllReduce> calls) { static_cast<void>(calls); }
+  [[nodiscard]] virtual std::int64_t reserved_bytes() const { return 0; }
   // See Communicator::wait().
   virtual void wait(const Event& event) { event.wait(); }
 

@@ -11,7 +11,9 @@ Scratch::Scratch(std::size_t size, const Stream& stream)
                                                std::default_delete<std::byte[]>())) {}
 
 ScratchReserve::ScratchReserve(Device device, std::size_t size) {
-  if (device.type == DeviceType::kCuda && size > 0) kept_ = reserve_cuda_scratch(device, size);
+  if (device.type != DeviceType::kCuda || size == 0) return;
+  kept_ = reserve_cuda_scratch(device, size);
+  size_bytes_ = static_cast<std::int64_t>(size);
 }
 
 }  // namespace hsdp

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "hsdp/device/stream.h"
@@ -33,9 +34,11 @@ class ScratchReserve {
  public:
   ScratchReserve() = default;
   ScratchReserve(Device device, std::size_t size);
+  [[nodiscard]] std::int64_t size_bytes() const { return size_bytes_; }
 
  private:
   std::shared_ptr<void> kept_;
+  std::int64_t size_bytes_ = 0;
 };
 
 }  // namespace hsdp

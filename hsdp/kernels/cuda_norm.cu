@@ -26,8 +26,8 @@ void sum_chunks(Dtype dtype, std::span<const NormItem> items, const Stream& stre
     for (const NormItem& item : items.first(count)) {
       NormItem& placed = body.items[body.item_count++] = item;
       placed.first_unit = body.unit_count;
-      body.unit_count += static_cast<std::uint32_t>(
-          (norm_chunks(item.count) + Body::kChunks - 1) / Body::kChunks);
+      body.unit_count +=
+          static_cast<std::uint32_t>((norm_chunks(item.count) + Body::kChunks - 1) / Body::kChunks);
     }
     launch(body, body.unit_count, stream);
     items = items.subspan(count);

@@ -15,7 +15,7 @@ void pack(const PackPlan& plan, const Stream& stream) {
            stream);
   } else {
     launch(GatherBody<kElementBytes>{plan.pass, plan.gradient, plan.gather},
-           blocks_for(groups_over(plan.pass)), stream);
+           blocks_for(groups_over(plan.pass.count)), stream);
   }
 }
 

@@ -18,8 +18,19 @@
 namespace hsdp::kernels {
 
 constexpr int kGroupElements = 8;
+constexpr int kAccessBytes = 16;
 
 HSDP_HOST_DEVICE constexpr int gradient_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+
+// Of `count` elements at `data`, how many come before the first one on kAccessBytes; 0 where none
+// can lie there.
+HSDP_HOST_DEVICE inline std::int64_t elements_to_alignment(const void* data, int element_bytes,
+                                                           std::int64_t count) {
+  const auto past = static_cast<int>(reinterpret_cast<std::uintptr_t>(data) % kAccessBytes);
+  const int missing = (kAccessBytes - past) % kAccessBytes;
+  if (missing % element_bytes != 0) return 0;
+  return missing / element_bytes < count ? missing / element_bytes : count;
+}
 
 template <int kBytes>
 struct alignas(16) RawBytes {

@@ -27,16 +27,6 @@ struct Division {
   std::int64_t remainder;
 };
 
-// Where packed elements go. `pass.count` elements of the window, of which number `pass.head` lies
-// aligned; `pass.row_dtype` is the gradient's.
-HSDP_HOST_DEVICE inline std::int64_t groups_over(const DevicePass& pass) {
-  return (pass.count + std::int64_t{2} * kGroupElements - 1) / kGroupElements;
-}
-// The first element of group `g`, which may lie before the window.
-HSDP_HOST_DEVICE inline std::int64_t group_begin(const DevicePass& pass, std::int64_t g) {
-  return g * kGroupElements - (kGroupElements - pass.head) % kGroupElements;
-}
-
 template <int kElementBytes>
 HSDP_HOST_DEVICE inline float load_element(const void* address, Dtype dtype) {
   if constexpr (kElementBytes == 4) {
@@ -52,13 +42,13 @@ struct GatherBody {
   static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
   struct Shared {};
 
-  DevicePass pass;
+  DevicePass pass;  // of the window; row_dtype: of the gradient
   const char* gradient = nullptr;
   GatherPlan plan;
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
     block.each_thread([this, &block](int thread) {
-      for (std::int64_t g = block.rank(thread); g < groups_over(pass); g += block.size()) {
+      for (std::int64_t g = block.rank(thread); g < groups_over(pass.count); g += block.size()) {
         pack(group_begin(pass, g));
       }
     });

@@ -43,10 +43,8 @@ struct PackListBody {
   std::uint32_t unit_count = 0;
   PackItem items[kMostPackItems];
 
-  // Of an item of so many elements; its first group may begin before it, to lie aligned.
-  [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t units_of(std::int64_t count) {
-    const std::int64_t groups = (count + std::int64_t{2} * kGroupElements - 2) / kGroupElements;
-    return (groups + kUnitGroups - 1) / kUnitGroups;
+  [[nodiscard]] static std::int64_t units_of(std::int64_t count) {
+    return (groups_over(count) + kUnitGroups - 1) / kUnitGroups;
   }
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
@@ -70,24 +68,24 @@ struct PackListBody {
     pass.out_count = 1;
     pass.out_dtype = kind.out_dtype;
     pass.count = item.count;
+    pass.head = elements_to_alignment(item.out, gradient_bytes(kind.out_dtype), pass.count);
     return pass;
   }
 
   HSDP_HOST_DEVICE void pack(const PackItem& item, std::int64_t first_group) const {
     const DevicePass pass = pass_of(item);
-    const std::int64_t past = elements_past_alignment(item.out, kind.out_dtype);
     const auto* const source = static_cast<const char*>(item.gradient);
     RawBytes<kElementBytes * kGroupElements> raw[kAtOnce];
     HSDP_UNROLL
     for (int k = 0; k < kAtOnce; ++k) {
-      const std::int64_t begin = begin_of(first_group + std::int64_t{k} * Block::kThreads, past);
+      const std::int64_t begin = group_begin(pass, first_group + std::int64_t{k} * Block::kThreads);
       if (source != nullptr && is_whole(begin, pass)) {
         raw[k] = load_raw<kElementBytes * kGroupElements>(source + begin * kElementBytes);
       }
     }
     HSDP_UNROLL
     for (int k = 0; k < kAtOnce; ++k) {
-      const std::int64_t begin = begin_of(first_group + std::int64_t{k} * Block::kThreads, past);
+      const std::int64_t begin = group_begin(pass, first_group + std::int64_t{k} * Block::kThreads);
       if (is_whole(begin, pass)) {
         finish_group(pass, begin,
                      source != nullptr ? decode_raw<kElementBytes>(raw[k], kind.dtype) : Group{});
@@ -102,18 +100,8 @@ struct PackListBody {
     }
   }
 
-  [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t begin_of(std::int64_t group,
-                                                              std::int64_t past) {
-    return group * kGroupElements - past;
-  }
   [[nodiscard]] HSDP_HOST_DEVICE static bool is_whole(std::int64_t begin, const DevicePass& pass) {
     return begin >= 0 && begin + kGroupElements <= pass.count;
-  }
-  // How far the output's first element lies past one that is on 16 bytes.
-  [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t elements_past_alignment(const void* out,
-                                                                             Dtype dtype) {
-    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(out) % 16) /
-           gradient_bytes(dtype);
   }
 };
 

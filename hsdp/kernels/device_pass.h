@@ -43,6 +43,14 @@ struct DevicePass {
   }
 };
 
+// Groups that cover all `count` elements: the first may begin before them and the last end after.
+HSDP_HOST_DEVICE inline std::int64_t groups_over(std::int64_t count) {
+  return (count + std::int64_t{2} * kGroupElements - 2) / kGroupElements;
+}
+HSDP_HOST_DEVICE inline std::int64_t group_begin(const DevicePass& pass, std::int64_t group) {
+  return group * kGroupElements - (kGroupElements - pass.head) % kGroupElements;
+}
+
 // From the sums of the rows to the outputs, for the group or the element at `begin`; returns the
 // largest magnitude_bits().
 HSDP_HOST_DEVICE inline std::uint32_t finish_group(const DevicePass& pass, std::int64_t begin,

@@ -15,7 +15,6 @@ namespace {
 
 using Dimension = StridedWalk::Dimension;
 
-constexpr std::int64_t kAlignmentBytes = 16;
 constexpr int kTileSide = 64;
 constexpr int kTileElements = kTileSide * kTileSide;
 
@@ -116,11 +115,13 @@ void require_dimensions(std::size_t count) {
                     .remedy = "hand over a contiguous copy"});
 }
 
-std::int64_t elements_to_alignment(const void* data, int element_bytes, std::int64_t count) {
-  const auto past = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data) %
-                                              static_cast<std::uintptr_t>(kAlignmentBytes));
-  const std::int64_t missing = (kAlignmentBytes - past) % kAlignmentBytes;
-  return missing % element_bytes == 0 ? std::min(missing / element_bytes, count) : 0;
+std::int64_t misaligned_bytes(const void* row, Dtype dtype, const void* aligned,
+                              Dtype aligned_dtype, std::int64_t count) {
+  if (row == nullptr) return 0;
+  const std::int64_t head = elements_to_alignment(aligned, gradient_bytes(aligned_dtype), count);
+  if (head == count) return 0;  // no whole group
+  const auto first = reinterpret_cast<std::uintptr_t>(at_element(row, head, dtype));
+  return first % kAccessBytes == 0 ? 0 : count * gradient_bytes(dtype);
 }
 
 DevicePass plan_pass(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite) {

@@ -68,9 +68,10 @@ void require_alignment(const void* data, Dtype dtype);
 // UsageError when a kernel does not take that many.
 void require_dimensions(std::size_t count);
 
-// Elements before the first that lies on 16 bytes, at most `count`.
-[[nodiscard]] std::int64_t elements_to_alignment(const void* data, int element_bytes,
-                                                 std::int64_t count);
+// Bytes of a row that are read by less than kAccessBytes at a time, since groups begin where
+// elements of the other one lie aligned.
+[[nodiscard]] std::int64_t misaligned_bytes(const void* row, Dtype dtype, const void* aligned,
+                                            Dtype aligned_dtype, std::int64_t count);
 
 // The rows as they go into a kernel. ListedRows: UsageError when there are too many.
 [[nodiscard]] bool lie_evenly(std::span<const void* const> rows);

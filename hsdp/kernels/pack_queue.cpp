@@ -28,7 +28,6 @@ void PackQueue::add(const CastAndPack& args) {
   }
   check(args);
   if (args.count == 0) return;
-  ++waiting_;
   waiting_bytes_ += args.count * gradient_bytes(args.out_dtype);
   const StridedView* const gradient = args.gradient;
   if (gradient != nullptr && !gradient->is_contiguous()) {
@@ -41,6 +40,11 @@ void PackQueue::add(const CastAndPack& args) {
   require_alignment(args.add, args.add_dtype);
   require_alignment(args.base, Dtype::kF32);
   require_alignment(args.out, args.out_dtype);
+  const auto misaligned = [&args](const void* row, Dtype row_dtype) {
+    return kernels::misaligned_bytes(row, row_dtype, args.out, args.out_dtype, args.count);
+  };
+  misaligned_bytes_ += misaligned(data, dtype) + misaligned(args.add, args.add_dtype) +
+                       misaligned(args.base, Dtype::kF32);
   std::vector<PackItem>& items = items_of({.dtype = dtype,
                                            .add_dtype = args.add_dtype,
                                            .out_dtype = args.out_dtype,
@@ -70,7 +74,8 @@ bool PackQueue::writes(const void* out) const {
 }
 
 bool PackQueue::is_full() const {
-  return waiting_ >= kMostPackItems || waiting_bytes_ >= kFullBytes;
+  const auto fills_launch = [](const List& list) { return list.items.size() >= kMostPackItems; };
+  return waiting_bytes_ >= kFullBytes || std::ranges::any_of(lists_, fills_launch);
 }
 
 void PackQueue::launch(const Stream& stream) {
@@ -95,7 +100,7 @@ void PackQueue::launch(const Stream& stream) {
 void PackQueue::clear() {
   lists_.clear();
   strided_.clear();
-  waiting_ = waiting_bytes_ = 0;
+  waiting_bytes_ = 0;
 }
 
 }  // namespace hsdp::kernels

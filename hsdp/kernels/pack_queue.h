@@ -20,13 +20,15 @@ class PackQueue {
   // As cast_and_pack(). No two in a queue write the same elements, and none reads what another one
   // writes. The view is copied, its memory is not.
   void add(const CastAndPack& args);
-  [[nodiscard]] bool empty() const { return waiting_ == 0; }
+  [[nodiscard]] bool empty() const { return lists_.empty() && strided_.empty(); }
   [[nodiscard]] bool writes(const void* out) const;
   // Whether waiting for more would not make a launch any cheaper.
   [[nodiscard]] bool is_full() const;
   // Inside a task of `stream`. Empty afterwards, also when it throws.
   void launch(const Stream& stream);
   void clear();
+  // Of what was added since it was made, what a GPU reads in small pieces as it lies misaligned.
+  [[nodiscard]] std::int64_t misaligned_bytes() const { return misaligned_bytes_; }
 
  private:
   struct List {
@@ -42,8 +44,8 @@ class PackQueue {
   Device device_;
   std::vector<List> lists_;
   std::vector<Strided> strided_;
-  std::int64_t waiting_ = 0;
   std::int64_t waiting_bytes_ = 0;
+  std::int64_t misaligned_bytes_ = 0;
 };
 
 }  // namespace hsdp::kernels

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/kernels/device_plan.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
 #include "hsdp/reducer/collector.h"
@@ -131,6 +132,12 @@ void BucketPipeline::shard_hop(const Launch& launch) {
   args.nonfinite = launch.plan->result->nonfinite.get();
   args.bucket = launch.bucket;
   args.reduction = setting_.reduction;
+  if (!on_host() && setting_.reduction == Reduction::kExact) {
+    const int rank = setting_.groups.shard.rank();
+    const ConstTensorView own = args.in.slice(args.cut->begin(rank), args.cut->length(rank));
+    misaligned_bytes_ +=
+        kernels::misaligned_bytes(own.data, own.dtype, nullptr, own.dtype, own.count);
+  }
   setting_.groups.shard.reduce_scatter(args, shard_lane_->stream());
 }
 

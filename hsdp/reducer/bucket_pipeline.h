@@ -93,6 +93,8 @@ class BucketPipeline {
   void hold(std::shared_ptr<const void> memory);
 
   [[nodiscard]] std::int64_t replica_hop_count() const { return replica_hop_count_; }
+  // Of this rank's own rows, which a GPU sums where they lie.
+  [[nodiscard]] std::int64_t misaligned_bytes() const { return misaligned_bytes_; }
 
  private:
   struct Launch {
@@ -129,6 +131,7 @@ class BucketPipeline {
   Setting setting_;
   Collector* collector_ = nullptr;
   std::atomic<std::int64_t> replica_hop_count_{0};
+  std::atomic<std::int64_t> misaligned_bytes_{0};
   std::shared_ptr<Lane> shard_lane_;
   std::shared_ptr<Lane> replica_lane_;  // the same where there is one hop only
   // Whose replica hop goes on after its reduce() has returned: the replica lane's tasks add, the

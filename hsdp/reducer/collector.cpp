@@ -525,4 +525,9 @@ std::int64_t Collector::peak_retained_bytes() const {
   return peak_retained_bytes_;
 }
 
+std::int64_t Collector::misaligned_bytes() const {
+  const std::scoped_lock lock(mutex_);
+  return packs_.misaligned_bytes();
+}
+
 }  // namespace hsdp::reducer

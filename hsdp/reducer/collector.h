@@ -97,6 +97,7 @@ class Collector {
 
   [[nodiscard]] std::int64_t retained_bytes() const;
   [[nodiscard]] std::int64_t peak_retained_bytes() const;
+  [[nodiscard]] std::int64_t misaligned_bytes() const;  // that were packed or added
 
  private:
   struct Kept {

@@ -108,6 +108,9 @@ Frozen::Frozen(const FrozenSetting& setting)
   }
   together(world, "allocate its staging buckets",
            [&] { memory_->allocate_staging(groups.shard, reduction_of(options)); });
+  scratch_held_ = setting.memory.hold(
+      MemoryKind::kScratch,
+      scratch_.size_bytes() + groups.shard.reserved_bytes() + (hop_ ? hop_->reserved_bytes() : 0));
   const std::shared_ptr<IssueOrder::Issuer> issuer = add_issuer(groups);
   together(world, "start its lanes", [&] {
     pipeline_.emplace(BucketPipeline::Setting{*layout_, *memory_, setting.outcome,

@@ -9,6 +9,7 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/device/scratch.h"
+#include "hsdp/memory_count.h"
 #include "hsdp/reducer/bucket_pipeline.h"
 #include "hsdp/reducer/collector.h"
 #include "hsdp/reducer/gradient_memory.h"
@@ -47,6 +48,9 @@ class Frozen {
   [[nodiscard]] Flag step_flag();
   [[nodiscard]] bool sends_f16() const { return sends_f16_; }  // on either hop
   [[nodiscard]] std::int64_t replica_hop_bytes() const { return hop_ ? hop_->wire_bytes() : 0; }
+  [[nodiscard]] std::int64_t misaligned_bytes() const {
+    return collector_->misaligned_bytes() + pipeline_->misaligned_bytes();
+  }
   // When all steps have ended; nothing is reduced any more.
   void let_go_of_hop() {
     if (hop_) hop_->let_go();
@@ -56,6 +60,7 @@ class Frozen {
   std::optional<BucketLayout> layout_;
   std::optional<GradientMemory> memory_;
   ScratchReserve scratch_;
+  MemoryCount::Held scratch_held_;
   std::array<Flag, 4> flags_;    // a step's, and those of steps before it that are read yet
   std::optional<HopOwner> hop_;  // where there are several replicas
   std::optional<BucketPipeline> pipeline_;

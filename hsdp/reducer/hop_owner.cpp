@@ -40,6 +40,10 @@ std::int64_t HopOwner::wire_bytes() const {
   return bytes;
 }
 
+std::int64_t HopOwner::reserved_bytes() const {
+  return scatter_.reserved_bytes() + (has_gather_group_ ? gather_.reserved_bytes() : 0);
+}
+
 void HopOwner::prepare(HopPlan plan) {
   plan_ = std::move(plan);
   hop_->prepare(plan_);

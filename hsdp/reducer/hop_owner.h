@@ -27,6 +27,8 @@ class HopOwner {
   // What the hop's groups were given to send: messages in the dtype that travels, an all-reduce's
   // twice.
   [[nodiscard]] std::int64_t wire_bytes() const;
+  // What those groups reserved.
+  [[nodiscard]] std::int64_t reserved_bytes() const;
 
  private:
   struct Release {

@@ -142,6 +142,12 @@ std::vector<GradientOwner> PackStreams::forget() {
   return owners;
 }
 
+std::int64_t PackStreams::misaligned_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Lane& lane : lanes_) bytes += lane.queue.misaligned_bytes();
+  return bytes;
+}
+
 Event PackStreams::record(int place) { return on_host() ? Event() : lane(place).stream.record(); }
 
 void PackStreams::launch_all() {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -60,7 +61,7 @@ class PackStreams {
 
   [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
   [[nodiscard]] kernels::PackQueue& queue(int place) { return lane(place).queue; }
-  [[nodiscard]] const Stream& stream(int place) const { return lane(place).stream; }
+  [[nodiscard]] std::int64_t misaligned_bytes() const;  // of all queues
   // What is queued there from now on is packed after that; on the host the caller waits for it.
   void wait(int place, const Event& event);
   void wait_on_all(const Event& event);
@@ -101,7 +102,6 @@ class PackStreams {
     std::vector<GradientOwner> owners;
   };
   [[nodiscard]] Lane& lane(int place) { return lanes_[index(place)]; }
-  [[nodiscard]] const Lane& lane(int place) const { return lanes_[index(place)]; }
   [[nodiscard]] std::size_t index(int place) const {
     if (on_host() || place == kNoSlot) return 0;
     return place == kSums ? kStagingSlots : static_cast<std::size_t>(place);

@@ -211,10 +211,10 @@ std::string check_queue(const Stream& stream) {
     Window window{0, static_cast<std::int64_t>(random() % 700)};
     if (i == 700) window.count = 3 << 18;  // many blocks beside the others' one
     if (i % 10 != 0) {
-      gradient = i % 5 == 0 ? &gradients.emplace_back(random_gradient(random, stream))
-                            : &gradients.emplace_back(kGradientDtypes[random() % 3],
-                                                      Shape{window.count + 5}, Shape{}, random,
-                                                      stream);
+      gradient = i % 5 == 0
+                     ? &gradients.emplace_back(random_gradient(random, stream))
+                     : &gradients.emplace_back(kGradientDtypes[random() % 3],
+                                               Shape{window.count + 5}, Shape{}, random, stream);
       if (i % 5 == 0) window.count = gradient->view.count();
     }
     PackCase& one =

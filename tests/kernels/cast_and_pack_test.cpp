@@ -197,7 +197,8 @@ TEST_P(CastAndPackOn, AMissingGradientIsZeros) {
   std::mt19937 random(4);
   for (const Dtype to : kGradientDtypes) {
     for (const bool has_add : {false, true}) {
-      ASSERT_EQ(check_window(nullptr, 0, 333, to, {has_add, to, 2, false}, random), "");
+      const Options options{.has_add = has_add, .add_dtype = to, .exponent = 2};
+      ASSERT_EQ(check_window(nullptr, 0, 333, to, options, random), "");
     }
     Row out(to, 100, 1);
     CastAndPack args;

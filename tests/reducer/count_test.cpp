@@ -117,7 +117,18 @@ TEST(Stats, NameEngineReductionHopAndTransports) {
 std::int64_t sum_of_kinds(const ReducerStats& stats) {
   return stats.carry_bytes + stats.total_bytes + stats.staging_bytes + stats.accumulator_bytes +
          stats.replica_hop_state_bytes + stats.snapshot_bytes + stats.optimizer_bytes +
-         stats.parameter_gather_bytes;
+         stats.parameter_gather_bytes + stats.scratch_bytes;
+}
+
+TEST(Memory, ADefaultBucketGrowsWithTheMeshOnAGpu) {
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  for (const int ranks : {1, 512, 100000}) {
+    EXPECT_EQ(default_bucket_bytes(DeviceType::kHost, ranks), 2 * kMiB);
+  }
+  EXPECT_EQ(default_bucket_bytes(DeviceType::kCuda, 1), 32 * kMiB);
+  EXPECT_EQ(default_bucket_bytes(DeviceType::kCuda, 512), 32 * kMiB);
+  EXPECT_EQ(default_bucket_bytes(DeviceType::kCuda, 1024), 64 * kMiB);
+  EXPECT_EQ(default_bucket_bytes(DeviceType::kCuda, 100000), 128 * kMiB);
 }
 
 TEST(Memory, IsTheCarryAndTwoStagingBuckets) {

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <latch>
@@ -335,6 +336,49 @@ TEST(NcclReducerSetUp, FailsOnAllRanksAndMayBeTriedAgain) {
     results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
   });
   expect_reference(results, step, {.bucket_bytes = kSmallBuckets}, shape, "after failures");
+}
+
+// A GPU reads a row by 16 bytes at a time where it lies as the bucket does.
+TEST(NcclReducer, TellsWhatLiesMisaligned) {
+  struct Case {
+    Layout layout;
+    Shape first;                        // of the parameters, before one of 640 elements
+    std::array<std::int64_t, 2> bytes;  // by shard rank
+  };
+  // An odd size before it puts the second parameter, and rank 1's rows, on odd places.
+  const std::array<Case, 4> cases{{{Layout::kFlat, {64}, {0, 0}},
+                                   {Layout::kFlat, {3}, {1280, 1280 + 642}},
+                                   {Layout::kDim0, {2, 32}, {0, 0}},
+                                   {Layout::kDim0, {3}, {1280, 1280 + 642}}}};
+  for (const Case& one : cases) {
+    StepCase step = random_step({{.name = "a", .shape = one.first, .dtype = Dtype::kBf16},
+                                 {.name = "b", .shape = {640}, .dtype = Dtype::kBf16}},
+                                2, {Sync::kAll}, 11);
+    run_nccl_mesh({.replicate = 1, .shard = 2}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.layout = one.layout});
+      GpuRank rank(reducer, step, mesh);
+      static_cast<void>(rank.run_step());
+      EXPECT_EQ(reducer.stats().misaligned_bytes,
+                one.bytes[static_cast<std::size_t>(mesh.shard_rank())])
+          << name(one.layout) << " " << one.first.front();
+    });
+  }
+}
+
+TEST(NcclReducer, CountsWhatKernelsAndCollectivesWorkIn) {
+  const StepCase step = random_step(parameters(Dtype::kF32), 4, {Sync::kAll}, 12);
+  run_nccl_mesh({.replicate = 2, .shard = 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
+    GpuRank rank(reducer, step, mesh);
+    EXPECT_EQ(reducer.stats().scratch_bytes, 0);
+    static_cast<void>(rank.run_step());
+    const ReducerStats stats = reducer.stats();
+    // At least the peer's row of a bucket and of a shard, to be summed with this rank's own.
+    EXPECT_GE(stats.scratch_bytes, kSmallBuckets / 2 + kSmallBuckets / 4);
+    EXPECT_GE(stats.resident_bytes, stats.scratch_bytes + stats.carry_bytes + stats.staging_bytes);
+    static_cast<void>(rank.run_step());
+    EXPECT_EQ(reducer.stats().scratch_bytes, stats.scratch_bytes);
+  });
 }
 
 TEST(NcclReducer, NonfiniteValuesAreFoundOnEveryRank) {

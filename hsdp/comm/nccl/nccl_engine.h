@@ -48,6 +48,9 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override;
   void reserve(std::span<const ReduceScatter> calls) override;
   void reserve(std::span<const AllReduce> calls) override;
+  [[nodiscard]] std::int64_t reserved_bytes() const override {
+    return group_->memory().work_bytes();
+  }
   void wait(const Event& event) override;
 
  private:

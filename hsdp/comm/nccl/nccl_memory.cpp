@@ -158,6 +158,14 @@ bool NcclMemory::has_work(std::size_t bytes, bool registered) const {
   return find_work(bytes, registered) != nullptr;
 }
 
+std::int64_t NcclMemory::work_bytes() const {
+  std::size_t bytes = 0;
+  for (const std::unique_ptr<Work>& work : work_) {
+    if (work->block != nullptr) bytes += work->block->size();
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
 std::byte* NcclMemory::take_work(std::size_t bytes, bool registered, Stream& stream) {
   taken_ = find_work(bytes, registered);
   if (taken_ == nullptr) return nullptr;

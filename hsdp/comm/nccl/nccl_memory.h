@@ -39,6 +39,7 @@ class NcclMemory {
 
   [[nodiscard]] bool is_registered(const void* memory) const;
   [[nodiscard]] bool has_work(std::size_t bytes, bool registered) const;
+  [[nodiscard]] std::int64_t work_bytes() const;  // of both kinds
   // For one call, in a task of its stream; free again with the event that release() gets. Null
   // where has_work() is false.
   [[nodiscard]] std::byte* take_work(std::size_t bytes, bool registered, Stream& stream);

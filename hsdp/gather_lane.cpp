@@ -74,4 +74,6 @@ Event GatherLane::run(const Event& after, Task task) {
                           });
 }
 
+void GatherLane::wait(const Event& done) { parts_->group.wait(done); }
+
 }  // namespace hsdp

@@ -46,6 +46,9 @@ class GatherLane {
   // `after` is enqueued. The Event is done when the task's collectives are complete on this rank;
   // it may outlive the lane.
   Event run(const Event& after, Task task);
+  // Blocks until an Event of run() is complete. Throws what went wrong, also where a GPU did the
+  // task and the world failed meanwhile: nobody knows then what has come.
+  void wait(const Event& done);
 
  private:
   friend class Reducer;

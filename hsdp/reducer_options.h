@@ -156,8 +156,8 @@ struct ValidAfter {
 };
 
 // How long `keep_alive` of a gradient on a GPU is kept: until the GPU has read it; or, for memory
-// that is freed in the order of the stream in `valid`, until that stream waits for the GPU to have
-// read it. That stream must live until the step has ended.
+// that is freed in the order of the stream in `valid`, at most until that stream waits for the GPU
+// to have read it. That stream must live, and not be captured, until the microbatch has ended.
 enum class KeptUntil : std::uint8_t { kRead, kOrdered };
 
 }  // namespace hsdp

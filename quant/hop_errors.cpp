@@ -198,17 +198,24 @@ std::int64_t HopErrors::message_bytes(int owner) const {
   return bytes;
 }
 
+RowCut HopErrors::message_cut() const {
+  std::vector<std::int64_t> begins{0};
+  for (int r = 0; r < replicas_; ++r) begins.push_back(begins.back() + message_bytes(r));
+  return RowCut(std::move(begins));
+}
+
+void HopErrors::reserve_to_join() {
+  if (gathered_) message_ = Buffer(device_, static_cast<std::size_t>(message_cut().count()));
+}
+
 SavedState HopErrors::joined(Communicator& replicas, SavedHeader header) const {
   std::vector<HopState> all = state();
   quant::append(header, all);
-  Buffer memory;
   if (gathered_) {
-    std::vector<std::int64_t> begins{0};
-    for (int r = 0; r < replicas_; ++r) begins.push_back(begins.back() + message_bytes(r));
-    memory = Buffer(device_, static_cast<std::size_t>(begins.back()));
+    const RowCut cut = message_cut();
     // What a replica's errors are in the message.
     const auto visit = [&](int owner, const auto& visitor) {
-      std::byte* at = memory.data() + begins[static_cast<std::size_t>(owner)];
+      std::byte* at = message_.data() + cut.begin(owner);
       for (std::size_t w = 0; w < maps_.size(); ++w) {
         const ErrorStates::Extent extent = extent_of(maps_[w], owner);
         visitor(w, extent, errors_in(at, kind_.dtype, extent));
@@ -224,10 +231,9 @@ SavedState HopErrors::joined(Communicator& replicas, SavedHeader header) const {
         copy_numbers(to.values, from.values, extent.elements, inside);
       });
     });
-    const RowCut cut(begins);
-    const TensorView whole = memory.view(Dtype::kU8);
+    const TensorView whole = message_.view(Dtype::kU8);
     replicas.all_gather(whole.slice(cut.begin(replica_), cut.length(replica_)), whole, stream, cut);
-    stream.synchronize();
+    replicas.wait(stream.record());
     std::vector<Piece> others;
     for (int r = 0; r < replicas_; ++r) {
       if (r == replica_) continue;

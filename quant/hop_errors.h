@@ -45,6 +45,8 @@ class HopErrors {
   void scale(float factor) const;
   // UsageError, and nothing has changed, where elements have none in `saved`; unless it may be so.
   void load(const SavedState& saved, bool all);
+  // Takes the memory that joined() needs.
+  void reserve_to_join();
   // Collective over `replicas`: this replica's errors, and the gathered half's of all.
   [[nodiscard]] SavedState joined(Communicator& replicas, SavedHeader header) const;
   // Where this replica's errors lie, by parameter.
@@ -70,6 +72,7 @@ class HopErrors {
   [[nodiscard]] ErrorPlace place_of(const Piece& piece) const;
   [[nodiscard]] std::int64_t groups(const Piece& piece) const;
   [[nodiscard]] std::int64_t message_bytes(int owner) const;
+  [[nodiscard]] RowCut message_cut() const;
 
   Kind kind_;
   std::vector<std::string> names_;
@@ -79,6 +82,7 @@ class HopErrors {
   int replica_ = 0;
   std::unique_ptr<ErrorStates> scattered_;
   std::unique_ptr<ErrorStates> gathered_;  // of as many elements as any replica may own; or null
+  Buffer message_;                         // to join them
   MemoryCount::Held held_;
 };
 

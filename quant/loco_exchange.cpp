@@ -121,7 +121,9 @@ void LocoExchange::bind(Communicator scatter, Communicator gather) {
 void LocoExchange::finish() noexcept {
   for (Stream* const stream : {&encode_, &scatter_wire_, &sum_, &gather_wire_, &decode_}) {
     try {
-      stream->synchronize();
+      // A GPU may hang in a collective that nobody can end any more.
+      const Event done = stream->record();
+      scatter_ ? scatter_.wait(done) : done.wait();
     } catch (const std::exception&) {  // was the Event's
     }
   }

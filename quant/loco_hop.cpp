@@ -257,6 +257,7 @@ void LocoHop::Parts::take_errors_along() {
     put_back(*kept);
   } else if (before) {
     before->require_fits(*errors);
+    before->reserve_to_join();  // here, where a failure is everybody's
   }
   moves = before != nullptr;
 }

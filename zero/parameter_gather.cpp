@@ -179,12 +179,17 @@ int ParameterGather::find(std::string_view name) const {
 
 void ParameterGather::wait(int parameter) {
   const Event event = ready(parameter);
-  if (event.complete()) return event.wait();  // throws what went wrong
+  if (event.state() == nullptr) return;
   const double begin_s = now_s();
-  event.wait();
+  const bool is_late = !event.complete();
+  parts_->lane->wait(event);
   const double waited_s = now_s() - begin_s;
   const std::scoped_lock lock(parts_->mutex);
-  parts_->stats.exposed_s += waited_s;
+  if (is_late) parts_->stats.exposed_s += waited_s;
+  // It is there, whatever becomes of the world.
+  Event& gathered = parts_->gathered[static_cast<std::size_t>(
+      parts_->unit_of[static_cast<std::size_t>(parameter)])];
+  if (gathered.state() == event.state()) gathered = {};
 }
 
 void ParameterGather::wait_all() {

@@ -132,7 +132,12 @@ double Memory::number() const {
   Stream stream = Stream::borrow(view_.device, nullptr);
   stream.wait(ready_);
   copy_bytes(&value, view_.data, sizeof(value), stream);
-  stream.record().wait();
+  const Event done = stream.record();
+  if (const auto world = world_.lock()) {
+    world->wait(done);
+  } else {
+    done.wait();
+  }
   return value;
 }
 

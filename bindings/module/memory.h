@@ -12,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "hsdp/comm/communicator.h"
 #include "hsdp/device/stream.h"
 #include "hsdp/tensor_view.h"
 
@@ -25,6 +26,11 @@ class Memory {
   [[nodiscard]] static Memory create(std::int64_t count, Dtype dtype, const Stream& stream);
   [[nodiscard]] static Memory zeros(std::int64_t count, Dtype dtype);
   void set_ready(Event ready) { ready_ = std::move(ready); }
+  // What a world's collectives put there: number() throws when it has failed.
+  void set_ready(Event ready, const Communicator& world) {
+    ready_ = std::move(ready);
+    world_ = world.engine();
+  }
   [[nodiscard]] const Event& ready() const { return ready_; }
 
   [[nodiscard]] const TensorView& view() const { return view_; }
@@ -42,6 +48,7 @@ class Memory {
   Shape shape_;
   std::shared_ptr<const void> owner_;
   Event ready_;
+  std::weak_ptr<Communicator::Engine> world_;
 };
 
 void bind_memory(pybind11::module_& module);

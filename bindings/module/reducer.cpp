@@ -246,7 +246,7 @@ Memory clip_together(const std::vector<Handle*>& handles, double max_norm) {
       hsdp::clip_grad_norm(reducers, max_norm, out);
     }
   });
-  if (!caller.on_host()) norm.set_ready(caller.now().record());
+  handles.front()->set_ready(norm);
   return norm;
 }
 

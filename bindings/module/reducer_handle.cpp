@@ -30,7 +30,7 @@ ReducerHandle::InUse::InUse(ReducerHandle& handle) : handle_(handle) {
 }
 
 ReducerHandle::ReducerHandle(const MeshHandle& mesh, ReducerOptions options)
-    : interrupt_(mesh.interrupt()), caller_(mesh.caller()) {
+    : world_(mesh.mesh().world()), interrupt_(mesh.interrupt()), caller_(mesh.caller()) {
   reducer_ = call_interruptibly(
       [mesh = mesh.mesh(), options = std::move(options)]() mutable {
         return make_owned_by_process(Reducer(mesh, std::move(options)));
@@ -168,7 +168,7 @@ Memory ReducerHandle::shard(const std::string& name) {
 Memory ReducerHandle::partial_shard(const std::string& name) {
   Memory memory = Memory::create(reducer().slice(name).count, Dtype::kF32, caller_->now());
   call([name, memory](Reducer& reducer) { reducer.partial_shard(name, memory.view()); });
-  memory.set_ready(caller_event());
+  set_ready(memory);
   return memory;
 }
 
@@ -190,7 +190,7 @@ Memory ReducerHandle::grad_norm() {
       reducer.grad_norm(out);
     }
   });
-  memory.set_ready(caller_event());
+  set_ready(memory);
   return memory;
 }
 

@@ -80,6 +80,8 @@ class ReducerHandle {
   [[nodiscard]] Memory local_sum(const std::string& name);
   // One f64, where the mesh is.
   [[nodiscard]] Memory grad_norm();
+  // What the Reducer has put there is there for whoever waits.
+  void set_ready(Memory& memory) const { memory.set_ready(caller_event(), world_); }
   [[nodiscard]] CallerStream& caller() const { return *caller_; }
   [[nodiscard]] std::shared_ptr<CallerStream> share_caller() const { return caller_; }
   [[nodiscard]] const Interrupt& interrupt() const { return interrupt_; }
@@ -107,6 +109,7 @@ class ReducerHandle {
 
   OwnProcess process_;
   std::shared_ptr<Reducer> reducer_;
+  Communicator world_;
   Interrupt interrupt_;
   std::shared_ptr<CallerStream> caller_;
   std::atomic<bool> overwritable_{false};  // a gradient of the open microbatch may be written to

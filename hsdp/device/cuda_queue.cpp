@@ -119,9 +119,8 @@ class CudaQueue : public Stream::Queue {
       try {
         const OnCudaDevice current(device_);
         return Event(std::make_shared<CudaEvent>(device_, stream_));
-      } catch (...) {
+      } catch (...) {  // of the event alone
         error = std::current_exception();
-        error_->set(error);
       }
     }
     auto failed = std::make_shared<HostEvent>();

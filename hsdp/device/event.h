@@ -20,6 +20,8 @@ class Event {
     [[nodiscard]] virtual bool complete() const = 0;
     // Blocks the calling thread; rethrows the error of the task that broke the stream, if any.
     virtual void wait() const = 0;
+    // Throws the error of work that was never enqueued, where that is known already.
+    virtual void throw_if_failed() const {}
     // Where work for a device is enqueued by another thread: blocks until it is, and returns the
     // device's event. Null where the event is no such one, or the work could not be enqueued.
     [[nodiscard]] virtual const Event* enqueued() const { return nullptr; }
@@ -31,6 +33,9 @@ class Event {
   [[nodiscard]] bool complete() const { return !state_ || state_->complete(); }
   void wait() const {
     if (state_) state_->wait();
+  }
+  void throw_if_failed() const {
+    if (state_) state_->throw_if_failed();
   }
   // For a GPU's stream to wait for: the device's event of work that another thread has yet to
   // enqueue, for which it blocks. Else, and where that failed, the event itself.

@@ -24,6 +24,11 @@ class HostEvent : public Event::State {
     if (error_) std::rethrow_exception(error_);
   }
 
+  void throw_if_failed() const override {
+    const std::lock_guard lock(mutex_);
+    if (done_ && error_) std::rethrow_exception(error_);
+  }
+
   void finish(std::exception_ptr error) {
     {
       const std::lock_guard lock(mutex_);

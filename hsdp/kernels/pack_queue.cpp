@@ -28,10 +28,10 @@ void PackQueue::add(const CastAndPack& args) {
   }
   check(args);
   if (args.count == 0) return;
-  waiting_bytes_ += args.count * gradient_bytes(args.out_dtype);
   const StridedView* const gradient = args.gradient;
   if (gradient != nullptr && !gradient->is_contiguous()) {
     strided_.push_back({*gradient, args});
+    waiting_bytes_ += args.count * gradient_bytes(args.out_dtype);
     return;
   }
   const Dtype dtype = gradient != nullptr ? gradient->dtype : args.out_dtype;
@@ -40,6 +40,7 @@ void PackQueue::add(const CastAndPack& args) {
   require_alignment(args.add, args.add_dtype);
   require_alignment(args.base, Dtype::kF32);
   require_alignment(args.out, args.out_dtype);
+  waiting_bytes_ += args.count * gradient_bytes(args.out_dtype);
   const auto misaligned = [&args](const void* row, Dtype row_dtype) {
     return kernels::misaligned_bytes(row, row_dtype, args.out, args.out_dtype, args.count);
   };

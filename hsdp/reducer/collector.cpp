@@ -14,7 +14,7 @@ Collector::Collector(const Setting& setting)
       outcome_(setting.outcome),
       pack_order_(setting.order),
       has_shard_hop_(layout_.shard_size() > 1),
-      packs_(setting.device, setting.world),
+      packs_(setting.device, setting.world, setting.holes),
       arrived_(static_cast<std::size_t>(parameters_.size())),
       added_(arrived_.size()),
       accepted_(arrived_.size()),
@@ -45,7 +45,8 @@ bool Collector::accumulates(int parameter) const {
 }
 
 void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
-  const std::scoped_lock lock(mutex_);
+  const PackStreams::Farewell farewell(packs_);
+  Lock lock(mutex_);
   packs_.join();  // local sums are written for one slot and read for another
   open_ = true;
   if (issuer_) issuer_open_ = issuer_->open();
@@ -74,12 +75,13 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
     }
   }
   assign_slots();
-  launch_complete();
+  launch_complete(lock);
 }
 
 bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner owner,
                        const ValidAfter& valid) {
   const auto p = static_cast<std::size_t>(parameter);
+  const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
   if (!open_) return true;  // another thread has dropped the step
   const std::int64_t most = plan_->intake.most;
@@ -179,7 +181,7 @@ void Collector::accept(Lock& lock, int parameter) {
       packs_.hold(kNoSlot, owner);
     });
     for (int b = buckets.first; b < buckets.end; ++b) piece_packed(lock, {parameter, b});
-    launch_complete();
+    launch_complete(lock);
     wake_waiter();
     return;
   }
@@ -286,7 +288,7 @@ void Collector::pack(Lock& lock, Piece piece) {
     if (!packs_.on_host()) state.slot_free = {};  // its stream has waited, for all that come
   });
   piece_packed(lock, piece);
-  launch_complete();
+  launch_complete(lock);
   wake_waiter();
 }
 
@@ -317,7 +319,7 @@ void Collector::assign_slots() {
   }
 }
 
-void Collector::launch_complete() {
+void Collector::launch_complete(Lock& lock) {
   while (open_ && next_launch_ < order_.size()) {
     const int number = order_[next_launch_];
     const BucketState& state = states_[static_cast<std::size_t>(number)];
@@ -326,11 +328,14 @@ void Collector::launch_complete() {
     if (state.unpacked > 0 || (has_shard_hop_ && reduces && state.slot < 0)) return;
     ++next_launch_;
     if (reduces && state.slot >= 0) ++reducing_;
-    pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packs_.record(state.slot));
+    Event packed;
+    if (!packs_.on_host()) run(lock, [&] { packed = packs_.record(state.slot); });
+    pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packed);
   }
 }
 
 void Collector::slot_free(int slot, const Event& free) {
+  const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
   free_slots_.emplace_back(slot, free);
   --reducing_;
@@ -393,6 +398,7 @@ void Collector::set_counts_of(std::shared_ptr<const MicrobatchPlan> plan) {
 }
 
 void Collector::fill_holes() {
+  const PackStreams::Farewell farewell(packs_);
   for (int parameter = 0; parameter < parameters_.size(); ++parameter) {
     const auto p = static_cast<std::size_t>(parameter);
     const GroupPlan& group = group_of(parameter);
@@ -418,8 +424,11 @@ void Collector::fill_holes() {
 }
 
 Event Collector::packed() {
-  const std::scoped_lock lock(mutex_);
-  return packs_.record_all();
+  const PackStreams::Farewell farewell(packs_);
+  Lock lock(mutex_);
+  Event packed;
+  run(lock, [&] { packed = packs_.record_all(); });
+  return packed;
 }
 
 std::vector<Event> Collector::record_packs() {
@@ -434,6 +443,7 @@ void Collector::wait_for(const Event& event) {
 }
 
 void Collector::pack_until(const std::function<bool()>& done) {
+  const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
   const WaiterScope waiter(done_, done);
   while (true) {
@@ -463,6 +473,7 @@ void Collector::wait_for_packs_in_flight(Lock& lock) {
 void Collector::end() {
   const std::scoped_lock lock(mutex_);
   open_ = false;
+  packs_.leave_streams();
   issuer_open_.reset();
   for (int p = 0; p < parameters_.size(); ++p) {
     const GroupPlan& group = group_of(p);
@@ -482,6 +493,7 @@ std::vector<int> Collector::drop() {
   open_ = false;
   issuer_open_.reset();
   ready_.clear();
+  packs_.leave_streams();
   wait_for_packs_in_flight(lock);
   for (std::size_t i = next_launch_; i < order_.size(); ++i) {
     unsent.push_back(order_[i]);

@@ -43,6 +43,7 @@ class Collector {
     Communicator& world;
     Device device;
     PackOrder order = PackOrder::kAhead;
+    bool holes = false;                          // a parameter may get no gradient
     std::shared_ptr<IssueOrder::Issuer> issuer;  // on a GPU
   };
   explicit Collector(const Setting& setting);
@@ -160,7 +161,7 @@ class Collector {
   void pack(Lock& lock, Piece piece);
   void piece_packed(Lock& lock, Piece piece);
   void assign_slots();
-  void launch_complete();
+  void launch_complete(Lock& lock);
   [[nodiscard]] bool accumulates(int parameter) const;
   // True when the thread in pack_until() packs while the pipeline's thread reduces.
   [[nodiscard]] bool leaves_packing_to_caller() const;

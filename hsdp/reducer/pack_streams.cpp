@@ -9,7 +9,13 @@ namespace {
 
 // Launches that may be under way before a stream that frees their gradients waits for the oldest:
 // two buckets, as many as are staged.
-constexpr std::size_t kMostLaunched = 2;
+constexpr std::ptrdiff_t kMostLaunched = 2;
+
+Event recorded(Stream& stream) {
+  Event event = stream.record();
+  event.throw_if_failed();
+  return event;
+}
 
 }  // namespace
 
@@ -31,7 +37,7 @@ void AllValid::add(const ValidAfter& valid) {
 std::vector<Event> AllValid::events() const {
   std::vector<Event> all = events_;
   for (Source source : sources_) {
-    if (!source.has_event) all.push_back(source.stream.record());
+    if (!source.has_event) all.push_back(recorded(source.stream));
   }
   return all;
 }
@@ -42,8 +48,8 @@ std::vector<Stream> AllValid::streams() const {
   return all;
 }
 
-PackStreams::PackStreams(Device device, Communicator world)
-    : device_(device), world_(std::move(world)) {
+PackStreams::PackStreams(Device device, Communicator world, bool holes)
+    : device_(device), world_(std::move(world)), holes_(holes) {
   if (on_host()) {
     lanes_.push_back({Stream::inline_host(), kernels::PackQueue(device)});
     return;
@@ -56,15 +62,14 @@ PackStreams::PackStreams(Device device, Communicator world)
 PackStreams::~PackStreams() { wait_idle(); }
 
 void PackStreams::wait(int place, const Event& event) {
-  if (on_host()) {
-    event.wait();
-  } else {
-    lane(place).stream.wait(event);
-  }
+  if (on_host()) return event.wait();
+  event.throw_if_failed();
+  lane(place).stream.wait(event);
 }
 
 void PackStreams::wait_on_all(const Event& event) {
   if (on_host()) return event.wait();
+  event.throw_if_failed();
   for (Lane& lane : lanes_) lane.stream.wait(event);
 }
 
@@ -91,44 +96,78 @@ void PackStreams::launch(int place) {
     launch(kSums);
     lane.stream.wait(record(kSums));
   }
-  for (const Event& event : lane.valid.events()) lane.stream.wait(event);
+  // All of them, or nothing is launched.
+  for (const Event& event : lane.valid.events()) {
+    event.throw_if_failed();
+    lane.stream.wait(event);
+  }
   const AllValid valid = std::exchange(lane.valid, {});
   lane.queue.launch(lane.stream);
-  let_go(std::exchange(lane.owners, {}), lane.stream, valid.streams());
+  let_go(place, valid.streams());
 }
 
 // Memory goes back to its allocator without a wait of the host, and there is never much of it.
-void PackStreams::let_go(std::vector<GradientOwner> owners, Stream& packed_on,
-                         const std::vector<Stream>& streams) {
-  if (owners.empty()) return;
+void PackStreams::let_go(int place, const std::vector<Stream>& streams) {
+  Lane& lane = this->lane(place);
+  if (lane.owners.empty()) return;
   reap();
-  const Event packed = packed_on.record();
-  std::vector<GradientOwner> ordered;
-  std::vector<GradientOwner> others;
-  for (GradientOwner& owner : owners) {
-    const bool is_ordered = owner.until == KeptUntil::kOrdered && !streams.empty();
-    (is_ordered ? ordered : others).push_back(std::move(owner));
+  const Event packed = recorded(lane.stream);
+  // A pack into a slot waits for a hop, and so for the peers' packs. Where one of these may come
+  // last in a microbatch, a stream that waited for it could hold that rank up before.
+  const bool may_wait = !streams.empty() && !(holes_ && place >= 0);
+  Launched ordered{packed, streams, {}};
+  Launched others{packed, {}, {}};
+  for (GradientOwner& owner : lane.owners) {
+    const bool is_ordered = may_wait && owner.until == KeptUntil::kOrdered;
+    (is_ordered ? ordered : others).owners.push_back(std::move(owner));
   }
-  if (!others.empty()) {
-    in_flight_.hold(packed, std::make_shared<const std::vector<GradientOwner>>(std::move(others)));
-  }
-  if (ordered.empty()) return;
+  lane.owners.clear();
+  keep(std::move(others));
+  keep(std::move(ordered));
+  order_oldest();
+}
+
+void PackStreams::keep(Launched launched) {
+  if (launched.owners.empty()) return;
   const std::lock_guard lock(mutex_);
-  launched_.push_back({packed, streams, std::move(ordered)});
-  while (launched_.size() > kMostLaunched) {
-    Launched& oldest = launched_.front();
+  launched_.push_back(std::move(launched));
+}
+
+void PackStreams::order_oldest() {
+  const auto is_ordered = [](const Launched& one) { return !one.streams.empty(); };
+  const std::lock_guard lock(mutex_);
+  while (std::ranges::count_if(launched_, is_ordered) > kMostLaunched) {
+    const auto oldest = std::ranges::find_if(launched_, is_ordered);
     // Complete is also what failed, which must not break a stream of somebody else's.
-    for (Stream& stream : oldest.streams) {
-      if (!oldest.packed.complete()) stream.wait(oldest.packed);
+    for (Stream& stream : oldest->streams) {
+      if (!oldest->packed.complete()) stream.wait(oldest->packed);
     }
-    launched_.pop_front();
+    bury(*oldest);
+    launched_.erase(oldest);
   }
 }
 
-void PackStreams::reap() {
-  in_flight_.reap();
+void PackStreams::leave_streams() {
   const std::lock_guard lock(mutex_);
-  while (!launched_.empty() && launched_.front().packed.complete()) launched_.pop_front();
+  for (Launched& one : launched_) one.streams.clear();
+}
+
+void PackStreams::reap() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(launched_, [this](Launched& one) {
+    const bool is_read = one.packed.complete();
+    if (is_read) bury(one);
+    return is_read;
+  });
+}
+
+void PackStreams::bury(Launched& launched) {
+  std::ranges::move(std::exchange(launched.owners, {}), std::back_inserter(dead_));
+}
+
+std::vector<GradientOwner> PackStreams::take_dead() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(dead_, {});
 }
 
 std::vector<GradientOwner> PackStreams::forget() {
@@ -148,7 +187,7 @@ std::int64_t PackStreams::misaligned_bytes() const {
   return bytes;
 }
 
-Event PackStreams::record(int place) { return on_host() ? Event() : lane(place).stream.record(); }
+Event PackStreams::record(int place) { return on_host() ? Event() : recorded(lane(place).stream); }
 
 void PackStreams::launch_all() {
   for (const int place : {kSums, 0, 1}) launch(place);
@@ -157,7 +196,7 @@ void PackStreams::launch_all() {
 std::vector<Event> PackStreams::record_each() {
   std::vector<Event> packs;
   if (on_host()) return packs;
-  for (Lane& lane : lanes_) packs.push_back(lane.stream.record());
+  for (Lane& lane : lanes_) packs.push_back(recorded(lane.stream));
   return packs;
 }
 
@@ -165,7 +204,7 @@ Event PackStreams::record_all() {
   if (on_host()) return {};
   launch_all();
   join();
-  return lanes_.front().stream.record();
+  return recorded(lanes_.front().stream);
 }
 
 void PackStreams::join() {
@@ -173,20 +212,32 @@ void PackStreams::join() {
   reap();
   Stream& first = lanes_.front().stream;
   for (const Event& event : record_each()) first.wait(event);
-  const Event all = first.record();
+  const Event all = recorded(first);
   for (Lane& lane : lanes_) lane.stream.wait(all);
 }
 
 void PackStreams::reap_after(const std::vector<Event>& packs) {
+  const Farewell farewell(*this);
   for (const Event& pack : packs) world_.wait(pack);
   reap();
 }
 
 void PackStreams::wait_idle() noexcept {
+  const Farewell farewell(*this);
   for (Lane& lane : lanes_) {
+    const Event done = lane.stream.record();
     try {
-      world_.wait(lane.stream.record());
-    } catch (...) {  // was reported when it happened
+      done.throw_if_failed();
+    } catch (...) {  // no memory for an event
+      try {
+        lane.stream.synchronize();
+      } catch (...) {  // was reported when it happened
+      }
+      continue;
+    }
+    try {
+      world_.wait(done);
+    } catch (...) {
     }
   }
   reap();

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "hsdp/comm/communicator.h"
-#include "hsdp/device/in_flight.h"
 #include "hsdp/device/stream.h"
 #include "hsdp/kernels/pack_queue.h"
 #include "hsdp/reducer.h"
@@ -53,8 +52,9 @@ class PackStreams {
   // A place beside the slots; kNoSlot: what goes straight into the carry.
   static constexpr int kSums = -2;
 
-  // Waits are the world's: they throw when it has ended and an event never comes.
-  PackStreams(Device device, Communicator world);
+  // Waits are the world's: they throw when it has ended and an event never comes. `holes`: a rank's
+  // bucket may wait for the end of the microbatch, for want of gradients.
+  PackStreams(Device device, Communicator world, bool holes);
   ~PackStreams();  // after the packs, whatever went wrong
   PackStreams(const PackStreams&) = delete;
   PackStreams& operator=(const PackStreams&) = delete;
@@ -83,9 +83,24 @@ class PackStreams {
   // Whatever is launched next comes after everything so far.
   void join();
   void launch_all();
+  // The streams of gradients may go: what is still to be read is kept until it is.
+  void leave_streams();
   // Waits, and lets go of what was read.
   void reap_after(const std::vector<Event>& packs);
   void wait_idle() noexcept;  // for what was launched
+
+  // Lets owners die at the end of its life: outside of whatever lock it comes before, as their
+  // deleters may call anything.
+  class Farewell {
+   public:
+    explicit Farewell(PackStreams& packs) : packs_(packs) {}
+    ~Farewell() { static_cast<void>(packs_.take_dead()); }
+    Farewell(const Farewell&) = delete;
+    Farewell& operator=(const Farewell&) = delete;
+
+   private:
+    PackStreams& packs_;
+  };
 
  private:
   struct Lane {
@@ -95,7 +110,7 @@ class PackStreams {
     bool after_sums = false;
     std::vector<GradientOwner> owners{};
   };
-  // What was launched together, whose owners free it in the order of `streams`.
+  // What was launched together. With `streams`, its owners free it in the order of these.
   struct Launched {
     Event packed;
     std::vector<Stream> streams;
@@ -106,17 +121,20 @@ class PackStreams {
     if (on_host() || place == kNoSlot) return 0;
     return place == kSums ? kStagingSlots : static_cast<std::size_t>(place);
   }
-  // When they may die, of gradients that were launched on a stream and come from others.
-  void let_go(std::vector<GradientOwner> owners, Stream& packed_on,
-              const std::vector<Stream>& streams);
+  void let_go(int place, const std::vector<Stream>& streams);
+  void keep(Launched launched);
+  void order_oldest();
   void reap();
+  void bury(Launched& launched);  // with the lock held
+  [[nodiscard]] std::vector<GradientOwner> take_dead();
 
   Device device_;
   Communicator world_;
+  bool holes_;
   std::vector<Lane> lanes_;
-  InFlight in_flight_;
   std::mutex mutex_;
   std::deque<Launched> launched_;
+  std::vector<GradientOwner> dead_;
 };
 
 }  // namespace hsdp::reducer

@@ -1,5 +1,4 @@
-// Results that a Reducer leaves on the GPU, and gradients that it lets go, on the stand-in for the
-// CUDA runtime.
+// Results that a Reducer leaves on the GPU, on the stand-in for the CUDA runtime.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -124,88 +123,6 @@ TEST_P(GpuResults, PartialsAreReadInStreamOrder) {
     rank.stream().synchronize();
     test::expect_same_bits(got, want, "partial");
     reducer.discard();
-  });
-}
-
-Values read_shard(Reducer& reducer, const std::string& name, Stream& stream) {
-  const TensorView shard = reducer.shard(name);
-  Values values(static_cast<std::size_t>(shard.count));
-  copy_bytes(values.data(), shard.data, shard.size_in_bytes(), stream);
-  stream.synchronize();
-  return values;
-}
-
-// Memory that is overwritten on a stream as soon as its owner lets go of it, as an allocator does
-// that frees in stream order.
-std::shared_ptr<const void> reused(const std::shared_ptr<Values>& memory, const Stream& stream,
-                                   std::atomic<int>& count) {
-  return {memory.get(), [memory, queue = Stream(stream), &count](const void* /*data*/) mutable {
-            static const Values kOther(1024, -1.0F);
-            queue.run([&] {
-              copy_bytes(memory->data(), kOther.data(), memory->size() * sizeof(float), queue);
-            });
-            ++count;
-          }};
-}
-
-TEST_P(GpuResults, OrderedGradientsAreReusedInTheOrderOfTheirStream) {
-  constexpr int kParameters = 12;  // and as many buckets
-  const test::MeshShape shape = GetParam();
-  run_gpu_mesh(shape, [&](const Mesh& mesh) {
-    Stream stream = Stream::create(kGpu, "caller");
-    std::vector<std::shared_ptr<Values>> memory;
-    std::atomic<int> reuses = 0;
-    Reducer reducer(mesh, {.bucket_bytes = 4096});
-    reducer.set_stream(stream);
-    for (int p = 0; p < kParameters; ++p) {
-      reducer.register_parameter({.name = std::to_string(p), .shape = {1024}});
-      memory.push_back(std::make_shared<Values>(1024, static_cast<float>(p + mesh.rank())));
-    }
-    reducer.prepare();
-    static_cast<void>(mesh.world().exchange("", "ready"));
-    {
-      const stand_in::Standstill nothing_moves;
-      Microbatch open(reducer, {.last = true});
-      for (int p = 0; p < kParameters; ++p) {
-        const auto& own = memory[static_cast<std::size_t>(p)];
-        const StridedView view{own->data(), Dtype::kF32, kGpu, {1024}, {}};
-        reducer.gradient_ready(p, view, reused(own, stream, reuses), stream, KeptUntil::kOrdered);
-      }
-      open.end();
-      EXPECT_GE(reuses, kParameters - 3);  // two are under way, and one is being launched
-      EXPECT_LT(reuses, kParameters);
-    }
-    for (int p = 0; p < kParameters; ++p) {
-      const Values got = read_shard(reducer, std::to_string(p), stream);
-      const float mean = static_cast<float>(p) + static_cast<float>(shape.size() - 1) / 2;
-      EXPECT_THAT(got, Each(mean));
-    }
-    static_cast<void>(reducer.found_inf());  // the GPU is done, and everybody looked
-    EXPECT_EQ(reuses, kParameters);
-    stream.synchronize();
-    static_cast<void>(mesh.world().exchange("", "over"));
-  });
-}
-
-TEST_P(GpuResults, GradientsAreKeptUntilTheyAreRead) {
-  run_gpu_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    reducer.register_parameter({.name = "w", .shape = {1024}});
-    reducer.prepare();
-    static_cast<void>(mesh.world().exchange("", "ready"));
-    const Values gradient(1024, 1.0F);
-    auto owner = std::make_shared<int>(1);
-    const std::weak_ptr<int> life = owner;
-    {
-      const stand_in::Standstill nothing_moves;
-      Microbatch open(reducer, {.last = true});
-      const StridedView view{gradient.data(), Dtype::kF32, kGpu, {1024}, {}};
-      reducer.gradient_ready("w", view, std::exchange(owner, nullptr), Event());
-      open.end();
-      EXPECT_FALSE(life.expired());
-    }
-    static_cast<void>(reducer.found_inf());  // the GPU is done: nobody has to ask for the rest
-    EXPECT_TRUE(life.expired());
   });
 }
 

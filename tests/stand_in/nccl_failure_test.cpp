@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <functional>
+#include <latch>
 #include <memory>
 #include <ostream>
 #include <string>
@@ -19,9 +20,13 @@
 #include "hsdp/device/copy.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/error.h"
+#include "hsdp/mesh.h"
+#include "hsdp/reducer.h"
 #include "nccl_ranks.h"
+#include "quant/loco_hop.h"
 #include "tests/comm/stage_control.h"
 #include "tests/stand_in/nccl/nccl.h"
+#include "zero/parameter_gather.h"
 
 namespace hsdp::test {
 namespace {
@@ -203,6 +208,77 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNobodyUp) {
   nccl_stand_in().release();
   EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
   for (int rank = 0; rank < 2; ++rank) Stream::borrow(gpu_of(rank), nullptr).synchronize();
+}
+
+// Neither closing a Reducer nor the end of its last step waits for the GPU for long.
+TEST(NcclFailure, AnAbortThatHangsHoldsNoReducerUp) {
+  std::latch closed(2);
+  std::latch released(1);
+  const auto texts = outcomes(
+      2,
+      [&](Communicator& world) {
+        const Mesh mesh(world, {.replicate = 2, .device = gpu_of(world.rank())});
+        Reducer reducer(mesh, {.replica_hop = std::make_shared<quant::LocoHop>()});
+        const std::vector<float> gradient(4096, 1.0F);
+        reducer.register_parameter({.name = "w", .shape = {4096}});
+        const auto step = [&] {
+          reducer.begin_microbatch({.last = true});
+          reducer.gradient_ready(0, {gradient.data(), Dtype::kF32, mesh.device(), {4096}, {}});
+          reducer.end_microbatch();
+          static_cast<void>(reducer.found_inf());
+        };
+        step();
+        static_cast<void>(world.exchange("", "is ready"));
+        nccl_stand_in().hang(0);
+        nccl_stand_in().hang_aborts();
+        static_cast<void>(world.exchange("", "goes on"));
+        std::exception_ptr error;
+        try {
+          step();
+        } catch (...) {
+          error = std::current_exception();
+        }
+        const auto start = Clock::now();
+        reducer.close();
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(15));
+        closed.arrive_and_wait();
+        if (world.rank() == 0) {
+          nccl_stand_in().release();
+          released.count_down();
+        }
+        released.wait();
+        if (error) std::rethrow_exception(error);
+      },
+      kImpatient);
+  EXPECT_THAT(texts, Each(HasSubstr("TimeoutError")));
+}
+
+TEST(NcclFailure, AGatherThatWasAbortedIsNotTakenForDone) {
+  const auto texts = outcomes(
+      2,
+      [](Communicator& world) {
+        const Mesh mesh(world, {.shard = 2, .device = gpu_of(world.rank())});
+        Reducer reducer(mesh);
+        const Buffer whole(mesh.device(), 2 * 4096 * sizeof(float));
+        const TensorView both = whole.view(Dtype::kF32);
+        reducer.register_parameter({.name = "first", .shape = {4096}});
+        reducer.register_parameter({.name = "second", .shape = {4096}, .group = "other"});
+        zero::ParameterGather gather(reducer,
+                                     {{.name = "first", .array = both.slice(0, 4096)},
+                                      {.name = "second", .array = both.slice(4096, 4096)}},
+                                     4096);
+        static_cast<void>(gather.start(0, {}));
+        gather.wait(0);
+        static_cast<void>(world.exchange("", "is ready"));
+        nccl_stand_in().hang(0);
+        static_cast<void>(gather.start(1, {}));
+        EXPECT_THROW(gather.wait(1), TimeoutError);
+        EXPECT_THROW(gather.wait(1), TimeoutError);
+        EXPECT_NO_THROW(gather.wait(0));  // came before
+        control_of(world)->throw_if_failed();
+      },
+      kImpatient);
+  EXPECT_THAT(texts, Each(HasSubstr("TimeoutError")));
 }
 
 TEST(NcclFailure, AnErrorOfNcclNamesTheCallAndTheRank) {

@@ -151,12 +151,15 @@ void NcclGroup::enqueue(Stream& stream, const Result& result,
   run_on_stream(stream, [&] {
     ran = true;
     const Event begun = stream.record();
+    begun.throw_if_failed();
     enqueue(stream);
     if (!link_) return;
     for (const TensorView& part : {result.out, result.rest}) {
       if (part.count > 0) kernels::poison(link_->poison(), part, result.nonfinite, stream);
     }
     const Event done = stream.record();
+    done.throw_if_failed();
+    last_ = done;
     memory_.release_work(done);
     world_->watch->follow(link_.get(), waiting_, begun, done);
   });
@@ -164,6 +167,13 @@ void NcclGroup::enqueue(Stream& stream, const Result& result,
   if (ran) return;
   stream.synchronize();  // throws what broke it
   throw Error("stream: broken by an earlier task");
+}
+
+void NcclGroup::wait_for_calls() const {
+  while (!last_.complete()) {
+    throw_if_failed(control(), waiting_);
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
 }
 
 void NcclGroup::fail(const NcclError& error) {

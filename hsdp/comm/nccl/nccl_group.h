@@ -70,6 +70,8 @@ class NcclGroup {
   // Runs `enqueue` in a task of `stream`, of a GPU, and has the watch follow what it enqueues.
   // Where the collective is aborted, `result` becomes NaN, on the GPU and in the stream's order.
   void enqueue(Stream& stream, const Result& result, const std::function<void(Stream&)>& enqueue);
+  // Blocks until the GPU has done the last of the calls, which come in one order.
+  void wait_for_calls() const;
   // One small message from every member to every member, in group order.
   [[nodiscard]] std::vector<std::string> exchange(const std::string& what,
                                                   const std::string& message);
@@ -96,6 +98,7 @@ class NcclGroup {
   std::uint64_t sequence_ = 0;
   WaitState waiting_{.operation = "connect"};
   NcclMemory memory_;
+  Event last_;                      // the last collective that was enqueued
   std::optional<Scratch> scratch_;  // of the call that was agreed on
   bool in_is_registered_ = false;
   bool out_is_registered_ = false;

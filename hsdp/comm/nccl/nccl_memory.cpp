@@ -90,8 +90,9 @@ NcclMemory::~NcclMemory() {
   }
 }
 
-void NcclMemory::stop_registering() {
+void NcclMemory::stop_registering(const NcclGroup& group) {
   registers_ = false;
+  group.wait_for_calls();  // which may move what is registered
   for (const std::weak_ptr<Block>& entry : blocks_) {
     if (const auto block = entry.lock()) block->withdraw();
   }
@@ -115,7 +116,7 @@ std::shared_ptr<NcclMemory::Block> NcclMemory::make_block(NcclGroup& group, std:
   for (std::string& word : words) word.erase(0, 1);
   if (block != nullptr && !on_all) block->withdraw();
   throw_agreed(words, group.members(), group.control());
-  if (registered && !on_all) stop_registering();
+  if (registered && !on_all) stop_registering(group);
   std::erase_if(blocks_, [](const std::weak_ptr<Block>& entry) { return entry.expired(); });
   blocks_.push_back(block);
   return block;

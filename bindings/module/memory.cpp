@@ -133,8 +133,8 @@ double Memory::number() const {
   stream.wait(ready_);
   copy_bytes(&value, view_.data, sizeof(value), stream);
   const Event done = stream.record();
-  if (const auto world = world_.lock()) {
-    world->wait(done);
+  if (auto engine = world_.lock()) {
+    Communicator(std::move(engine)).wait(done);
   } else {
     done.wait();
   }

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -22,6 +23,7 @@
 #include "hsdp/error.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer.h"
+#include "hsdp/row_reducer.h"
 #include "nccl_ranks.h"
 #include "quant/loco_hop.h"
 #include "tests/comm/stage_control.h"
@@ -251,6 +253,48 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNoReducerUp) {
       },
       kImpatient);
   EXPECT_THAT(texts, Each(HasSubstr("TimeoutError")));
+}
+
+TEST(NcclFailure, ARowOfAnAbortedHopIsNaN) {
+  for (const bool quantizes : {false, true}) {
+    const auto texts = outcomes(2, [&](Communicator& world) {
+      const Mesh mesh(world, {.replicate = 2, .device = gpu_of(world.rank())});
+      std::shared_ptr<ReplicaHop> hop;
+      if (quantizes) hop = std::make_shared<quant::LocoHop>();
+      RowReducer rows(mesh,
+                      {{.name = "block",
+                        .parameters = {{"w", {256}}},
+                        .ranges = {{0, 0, 256, 0}},
+                        .count = 256}},
+                      hop);
+      OnGpu on(mesh.device());
+      const TensorView row = on.data.view(Dtype::kF32).slice(0, 256);
+      std::vector<float> values(256);
+      for (const bool hangs : {false, true}) {
+        std::ranges::fill(values, 1.0F);
+        copy_bytes(row.data, values.data(), row.size_in_bytes(), on.stream);
+        on.stream.synchronize();
+        static_cast<void>(world.exchange("", "is ready"));
+        if (hangs) nccl_stand_in().hang(0);
+        rows.reduce(0, {.values = row}, row, on.stream);
+        if (hangs) {
+          static_cast<void>(world.exchange("", "has reduced"));
+          if (world.rank() == 1) world.abort("the test wants it");
+        }
+        const Event done = on.stream.record();
+        EXPECT_TRUE(soon([&] { return done.complete(); }));
+        copy_bytes(values.data(), row.data, row.size_in_bytes(), on.stream);
+        on.stream.synchronize();
+        for (const float value : values) {
+          EXPECT_TRUE(hangs ? std::isnan(value) : std::abs(value - 1.0F) < 0.01F) << value;
+        }
+        rows.end_backward();
+        static_cast<void>(rows.begin_finish());
+        rows.end_finish();
+      }
+    });
+    EXPECT_THAT(texts, Each(HasSubstr("the test wants it")));
+  }
 }
 
 TEST(NcclFailure, AGatherThatWasAbortedIsNotTakenForDone) {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-RUN = pathlib.Path(__file__).parents[1] / "gpu" / "run.py"
+ROOT = pathlib.Path(__file__).parents[2]
+RUN = ROOT / "tests" / "gpu" / "run.py"
 sys.path.insert(0, str(RUN.parent))
 from gpu_report import command, lines, programs  # noqa: E402
 
@@ -205,3 +207,30 @@ def test_a_command_ends_with_all_it_started(tmp_path: pathlib.Path) -> None:
     assert done.status is None and done.problem() == "no end within 1 s"
     assert log.read_text() == "$ sh -c echo begun; sleep 50 & sleep 50\nbegun\n"
     assert command.run(["/nonexistent"], log, 1.0).status == 127
+
+
+# Sources that tests/gpu, a project of its own, does not need. Its other lists are folders.
+LEFT_OUT = {
+    "hsdp": "compare row_reducer snapshot validate",
+    "hsdp/comm": "connect_world descriptor_limit no_mpi no_nccl retry",
+    "hsdp/comm/control": "control_frames control_hub control_hub_watch control_link control_loop "
+                         "control_loop_watch control_state descriptor_broker descriptor_channel "
+                         "in_process_control process_control process_watch wait_slots",
+    "hsdp/comm/host": "control_reduce host_allocation host_board host_direct host_engine host_group "
+                      "host_memory host_piped host_world multicast multicast_copy piped_copy piped_reduce "
+                      "ring_channel ring_layout shared_segment socket_waiter staged_reduce tcp_channel "
+                      "tcp_handshake tcp_links tile_plan",
+    "quant": "error_state hop_errors hop_figures hop_state loco_exchange loco_hop loco_options "
+             "no_device_quantize quantize_simd",
+    "zero": "adamw adamw_simd coalesced_window no_device_adamw parameter_gather",
+}
+
+
+def test_no_source_is_forgotten_where_the_checks_are_a_project_of_their_own() -> None:
+    """Without nvcc nothing else notices that they do not link."""
+    listed = re.findall(r"[\w/]+", (RUN.parent / "CMakeLists.txt").read_text())
+    known = {word.rpartition("/")[2] for word in listed}
+    for folder, left_out in LEFT_OUT.items():
+        files = {file.stem for file in (ROOT / folder).iterdir() if file.suffix in (".cpp", ".cu")}
+        assert files - known - set(left_out.split()) == set(), "add them to tests/gpu/CMakeLists.txt, or here"
+        assert set(left_out.split()) <= files, "gone"

@@ -47,6 +47,14 @@ def gpu_lines() -> List[str]:
     return [line.strip() for line in found.splitlines() if line.count(",") >= 3] if found else []
 
 
+def gpu_settings() -> List[str]:
+    """What of each GPU's settings can stand in the way of a run."""
+    query = "persistence_mode,compute_mode,mig.mode.current"
+    found = ask(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    rows = [re.split(r",\s*", line.strip()) for line in found.splitlines()] if found else []
+    return [f"persistence mode {row[0]}, compute mode {row[1]}, MIG {row[2]}" for row in rows if len(row) == 3]
+
+
 def why_no_gpu() -> str:
     """Nothing where there is a GPU."""
     if gpu_count() > 0:
@@ -69,14 +77,28 @@ def gpu_count() -> int:
     return min(count, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
 
 
+def why_bad_architecture() -> str:
+    """What is wrong with HSDP_GPU_ARCH, or nothing."""
+    named = os.environ.get("HSDP_GPU_ARCH", "")
+    one = r"(\d{2,3}[af]?(-real|-virtual)?)"
+    if re.fullmatch(rf"({one}(;{one})*|native|all|all-major)?", named):
+        return ""
+    return f"HSDP_GPU_ARCH: expected an architecture such as 90, or several as '80;90', got '{named}'"
+
+
 def architecture() -> str:
-    """What to compile for: HSDP_GPU_ARCH, else the first GPU's, else 90."""
+    """What to compile for: HSDP_GPU_ARCH, else the first GPU's, else 90. Where nvcc is older than the
+    GPU, the newest that both know, whose PTX the driver compiles."""
     named = os.environ.get("HSDP_GPU_ARCH")
     if named:
         return named
     lines = gpu_lines()
     digits = lines[0].split(",")[1].replace(".", "").strip() if lines else ""
-    return digits if digits.isdigit() else "90"
+    wanted = int(digits) if digits.isdigit() else 90
+    listed = ask(["nvcc", "--list-gpu-arch"]) or ""
+    known = sorted(int(digits) for digits in re.findall(r"^compute_(\d+)$", listed, re.M))
+    older = [number for number in known if number <= wanted]
+    return str(older[-1] if older else wanted)
 
 
 def nccl_library() -> str:
@@ -85,6 +107,11 @@ def nccl_library() -> str:
     named = os.environ.get("HSDP_NCCL_LIBRARY", "")
     if named or loader_knows("libnccl.so.2"):
         return named
+    return torch_nccl_library()
+
+
+def torch_nccl_library() -> str:
+    """The libnccl.so.2 beside this Python, which torch loads; empty where none is found."""
     folders = [folder / "lib" for folder in _wheel_folders()]
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin:
@@ -127,10 +154,13 @@ def loader_cache() -> Dict[str, str]:
     return found
 
 
+def nccl_file() -> str:
+    """The one that programs without torch open, whoever finds it."""
+    return nccl_library() or loader_cache().get("libnccl.so.2", "")
+
+
 def _nccl_text() -> str:
-    path = nccl_library()
-    if not path and loader_knows("libnccl.so.2"):
-        path = loader_cache()["libnccl.so.2"]
+    path = nccl_file()
     return os.path.realpath(path) if path else "none: libnccl.so.2 not found"
 
 
@@ -149,6 +179,7 @@ def facts() -> Dict[str, Any]:
                    for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     return {
         "GPUs": gpu_lines() or [f"none: {why_no_gpu() or 'nvidia-smi lists none'}"],
+        "settings": gpu_settings() or ["unknown: nvidia-smi says nothing"],
         "topology": ask(["nvidia-smi", "topo", "-m"]) or "unknown: nvidia-smi topo -m says nothing",
         "nvcc": compiler[0] if compiler else "not found",
         "Python": f"{platform.python_version()}, {sys.executable}",

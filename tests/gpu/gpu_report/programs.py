@@ -19,18 +19,34 @@ MANIFEST = "manifest.json"
 LANGUAGE_LIBRARIES = ("libstdc++.so.6", "libgcc_s.so.1")  # all that the check programs load
 BUILD_CHECKS, BUILD_MODULE, IMPORT_MODULE = "build: C++ checks", "build: Python module", "import hsdp"
 OLDEST_PYTHON = (3, 11)
+CMAKE_OF_THE_MODULE = "3.25"  # of CMakePresets.json
 
 
-def _missing_tools() -> str:
+def _missing_tools(*makers: str) -> str:
+    """Of what compiles, which this machine lacks. One of `makers` is enough."""
     names = [name for name in ("cmake", "nvcc") if shutil.which(name) is None]
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++")):
         names.append("a C++ compiler")
-    return f"{' and '.join(names)} not found" if names else ""
+    if not any(shutil.which(maker) for maker in makers):
+        names.append(" or ".join(makers))
+    return f"{', '.join(names)} not found" if names else ""
+
+
+def _old_cmake(needed: str) -> str:
+    found = re.findall(r"version ([0-9.]+)", machine.ask(["cmake", "--version"]) or "")
+    if not found or version(found[0]) >= version(needed):
+        return ""
+    return f"CMake {needed} or newer is needed, {found[0]} found"
+
+
+def _bring(missing: str) -> str:
+    return f"{missing}; install what is missing, or bring a kit along (make gpu-kit)"
 
 
 def cmake_error(output: str) -> str:
     """What the first error of a configuration says, on one line."""
-    match = re.search(r"^CMake Error[^\n]*\n(.*?)\n\n\n", output + "\n\n\n", re.M | re.S)
+    begin, end = r"^CMake Error(?: at [^\n]*\n|: ?)", r"(?:\n\n\n|\n--|\nCMake |\nCall Stack|\Z)"
+    match = re.search(f"{begin}(.*?){end}", output, re.M | re.S)
     return " ".join(match[1].split())[:600] if match else ""
 
 
@@ -40,6 +56,13 @@ def _settings(architectures: Optional[str]) -> List[str]:
     return chosen + [f"-DHSDP_NCCL_INCLUDE_DIR={folder}" for folder in headers[:1]]
 
 
+def _keep_going(build: pathlib.Path) -> List[str]:
+    """For the tool that CMake chose: one program that does not compile leaves the others."""
+    cache = build / "CMakeCache.txt"
+    text = cache.read_text(encoding="utf-8", errors="replace") if cache.exists() else ""
+    return ["--", "-k", "0"] if "CMAKE_GENERATOR:INTERNAL=Ninja" in text else ["--", "-k"]
+
+
 def _configure_and_build(check: str, configure: List[str], build: List[str], log: pathlib.Path,
                          limit_s: float, failed_configuration: str) -> Check:
     done = command.run(configure, log, limit_s)
@@ -47,22 +70,27 @@ def _configure_and_build(check: str, configure: List[str], build: List[str], log
         why = cmake_error(done.output) or done.problem()
         return Check(check, failed_configuration, why, done.seconds)
     jobs = ["-j", str(os.cpu_count() or 1)]
-    made = command.run([*build, *jobs], log, limit_s - done.seconds)
-    problem = made.problem()
+    folder = pathlib.Path(configure[configure.index("-B") + 1])
+    made = command.run([*build, *jobs, *_keep_going(folder)], log, limit_s - done.seconds)
+    problem = made.first_error()
     return Check(check, FAILED if problem else OK, problem, done.seconds + made.seconds)
 
 
 def build_checks(source: pathlib.Path, build: pathlib.Path, architectures: Optional[str],
                  log: pathlib.Path, limit_s: float) -> Check:
-    """tests/gpu, a project of its own. Without `architectures` for all that cuda.cmake names."""
-    missing = _missing_tools()
+    """tests/gpu, a project of its own. Without `architectures` for all that cuda.cmake names. After
+    it, only programs are there that it has linked, or all of an earlier time where it cannot build."""
+    missing = _missing_tools("make", "ninja")
     if missing:
         if (build / "check_device").exists():
             return Check(BUILD_CHECKS, NOT_RUN, f"{missing}; those in {build} are used")
-        why = f"{missing}; install what is missing, or bring a kit along (make gpu-kit)"
-        return Check(BUILD_CHECKS, NOT_RUN, why)
+        return Check(BUILD_CHECKS, NOT_RUN, _bring(missing))
+    for name in (*CHECKS, SHIM):
+        (build / name).unlink(missing_ok=True)
     configure = ["cmake", "-S", str(source), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release",
                  *_settings(architectures)]
+    if shutil.which("make") is None:
+        configure += ["-G", "Ninja"]
     return _configure_and_build(BUILD_CHECKS, configure, ["cmake", "--build", str(build)], log,
                                 limit_s, FAILED)
 
@@ -71,10 +99,9 @@ def build_module(root: pathlib.Path, build: pathlib.Path, architectures: Optiona
                  log: pathlib.Path, limit_s: float) -> Check:
     """The Python package of the preset cuda, for this Python, without MPI, whose library a machine
     may lack. A machine without what the library needs is no failure."""
-    missing = _missing_tools()
+    missing = _missing_tools("ninja") or _old_cmake(CMAKE_OF_THE_MODULE)
     if missing:
-        why = f"{missing}; install what is missing, or bring a kit along (make gpu-kit)"
-        return Check(BUILD_MODULE, NOT_RUN, why)
+        return Check(BUILD_MODULE, NOT_RUN, _bring(missing))
     if sys.version_info < OLDEST_PYTHON:
         return Check(BUILD_MODULE, NOT_RUN, _old_python())
     configure = [
@@ -125,7 +152,8 @@ class Programs:
         needed = max((needed_by.get(name, "") for name in names), key=version)
         here = platform.libc_ver()[1]
         if version(here) < version(needed):
-            return f"the kit needs glibc {needed} or newer, this machine has {here or 'none'}; make it there"
+            return (f"the kit needs glibc {needed} or newer, this machine has {here or 'none'}; make the kit "
+                    f"on a system that is as old, such as a container of this one's distribution")
         return ""
 
     def why_no_module(self) -> str:
@@ -138,7 +166,8 @@ class Programs:
         if self.manifest and self.manifest["extension_suffix"] != suffix:
             built, here = self.manifest["python"], platform.python_version()
             return (f"the module was built for Python {_minor(built)}, this one is {_minor(here)}; run "
-                    f"with that Python, or make the kit with this one")
+                    f"with that Python, or make the kit with this one: "
+                    f"rm -rf build/venv && make gpu-kit PYTHON=python{_minor(here)}")
         files = [file.name for file in (self.package / "hsdp").glob("_hsdp*.so")]
         if not files:
             return f"no module in {self.package / 'hsdp'}"

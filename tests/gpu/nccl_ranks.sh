@@ -5,12 +5,14 @@
 # Each process says that it is a host of its own, so that several may share a GPU; their data then
 # goes through the loopback interface: right for checks, useless for timing. With a GPU for each
 # rank, SHARE_GPU=0 leaves that out.
-# Exit status: 0 all hold, 1 some do not, 77 there is no GPU or no libnccl.
+# LIMIT_S, default 240: the seconds for each process, which include minutes to start on many GPUs.
+# Exit status: 0 all hold, 1 some do not, 124 a process ran out of time, 77 there is no GPU or no libnccl.
 set -u
 build=${1:?usage: nccl_ranks.sh BUILD_DIR REPLICATE SHARD}
 replicate=${2:?usage: nccl_ranks.sh BUILD_DIR REPLICATE SHARD}
 shard=${3:?usage: nccl_ranks.sh BUILD_DIR REPLICATE SHARD}
 export WORLD_SIZE=$((replicate * shard))
+limit_s=${LIMIT_S:-240}
 
 # The library of Python's NCCL, where the loader knows none.
 if [ -z "${HSDP_NCCL_LIBRARY:-}" ] && ! ldconfig -p 2>/dev/null | grep -q 'libnccl\.so\.2'; then
@@ -28,13 +30,16 @@ trap 'rm -rf "$folder"' EXIT
 pids=()
 for ((rank = 0; rank < WORLD_SIZE; ++rank)); do
   if [ "${SHARE_GPU:-1}" = 1 ]; then export NCCL_HOSTID=hsdp-check-$rank; fi
-  RANK=$rank timeout --foreground -k 5 "${LIMIT_S:-90}" "$build/check_nccl" "$replicate" "$shard" "$folder" &
+  RANK=$rank timeout --foreground -k 5 "$limit_s" "$build/check_nccl" "$replicate" "$shard" "$folder" &
   pids+=($!)
 done
 worst=0
+rank=0
 for pid in "${pids[@]}"; do
   wait "$pid"
   status=$?
+  if [ "$status" -eq 124 ] || [ "$status" -eq 137 ]; then echo "FAILED rank $rank: ran out of $limit_s s"; fi
+  rank=$((rank + 1))
   if [ "$status" -ne 0 ] && { [ "$worst" -eq 0 ] || [ "$worst" -eq 77 ]; }; then worst=$status; fi
 done
 exit "$worst"

@@ -5,11 +5,14 @@
 
 `make gpu` calls it; in a kit of `make gpu-kit` it is `./run`. What cannot run here is in the report
 with the reason. Exit status: 0 all that ran holds, 1 something does not, 2 bad usage, 77 nothing ran on
-a GPU. HSDP_GPU_ARCH, such as 90: the architecture to build for, default this machine's GPU.
+a GPU, 128 + N ended by signal N: the report then has what was done. HSDP_GPU_ARCH, such as 90: the
+architecture to build for, default this machine's GPU.
 """
 
 import argparse
+import functools
 import importlib
+import math
 import pathlib
 import re
 import shutil
@@ -18,7 +21,7 @@ import time
 from typing import Callable, Dict, List, Optional, Tuple
 
 from gpu_report import command, machine, programs
-from gpu_report.command import SKIPPED, Ended
+from gpu_report.command import SKIPPED, Ended, Interrupted
 from gpu_report.lines import (
     FAILED,
     NOT_RUN,
@@ -33,16 +36,28 @@ from gpu_report.record import Report, Stage
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# A stage's name and the most seconds that it may take; within, each command has a limit too.
+# A stage's name and the most seconds that it may take; within, each command has a limit too. They bound
+# a run where things hang: on a machine of eight GPUs that was just started each process takes up to a
+# minute until it has them, and nvcc takes minutes where CPUs are few. With fewer --seconds than their sum
+# all get less.
 LIMITS_S = {
-    "build": 900, "kernels": 180, "kernel bandwidths": 180, "engine over NCCL": 900,
-    "rules of NCCL": 120, "torch loop": 1200, "failure drills": 1200, "step times": 240,
-    "compute-sanitizer": 300,
+    "build": 1800, "kernels": 600, "kernel bandwidths": 300, "engine over NCCL": 1500,
+    "rules of NCCL": 1500, "torch loop": 2400, "failure drills": 2400, "step times": 900,
+    "compute-sanitizer": 1200,
 }
+MESH_LIMIT_S = 300  # of check_nccl on a mesh
+NOT_REACHED = "not reached"
 SHARED_NOTE = ("ranks shared a GPU through the loopback: this says nothing about NVLink, P2P, InfiniBand "
                "or speed")
+STEP_NOTES = {
+    "1x1": "1x1: what hsdp adds on one GPU: packing, sums and host time; nothing is sent",
+    "own": "{mesh}: whole steps over this machine's links; says nothing about several hosts",
+    "shared": "{mesh}: ranks take turns on a GPU and send through the loopback: host time with all streams "
+              "and collectives, but no speed; compare nothing with it but itself",
+}
 SANITIZED = {
     "memcheck": ["memcheck"],
+    "initcheck": ["initcheck"],
     # The kernels that use shared memory.
     "racecheck: packs": ["racecheck", "cast-and-pack: large"],
     "racecheck: norms": ["racecheck", "squared norm"],
@@ -57,6 +72,14 @@ def meshes_for(gpus: int) -> Tuple[List[str], bool]:
     return [mesh for size, meshes in sizes.items() if size <= gpus for mesh in meshes], False
 
 
+def watched_meshes(meshes: List[str]) -> List[str]:
+    """The largest mesh with both hops; where there is none, one of each hop."""
+    for mesh in ("2x4", "2x2"):
+        if mesh in meshes:
+            return [mesh]
+    return ["1x2", "2x1"]
+
+
 class Run:
     """One run: what there is to run with, and the report so far."""
 
@@ -66,10 +89,11 @@ class Run:
         self.only: List[str] = asked.only
         self.seconds: float = asked.seconds
         self.end = self.stage_end = time.monotonic() + asked.seconds
+        self.interrupted = 0
         self.no_gpu = machine.why_no_gpu()
         self.gpus = machine.gpu_count()
         self.meshes, self.shared = meshes_for(self.gpus)
-        self.no_module = ""
+        self.no_module = self.no_checks = ""
         build = ROOT / "build"
         self.programs = programs.Programs(build / "gpu", build / "gpu-python" / "python")
         if self.prebuilt is not None:
@@ -99,7 +123,7 @@ class Run:
             return ""
         if program == "check_nccl" and self.programs.find("check_device") is not None:
             return "nccl.h was not found when the checks were built; docs/gpu.md says where it is looked for"
-        return f"{program} was not built"
+        return self.no_checks or f"{program} was not built"
 
     def add_verdicts(self, stage: Stage, done: Ended, names: List[str], title: str) -> None:
         """The checks that a program printed. What it should have printed and did not is not run; that it
@@ -127,7 +151,10 @@ class Run:
             build = ROOT / "build" / "gpu-python"
             module = programs.build_module(ROOT, build, architecture, log, limit_s - (checks.seconds or 0))
             stage.checks += [checks, module]
-            self.no_module = "" if module.verdict == OK else f"no Python module: {module.detail}"
+            if checks.verdict == FAILED:
+                self.no_checks = "it did not compile; the stage build says why"
+            if module.verdict != OK:
+                self.no_module = "no Python module; the stage build says why"
         self.import_module(stage)
 
     def import_module(self, stage: Stage) -> None:
@@ -165,6 +192,12 @@ class Run:
         self.add_verdicts(stage, done, names, "check_device")
         if done.status == SKIPPED:
             self.no_gpu = done.skipped()
+            return None
+        for gpu in range(1, self.gpus):  # the first one had them all
+            words = [str(program), "--quick", "--device", str(gpu)]
+            done = self.run(stage, words, LIMITS_S["kernels"] / 2, environment)
+            stage.checks.append(_whole(f"check_device --quick on cuda:{gpu}", done))
+        return None
 
     def bandwidths(self, stage: Stage) -> None:
         name = "kernel_bandwidth_gpu: results are right"
@@ -195,57 +228,79 @@ class Run:
         if library:
             variables["HSDP_NCCL_LIBRARY"] = library
         words = [str(HERE / "nccl_ranks.sh"), str(self.programs.folder), *mesh.split("x")]
-        return self.run(stage, words, 120, {**variables, **environment})
+        return self.run(stage, words, MESH_LIMIT_S, {**variables, **environment})
 
     def rules_of_nccl(self, stage: Stage) -> None:
-        mesh = self.meshes[-1]
-        name = f"nccl {mesh}: the rules of NCCL"
+        """The engine's checks, the training loops and the drills once more, with the shim between them
+        and NCCL."""
+        for mesh in watched_meshes(self.meshes):
+            run = functools.partial(self.run_mesh, stage, mesh)
+            self.watch(stage, f"nccl {mesh}", self.why_not("check_nccl"), machine.nccl_file(), run)
+            for script in ("torch_loop", "drills"):
+                why = self.no_gpu or self.no_module
+                real = machine.torch_nccl_library() or machine.nccl_file()
+                run = functools.partial(self.run_python, stage, f"{script}.py", mesh, 1200)
+                self.watch(stage, f"{script} {mesh}", why, real, run)
+
+    def watch(self, stage: Stage, what: str, why: str, real: str,
+              run: Callable[[Dict[str, str]], Ended]) -> None:
+        """Runs a program over the shim, whose traces then show whether it kept to the rules."""
+        name = f"{what}: the rules of NCCL"
         shim, reader = self.programs.find(programs.SHIM), HERE / "nccl_trace.py"
-        why = self.why_not("check_nccl")
         if not why and (shim is None or not reader.exists()):
             why = "the shim was not built"
-        real = machine.nccl_library() or machine.loader_cache().get("libnccl.so.2", "")
         if not why and not real:
             why = "libnccl.so.2 not found"
         if why:
             return stage.add_not_run([name], why)
-        trace = self.folder / "nccl_trace"
+        traces = self.folder / "nccl_traces"
+        trace = traces / what.replace(" ", "_")
         shutil.rmtree(trace, ignore_errors=True)  # an earlier run's would count again
-        trace.mkdir()
-        done = self.run_mesh(stage, mesh, {"HSDP_NCCL_LIBRARY": str(shim), "HSDP_NCCL_SHIM_OVER": real,
-                                           "HSDP_NCCL_SHIM_TRACE": str(trace)})
+        trace.mkdir(parents=True)
+        done = run({"HSDP_NCCL_LIBRARY": str(shim), "HSDP_NCCL_SHIM_OVER": real,
+                    "HSDP_NCCL_SHIM_TRACE": str(trace)})
         if done.status == 0:
-            report = str(self.folder / "nccl_trace.json")
-            done = self.run(stage, [sys.executable, str(reader), str(trace), "--json", report], 60)
+            report = str(trace) + ".json"
+            done = self.run(stage, [sys.executable, str(reader), str(trace), "--json", report], 120)
         stage.checks.append(_whole(name, done))
+        return None
+
+    def run_python(self, stage: Stage, script: str, mesh: str, limit_s: float,
+                   environment: Optional[Dict[str, str]] = None) -> Ended:
+        words = [sys.executable, str(HERE / script), "--device", "cuda", "--mesh", mesh]
+        variables = {**self.programs.environment(with_package=True), **(environment or {})}
+        return self.run(stage, words, limit_s, variables)
 
     def run_script(self, stage: Stage, script: str, mesh: str, names: List[str], limit_s: float) -> None:
         why = self.no_gpu or self.no_module
         if why:
             return stage.add_not_run(names, why)
-        words = [sys.executable, str(HERE / script), "--device", "cuda", "--mesh", mesh]
-        done = self.run(stage, words, limit_s, self.programs.environment(with_package=True))
+        done = self.run_python(stage, script, mesh, limit_s)
         self.add_verdicts(stage, done, names, f"{script} {mesh}")
         stage.notes += re.findall(r"^  (rank \d+: .+)$", done.output, re.M)
 
     def torch_loop(self, stage: Stage) -> None:
         for mesh in ["1x1", *self.meshes]:
-            self.run_script(stage, "torch_loop.py", mesh, names_of("torch_loop", mesh), 400)
+            self.run_script(stage, "torch_loop.py", mesh, names_of("torch_loop", mesh), 600)
 
     def drills(self, stage: Stage) -> None:
         meshes = [mesh for mesh in ("1x2", "2x2", "2x4") if mesh in self.meshes]
         for mesh in meshes:
-            self.run_script(stage, "drills.py", mesh, names_of("drills", mesh), 500)
+            self.run_script(stage, "drills.py", mesh, names_of("drills", mesh), 1200)
 
     def step_times(self, stage: Stage) -> None:
-        name = "step_times.py"
-        why = self.no_gpu or self.no_module
-        if why:
-            return stage.add_not_run([name], why)
-        words = [sys.executable, str(HERE / name), "--device", "cuda"]
-        done = self.run(stage, words, LIMITS_S[stage.name], self.programs.environment(with_package=True))
-        stage.measurements = values_in(done.output)
-        stage.checks.append(_whole(name, done))
+        for mesh in ("1x1", watched_meshes(self.meshes)[0]):
+            name = f"step_times.py {mesh}"
+            why = self.no_gpu or self.no_module
+            if why:
+                stage.add_not_run([name], why)
+                continue
+            done = self.run_python(stage, "step_times.py", mesh, 450)
+            stage.measurements += values_in(done.output, mesh)
+            stage.checks.append(_whole(name, done))
+            kind = "1x1" if mesh == "1x1" else "shared" if self.shared else "own"
+            stage.notes.append(STEP_NOTES[kind].format(mesh=mesh))
+            stage.notes += re.findall(r"^note: (.+)$", done.output, re.M)
 
     def sanitizer(self, stage: Stage) -> None:
         why = self.why_not("check_device")
@@ -262,7 +317,11 @@ class Run:
             return stage.add_not_run(list(SANITIZED), why)
         for name, (tool, *only) in SANITIZED.items():
             words = [*sanitize, "--tool", tool, program, "--quick"] + (["--only", *only] if only else [])
-            stage.checks.append(_whole(name, self.run(stage, words, 120, environment)))
+            done = self.run(stage, words, 400, environment)
+            if done.status is None:  # it is slow, which is no finding
+                stage.add_not_run([name], f"ran out of {done.limit_s:.0f} s")
+            else:
+                stage.checks.append(_whole(name, done))
 
     def all_stages(self) -> None:
         self.report.machine = machine.facts()
@@ -275,26 +334,47 @@ class Run:
             "torch loop": self.torch_loop, "failure drills": self.drills,
             "step times": self.step_times, "compute-sanitizer": self.sanitizer,
         }
-        for name, run_stage in stages.items():
-            stage = Stage(name)
-            start = time.monotonic()
-            self.stage_end = min(self.end, start + LIMITS_S[name])
+        asked = [name for name in stages if not self.only or name in self.only or name == "build"]
+        self.report.stages = [Stage(name) for name in stages]
+        for stage in self.report.stages:
+            stage.add_not_run([stage.name], NOT_REACHED)
+        self.report.write(self.folder)  # in place of an older one, and for a machine that is lost
+        for index, name in enumerate(stages):
+            stage = self.report.stages[index] = Stage(name)
             self.log(stage).unlink(missing_ok=True)
-            if self.only and name not in self.only and name != "build":
+            start = time.monotonic()
+            if name not in asked:
                 stage.add_not_run([name], "left out by --only")
-            elif start >= self.end:
+            elif self.end - start < 1:
                 stage.add_not_run([name], f"no time was left of --seconds {self.seconds:g}")
             else:
-                run_stage(stage)
-            if name in ("engine over NCCL", "torch loop", "failure drills") and stage.verdict != NOT_RUN:
-                stage.notes += [SHARED_NOTE] if self.shared else []
+                self.stage_end = start + self.share(name, asked, self.end - start)
+                self.run_stage(stage, stages[name])
             stage.seconds = time.monotonic() - start
             stage.log = stage.log if (self.folder / stage.log).exists() else ""
-            self.report.stages.append(stage)
-            self.report.write(self.folder)  # a machine may be lost in the middle
+            self.report.write(self.folder)
             print(f"{name}: {stage.verdict}, {stage.seconds:.0f} s", flush=True)
+            if self.interrupted:
+                break
+
+    def share(self, name: str, asked: List[str], left: float) -> float:
+        """The seconds for a stage, when those after it are to have theirs."""
+        later = asked[asked.index(name):]
+        return min(1.0, left / sum(LIMITS_S[each] for each in later)) * LIMITS_S[name]
+
+    def run_stage(self, stage: Stage, run: Callable[[Stage], None]) -> None:
+        try:
+            run(stage)
+        except Interrupted as signal:
+            self.interrupted = signal.number
+            command.end_descendants()
+            stage.add_not_run([f"{stage.name}: the rest"], f"ended by {signal.name}")
+        if stage.name in ("engine over NCCL", "torch loop", "failure drills") and stage.verdict != NOT_RUN:
+            stage.notes += [SHARED_NOTE] if self.shared else []
 
     def status(self) -> int:
+        if self.interrupted:
+            return 128 + self.interrupted
         if self.report.count(FAILED):
             return 1
         on_gpu = [check for stage in self.report.stages if stage.name != "build" for check in stage.checks]
@@ -305,14 +385,15 @@ def names_of(script: str, mesh: str) -> List[str]:
     """What a script will check. Its source needs a newer Python than this file."""
     if sys.version_info < programs.OLDEST_PYTHON:
         return [f"{script}.py {mesh}"]
-    return importlib.import_module(script).check_names(mesh)
+    names: List[str] = importlib.import_module(script).check_names(mesh)
+    return names
 
 
 def _whole(name: str, done: Ended) -> Check:
     """The verdict of a program as one check."""
     if done.status == SKIPPED:
         return Check(name, NOT_RUN, done.skipped())
-    failures = re.findall(r"^FAILED (.+)$", done.output, re.M)
+    failures = re.findall(r"^FAILED +(?:[0-9.]+ s  )?(.+)$", done.output, re.M)
     problem = failures[0] if failures and done.problem() else done.problem()
     return Check(name, FAILED if problem else OK, problem, done.seconds)
 
@@ -326,25 +407,39 @@ def parse_arguments(arguments: List[str]) -> argparse.Namespace:
                         "kit's ./run: report")
     parser.add_argument("--only", nargs="+", metavar="STAGE", default=[], choices=list(LIMITS_S),
                         help="stages to run beside the build: " + ", ".join(LIMITS_S))
-    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it, default 3600")
+    parser.add_argument("--seconds", type=float, default=7200.0, help="for all of it, default 7200")
     asked = parser.parse_args(arguments)
     if asked.prebuilt is not None:
         if not any((asked.prebuilt / name).exists() for name in (programs.MANIFEST, "check_device")):
             parser.error(f"--prebuilt: expected a folder with {programs.MANIFEST} or check_device, got "
                          f"{asked.prebuilt}; make one with `make gpu-kit`")
         asked.prebuilt = asked.prebuilt.resolve()
-    if asked.seconds <= 0:
-        parser.error(f"--seconds: expected more than 0, got {asked.seconds:g}")
+    if not 0 < asked.seconds < math.inf:
+        parser.error(f"--seconds: expected a number above 0, got {asked.seconds:g}")
+    if machine.why_bad_architecture():
+        parser.error(machine.why_bad_architecture())
     asked.report = (asked.report or ROOT / "build" / "gpu-report").resolve()
+    try:
+        (asked.report / "logs").mkdir(parents=True, exist_ok=True)
+        (asked.report / "report.txt").open("a").close()
+    except OSError as error:
+        parser.error(f"--report: expected a folder to write to, got {asked.report} ({error.strerror})")
     return asked
 
 
 def main(arguments: List[str]) -> int:
     asked = parse_arguments(arguments)
-    (asked.report / "logs").mkdir(parents=True, exist_ok=True)
-    machine.add_cuda_to_path()
-    run = Run(asked)
-    run.all_stages()
+    command.raise_on_signals()
+    command.adopt_orphans()
+    try:
+        machine.add_cuda_to_path()
+        run = Run(asked)
+        run.all_stages()
+    except Interrupted as signal:  # between stages
+        print(f"ended by {signal.name}", file=sys.stderr)
+        return 128 + signal.number
+    finally:
+        command.end_descendants()
     print(f"\n{run.report.as_text()}\nwritten: {asked.report}/report.txt and report.json")
     return run.status()
 

@@ -6,8 +6,10 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -15,13 +17,16 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = ROOT / "tests" / "gpu" / "run.py"
 sys.path.insert(0, str(RUN.parent))
+import run as script  # noqa: E402
 from gpu_report import command, lines, programs  # noqa: E402
+from gpu_report import machine as facts  # noqa: E402
 
 SMI = """case "$*" in
-  *--query-gpu*) echo "NVIDIA Card, 9.0, 81559 MiB, 580.10"; echo "NVIDIA Card, 9.0, 81559 MiB, 580.10" ;;
+  *--query-gpu=name*) echo "NVIDIA Card, 9.0, 81559 MiB, 580.10"; echo "NVIDIA Card, 9.0, 81559 MiB, 580.10" ;;
   *) echo "GPU0 GPU1 NV18" ;;
 esac"""
-CHECK_DEVICE = """if [ "$1" = --list ]; then printf 'first\\nsecond: part\\nthird\\n'; exit 0; fi
+CHECK_DEVICE = """[ "$2" = --device ] && exit 0  # --quick, on another GPU
+if [ "$1" = --list ]; then printf 'first\\nsecond: part\\nthird\\n'; exit 0; fi
 echo 'ok       0.01 s  first'
 echo 'FAILED   0.02 s  second: part: got 1: want 2'
 exit 1"""
@@ -51,19 +56,24 @@ def machine(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-def run(machine: pathlib.Path, *arguments: str, **variables: str) -> tuple[int, Any, str]:
-    """The exit status, the report as JSON, and all that was printed."""
+def start(machine: pathlib.Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     folders = ["--prebuilt", str(machine / "built"), "--report", str(machine / "out")]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "CUDA_", "HSDP_GPU"))}
     path = f"{machine / 'bin'}:/usr/bin:/bin"
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, str(RUN), *folders, *arguments],
         env={**kept, "PATH": path, "CUDA_HOME": "/nonexistent", **variables},
-        capture_output=True, text=True, timeout=120,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
+
+
+def run(machine: pathlib.Path, *arguments: str, **variables: str) -> tuple[int, Any, str]:
+    """The exit status, the report as JSON, and all that was printed."""
+    process = start(machine, *arguments, **variables)
+    text, _ = process.communicate(timeout=120)
     file = machine / "out" / "report.json"
     report = json.loads(file.read_text()) if file.exists() else None
-    return done.returncode, report, done.stdout + done.stderr
+    return process.returncode, report, text
 
 
 def stage(report: Any, name: str) -> Any:
@@ -80,6 +90,7 @@ def test_what_programs_print_is_in_the_report(machine: pathlib.Path) -> None:
     assert verdicts(report, "kernels") == {
         "first": ("ok", ""), "second: part": ("FAILED", "got 1: want 2"),
         "third": ("not run", "check_device did not get there"),
+        "check_device --quick on cuda:1": ("ok", ""),
     }
     assert "FAILED   0.02 s  second: part: got 1: want 2" in text
     measured = {m["name"]: m for m in stage(report, "kernel bandwidths")["measurements"]}
@@ -92,7 +103,9 @@ def test_what_programs_print_is_in_the_report(machine: pathlib.Path) -> None:
     assert stage(report, "engine over NCCL")["measurements"][0]["value"] == 1.25
     assert not stage(report, "engine over NCCL")["notes"]  # two GPUs: nothing is shared
     rules = verdicts(report, "rules of NCCL")
-    assert rules == {"nccl 2x1: the rules of NCCL": ("not run", "the shim was not built")}
+    assert rules["nccl 1x2: the rules of NCCL"] == ("not run", "the shim was not built")
+    assert {name.split(":")[0] for name in rules} == {
+        "nccl 1x2", "nccl 2x1", "torch_loop 1x2", "torch_loop 2x1", "drills 1x2", "drills 2x1"}
     reason = "the prebuilt folder has no Python module; make gpu-kit makes one that has"
     assert verdicts(report, "torch loop")["torch 1x2: found_inf"] == ("not run", reason)
     assert verdicts(report, "compute-sanitizer")["memcheck"] == ("not run", "compute-sanitizer not found")
@@ -126,7 +139,7 @@ def test_hidden_gpus_and_one_that_is_shared(machine: pathlib.Path) -> None:
 
 
 def test_a_program_that_dies_or_hangs_has_failed(machine: pathlib.Path) -> None:
-    write_program(machine / "built" / "check_device", CHECK_DEVICE.split("\n")[0] + "\nkill -SEGV $$")
+    write_program(machine / "built" / "check_device", CHECK_DEVICE.split("echo")[0] + "\nkill -SEGV $$")
     write_program(machine / "built" / "kernel_bandwidth_gpu", "echo started; sleep 60")
     status, report, _ = run(machine, "--only", "kernels", "kernel bandwidths", "--seconds", "5")
     assert status == 1
@@ -137,7 +150,7 @@ def test_a_program_that_dies_or_hangs_has_failed(machine: pathlib.Path) -> None:
 
 
 def test_a_driver_that_is_too_old_is_said(machine: pathlib.Path) -> None:
-    text = CHECK_DEVICE.split("\n")[0] + "\necho 'skipped: device: a driver that is too old'; exit 77"
+    text = CHECK_DEVICE.split("echo")[0] + "\necho 'skipped: device: a driver that is too old'; exit 77"
     write_program(machine / "built" / "check_device", text)
     status, report, _ = run(machine)
     assert status == 77
@@ -185,20 +198,160 @@ def test_a_kit_for_a_newer_system(machine: pathlib.Path) -> None:
 def test_wrong_arguments_are_explained(machine: pathlib.Path) -> None:
     for arguments, message in [
         (["--prebuilt", str(machine / "bin")], "expected a folder with manifest.json or check_device, got"),
-        (["--seconds", "0"], "--seconds: expected more than 0, got 0"),
+        (["--seconds", "0"], "--seconds: expected a number above 0, got 0"),
+        (["--seconds", "nan"], "--seconds: expected a number above 0, got nan"),
+        (["--report", "/proc/nowhere"], "--report: expected a folder to write to, got /proc/nowhere"),
         (["--only", "kernel"], "invalid choice: 'kernel'"),
     ]:
         status, _, text = run(machine, *arguments)
         assert status == 2 and message in text
+    for architecture in ("abc", "90;", "9.0"):
+        status, _, text = run(machine, HSDP_GPU_ARCH=architecture)
+        assert status == 2
+        assert f"expected an architecture such as 90, or several as '80;90', got '{architecture}'" in text
+
+
+def test_the_architecture_to_compile_for(machine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{machine / 'bin'}:/usr/bin:/bin")
+    for named in ("90", "80-real;90", "100a", "native"):
+        monkeypatch.setenv("HSDP_GPU_ARCH", named)
+        assert facts.why_bad_architecture() == "" and facts.architecture() == named
+    monkeypatch.delenv("HSDP_GPU_ARCH")
+    write_program(machine / "bin" / "nvcc", "echo compute_80; echo compute_90; echo compute_100")
+    assert facts.architecture() == "90"
+    write_program(machine / "bin" / "nvcc", "echo compute_75; echo compute_80")  # older than the GPU
+    assert facts.architecture() == "80"
 
 
 def test_what_is_missing_for_a_build(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     check = programs.build_checks(RUN.parent, tmp_path, "90", tmp_path / "log", 10)
     assert check.verdict == lines.NOT_RUN
-    assert check.detail.startswith("cmake and nvcc and a C++ compiler not found; install what is missing")
+    missing = "cmake, nvcc, a C++ compiler, make or ninja not found; install what is missing"
+    assert check.detail.startswith(missing)
+    check = programs.build_module(ROOT, tmp_path, "90", tmp_path / "log", 10)
+    assert check.detail.startswith("cmake, nvcc, a C++ compiler, ninja not found; install what is missing")
+    for tool in ("nvcc", "c++", "g++", "ninja"):
+        write_program(tmp_path / tool, "exit 1")
+    write_program(tmp_path / "cmake", "echo cmake version 3.22.1")
+    check = programs.build_module(ROOT, tmp_path, "90", tmp_path / "log", 10)
+    assert check.detail.startswith("CMake 3.25 or newer is needed, 3.22.1 found; install what is missing")
+
+
+def test_what_a_build_that_fails_says() -> None:
     error = "-- x\nCMake Error at a.cmake:1 (message):\n  hsdp: expected b,\n  got none\n\n\n-- y\n"
     assert programs.cmake_error(error) == "hsdp: expected b, got none"
+    error = "CMake Error at a.cmake:1 (message):\n  no b\nCall Stack (most recent call first):\n  c\n\n\n"
+    assert programs.cmake_error(error) == "no b"
+    error = "-- x\nCMake Error: CMake cannot find \"Ninja\".\nCMake Error: more\n-- Configuring incomplete\n"
+    assert programs.cmake_error(error) == 'CMake cannot find "Ninja".'
+    for line in ("a.cpp:1:2: error: no b", "nvcc fatal   : Unsupported gpu architecture 'compute_130'",
+                 "/usr/bin/ld: a.o: undefined reference to `b'"):
+        ended = command.Ended(2, f"[1/2] a\n{line}\na.cpp:9:9: error: c\nmake: *** [all] Error 2\n", 1.0, 9.0)
+        assert ended.first_error() == line
+    assert command.Ended(2, "make: *** no rule", 1.0, 9.0).first_error() == "exit status 2: make: *** no rule"
+    assert command.Ended(0, "0 error: s", 1.0, 9.0).first_error() == ""
+
+
+# In place of CMake: configures, and compiles check_nccl but not check_device.
+CMAKE = """case "$*" in
+  *--build*) touch "$2/check_nccl"; echo "a.cpp:1:2: error: no b"; exit 2 ;;
+  *--version*) echo "cmake version 3.30.0" ;;
+esac"""
+
+
+def test_what_did_not_compile_is_not_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tool, text in [("cmake", CMAKE), ("nvcc", ""), ("c++", ""), ("make", "")]:
+        write_program(tmp_path / tool, text)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    build = tmp_path / "build"
+    build.mkdir()
+    for name in ("check_device", "check_nccl"):
+        (build / name).write_text("older")
+    check = programs.build_checks(RUN.parent, build, "90", tmp_path / "log", 10)
+    assert (check.verdict, check.detail) == (lines.FAILED, "a.cpp:1:2: error: no b")
+    there = programs.Programs(build, None)
+    assert there.find("check_device") is None and (build / "check_nccl").read_text() == ""
+
+
+def test_limits_fit_into_the_time_that_there_is(tmp_path: pathlib.Path) -> None:
+    asked = script.parse_arguments(["--report", str(tmp_path)])
+    work = script.Run(asked)
+    names, left = list(script.LIMITS_S), asked.seconds
+    for name in names:
+        share = work.share(name, names, left)
+        assert 0 < share <= script.LIMITS_S[name]
+        left -= share
+    assert left > -1e-6
+    assert work.share("kernels", ["kernels"], 1e6) == script.LIMITS_S["kernels"]
+
+
+def test_a_sanitizer_that_is_slow_has_found_nothing(machine: pathlib.Path) -> None:
+    write_program(machine / "bin" / "compute-sanitizer", 'case "$*" in *--tool*) sleep 60 ;; esac')
+    status, report, _ = run(machine, "--only", "compute-sanitizer", "--seconds", "9")
+    assert status == 77
+    verdict, detail = verdicts(report, "compute-sanitizer")["memcheck"]
+    assert verdict == "not run" and detail.startswith("ran out of ")
+
+
+def test_a_rank_that_runs_out_of_time_is_named(machine: pathlib.Path) -> None:
+    write_program(machine / "built" / "check_nccl", '[ "$RANK" = 0 ] || sleep 60')
+    status, report, _ = run(machine, "--only", "engine over NCCL", LIMIT_S="1")
+    assert status == 1
+    assert verdicts(report, "engine over NCCL")["nccl 2x1"] == ("FAILED", "rank 1: ran out of 1 s")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_all_and_leaves_a_report(machine: pathlib.Path, name: str) -> None:
+    """Also what a check has put into a session of its own, as ninja's children may be."""
+    number = signal.Signals[name]
+    (machine / "out").mkdir()
+    (machine / "out" / "report.json").write_text("older")
+    pids = machine / "pids"
+    text = f'setsid sh -c "echo \\$\\$ >>{pids}; sleep 100" & echo $$ >>{pids}; sleep 100'
+    write_program(machine / "built" / "check_nccl", f"({text})")
+    process = start(machine, "--only", "kernels", "engine over NCCL", "torch loop")
+    end = time.monotonic() + 60
+    while time.monotonic() < end and (not pids.exists() or len(pids.read_text().split()) < 4):
+        time.sleep(0.05)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in text and f"ended by {name}" in text
+    report = json.loads((machine / "out" / "report.json").read_text())
+    assert verdicts(report, "kernels")["first"] == ("ok", "")
+    rest = verdicts(report, "engine over NCCL")["engine over NCCL: the rest"]
+    assert rest == ("not run", f"ended by {name}")
+    assert verdicts(report, "torch loop") == {"torch loop": ("not run", "not reached")}
+    assert not [pid for pid in pids.read_text().split() if is_alive(pid)]
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        stat = pathlib.Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_report_begins_with_all_that_is_not_reached(machine: pathlib.Path) -> None:
+    (machine / "out").mkdir()
+    (machine / "out" / "report.txt").write_text("older")
+    process = start(machine, "--only", "kernel bandwidths")
+    write_program(machine / "built" / "kernel_bandwidth_gpu", "sleep 60")
+    end = time.monotonic() + 60
+    while time.monotonic() < end and "not reached" not in (machine / "out" / "report.txt").read_text():
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert "kernel bandwidths  not run: not reached" in (machine / "out" / "report.txt").read_text()
+
+
+def test_a_goal_stands_beside_its_figure() -> None:
+    fast, slow = lines.values_in("value host_time_per_parameter_and_step 1.5 us\n"
+                                 "value host_time_per_parameter_and_step 2.5 us\n", "1x1")
+    assert (fast.name, fast.note) == ("host_time_per_parameter_and_step, 1x1", "goal: at most 2 us")
+    assert slow.note == "below goal (at most 2 us)"
 
 
 def test_a_command_ends_with_all_it_started(tmp_path: pathlib.Path) -> None:

@@ -22,6 +22,7 @@ _COLLECTIVE = re.compile(
     r"all_reduce\s+([0-9.]+) ms"
 )
 GOAL_PERCENT = 90.0
+GOALS = {"host_time_per_parameter_and_step": 2.0}  # at most
 
 
 @dataclasses.dataclass
@@ -106,7 +107,14 @@ def collective_times_in(output: str, mesh: str, shared: bool) -> List[Measuremen
     return found
 
 
-def values_in(output: str) -> List[Measurement]:
-    """The `value NAME NUMBER UNIT` lines."""
-    matches = map(_VALUE.match, output.splitlines())
-    return [Measurement(m[1], float(m[2]), m[3]) for m in matches if m]
+def values_in(output: str, mesh: str = "") -> List[Measurement]:
+    """The `value NAME NUMBER UNIT` lines, of a mesh where it is named."""
+    found = []
+    for match in filter(None, map(_VALUE.match, output.splitlines())):
+        value, goal = float(match[2]), GOALS.get(match[1])
+        note = "" if goal is None else f"goal: at most {goal:g} {match[3]}"
+        if goal is not None and not value <= goal:
+            note = f"below goal (at most {goal:g} {match[3]})"
+        title = f"{match[1]}, {mesh}" if mesh else match[1]
+        found.append(Measurement(title, value, match[3], note))
+    return found

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import ranks
+from gpu_report import command
 from gpu_report.lines import FAILED, Check
 
 
@@ -43,8 +44,13 @@ def main(
         parser.error(f"--mesh: expected {expected}, got {size}")
     require_device(parser, asked.device)
     failed = False
-    for name in names:
-        check = run_check(name, asked.mesh, asked.device)
-        print(check.line(), flush=True)
-        failed = failed or check.verdict == FAILED
+    command.raise_on_signals()
+    try:
+        for name in names:
+            check = run_check(name, asked.mesh, asked.device)
+            print(check.line(), flush=True)
+            failed = failed or check.verdict == FAILED
+    except command.Interrupted as signal:  # the ranks have been ended
+        print(f"ended by {signal.name}", flush=True)
+        return 128 + signal.number
     return 1 if failed else 0

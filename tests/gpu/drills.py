@@ -25,12 +25,16 @@ from ranks import Outcome
 DRILLS = ["kill", "stop", "out of memory", "capture"]
 NAMES = [f"w{i}" for i in range(8)]
 COUNT = 40_000
-LIMIT_S = 150.0
-GRACE_S = 10.0  # beyond which an error is late
-# NCCL takes seconds to connect, and this bounds that too.
-TIMEOUT_S = {"cpu": 4.0, "cuda": 20.0}
+# Eight processes that start on as many GPUs take a minute until NCCL has connected them, which the
+# timeout bounds, too.
+TIMEOUT_S = {"cpu": 4.0, "cuda": 60.0}
+LIMIT_S = {"cpu": 150.0, "cuda": 300.0}
+GRACE_S = {"cpu": 10.0, "cuda": 30.0}  # beyond which an error is late
 KEPT_FREE_BYTES = 8 << 20
 MEMORY_STEP_ELEMENTS = 64 << 20
+# Half a second or more of a GPU, and less than that to look after what waits behind it.
+BUSY_CYCLES = 1_000_000_000
+CAPTURE_S = 0.2
 
 
 def check_names(mesh: str) -> list[str]:
@@ -112,7 +116,7 @@ def _lost(mesh: str, device: str, signal_number: int, error: str, limit_s: float
     replicate, shard = ranks.mesh_of(mesh)
     size = replicate * shard
     arguments = [replicate, shard, device, signal_number]
-    outcomes = ranks.run_ranks(lose_last_rank, arguments, size, device, LIMIT_S, victim=size - 1)
+    outcomes = ranks.run_ranks(lose_last_rank, arguments, size, device, LIMIT_S[device], victim=size - 1)
     problems = []
     for rank, outcome in enumerate(outcomes[:-1]):
         problem = _problem_of_survivor(outcome, error, size - 1, limit_s)
@@ -132,11 +136,11 @@ def _problem_of_survivor(outcome: Outcome, error: str, victim: int, limit_s: flo
 
 
 def kill(mesh: str, device: str) -> str:
-    return _lost(mesh, device, signal.SIGKILL, "PeerLostError", GRACE_S)
+    return _lost(mesh, device, signal.SIGKILL, "PeerLostError", GRACE_S[device])
 
 
 def stop(mesh: str, device: str) -> str:
-    return _lost(mesh, device, signal.SIGSTOP, "TimeoutError", TIMEOUT_S[device] + GRACE_S)
+    return _lost(mesh, device, signal.SIGSTOP, "TimeoutError", TIMEOUT_S[device] + GRACE_S[device])
 
 
 def _fill_memory() -> list[Any]:
@@ -179,13 +183,14 @@ def fill_and_step(replicate: int, shard: int) -> str:
             told.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         held.clear()
         torch.cuda.empty_cache()
+        mesh.world.barrier()  # nobody tries again before the memory is there
     return json.dumps(told)
 
 
 def out_of_memory(mesh: str, device: str) -> str:
     replicate, shard = ranks.mesh_of(mesh)
     size = replicate * shard
-    outcomes = ranks.run_ranks(fill_and_step, [replicate, shard], size, device, LIMIT_S)
+    outcomes = ranks.run_ranks(fill_and_step, [replicate, shard], size, device, LIMIT_S[device])
     problems = []
     fulls = []
     for rank, outcome in enumerate(outcomes):
@@ -203,30 +208,42 @@ def out_of_memory(mesh: str, device: str) -> str:
     return "; ".join(problems)
 
 
-def capture_and_step() -> str:
-    """The one rank of a mesh; what is wrong, or nothing."""
+def capture_and_step(replicate: int, shard: int) -> str:
+    """One rank; what is wrong, or nothing. All ranks capture while their GPUs still have a step to do,
+    so that the threads that look after its collectives ask for its events meanwhile: from any thread
+    CUDA takes such a question for an error that spoils the capture."""
     device = ranks.device_of_rank("cuda")
     import torch
 
     import hsdp
 
-    mesh = hsdp.init_mesh(device=device, timeout_s=TIMEOUT_S["cuda"])
+    mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S["cuda"])
     reducer = hsdp.Reducer(mesh)
     reducer.register("w", (1000,))
     gradient = torch.full((1000,), 3.0, device=device)
     doubled = torch.zeros_like(gradient)
-    with reducer.microbatch(last=True):  # or the first step would be set up in the capture
-        reducer.gradient_ready("w", gradient)
+
+    def step() -> None:
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", gradient)
+
+    step()  # or the first step would be set up in the capture
     torch.cuda.synchronize()
+    mesh.world.barrier()
+    torch.cuda._sleep(BUSY_CYCLES)
+    step()
     refused = ""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="global")
         try:
             reducer.begin_microbatch(last=True)
             reducer.gradient_ready("w", gradient)
         except hsdp.UsageError as error:
             refused = str(error)
         doubled.add_(gradient, alpha=2)
+        time.sleep(CAPTURE_S)
+        graph.capture_end()
     try:
         reducer.end_microbatch()
     except hsdp.Error:
@@ -234,19 +251,22 @@ def capture_and_step() -> str:
     reducer.discard()
     if "captured" not in refused:
         return f"expected a UsageError about the capture, got: {refused or 'none'}"
+    torch.cuda.synchronize()
     graph.replay()
     if doubled.ne(6.0).any():
         return "the graph does not give what was captured"
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", gradient)
+    step()
     if torch.from_dlpack(reducer.shard("w")).ne(3.0).any():
         return "the step after the capture is wrong"
     return ""
 
 
 def capture(mesh: str, device: str) -> str:
-    outcome = ranks.run_ranks(capture_and_step, [], 1, device, LIMIT_S)[0]
-    return outcome.result if outcome.status == 0 else outcome.problem()
+    replicate, shard = ranks.mesh_of(mesh)
+    size = replicate * shard
+    outcomes = ranks.run_ranks(capture_and_step, [replicate, shard], size, device, LIMIT_S[device])
+    problems = [outcome.result if outcome.status == 0 else outcome.problem() for outcome in outcomes]
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
 def _run_drill(name: str, mesh: str, device: str) -> Check:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+
+import hsdp
 
 GPU = pathlib.Path(__file__).parents[1] / "gpu"
 sys.path.insert(0, str(GPU))
 import drills  # noqa: E402
+import ranks  # noqa: E402
 import torch_loop  # noqa: E402
 from gpu_report.lines import NOT_RUN, OK, checks_in, values_in  # noqa: E402
 from ranks import Outcome  # noqa: E402
@@ -76,3 +82,40 @@ def test_wrong_arguments_are_explained() -> None:
         ("drills.py", "1x1", "expected at least 2 ranks, one of which is lost, got 1"),
     ]:
         assert message in run(script, "--device", "cpu", "--mesh", mesh, status=2)
+
+
+class Capture:
+    """In place of a CUDA graph: what is asked of `reducer` in the capture is refused."""
+
+    begun = False
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "global"
+        Capture.begun = True
+
+    def capture_end(self) -> None:
+        Capture.begun = False
+
+    def replay(self) -> None:
+        pass
+
+
+def test_the_steps_of_the_capture_drill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where nothing can be captured."""
+    monkeypatch.setattr(ranks, "device_of_rank", lambda device: torch.device("cpu"))
+    for name in ("synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
+    monkeypatch.setattr(torch.cuda, "Stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(drills, "CAPTURE_S", 0.0)
+    assert "expected a UsageError about the capture, got: none" in drills.capture_and_step(1, 1)
+    take = hsdp.Reducer.gradient_ready
+
+    def refuse(self: hsdp.Reducer, *arguments: Any) -> None:
+        if Capture.begun:
+            raise hsdp.UsageError("expected a stream that is not being captured")
+        take(self, *arguments)
+
+    monkeypatch.setattr(hsdp.Reducer, "gradient_ready", refuse)
+    assert drills.capture_and_step(1, 1) == ""

@@ -362,6 +362,31 @@ def test_a_command_ends_with_all_it_started(tmp_path: pathlib.Path) -> None:
     assert command.run(["/nonexistent"], log, 1.0).status == 127
 
 
+LIBRARY = "int ncclGetVersion() { return 0; } int ncclCommRegister() { return 0; }"
+LOOK_UP = """#include <dlfcn.h>
+int main(int count, char** words) {
+  void* library = dlopen(words[1], RTLD_LAZY);
+  return !library ? 2 : dlsym(library, "ncclCommRevoke") ? 1 : 0;
+}"""
+
+
+@pytest.mark.skipif("HSDP_NCCL_SHIM" not in os.environ, reason="run by ctest, which names the shim")
+def test_the_shim_has_revoke_where_the_library_below_has_it(tmp_path: pathlib.Path) -> None:
+    """Or a program would call it over an NCCL before 2.28.7."""
+    def compiled(name: str, text: str, *options: str) -> str:
+        (tmp_path / f"{name}.c").write_text(text)
+        words = ["cc", str(tmp_path / f"{name}.c"), "-o", str(tmp_path / name), *options, "-ldl"]
+        subprocess.run(words, check=True)
+        return str(tmp_path / name)
+
+    program = compiled("look_up", LOOK_UP)
+    newer = LIBRARY + " int ncclCommRevoke() { return 0; }"
+    for name, text, found in [("older", LIBRARY, 0), ("newer", newer, 1)]:
+        over = compiled(name, text, "-shared", "-fPIC")
+        words = [program, os.environ["HSDP_NCCL_SHIM"]]
+        assert subprocess.run(words, env={**os.environ, "HSDP_NCCL_SHIM_OVER": over}).returncode == found
+
+
 # Sources that tests/gpu, a project of its own, does not need. Its other lists are folders.
 LEFT_OUT = {
     "hsdp": "compare row_reducer snapshot validate",

@@ -24,9 +24,9 @@ using namespace hsdp::nccl_shim;  // NOLINT(google-build-using-namespace): NCCL 
 
 namespace {
 
-// Calls the function of the real library that has the name and the type of `ours`.
+// Calls the function of the real library that has the name, and the type of `ours`.
 template <typename... Parameters, typename... Arguments>
-ncclResult_t forward(ncclResult_t (*ours)(Parameters...), const char* name,
+ncclResult_t forward([[maybe_unused]] ncclResult_t (*ours)(Parameters...), const char* name,
                      Arguments... arguments) {
   const auto call = reinterpret_cast<decltype(ours)>(real_symbol(name));
   return call == nullptr ? ncclSystemError : call(arguments...);
@@ -186,6 +186,15 @@ ncclResult_t end(ncclComm_t comm, const char* call, CallKind kind, Forward forwa
   const ncclResult_t result = forward_it();
   if (result != ncclSuccess && result != ncclInProgress) communicators().keep(comm);
   return result;
+}
+
+using Revoke = ncclResult_t(ncclComm_t, int);
+constexpr const char* kRevoke = "ncclCommRevoke";
+
+ncclResult_t trace_and_revoke(ncclComm_t comm, int flags) {
+  enter_and_trace(comm, kRevoke, CallKind::kEnd);
+  communicators().revoke(comm);
+  return forward(static_cast<Revoke*>(nullptr), kRevoke, comm, flags);
 }
 
 // After the destructors of the program's objects, which may own communicators.
@@ -366,9 +375,8 @@ ncclResult_t ncclCommDeregister(ncclComm_t comm, void* handle) {
   return forward(&ncclCommDeregister, "ncclCommDeregister", comm, handle);
 }
 
-ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
-  enter_and_trace(comm, "ncclCommRevoke", CallKind::kEnd);
-  communicators().revoke(comm);
-  return forward(&ncclCommRevoke, "ncclCommRevoke", comm, flags);
-}
+// A program takes a library that has this call for 2.28.7 or newer. So dlsym finds it here only where the
+// real library has it: what it returns is up to this function, which runs when the call is looked up.
+Revoke* find_revoke() { return real_symbol(kRevoke) == nullptr ? nullptr : &trace_and_revoke; }
+[[gnu::ifunc("find_revoke")]] ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
 }

@@ -89,17 +89,17 @@ def run_ranks(
     command += [function.__name__, json.dumps(list(arguments))]
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        processes = []
-        for rank in range(size):
-            with (folder / f"{rank}.txt").open("w") as output:
-                processes.append(subprocess.Popen(
-                    [*command, str(folder / f"{rank}.json")],
-                    env=_environment(rank, size, job, shared), stdin=subprocess.DEVNULL,
-                    stdout=output, stderr=subprocess.STDOUT,
-                ))
+        processes: list[subprocess.Popen[bytes]] = []
         end = time.monotonic() + limit_s
-        awaited = [p for rank, p in enumerate(processes) if rank != victim]
         try:
+            for rank in range(size):
+                with (folder / f"{rank}.txt").open("w") as output:
+                    processes.append(subprocess.Popen(
+                        [*command, str(folder / f"{rank}.json")],
+                        env=_environment(rank, size, job, shared), stdin=subprocess.DEVNULL,
+                        stdout=output, stderr=subprocess.STDOUT,
+                    ))
+            awaited = [p for rank, p in enumerate(processes) if rank != victim]
             while time.monotonic() < end and any(p.poll() is None for p in awaited):
                 time.sleep(0.05)
             statuses = [p.poll() for p in processes]

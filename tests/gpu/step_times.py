@@ -1,17 +1,20 @@
-"""Times a training step with the Reducer beside torch's FSDP2 on one device, and what one parameter costs
-the host.
+"""Times a training step with the Reducer beside torch's FSDP2 on the same mesh, and what one parameter
+costs the host.
 
-    step_times.py --device cpu|cuda
+    step_times.py --device cpu|cuda [--mesh 1x1]
 
-One rank. The systems take turns; medians are printed as `value NAME NUMBER UNIT`.
+Starts the ranks itself. The systems take turns; rank 0's medians are printed as `value NAME NUMBER UNIT`.
+Ranks that have no GPU each share the ones there are, as ranks.py arranges for hsdp and for torch's NCCL
+alike: then the host's time means something, and the steps' none.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import pathlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +28,8 @@ ROWS = {"cpu": 16, "cuda": 2048}
 MICROBATCHES = 2
 ROUNDS, WARM_UP = 15, 3
 SMALL_PARAMETERS = 1000
+LIMIT_S = 420.0
+TIMEOUT_S = 120.0
 
 Step = Callable[[], None]
 
@@ -66,12 +71,15 @@ def _with_hsdp(mesh: Any, model: Any, x: Any) -> Step:
     return step
 
 
-def _with_fsdp2(model: Any, x: Any, on: str) -> Step:
+def _with_fsdp2(model: Any, x: Any, on: str, replicate: int, shard: int) -> Step:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(on, (1,))
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(on, (replicate, shard), mesh_dim_names=names)
+    if replicate == 1:
+        mesh = mesh["shard"]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -98,21 +106,28 @@ def _medians_ms(systems: dict[str, Step], wait: Callable[[], None]) -> dict[str,
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _print_steps(mesh: Any, on: str, device: Any, wait: Callable[[], None]) -> None:
+def _step_lines(mesh: Any, on: str, device: Any, wait: Callable[[], None]) -> list[str]:
     import torch
 
+    replicate, shard = mesh.replicate_group.size, mesh.shard_group.size
+
     x = torch.randn(ROWS[on], WIDTH[on], device=device, dtype=torch.bfloat16)
-    medians = _medians_ms({
-        "alone": _alone(_model(on, device), x),
-        "hsdp": _with_hsdp(mesh, _model(on, device), x),
-        "fsdp2": _with_fsdp2(_model(on, device), x, on),
-    }, wait)
-    for name, median in medians.items():
-        print(f"value step_{name} {median:.3f} ms")
-    print(f"value step_hsdp_over_fsdp2 {medians['hsdp'] / medians['fsdp2']:.3f} ratio", flush=True)
+    systems = {"alone": _alone(_model(on, device), x), "hsdp": _with_hsdp(mesh, _model(on, device), x)}
+    lines = []
+    try:  # all ranks succeed in it, or none
+        fsdp2 = _with_fsdp2(_model(on, device), x, on, replicate, shard)
+        fsdp2()
+        systems["fsdp2"] = fsdp2
+    except RuntimeError as error:  # of torch.distributed, too
+        lines.append(f"note: no step with FSDP2 on this mesh: {str(error).splitlines()[0]}")
+    medians = _medians_ms(systems, wait)
+    lines += [f"value step_{name} {median:.3f} ms" for name, median in medians.items()]
+    if "fsdp2" in medians:
+        lines.append(f"value step_hsdp_over_fsdp2 {medians['hsdp'] / medians['fsdp2']:.3f} ratio")
+    return lines
 
 
-def _print_host_time(mesh: Any, device: Any, wait: Callable[[], None]) -> None:
+def _host_time_line(mesh: Any, device: Any, wait: Callable[[], None]) -> str:
     import torch
     from torch import nn
 
@@ -139,33 +154,46 @@ def _print_host_time(mesh: Any, device: Any, wait: Callable[[], None]) -> None:
         if number >= WARM_UP:
             added.append((middle - start) - (end - again))
     overhead = 1e6 * statistics.median(added) / SMALL_PARAMETERS
-    print(f"value host_time_per_parameter_and_step {overhead:.3f} us", flush=True)
+    return f"value host_time_per_parameter_and_step {overhead:.3f} us"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Times a step beside FSDP2.")
-    check_script.add_device(parser)
-    on = parser.parse_args().device
-    check_script.require_device(parser, on)
-    os.environ.setdefault("RANK", "0")
+def measure(replicate: int, shard: int, on: str, rendezvous: str) -> list[str]:
+    """One rank; the lines to print."""
+    device = ranks.device_of_rank(on)
     import torch
     import torch.distributed as dist
 
-    device = ranks.device_of_rank(on)
+    import hsdp
 
     def wait() -> None:
         if on == "cuda":
             torch.cuda.synchronize()
 
-    store = dist.HashStore()
-    dist.init_process_group("nccl" if on == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    import hsdp
-
-    with hsdp.init_mesh(device=device) as mesh:
-        _print_steps(mesh, on, device, wait)
-        _print_host_time(mesh, device, wait)
+    dist.init_process_group(
+        "nccl" if on == "cuda" else "gloo", init_method=f"file://{rendezvous}",
+        rank=int(os.environ["RANK"]), world_size=replicate * shard,
+    )
+    with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
+        lines = _step_lines(mesh, on, device, wait)
+        lines.append(_host_time_line(mesh, device, wait))
     dist.destroy_process_group()
-    return 0
+    return lines
+
+
+def _run(mesh: str, on: str) -> int:
+    replicate, shard = ranks.mesh_of(mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [replicate, shard, on, str(pathlib.Path(folder) / "rendezvous")]
+        outcomes = ranks.run_ranks(measure, arguments, replicate * shard, on, LIMIT_S)
+    problems = [f"FAILED rank {rank}: {outcome.problem()}"
+                for rank, outcome in enumerate(outcomes) if outcome.status != 0 or not outcome.result]
+    print("\n".join(problems or outcomes[0].result), flush=True)
+    return 1 if problems else 0
+
+
+def main() -> int:
+    description = "Times a step beside FSDP2."
+    return check_script.run(description, "1x1", "any number of ranks", lambda size: True, _run)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +46,18 @@ def test_lost_and_stopped_ranks_are_survived() -> None:
     assert [(c.name, c.verdict) for c in found] == list(zip(names, verdicts, strict=True))
 
 
+def test_a_script_that_is_ended_ends_its_ranks() -> None:
+    words = [sys.executable, str(GPU / "torch_loop.py"), "--device", "cpu", "--mesh", "1x2"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(pids := children.read_text().split()) < 2:
+        time.sleep(0.01)
+    process.terminate()
+    text, _ = process.communicate(timeout=60)
+    assert (process.returncode, text) == (128 + signal.SIGTERM, "ended by SIGTERM\n")
+    assert not [pid for pid in pids if pathlib.Path("/proc", pid).exists()]
+
+
 def test_a_wrong_reference_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = torch_loop._factors
     monkeypatch.setattr(torch_loop, "_exact_means", lambda step, size: wrong(step, 0, 0))
@@ -69,10 +83,13 @@ def test_what_a_drill_does_not_accept() -> None:
     assert judge(Outcome(-11, good, ""), "PeerLostError", 1, 10.0) == "exit status -11"
 
 
-def test_steps_are_timed() -> None:
-    names = {measured.name for measured in values_in(run("step_times.py", "--device", "cpu"))}
+@pytest.mark.parametrize("mesh", ["1x1", "2x1", "2x2"])
+def test_steps_are_timed(mesh: str) -> None:
+    output = run("step_times.py", "--device", "cpu", "--mesh", mesh)
+    names = {measured.name for measured in values_in(output)}
     times = {"step_alone", "step_hsdp", "step_fsdp2", "step_hsdp_over_fsdp2"}
     assert names == times | {"host_time_per_parameter_and_step"}
+    assert "note:" not in output
 
 
 def test_wrong_arguments_are_explained() -> None:

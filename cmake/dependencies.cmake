@@ -24,6 +24,6 @@ if(hsdp_missing)
   list(JOIN hsdp_missing ", " hsdp_missing)
   message(FATAL_ERROR "hsdp: expected libraries that were not found: ${hsdp_missing}; on Debian and Ubuntu "
                       "`sh cmake/install_dependencies.sh build` installs them (in brackets: the packages), "
-                      "elsewhere name their folders with -DCMAKE_PREFIX_PATH. To check GPUs without them: "
-                      "`make gpu`, or a kit that `make gpu-kit` makes on another machine")
+                      "elsewhere name their folders with -DCMAKE_PREFIX_PATH. The checks of a GPU need none of "
+                      "them: docs/gpu.md")
 endif()

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 RUN = ROOT / "tests" / "gpu" / "run.py"
 sys.path.insert(0, str(RUN.parent))
 import run as script  # noqa: E402
-from gpu_report import command, lines, programs  # noqa: E402
+from gpu_report import command, lines, programs, record  # noqa: E402
 from gpu_report import machine as facts  # noqa: E402
 
 SMI = """case "$*" in
@@ -345,6 +345,17 @@ def test_a_report_begins_with_all_that_is_not_reached(machine: pathlib.Path) -> 
     process.kill()
     process.communicate()
     assert "kernel bandwidths  not run: not reached" in (machine / "out" / "report.txt").read_text()
+
+
+def test_a_reason_is_said_once() -> None:
+    made = record.Report("today", "abc")
+    stages = made.stages = [record.Stage(name) for name in ("mixed", "first", "second")]
+    stages[0].checks.append(lines.Check("ran", lines.OK))
+    for stage in stages:
+        stage.add_not_run(["a", "b"], "no GPU")
+    text = made.as_text()
+    assert "  not run  a: no GPU\n  not run  b: as above\n" in text
+    assert "  first   not run: no GPU\n  second  not run: as above\n" in text
 
 
 def test_a_goal_stands_beside_its_figure() -> None:

@@ -62,10 +62,13 @@ class Report:
             lines += ["", *_stage_lines(stage)]
         lines += ["", "summary"]
         width = max(len(stage.name) for stage in self.stages) if self.stages else 0
+        said = ""
         for stage in self.stages:
             text = _verdict_text(stage)
             short = text if len(text) <= SUMMARY_WIDTH else f"{text[:SUMMARY_WIDTH]}..."
-            lines.append(f"  {stage.name:{width}}  {short}")
+            again = text == said and _common_reason(stage) is not None
+            lines.append(f"  {stage.name:{width}}  {f'{NOT_RUN}: as above' if again else short}")
+            said = text
         totals = ", ".join(f"{self.count(v)} {v}" for v in (OK, FAILED, NOT_RUN))
         return "\n".join([*lines, f"  {totals}", ""])
 
@@ -111,8 +114,12 @@ def _stage_lines(stage: Stage) -> List[str]:
     log = f", log {stage.log}" if stage.log else ""
     lines = [f"{stage.name}: {_verdict_text(stage)} ({stage.seconds:.0f} s{log})"]
     reason = _common_reason(stage)
+    said = ""
     for check in stage.checks:
-        lines.append(f"  {NOT_RUN}  {check.name}" if reason else f"  {check.line()}")
+        again = check.verdict == NOT_RUN and check.detail == said
+        lines.append(f"  {NOT_RUN}  {check.name}{'' if reason else ': as above'}" if reason or again
+                     else f"  {check.line()}")
+        said = check.detail if check.verdict == NOT_RUN else ""
     for measured in stage.measurements:
         note = f"  {measured.note}" if measured.note else ""
         lines.append(f"  {measured.name:44} {measured.value:10.2f} {measured.unit}{note}")

@@ -21,7 +21,8 @@ namespace hsdp::gpu {
 namespace {
 
 constexpr int kSkipped = 77;
-constexpr std::chrono::milliseconds kTimeout{60'000};
+// NCCL takes up to a minute to connect on a machine that was just started.
+constexpr std::chrono::milliseconds kTimeout{120'000};
 
 int variable(const char* name) {
   const char* const text = std::getenv(name);

@@ -22,7 +22,7 @@ import tarfile
 import tempfile
 from typing import Dict, List
 
-from gpu_report import machine, programs
+from gpu_report import command, machine, programs
 from gpu_report.lines import OK
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -145,16 +145,24 @@ def make_kit(made: pathlib.Path) -> pathlib.Path:
     return archive
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=pathlib.Path, nargs="?", default=ROOT / "build" / "gpu-kit")
     kit = parser.parse_args().folder.resolve()
     if kit.exists() and not (kit / programs.MANIFEST).exists():
         parser.error(f"expected a new folder or an older kit, got {kit}; name another one")
     machine.add_cuda_to_path()
-    archive = make_kit(kit)
+    command.raise_on_signals()
+    command.adopt_orphans()
+    try:
+        archive = make_kit(kit)
+    except command.Interrupted as signal:
+        command.end_descendants()
+        print(f"make_kit: ended by {signal.name}", file=sys.stderr)
+        return 128 + signal.number
     print(f"written: {kit} and {archive} ({archive.stat().st_size / 1e6:.0f} MB); copy one of them to the "
           f"machine and run ./run there with {platform.python_implementation()} {platform.python_version()}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from gpu_report.lines import FAILED, OK, Check
 
 STEPS, MICROBATCHES = 4, 2
 LARGEST = 7  # 8 ranks x 2 microbatches of it are exact in bf16
-LIMIT_S = 240.0
-TIMEOUT_S = 60.0
+LIMIT_S = 300.0
+TIMEOUT_S = 120.0  # NCCL takes up to a minute to connect on a machine that was just started
 SHAPES = [(37, 5), (1,), (64, 129), (300_001,), (8, 3, 3)]
 CHECKS = {
     "whole numbers, fp32": ("whole_numbers", "float32", "f32"),

@@ -375,8 +375,9 @@ ncclResult_t ncclCommDeregister(ncclComm_t comm, void* handle) {
   return forward(&ncclCommDeregister, "ncclCommDeregister", comm, handle);
 }
 
-// A program takes a library that has this call for 2.28.7 or newer. So dlsym finds it here only where the
-// real library has it: what it returns is up to this function, which runs when the call is looked up.
+// A program takes a library that has this call for 2.28.7 or newer. So dlsym finds it here only
+// where the real library has it: what it returns is up to this function, which runs when the call
+// is looked up.
 Revoke* find_revoke() { return real_symbol(kRevoke) == nullptr ? nullptr : &trace_and_revoke; }
 [[gnu::ifunc("find_revoke")]] ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
 }

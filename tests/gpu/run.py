@@ -238,7 +238,7 @@ class Run:
             self.watch(stage, f"nccl {mesh}", self.why_not("check_nccl"), machine.nccl_file(), run)
             for script in ("torch_loop", "drills"):
                 why = self.no_gpu or self.no_module
-                real = machine.torch_nccl_library() or machine.nccl_file()
+                real = machine.nccl_file(beside_torch=True)
                 run = functools.partial(self.run_python, stage, f"{script}.py", mesh, 1200)
                 self.watch(stage, f"{script} {mesh}", why, real, run)
 
@@ -289,7 +289,8 @@ class Run:
             self.run_script(stage, "drills.py", mesh, names_of("drills", mesh), 1200)
 
     def step_times(self, stage: Stage) -> None:
-        for mesh in ("1x1", watched_meshes(self.meshes)[0]):
+        # Each rank holds three models: two of them fit a small GPU.
+        for mesh in ("1x1", "1x2" if self.shared else watched_meshes(self.meshes)[0]):
             name = f"step_times.py {mesh}"
             why = self.no_gpu or self.no_module
             if why:

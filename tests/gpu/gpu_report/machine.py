@@ -154,9 +154,11 @@ def loader_cache() -> Dict[str, str]:
     return found
 
 
-def nccl_file() -> str:
-    """The one that programs without torch open, whoever finds it."""
-    return nccl_library() or loader_cache().get("libnccl.so.2", "")
+def nccl_file(beside_torch: bool = False) -> str:
+    """The one that programs open, whoever finds it; with torch, the one that torch has loaded."""
+    named = os.environ.get("HSDP_NCCL_LIBRARY", "")
+    of_torch = torch_nccl_library() if beside_torch else ""
+    return named or of_torch or nccl_library() or loader_cache().get("libnccl.so.2", "")
 
 
 def _nccl_text() -> str:

@@ -73,8 +73,11 @@ class Report:
         return "\n".join([*lines, f"  {totals}", ""])
 
     def write(self, folder: pathlib.Path) -> None:
-        (folder / "report.json").write_text(self.as_json(), encoding="utf-8")
-        (folder / "report.txt").write_text(self.as_text(), encoding="utf-8")
+        """Each file is whole at any moment."""
+        for name, text in (("report.json", self.as_json()), ("report.txt", self.as_text())):
+            part = folder / f"{name}.part"
+            part.write_text(text, encoding="utf-8")
+            part.replace(folder / name)
 
 
 def _facts(facts: Dict[str, Any]) -> List[str]:

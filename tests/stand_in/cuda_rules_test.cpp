@@ -4,8 +4,11 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <set>
 #include <thread>
 #include <vector>
@@ -49,6 +52,7 @@ class CudaRules : public ::testing::Test {
  protected:
   ~CudaRules() override {
     stand_in::break_devices(0);
+    stand_in::fail_kernel(std::nullopt);
     stand_in::fail_allocation(std::nullopt);
     stand_in::delay_work({});
     cudaSetDevice(0);
@@ -178,20 +182,136 @@ TEST_F(CudaRules, AfterAKernelThatFailedEveryCallFails) {
   EXPECT_EQ(cudaStreamDestroy(stream), cudaErrorLaunchFailure);
 }
 
+// API, cudaStreamSynchronize and cudaEventSynchronize: "may also return error codes from previous,
+// asynchronous launches"; here from one that fails while the host waits.
+TEST_F(CudaRules, AWaitEndsWithTheErrorOfAKernelThatFailsMeanwhile) {
+  const std::vector<cudaError_t (*)(cudaStream_t, cudaEvent_t)> waits{
+      [](cudaStream_t stream, cudaEvent_t) { return cudaStreamSynchronize(stream); },
+      [](cudaStream_t, cudaEvent_t event) { return cudaEventSynchronize(event); }};
+  for (const auto wait : waits) {
+    cudaStream_t const stream = make_stream();
+    cudaEvent_t const event = make_event();
+    std::optional<stand_in::Standstill> nothing_moves(std::in_place);
+    stand_in::fail_kernel({{.device = 0}});
+    EXPECT_EQ(launch(stream), cudaSuccess);
+    EXPECT_EQ(cudaEventRecord(event, stream), cudaSuccess);
+    EXPECT_EQ(cudaEventQuery(event), cudaErrorNotReady);
+    std::thread waiting([&] { EXPECT_EQ(wait(stream, event), cudaErrorLaunchFailure); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    nothing_moves.reset();
+    waiting.join();
+    stand_in::break_devices(0);
+    cudaEventDestroy(event);
+    cudaStreamDestroy(stream);
+  }
+}
+
+// API, cudaErrorLaunchFailure, as above; cudaLaunchHostFunc: "the function will not be called in
+// the event of an error in the CUDA context".
+TEST_F(CudaRules, WhatIsQueuedBehindAKernelThatFailedDoesNotRun) {
+  cudaStream_t const stream = make_stream();
+  cudaStream_t const other = make_stream();
+  cudaEvent_t const failed = make_event();
+  bool ran = false;
+  const auto run = [](void* flag) { *static_cast<bool*>(flag) = true; };
+  stand_in::fail_kernel({{.device = 0, .after = 1}});
+  {
+    const stand_in::Standstill nothing_moves;
+    bool* const place = &ran;
+    stand_in::enqueue("cudaLaunchKernel", stream, [] {});
+    stand_in::enqueue("cudaLaunchKernel", stream, [place] { *place = true; });
+    cudaEventRecord(failed, stream);
+    cudaStreamWaitEvent(other, failed, 0);
+    for (cudaStream_t const each : {stream, other}) {
+      stand_in::enqueue("cudaLaunchKernel", each, [place] { *place = true; });
+      cudaMemsetAsync(place, 1, sizeof(bool), each);
+      cudaLaunchHostFunc(each, run, place);
+    }
+  }
+  EXPECT_EQ(cudaStreamSynchronize(other), cudaErrorLaunchFailure);
+  EXPECT_FALSE(ran);
+  cudaEventDestroy(failed);
+  cudaStreamDestroy(stream);
+  cudaStreamDestroy(other);
+}
+
+// PG, Error Checking: the error is the context's, of which a device has one to a process; the ranks
+// of a test are processes elsewhere.
+TEST_F(CudaRules, AKernelThatFailedBreaksItsDeviceOnly) {
+  cudaStream_t const stream = make_stream();
+  stand_in::fail_kernel({{.device = 0}});
+  EXPECT_EQ(launch(stream), cudaSuccess);
+  EXPECT_EQ(cudaStreamSynchronize(stream), cudaErrorLaunchFailure);
+  EXPECT_EQ(launch(stream), cudaErrorLaunchFailure);
+  cudaSetDevice(1);
+  cudaStream_t const other = make_stream();
+  bool ran = false;
+  EXPECT_EQ(stand_in::enqueue("cudaLaunchKernel", other, [&ran] { ran = true; }), cudaSuccess);
+  EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
+  EXPECT_TRUE(ran);
+  cudaStreamDestroy(other);
+}
+
 // API, cudaStreamBeginCapture: what is pushed into the stream is not executed.
 TEST_F(CudaRules, ACapturedStreamExecutesNothing) {
   cudaStream_t const stream = make_stream();
   cudaGraph_t graph = nullptr;
   bool ran = false;
+  std::array<int, 2> words{7, 8};
   EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-  stand_in::enqueue("cudaMemsetAsync", stream, [&ran] { ran = true; });
+  EXPECT_EQ(stand_in::enqueue("cudaLaunchKernel", stream, [&ran] { ran = true; }), cudaSuccess);
+  EXPECT_EQ(cudaLaunchHostFunc(
+                stream, [](void* flag) { *static_cast<bool*>(flag) = true; }, &ran),
+            cudaSuccess);
+  EXPECT_EQ(cudaMemsetAsync(words.data(), 0, sizeof(int), stream), cudaSuccess);
+  EXPECT_EQ(cudaMemcpyAsync(&words[1], words.data(), sizeof(int), cudaMemcpyDefault, stream),
+            cudaSuccess);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   EXPECT_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
   EXPECT_EQ(status, cudaStreamCaptureStatusActive);
   EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   EXPECT_FALSE(ran);
+  EXPECT_EQ(words, (std::array<int, 2>{7, 8}));
   cudaStreamDestroy(stream);
+}
+
+// API, cudaMallocFromPoolAsync: "During stream capture, this function results in the creation of an
+// allocation node", which owns the memory instead of the pool; cudaFreeAsync "must therefore be
+// passed the address of a graph allocation".
+TEST_F(CudaRules, AnAllocationOfACaptureTakesNothingFromThePool) {
+  cudaStream_t const stream = make_stream();
+  cudaMemPool_t const pool = make_pool();
+  void* const before = allocate(8, stream, pool);
+  const std::int64_t bytes = stand_in::allocated_bytes();
+  const std::int64_t count = stand_in::allocation_count();
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  void* const of_graph = allocate(2000, stream, pool);
+  void* const kept = allocate(2000, stream, pool);
+  EXPECT_EQ(cudaFreeAsync(of_graph, stream), cudaSuccess);
+  EXPECT_EQ(stand_in::allocated_bytes(), bytes);
+  EXPECT_EQ(stand_in::allocation_count(), count);
+  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  EXPECT_EQ(cudaFreeAsync(kept, stream), cudaErrorInvalidValue) << "nobody launched the graph";
+  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  EXPECT_EQ(cudaFreeAsync(before, stream), cudaErrorInvalidValue);
+  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(stand_in::allocated_bytes(), bytes);
+  EXPECT_EQ(cudaFreeAsync(before, stream), cudaSuccess);
+  cudaStreamDestroy(stream);
+}
+
+// The same note: there is no memory before the graph is launched.
+TEST_F(CudaRulesDeathTest, MemoryOfACaptureIsNotThere) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  EXPECT_DEATH(
+      {
+        cudaStream_t const stream = make_stream();
+        cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+        std::memset(allocate(8, stream), 0, 8);
+      },
+      "");
 }
 
 // PG, Stream Capture, Prohibited and Unhandled Operations: asking for, or waiting for, a stream or
@@ -257,6 +377,44 @@ TEST_F(CudaRules, AStreamThatWaitsForACapturedEventIsCapturedToo) {
   cudaStreamDestroy(other);
 }
 
+// API, cudaErrorStreamCaptureIsolation: "Only implicit in-stream ordering dependencies are allowed
+// to cross the boundary"; PG, Prohibited and Unhandled Operations: also of an event that is over
+// long since, and the capture is invalid then.
+TEST_F(CudaRules, ACapturedStreamDoesNotWaitForAnEventFromOutside) {
+  cudaStream_t const stream = make_stream();
+  cudaStream_t const other = make_stream();
+  cudaEvent_t const event = make_event();
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaEventRecord(event, other), cudaSuccess);
+  EXPECT_EQ(cudaEventSynchronize(event), cudaSuccess);
+  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  EXPECT_EQ(cudaStreamWaitEvent(stream, event, 0), cudaErrorStreamCaptureIsolation);
+  EXPECT_EQ(cudaStreamWaitEvent(stream, event, 0), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(cudaEventRecord(event, stream), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(launch(stream), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
+  cudaEventDestroy(event);
+  cudaStreamDestroy(stream);
+  cudaStreamDestroy(other);
+}
+
+// PG, Prohibited and Unhandled Operations: two captures are not merged by an event of one of them.
+TEST_F(CudaRules, AnEventDoesNotJoinTwoCaptures) {
+  cudaStream_t const stream = make_stream();
+  cudaStream_t const other = make_stream();
+  cudaEvent_t const event = make_event();
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  EXPECT_EQ(cudaStreamBeginCapture(other, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  EXPECT_EQ(cudaEventRecord(event, other), cudaSuccess);
+  EXPECT_EQ(cudaStreamWaitEvent(stream, event, 0), cudaErrorStreamCaptureMerge);
+  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(cudaStreamEndCapture(other, &graph), cudaErrorStreamCaptureInvalidated);
+  cudaEventDestroy(event);
+  cudaStreamDestroy(stream);
+  cudaStreamDestroy(other);
+}
+
 // API, cudaMallocFromPoolAsync and cudaHostAlloc: cudaErrorMemoryAllocation, and nothing else
 // changes.
 TEST_F(CudaRules, AnyAllocationMayFail) {
@@ -304,6 +462,33 @@ TEST_F(CudaRules, NewMemoryIsNoNumber) {
   EXPECT_TRUE(std::isnan(*reinterpret_cast<double*>(words)));
   cudaFreeAsync(words, stream);
   cudaStreamDestroy(stream);
+}
+
+// PG, Stream Ordered Memory Allocator: a pool gives freed memory out again, with whatever it holds.
+TEST_F(CudaRules, MemoryThatWasFreedBeforeIsNoNumber) {
+  cudaStream_t const stream = make_stream();
+  cudaMemPool_t const pool = make_pool();
+  for (int round = 0; round < 3; ++round) {
+    auto* const value = static_cast<float*>(allocate(sizeof(float), stream, pool));
+    EXPECT_TRUE(std::isnan(*value));
+    *value = 1;
+    cudaFreeAsync(value, stream);
+    cudaStreamSynchronize(stream);
+  }
+  cudaStreamDestroy(stream);
+}
+
+// API, cudaHostAlloc: it says nothing of what the memory holds, and the driver gives out again what
+// cudaFreeHost gave back.
+TEST_F(CudaRules, NewPinnedMemoryIsNoNumber) {
+  for (int round = 0; round < 3; ++round) {
+    void* memory = nullptr;
+    EXPECT_EQ(cudaHostAlloc(&memory, sizeof(float), 0), cudaSuccess);
+    auto* const value = static_cast<float*>(memory);
+    EXPECT_TRUE(std::isnan(*value));
+    *value = 1;
+    EXPECT_EQ(cudaFreeHost(memory), cudaSuccess);
+  }
 }
 
 // PG, Asynchronous Concurrent Execution, Streams: no order between streams but by events.

@@ -1,6 +1,7 @@
 #include "cuda_stand_in.h"
 
 #include <cuda_runtime.h>
+#include <sys/mman.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -59,11 +60,13 @@ struct Machine {
     cudaMemPool_t pool;
   };
   std::map<void*, Memory> memory;
+  std::set<void*> graph_memory;  // addresses that only a graph could use
   std::int64_t allocations = 0;
   std::optional<FailingAllocation> failing_allocation;
   std::optional<std::mt19937_64> delays;
-  cudaError_t last_error = cudaSuccess;
-  cudaError_t sticky_error = cudaSuccess;
+  cudaError_t broken = cudaSuccess;        // all devices
+  std::map<int, cudaError_t> broken_ones;  // by device
+  std::optional<FailingKernel> failing_kernel;
   std::set<int> contexts;
   std::set<cudaStream_t> streams;
   std::set<cudaEvent_t> events;
@@ -79,7 +82,15 @@ Machine& machine() {
 constexpr int kHighestPriority = -5;
 
 thread_local int the_current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+// With the lock held. What a kernel of that device left behind by failing.
+cudaError_t sticky_error(int device) {
+  const Machine& m = machine();
+  const auto one = m.broken_ones.find(device);
+  return one == m.broken_ones.end() ? m.broken : one->second;
+}
 
 // What the real runtime leaves undefined: a crash there, if one is lucky.
 [[noreturn]] void punish(std::string_view call, std::string_view what) {
@@ -95,13 +106,12 @@ class Call {
     machine().contexts.insert(the_current_device);
     const auto failure = machine().failures.find(name);
     if (failure != machine().failures.end()) refuse(static_cast<cudaError_t>(failure->second));
-    if (machine().sticky_error != cudaSuccess) refuse(machine().sticky_error);
+    refuse_if_broken();
   }
 
   [[nodiscard]] cudaError_t status() const { return status_; }
   cudaError_t refuse(cudaError_t error) {
-    status_ = error;
-    machine().last_error = error;
+    status_ = last_error = error;
     return error;
   }
 
@@ -139,14 +149,31 @@ class Call {
   }
   bool is_captured(CUgraph_st* capture, cudaError_t error) {
     if (capture == nullptr || !machine().captures.contains(capture)) return false;
-    capture->is_invalid = true;
-    refuse(error);
+    invalidate(*capture, error);
     return true;
   }
+  // An operation that a capture cannot take ends it, with its error or that of an earlier one.
+  cudaError_t invalidate(CUgraph_st& capture, cudaError_t error) {
+    const bool was_invalid = std::exchange(capture.is_invalid, true);
+    return refuse(was_invalid ? cudaErrorStreamCaptureInvalidated : error);
+  }
 
-  void unlock() { lock_.unlock(); }
+  // The call's answer after `wait`, in which a kernel may fail.
+  template <typename Wait>
+  cudaError_t status_after(Wait wait) {
+    lock_.unlock();
+    wait();
+    lock_.lock();
+    refuse_if_broken();
+    return status_;
+  }
 
  private:
+  void refuse_if_broken() {
+    const cudaError_t sticky = sticky_error(the_current_device);
+    if (sticky != cudaSuccess) refuse(sticky);
+  }
+
   std::string_view name_;
   std::unique_lock<std::mutex> lock_;
   cudaError_t status_ = cudaSuccess;
@@ -162,6 +189,18 @@ void wait_as_told() {
     lock.lock();
   }
   m.changed.wait(lock, [&m] { return m.standstills == 0; });
+}
+
+// Whether work that a stream has come to runs: behind a kernel that failed nothing does.
+bool runs(int device, bool is_kernel) {
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  if (sticky_error(device) != cudaSuccess) return false;
+  std::optional<FailingKernel>& failing = m.failing_kernel;
+  if (!is_kernel || !failing || failing->device != device || --failing->after >= 0) return true;
+  failing.reset();
+  m.broken_ones[device] = cudaErrorLaunchFailure;
+  return false;
 }
 
 // Memory that the device, or the host, has to find first: this may fail.
@@ -185,6 +224,13 @@ void* make_memory(std::size_t size) {
   if (memory == nullptr) throw std::bad_alloc();
   std::memset(memory, 0xff, size);
   return memory;
+}
+
+// Of memory that will be there when a graph is launched.
+void* make_addresses(std::size_t size) {
+  void* const begin = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (begin == MAP_FAILED) throw std::bad_alloc();
+  return begin;
 }
 
 int primary_context_state(int device, unsigned* flags, int* active) {
@@ -223,8 +269,13 @@ std::int64_t allocation_count() {
 
 void break_devices(int error) {
   const std::lock_guard lock(machine().mutex);
-  machine().sticky_error = static_cast<cudaError_t>(error);
-  machine().last_error = machine().sticky_error;
+  machine().broken = last_error = static_cast<cudaError_t>(error);
+  if (error == 0) machine().broken_ones.clear();
+}
+
+void fail_kernel(std::optional<FailingKernel> which) {
+  const std::lock_guard lock(machine().mutex);
+  machine().failing_kernel = which;
 }
 
 void delay_work(std::optional<std::uint64_t> seed) {
@@ -284,9 +335,9 @@ cudaError_t enqueue(const char* name, cudaStream_t handle, std::function<void()>
     return stream.capture->is_invalid ? call.refuse(cudaErrorStreamCaptureInvalidated)
                                       : cudaSuccess;
   }
-  stream.worker.run([work = std::move(work)] {
+  stream.worker.run([work = std::move(work), device = stream.device, is_kernel] {
     wait_as_told();
-    work();
+    if (runs(device, is_kernel)) work();
   });
   return cudaSuccess;
 }
@@ -297,7 +348,7 @@ using namespace hsdp::stand_in;  // NOLINT(google-build-using-namespace): the ru
 
 cudaError_t cudaGetLastError() {
   const std::lock_guard lock(machine().mutex);
-  return std::exchange(machine().last_error, machine().sticky_error);
+  return std::exchange(last_error, sticky_error(the_current_device));
 }
 
 const char* cudaGetErrorName(cudaError_t error) {
@@ -313,7 +364,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetDeviceCount(int* count) {
   const std::lock_guard lock(machine().mutex);
   *count = machine().devices;
-  return machine().last_error = static_cast<cudaError_t>(machine().count_error);
+  return last_error = static_cast<cudaError_t>(machine().count_error);
 }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -377,9 +428,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   machine().streams.erase(handle);
   call.is_captured(stream->capture, cudaErrorStreamCaptureUnsupported);
   hsdp::Stream worker = stream->worker;
-  call.unlock();
-  worker.run([stream] { delete stream; });
-  return call.status();
+  return call.status_after([&] { worker.run([stream] { delete stream; }); });
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
@@ -388,9 +437,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (call.is_captured(stream.capture, cudaErrorStreamCaptureUnsupported)) return call.status();
   if (call.is_prohibited()) return call.status();
   hsdp::Stream worker = stream.worker;
-  call.unlock();
-  worker.synchronize();
-  return call.status();
+  return call.status_after([&] { worker.synchronize(); });
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
@@ -405,7 +452,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, u
   Call call("cudaStreamWaitEvent");
   CUstream_st& stream = call.stream(handle);
   const CUevent_st& event = call.event(event_handle);
-  if (event.captured != nullptr && machine().captures.contains(event.captured)) {
+  const bool is_captured = event.captured != nullptr && machine().captures.contains(event.captured);
+  if (stream.capture != nullptr && stream.capture != event.captured) {
+    if (!is_captured) return call.invalidate(*stream.capture, cudaErrorStreamCaptureIsolation);
+    call.invalidate(*event.captured, cudaErrorStreamCaptureMerge);
+    return call.invalidate(*stream.capture, cudaErrorStreamCaptureMerge);
+  }
+  if (is_captured) {
     if (stream.is_legacy) return call.refuse(cudaErrorStreamCaptureImplicit);
     stream.capture = event.captured;  // takes part from here on
   } else {
@@ -476,7 +529,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event_handle, cudaStream_t handle) {
   CUevent_st& event = call.event(event_handle);
   if (stream.device != event.device) return call.refuse(cudaErrorInvalidResourceHandle);
   event.captured = stream.capture;
-  if (stream.capture != nullptr) return call.status();
+  if (stream.capture != nullptr) {
+    return stream.capture->is_invalid ? call.refuse(cudaErrorStreamCaptureInvalidated)
+                                      : call.status();
+  }
   stream.worker.run(wait_as_told);
   event.last = stream.worker.record();
   return cudaSuccess;
@@ -496,9 +552,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   if (call.is_captured(event.captured, cudaErrorCapturedEvent)) return call.status();
   if (call.is_prohibited()) return call.status();
   const hsdp::Event last = event.last;
-  call.unlock();
-  last.wait();
-  return call.status();
+  return call.status_after([&] { last.wait(); });
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t handle) {
@@ -536,7 +590,11 @@ cudaError_t cudaMallocFromPoolAsync(void** memory, std::size_t size, cudaMemPool
   constexpr std::int64_t kGranularity = 512;
   Call call("cudaMallocFromPoolAsync");
   if (call.status() != cudaSuccess) return call.status();
-  static_cast<void>(call.stream(stream));
+  if (CUgraph_st* const capture = call.stream(stream).capture) {  // a node: the pool has no part
+    if (capture->is_invalid) return call.refuse(cudaErrorStreamCaptureInvalidated);
+    machine().graph_memory.insert(*memory = make_addresses(size));
+    return call.status();
+  }
   const std::int64_t taken =
       (static_cast<std::int64_t>(size) + kGranularity - 1) / kGranularity * kGranularity;
   if (pool->used + taken > pool->kept && !find_memory(call, size)) return call.status();
@@ -549,7 +607,12 @@ cudaError_t cudaMallocFromPoolAsync(void** memory, std::size_t size, cudaMemPool
 
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   {
-    const std::lock_guard lock(machine().mutex);
+    Call call("cudaFreeAsync");
+    const bool is_of_graph = machine().graph_memory.contains(memory);
+    if (CUgraph_st* const capture = call.stream(stream).capture) {
+      return is_of_graph ? call.status() : call.invalidate(*capture, cudaErrorInvalidValue);
+    }
+    if (is_of_graph) return call.refuse(cudaErrorInvalidValue);  // nobody has launched it
     const auto place = machine().memory.find(memory);
     if (place == machine().memory.end()) punish("cudaFreeAsync", "memory that was freed");
     place->second.pool->used -= std::exchange(place->second.taken, 0);

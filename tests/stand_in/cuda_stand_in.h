@@ -26,9 +26,16 @@ struct FailingAllocation {
 void fail_allocation(std::optional<FailingAllocation> which);  // none: no longer
 [[nodiscard]] std::int64_t allocation_count();  // since the start, those that failed too
 
-// A kernel has failed: every call of every device returns `error`, until 0 makes a new process of
-// it.
+// A kernel has failed: every call returns `error`, and what is in the streams does not run, until 0
+// makes a new process of it.
 void break_devices(int error);
+// The kernel of that device, the one after so many more, fails when its turn has come. It breaks
+// that device only: ranks with a GPU each, which are processes elsewhere, are threads here.
+struct FailingKernel {
+  int device = 0;
+  std::int64_t after = 0;
+};
+void fail_kernel(std::optional<FailingKernel> which);  // none: no longer
 
 // Each piece of work waits for a random time first, up to a millisecond; none: no longer.
 void delay_work(std::optional<std::uint64_t> seed);

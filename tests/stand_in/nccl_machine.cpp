@@ -17,6 +17,35 @@ bool Member::is_enrolled(const void* memory) const {
   });
 }
 
+Transfer::Transfer(std::shared_ptr<Member> member, const std::vector<Op>& ops)
+    : member_(std::move(member)) {
+  const auto ranks = static_cast<std::size_t>(member_->clique->size);
+  for (const Op& op : ops) {
+    const std::size_t in = op.kind == Op::Kind::kReduceScatter ? ranks * op.bytes : op.bytes;
+    const std::size_t out = op.kind == Op::Kind::kGather ? ranks * op.bytes : op.bytes;
+    if (op.in != nullptr) memory_.emplace_back(static_cast<const char*>(op.in), in);
+    if (op.out != nullptr) memory_.emplace_back(static_cast<const char*>(op.out), out);
+  }
+  ++member_->transfers;
+  machine().transfers.insert(this);
+}
+
+Transfer::~Transfer() {
+  {
+    const std::lock_guard lock(machine().mutex);
+    --member_->transfers;
+    machine().transfers.erase(this);
+  }
+  machine().changed.notify_all();
+}
+
+bool Transfer::uses(const void* memory, std::size_t size) const {
+  const auto* const begin = static_cast<const char*>(memory);
+  return std::ranges::any_of(memory_, [&](const auto& used) {
+    return begin < used.first + used.second && used.first < begin + size;
+  });
+}
+
 std::shared_ptr<Clique> Machine::new_clique(int size) {
   auto clique = std::make_shared<Clique>();
   clique->number = next_clique++;

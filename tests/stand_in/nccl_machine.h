@@ -11,6 +11,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,7 +38,8 @@ struct Clique {
   std::map<std::pair<int, int>, std::shared_ptr<Clique>> children;  // call, color
 };
 
-// A communicator as one rank sees it. Enqueued work shares it.
+// A communicator as one rank sees it. Enqueued work shares it. A host thread that is in one of its
+// calls, or has it in an open group, is one of its users.
 struct Member {
   std::shared_ptr<Clique> clique;
   int rank = 0;
@@ -49,9 +51,31 @@ struct Member {
   int splits = 0;
   ncclComm_t* child = nullptr;  // where a split that is under way puts its result
   int looks_until_done = 0;     // of ncclCommGetAsyncError: connecting takes a while
-  bool launching = false;       // what a group enqueued, until it is settled
+  int launching = -1;           // the thread of NCCL that launches a group, until it is settled
+  bool finalizing = false;
+  std::map<std::thread::id, int> users{};  // and how often
+  int transfers = 0;                       // enqueued and not over
 
   [[nodiscard]] bool is_enrolled(const void* memory) const;
+};
+
+struct Op;
+
+// What a group enqueued on one stream, until it has run or been dropped: NCCL uses that memory.
+class Transfer {
+ public:
+  // With the lock held.
+  Transfer(std::shared_ptr<Member> member, const std::vector<Op>& ops);
+  ~Transfer();  // takes the lock
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+
+  [[nodiscard]] bool is_of(const Member& member) const { return member_.get() == &member; }
+  [[nodiscard]] bool uses(const void* memory, std::size_t size) const;
+
+ private:
+  std::shared_ptr<Member> member_;
+  std::vector<std::pair<const char*, std::size_t>> memory_;
 };
 
 class Machine : public NcclStandIn {
@@ -80,6 +104,7 @@ class Machine : public NcclStandIn {
   int next_clique = 0;
   int next_group = 0;
   int next_id = 0;
+  int next_launch = 0;
   std::map<std::string, std::shared_ptr<Clique>> cliques;  // by id
   std::map<int, ncclResult_t> errors;                      // by world rank
   std::map<int, std::pair<ncclResult_t, bool>> failing_inits;
@@ -91,7 +116,8 @@ class Machine : public NcclStandIn {
   int race_count = 0;
   int abort_count = 0;
   int revoke_count = 0;
-  std::set<void*> blocks;
+  std::map<void*, std::size_t> blocks;
+  std::set<const Transfer*> transfers;
   std::mt19937 garbage{5};
 };
 

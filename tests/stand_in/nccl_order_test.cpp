@@ -36,6 +36,7 @@ std::map<int, std::string> names_by_use(int rank, const std::vector<std::string>
 }
 
 TEST(NcclOrder, AReplicaHopComesAfterTheNextShardHop) {
+  const LaunchOrderCounts counts;
   const MeshShape shape{2, 2};
   StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
   step.schedule = {Sync::kAll};
@@ -58,10 +59,9 @@ TEST(NcclOrder, AReplicaHopComesAfterTheNextShardHop) {
   }
 }
 
-// The order of two Reducers whose blocks overlap, with gradients that come in another order on each
-// rank.
 // On the caller's thread, beside the one that issues the hops.
 TEST(NcclOrder, ACollectiveAfterAMicrobatchComesAfterItsHops) {
+  const LaunchOrderCounts counts;
   const MeshShape shape{2, 2};
   StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
   step.schedule = {Sync::kAll};
@@ -90,7 +90,10 @@ TEST(NcclOrder, ACollectiveAfterAMicrobatchComesAfterItsHops) {
   }
 }
 
+// The order of two Reducers whose blocks overlap, with gradients that come in another order on each
+// rank.
 TEST(NcclOrder, OverlappingReducersIssueInOneOrderOnEveryRank) {
+  const LaunchOrderCounts counts;
   const MeshShape shape{2, 2};
   constexpr std::size_t kParameters = 6;
   const auto specs = [](const std::string& prefix) {
@@ -178,6 +181,7 @@ TEST(NcclOrder, BlocksMayNestAndEndInAnyOrder) {
 // One rank reads what the second Reducer gives before it hands anything to the first, whose buckets
 // the others have ready and would send first.
 TEST(NcclOrder, ARankMayFinishWithOneReducerBeforeItBeginsWithAnother) {
+  const LaunchOrderCounts counts;
   const MeshShape shape{1, 3};
   constexpr int kSteps = 3;  // the rank that does so is another one in each
   std::vector<StepCase> steps;

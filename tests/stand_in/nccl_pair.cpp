@@ -33,6 +33,7 @@ NcclPair::~NcclPair() {
     library_->free(rank.received);
   }
   cudaSetDevice(0);
+  EXPECT_EQ(nccl_stand_in().races(), expected_races_);
   ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
 }
 

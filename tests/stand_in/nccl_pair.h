@@ -16,15 +16,16 @@ struct CUstream_st;
 namespace hsdp::test {
 
 class NcclPair : public ::testing::Test {
- protected:
-  static constexpr std::size_t kBytes = 64;  // sent; twice as much can be received
-
+ public:
   struct Rank {
     comm::NcclHandle comm = nullptr;
     CUstream_st* stream = nullptr;  // a cudaStream_t
     void* sent = nullptr;
     void* received = nullptr;
   };
+
+ protected:
+  static constexpr std::size_t kBytes = 64;  // sent; twice as much can be received
 
   NcclPair();
   ~NcclPair() override;
@@ -52,6 +53,7 @@ class NcclPair : public ::testing::Test {
 
   std::shared_ptr<const comm::NcclLibrary> library_;
   std::string id_;
+  int expected_races_ = 0;  // of host threads, as the stand-in has counted them in the end
   std::array<Rank, 2> ranks_;
 };
 

@@ -78,6 +78,13 @@ stand_in::NcclStandIn& nccl_stand_in() {
   return *library;
 }
 
+void expect_no_race() {
+  EXPECT_EQ(nccl_stand_in().races(), 0) << "host threads in NCCL at once, or before it had settled";
+}
+
+LaunchOrderCounts::LaunchOrderCounts() { ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1); }
+LaunchOrderCounts::~LaunchOrderCounts() { ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT"); }
+
 Device gpu_of(int rank) { return {DeviceType::kCuda, rank}; }
 
 std::shared_ptr<comm::Control> control_of(const Communicator& world) {
@@ -87,13 +94,15 @@ std::shared_ptr<comm::Control> control_of(const Communicator& world) {
 std::vector<std::exception_ptr> try_nccl_ranks(int size, const RankBody& body,
                                                const ThreadRanksOptions& options) {
   nccl_stand_in().reset();
-  return try_ranks(
+  auto errors = try_ranks(
       size,
       [&](Communicator& host) {
         Communicator world = comm::nccl_world(control_of(host), gpu_of(host.rank()));
         body(world);
       },
       options);
+  expect_no_race();
+  return errors;
 }
 
 void run_nccl_ranks(int size, const RankBody& body, const ThreadRanksOptions& options) {
@@ -105,6 +114,7 @@ void run_nccl_ranks(int size, const RankBody& body, const ThreadRanksOptions& op
         body(world);
       },
       options);
+  expect_no_race();
 }
 
 void run_nccl_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options) {

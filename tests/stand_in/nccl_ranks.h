@@ -13,6 +13,16 @@
 namespace hsdp::test {
 
 [[nodiscard]] stand_in::NcclStandIn& nccl_stand_in();
+// What every run of ranks here ends with.
+void expect_no_race();
+// While it lives, NCCL_LAUNCH_ORDER_IMPLICIT is 1 and launches on one device must not race.
+class LaunchOrderCounts {
+ public:
+  LaunchOrderCounts();
+  ~LaunchOrderCounts();
+  LaunchOrderCounts(const LaunchOrderCounts&) = delete;
+  LaunchOrderCounts& operator=(const LaunchOrderCounts&) = delete;
+};
 [[nodiscard]] Device gpu_of(int rank);
 [[nodiscard]] std::shared_ptr<comm::Control> control_of(const Communicator& world);
 

@@ -1,15 +1,22 @@
 // What the stand-in for libnccl refuses and punishes, each with where the real one does so: source
 // files of NCCL 2.28.9, or its User Guide (UG).
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "cuda_runtime.h"
 #include "cuda_stand_in.h"
+#include "nccl/nccl.h"
 #include "nccl_pair.h"
 #include "nccl_ranks.h"
 
@@ -20,6 +27,26 @@ using comm::NcclError;
 using comm::NcclHandle;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
+
+// Calls that the library does not make.
+class Asked {
+ public:
+  [[nodiscard]] ncclResult_t count(const NcclPair::Rank& of) const {
+    return ask("ncclCommCount", of);
+  }
+  [[nodiscard]] ncclResult_t rank(const NcclPair::Rank& of) const {
+    return ask("ncclCommUserRank", of);
+  }
+
+ private:
+  [[nodiscard]] ncclResult_t ask(const char* name, const NcclPair::Rank& of) const {
+    int answer = 0;
+    using Ask = ncclResult_t (*)(ncclComm_t, int*);
+    return reinterpret_cast<Ask>(::dlsym(file_, name))(static_cast<ncclComm_t>(of.comm), &answer);
+  }
+
+  void* file_ = ::dlopen(HSDP_NCCL_STAND_IN, RTLD_NOW | RTLD_LOCAL);
+};
 
 class NcclRules : public NcclPair {
  protected:
@@ -61,12 +88,11 @@ TEST_F(NcclRules, MovesBytes) {
 TEST_F(NcclRules, MemoryThatOneSideRegisteredHangs) {
   for (Rank* const only : {&first(), &second()}) {
     void* const memory = only == &first() ? only->sent : only->received;
-    void* const enrolled = library_->enroll(only->comm, memory, kBytes);
+    static_cast<void>(library_->enroll(only->comm, memory, kBytes));
     send_one();
     settle();
     EXPECT_FALSE(is_done(second()));
     EXPECT_FALSE(is_done(first()));
-    library_->withdraw(only->comm, enrolled);
     for (Rank& rank : ranks_) library_->abort(std::exchange(rank.comm, nullptr));
     id_ = library_->new_id();  // each is for one communicator
     for (int rank : {0, 1}) {
@@ -87,7 +113,8 @@ TEST_F(NcclRules, MemoryThatBothRegisteredMoves) {
 }
 
 // misc/strongstream.cc, "host threads racing to launch NCCL on same device"; UG,
-// NCCL_LAUNCH_RACE_FATAL.
+// NCCL_LAUNCH_RACE_FATAL. Those threads are NCCL's own, one for each group of non-blocking
+// communicators (group.cc, ncclGroupEndInternal), so that it takes no second thread of the caller.
 TEST_F(NcclRules, LaunchesThatRaceFailWhereTheirOrderCounts) {
   cudaSetDevice(0);
   const std::string other_id = library_->new_id();
@@ -107,12 +134,61 @@ TEST_F(NcclRules, LaunchesThatRaceFailWhereTheirOrderCounts) {
     }
     settle(first().comm);
   }
-  EXPECT_EQ(nccl_stand_in().races(), 1);
+  expected_races_ = 1;
+  library_->abort(std::exchange(first().comm, nullptr));  // its kernel is before the other's
   library_->abort(other);
 }
 
-// init.cc, ncclCommEnsureReady: "Attempt to use communicator before the previous operation returned
-// ncclSuccess".
+// The same: what one group holds one thread launches, and a group that is settled is over.
+TEST_F(NcclRules, OneThreadDoesNotRaceWithItself) {
+  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
+  cudaSetDevice(0);
+  const std::string other_id = library_->new_id();
+  NcclHandle const other = library_->begin_init(1, other_id, 0);
+  settle(other);
+  group([&] {
+    library_->send(first().sent, kBytes, 1, first().comm, first().stream);
+    library_->broadcast(first().received, kBytes, 0, other, first().stream);
+  });
+  for (NcclHandle const each : {first().comm, other}) settle(each);
+  group([&] { library_->broadcast(first().received, kBytes, 0, other, first().stream); });
+  settle(other);
+  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  settle(first().comm);
+  library_->abort(std::exchange(first().comm, nullptr));  // its kernel is before the other's
+  library_->abort(other);
+}
+
+// UG, Thread Safety: a communicator is for one thread at a time. Nothing is locked in enqueue.cc,
+// taskAppend, nor where init.cc, ncclCommGetAsyncError, ends the communicator's group job.
+TEST_F(NcclRules, TwoThreadsInCallsOnOneCommunicatorRace) {
+  group([&] {
+    library_->send(first().sent, kBytes, 1, first().comm, first().stream);
+    static_cast<void>(library_->status(first().comm));
+    std::thread([&] { static_cast<void>(library_->status(second().comm)); }).join();
+    EXPECT_EQ(nccl_stand_in().races(), 0);
+    std::thread([&] { static_cast<void>(library_->status(first().comm)); }).join();
+    EXPECT_EQ(nccl_stand_in().races(), 1);
+  });
+  settle(first().comm);
+  std::thread([&] { static_cast<void>(library_->status(first().comm)); }).join();
+  expected_races_ = 1;
+}
+
+// The same, of calls that take but a moment.
+TEST_F(NcclRules, TwoThreadsThatCallAtOnceAreFound) {
+  std::atomic<bool> over = false;
+  std::thread other([&] {
+    while (!over) static_cast<void>(library_->status(first().comm));
+  });
+  while (nccl_stand_in().races() == 0) static_cast<void>(library_->status(first().comm));
+  over = true;
+  other.join();
+  expected_races_ = nccl_stand_in().races();
+}
+
+// init.cc, ncclCommEnsureReady, which ncclCommCount and ncclCommUserRank call, too: "Attempt to use
+// communicator before the previous operation returned ncclSuccess".
 TEST_F(NcclRules, ACommunicatorThatIsNotSettledRefusesEveryCall) {
   send_one();
   const std::vector<std::function<void()>> calls{
@@ -123,11 +199,114 @@ TEST_F(NcclRules, ACommunicatorThatIsNotSettledRefusesEveryCall) {
       },
       [&] { library_->begin_finalize(second().comm); }};
   for (const auto& call : calls) EXPECT_THROW(call(), NcclError);
+  const Asked asked;
+  EXPECT_EQ(asked.count(second()), ncclInvalidArgument);
+  EXPECT_EQ(asked.rank(second()), ncclInvalidArgument);
   settle();
+  EXPECT_EQ(asked.count(second()), ncclSuccess);
+  EXPECT_EQ(asked.rank(second()), ncclSuccess);
   library_->begin_finalize(second().comm);
 }
 
+// register/register.cc, ncclRegister and commDeregister: nothing is asked and nothing locked, while
+// the thread that launches a group (group.cc) may look its memory up in the same list.
+TEST_F(NcclRules, RegisteringBeforeACommunicatorIsSettledRaces) {
+  send_one();
+  EXPECT_THROW(static_cast<void>(library_->enroll(second().comm, second().received, kBytes)),
+               NcclError);
+  EXPECT_EQ(nccl_stand_in().races(), 1);
+  settle();
+  EXPECT_TRUE(is_done(second()));
+  void* const enrolled = library_->enroll(second().comm, second().received, kBytes);
+  group([&] { library_->send(second().sent, 1, 0, second().comm, second().stream); });
+  library_->withdraw(second().comm, enrolled);
+  expected_races_ = 2;
+  EXPECT_EQ(nccl_stand_in().enrolled(), 1);
+  settle();
+}
+
+// init.cc, ncclCommAbort sets the flags that end the kernels, then waits for them
+// (commDestroySync): after it nothing uses the memory. In a group it waits at the end, so that no
+// communicator waits for one whose turn comes later.
+TEST_F(NcclRules, AnAbortWaitsForItsKernels) {
+  cudaSetDevice(0);
+  NcclHandle const other = library_->begin_init(1, library_->new_id(), 0);
+  settle(other);
+  nccl_stand_in().hang(0);
+  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  settle(first().comm);
+  group([&] { library_->broadcast(first().received, kBytes, 0, other, first().stream); });
+  settle(other);
+  library_->group_start();
+  library_->abort(other);  // its kernel is behind the one that hangs
+  library_->abort(std::exchange(first().comm, nullptr));
+  library_->group_end();
+  EXPECT_EQ(cudaStreamQuery(first().stream), cudaSuccess);
+}
+
+// init.cc, ncclCommFinalize: in progress until what was enqueued is over.
+TEST_F(NcclRules, AFinalizeWaitsForItsKernels) {
+  send_one();
+  settle();
+  EXPECT_TRUE(is_done(second()));
+  group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  settle();
+  library_->begin_finalize(second().comm);
+  for (int i = 0; i < 50; ++i) {
+    ASSERT_EQ(library_->status(second().comm).state, comm::NcclStatus::State::kInProgress);
+  }
+  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  settle();
+}
+
 using NcclRulesDeathTest = NcclRules;
+
+// register/register.cc, regCleanup: the peers' mappings go; allocator.cc, ncclMemFree: so does the
+// memory. Neither asks whether a kernel is about to use them.
+TEST_F(NcclRulesDeathTest, MemoryOfATransferIsNotTakenAway) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  const auto receive = [&] {
+    group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+    settle();
+  };
+  EXPECT_DEATH(
+      {
+        void* const enrolled = library_->enroll(second().comm, second().received, kBytes);
+        receive();
+        library_->withdraw(second().comm, enrolled);
+      },
+      "ncclCommDeregister: memory that a transfer uses");
+  EXPECT_DEATH(
+      {
+        receive();
+        library_->free(second().received);
+      },
+      "ncclMemFree: memory that a transfer uses");
+  EXPECT_DEATH(
+      {
+        const stand_in::Standstill nothing_moves;  // not even begun
+        receive();
+        library_->free(second().received);
+      },
+      "ncclMemFree: memory that a transfer uses");
+}
+
+// The same: what is over, and what is another's, may go.
+TEST_F(NcclRules, MemoryThatNoTransferUsesIsTakenAway) {
+  void* const enrolled = library_->enroll(first().comm, first().received, kBytes);
+  send_one();
+  settle();
+  EXPECT_TRUE(is_done(second()));
+  library_->free(std::exchange(second().received, library_->allocate(2 * kBytes)));
+  group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  settle();
+  library_->withdraw(first().comm, enrolled);
+  EXPECT_EQ(nccl_stand_in().enrolled(), 0);
+  library_->free(std::exchange(second().sent, library_->allocate(kBytes)));
+  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  settle();
+  EXPECT_TRUE(is_done(second()));
+}
 
 // nccl.h, ncclCommDestroy and ncclCommAbort: they free the communicator.
 TEST_F(NcclRulesDeathTest, ACommunicatorThatHasEndedIsNotUsed) {
@@ -166,6 +345,16 @@ TEST_F(NcclRules, MemoryMayRunOut) {
   stand_in::fail_allocation({{.times = 1}});
   EXPECT_THROW(static_cast<void>(library_->allocate(kBytes)), NcclError);
   library_->free(library_->allocate(kBytes));
+}
+
+// allocator.cc, ncclMemAlloc: from cuMemCreate or cudaMalloc; nobody clears it.
+TEST_F(NcclRules, NewMemoryIsNoNumber) {
+  for (int round = 0; round < 3; ++round) {
+    auto* const value = static_cast<float*>(library_->allocate(sizeof(float)));
+    EXPECT_TRUE(std::isnan(*value));
+    *value = 1;
+    library_->free(value);
+  }
 }
 
 }  // namespace

@@ -185,6 +185,8 @@ TEST_F(NcclShim, LaunchesThatRace) {
   EXPECT_THROW(race(), NcclError);
   EXPECT_THAT(trace_.findings(),
               ElementsAre(::testing::_, is_finding("violation", "launch_race", "forbids that")));
+  expected_races_ = 1;
+  library_->abort(std::exchange(first().comm, nullptr));  // its kernel is before the other's
   library_->abort(other);
 }
 
@@ -265,8 +267,6 @@ TEST_F(NcclShim, MemoryOfAMessageThatOneSideRegistered) {
                                       HasSubstr("of 64 bytes: memory is registered on " + where),
                                       HasSubstr(" 1 violations\n")));
     EXPECT_EQ(verdict.status, 1);
-    cudaSetDevice(only == &first() ? 0 : 1);
-    library_->withdraw(only->comm, memory);
     for (Rank& rank : ranks_) library_->abort(std::exchange(rank.comm, nullptr));
     id_ = library_->new_id();
     for (int rank : {0, 1}) {
@@ -434,7 +434,7 @@ void expect_clean(const NewLines& trace, const std::string& ranks) {
 // Reducers and every collective, as a GPU checks them. Launches must not race either.
 TEST(NcclShimOverEngine, FindsNothing) {
   const NewLines trace;
-  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
+  const LaunchOrderCounts counts;
   nccl_stand_in().reset();
   const TemporaryDirectory folder;
   run_each(4, [&](std::size_t r) {
@@ -444,7 +444,7 @@ TEST(NcclShimOverEngine, FindsNothing) {
     Communicator world = comm::nccl_world(control, gpu_of(rank));
     gpu::check_nccl_engine(world, 2, 2, gpu_of(rank));
   });
-  ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+  expect_no_race();
   expect_clean(trace, "4");
 }
 

@@ -22,14 +22,62 @@ struct Queued {
 struct OpenGroup {
   int depth = 0;
   std::vector<Queued> queued;
+  std::vector<std::shared_ptr<Member>> used;
+  std::vector<std::shared_ptr<Member>> aborted;
 };
 auto& open_groups = *new std::map<std::thread::id, OpenGroup>;  // under the machine's lock
 
-// With the lock held. A handle that was destroyed or aborted is a crash there, if one is lucky.
-Member& member_of(ncclComm_t comm, const char* call) {
-  if (machine().comms.contains(comm)) return *comm->member;
-  std::fprintf(stderr, "stand-in for NCCL: %s: a communicator that has ended\n", call);
+// A crash of the real one, if one is lucky.
+[[noreturn]] void punish(const char* call, const char* what) {
+  std::fprintf(stderr, "stand-in for NCCL: %s: %s\n", call, what);
   std::abort();
+}
+
+// With the lock held.
+const std::shared_ptr<Member>& member_of(ncclComm_t comm, const char* call) {
+  if (!machine().comms.contains(comm)) punish(call, "a communicator that has ended");
+  return comm->member;
+}
+
+// With the lock held.
+void begin_use(Member& member) {
+  ++member.users[std::this_thread::get_id()];
+  if (member.users.size() > 1) ++machine().race_count;
+}
+void end_use(Member& member) {
+  const auto user = member.users.find(std::this_thread::get_id());
+  if (--user->second == 0) member.users.erase(user);
+}
+
+// A call on a communicator, with the lock held but for a moment in which another thread may show.
+class Visit {
+ public:
+  Visit(ncclComm_t comm, const char* call)
+      : lock_(machine().mutex), member_(member_of(comm, call)) {
+    begin_use(*member_);
+    lock_.unlock();
+    std::this_thread::yield();
+    lock_.lock();
+  }
+  ~Visit() { end_use(*member_); }
+  Visit(const Visit&) = delete;
+  Visit& operator=(const Visit&) = delete;
+
+  Member* operator->() const { return member_.get(); }
+  Member& operator*() const { return *member_; }
+  [[nodiscard]] const std::shared_ptr<Member>& member() const { return member_; }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+  std::shared_ptr<Member> member_;
+};
+
+// With the lock held. Nothing tells the transfers' kernels that their memory goes.
+void require_unused(const void* memory, std::size_t size, const Member* of, const char* call) {
+  for (const Transfer* const transfer : machine().transfers) {
+    if (of != nullptr && !transfer->is_of(*of)) continue;
+    if (transfer->uses(memory, size)) punish(call, "memory that a transfer uses");
+  }
 }
 
 // With the lock held.
@@ -40,12 +88,16 @@ bool is_settled(Member& member) {
 }
 
 ncclResult_t issue(ncclComm_t comm, cudaStream_t stream, const char* name, const Op& op) {
-  const std::lock_guard lock(machine().mutex);
-  if (!is_settled(member_of(comm, name))) return ncclInvalidArgument;
+  const Visit visit(comm, name);
+  if (!is_settled(*visit)) return ncclInvalidArgument;
   const auto open = open_groups.find(std::this_thread::get_id());
   if (open == open_groups.end()) return ncclInvalidUsage;  // our engine groups everything
   std::vector<Queued>& queued = open->second.queued;
-  const auto& member = comm->member;
+  const auto& member = visit.member();
+  if (std::ranges::find(open->second.used, member) == open->second.used.end()) {
+    open->second.used.push_back(member);
+    begin_use(*member);
+  }
   const auto same = [&](const Queued& q) { return q.member == member && q.stream == stream; };
   auto place = std::ranges::find_if(queued, same);
   if (place == queued.end()) place = queued.insert(place, {member, stream, {}, {}});
@@ -60,12 +112,13 @@ bool is_set(const char* variable) {
   return text != nullptr && std::string_view(text) == "1";
 }
 
-// With the lock held. Another launch on the device is under way, and their order counts.
+// With the lock held. Another thread of NCCL launches on the device, and their order counts.
 bool races(const Member& member) {
   return is_set("NCCL_LAUNCH_ORDER_IMPLICIT") &&
          std::ranges::any_of(machine().comms, [&](ncclComm_t comm) {
            const Member& other = *comm->member;
-           return &other != &member && other.launching && other.device == member.device;
+           return other.launching >= 0 && other.launching != member.launching &&
+                  other.device == member.device;
          });
 }
 
@@ -82,8 +135,9 @@ class OnDevice {
   int saved_ = 0;
 };
 
-ncclResult_t start(Queued& work) {
+ncclResult_t start(Queued& work, int launch) {
   Machine& m = machine();
+  std::shared_ptr<const Transfer> transfer;
   {
     const std::lock_guard lock(m.mutex);
     const int group = m.next_group++;
@@ -92,15 +146,17 @@ ncclResult_t start(Queued& work) {
       m.log[work.member->world_rank].push_back(call);
     }
     work.member->looks_until_done = 2;
-    work.member->launching = true;
+    work.member->launching = launch;
     if (races(*work.member)) {
       ++m.race_count;
       return work.member->error = ncclInvalidUsage;
     }
+    transfer = std::make_shared<Transfer>(work.member, work.ops);
   }
   const OnDevice current(work.member->device);
   const cudaError_t status =
-      enqueue("ncclGroupEnd", work.stream, [work] { run_ops(*work.member, work.ops); });
+      enqueue("ncclGroupEnd", work.stream,
+              [work, transfer = std::move(transfer)] { run_ops(*work.member, work.ops); });
   return status == cudaSuccess ? ncclInProgress : ncclUnhandledCudaError;
 }
 
@@ -131,18 +187,32 @@ bool finish_split(Member& member) {
   return true;
 }
 
+// NCCL frees nothing that a kernel still uses.
+void wait_for_transfers(std::unique_lock<std::mutex>& lock, const Member& member) {
+  machine().changed.wait(lock, [&member] { return member.transfers == 0; });
+}
+
+// In a group the flags that end the kernels are set at once, the rest happens at its end.
 ncclResult_t end(ncclComm_t comm, bool by_force) {
   Machine& m = machine();
   {
     std::unique_lock lock(m.mutex);
-    Member& member = member_of(comm, by_force ? "ncclCommAbort" : "ncclCommDestroy");
-    if (!by_force && !is_settled(member)) return ncclInvalidArgument;
+    const std::shared_ptr<Member> member =
+        member_of(comm, by_force ? "ncclCommAbort" : "ncclCommDestroy");
+    if (!by_force && !is_settled(*member)) return ncclInvalidArgument;
     if (by_force) {
       ++m.abort_count;
       m.changed.wait(lock, [&m] { return !m.aborts_hang; });
-      member.ended = true;
+      member->ended = true;
+      m.changed.notify_all();
     }
     m.comms.erase(comm);
+    const auto open = open_groups.find(std::this_thread::get_id());
+    if (open != open_groups.end()) {
+      open->second.aborted.push_back(member);
+    } else {
+      wait_for_transfers(lock, *member);
+    }
   }
   m.changed.notify_all();
   delete comm;
@@ -196,29 +266,32 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* child,
                            ncclConfig_t* config) {
   if (config->blocking != 0 || config->splitShare != 0) return ncclInvalidArgument;
-  const std::lock_guard lock(machine().mutex);
-  Member& member = member_of(comm, "ncclCommSplit");
-  if (!is_settled(member)) return ncclInvalidArgument;
-  member.clique->splits[member.splits++][member.rank] = {color, key};
-  member.child = child;
+  const Visit member(comm, "ncclCommSplit");
+  if (!is_settled(*member)) return ncclInvalidArgument;
+  member->clique->splits[member->splits++][member->rank] = {color, key};
+  member->child = child;
   return ncclInProgress;
 }
 
 ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
-  const std::lock_guard lock(machine().mutex);
-  *rank = member_of(comm, "ncclCommUserRank").rank;
+  const Visit member(comm, "ncclCommUserRank");
+  if (!is_settled(*member)) return ncclInvalidArgument;
+  *rank = member->rank;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommCount(ncclComm_t comm, int* count) {
-  const std::lock_guard lock(machine().mutex);
-  *count = member_of(comm, "ncclCommCount").clique->size;
+  const Visit member(comm, "ncclCommCount");
+  if (!is_settled(*member)) return ncclInvalidArgument;
+  *count = member->clique->size;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
-  const std::lock_guard lock(machine().mutex);
-  return is_settled(member_of(comm, "ncclCommFinalize")) ? ncclInProgress : ncclInvalidArgument;
+  const Visit member(comm, "ncclCommFinalize");
+  if (!is_settled(*member)) return ncclInvalidArgument;
+  member->finalizing = true;
+  return ncclInProgress;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) { return end(comm, false); }
 ncclResult_t ncclCommAbort(ncclComm_t comm) { return end(comm, true); }
@@ -230,7 +303,7 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
     std::unique_lock lock(m.mutex);
     m.changed.wait(lock, [&m] { return !m.aborts_hang; });
     ++m.revoke_count;
-    member_of(comm, "ncclCommRevoke").ended = true;
+    member_of(comm, "ncclCommRevoke")->ended = true;
   }
   m.changed.notify_all();
   return ncclSuccess;
@@ -238,20 +311,21 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
   Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
-  Member& member = member_of(comm, "ncclCommGetAsyncError");
+  const Visit visit(comm, "ncclCommGetAsyncError");
+  Member& member = *visit;
   const auto error = m.errors.find(member.world_rank);
   if (error != m.errors.end()) {
     *result = error->second;
   } else if (member.error != ncclSuccess) {
     *result = member.error;
   } else if (member.clique->arrived < member.clique->size ||
-             (member.child != nullptr && !finish_split(member)) || member.looks_until_done > 0) {
+             (member.child != nullptr && !finish_split(member)) || member.looks_until_done > 0 ||
+             (member.finalizing && member.transfers > 0)) {
     if (member.looks_until_done > 0) --member.looks_until_done;
     *result = ncclInProgress;
   } else {
     *result = ncclSuccess;
-    member.launching = false;
+    member.launching = -1;
   }
   return ncclSuccess;
 }
@@ -263,17 +337,22 @@ ncclResult_t ncclGroupStart() {
 }
 
 ncclResult_t ncclGroupEnd() {
-  std::vector<Queued> queued;
+  OpenGroup group;
+  int launch = 0;
   {
     const std::lock_guard lock(machine().mutex);
     const auto open = open_groups.find(std::this_thread::get_id());
     if (open == open_groups.end()) return ncclInvalidUsage;
     if (--open->second.depth > 0) return ncclSuccess;
-    queued = std::move(open->second.queued);
+    group = std::move(open->second);
     open_groups.erase(open);
+    launch = machine().next_launch++;
   }
   ncclResult_t result = ncclSuccess;
-  for (Queued& work : queued) result = start(work);
+  for (Queued& work : group.queued) result = start(work, launch);
+  std::unique_lock lock(machine().mutex);
+  for (const std::shared_ptr<Member>& member : group.used) end_use(*member);
+  for (const std::shared_ptr<Member>& member : group.aborted) wait_for_transfers(lock, *member);
   return result;
 }
 
@@ -313,30 +392,44 @@ ncclResult_t ncclReduceScatter(const void* in, void* out, std::size_t count, ncc
 ncclResult_t ncclMemAlloc(void** memory, std::size_t size) {
   if (cudaHostAlloc(memory, size, 0) != cudaSuccess) return ncclUnhandledCudaError;
   const std::lock_guard lock(machine().mutex);
-  machine().blocks.insert(*memory);
+  machine().blocks[*memory] = size;
   return ncclSuccess;
 }
 
 ncclResult_t ncclMemFree(void* memory) {
   {
     const std::lock_guard lock(machine().mutex);
-    machine().blocks.erase(memory);
+    const auto block = machine().blocks.find(memory);
+    if (block == machine().blocks.end()) punish("ncclMemFree", "memory that was freed");
+    require_unused(memory, block->second, nullptr, "ncclMemFree");
+    machine().blocks.erase(block);
   }
   cudaFreeHost(memory);
   return ncclSuccess;
 }
 
+// They look in a list, without a lock, which a thread of NCCL may use until the group is settled.
 ncclResult_t ncclCommRegister(ncclComm_t comm, void* memory, std::size_t size, void** handle) {
-  const std::lock_guard lock(machine().mutex);
-  Member& member = member_of(comm, "ncclCommRegister");
-  if (machine().not_registering.contains(member.world_rank)) return ncclSystemError;
-  member.enrolled[memory] = size;
+  const Visit member(comm, "ncclCommRegister");
+  if (!is_settled(*member)) {
+    ++machine().race_count;
+    return ncclInvalidArgument;
+  }
+  if (machine().not_registering.contains(member->world_rank)) return ncclSystemError;
+  member->enrolled[memory] = size;
   *handle = memory;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommDeregister(ncclComm_t comm, void* handle) {
-  const std::lock_guard lock(machine().mutex);
-  member_of(comm, "ncclCommDeregister").enrolled.erase(handle);
+  const Visit member(comm, "ncclCommDeregister");
+  if (!is_settled(*member)) {
+    ++machine().race_count;
+    return ncclInvalidArgument;
+  }
+  const auto enrolled = member->enrolled.find(handle);
+  if (enrolled == member->enrolled.end()) return ncclInvalidUsage;
+  require_unused(handle, enrolled->second, &*member, "ncclCommDeregister");
+  member->enrolled.erase(enrolled);
   return ncclSuccess;
 }

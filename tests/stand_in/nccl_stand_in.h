@@ -46,7 +46,9 @@ class NcclStandIn {
   [[nodiscard]] virtual int revokes() const = 0;
   [[nodiscard]] virtual int enrolled() const = 0;            // registrations not taken back
   [[nodiscard]] virtual std::int64_t allocated() const = 0;  // blocks not freed
-  [[nodiscard]] virtual int races() const = 0;               // of host threads that launch
+  // Of host threads: two in calls on one communicator, one that registers before its group is
+  // settled, and, where NCCL_LAUNCH_ORDER_IMPLICIT is 1, two launches on a device.
+  [[nodiscard]] virtual int races() const = 0;
 };
 
 }  // namespace hsdp::stand_in

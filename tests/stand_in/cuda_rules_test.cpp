@@ -54,6 +54,7 @@ class CudaRules : public ::testing::Test {
     stand_in::break_devices(0);
     stand_in::fail_kernel(std::nullopt);
     stand_in::fail_allocation(std::nullopt);
+    stand_in::fail_call(std::nullopt);
     stand_in::delay_work({});
     cudaSetDevice(0);
     static_cast<void>(cudaGetLastError());
@@ -428,6 +429,48 @@ TEST_F(CudaRules, AnyAllocationMayFail) {
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   cudaFreeAsync(allocate(8, stream), stream);
   cudaStreamDestroy(stream);
+}
+
+// API, cudaStreamCreateWithPriority, cudaEventCreateWithFlags, cudaMemPoolCreate, cudaHostAlloc:
+// each may find no memory, which an event or a stream takes, too.
+TEST_F(CudaRules, WhateverIsMadeMayFail) {
+  struct Made {
+    const char* name;
+    cudaError_t (*make)();
+  };
+  const std::vector<Made> all{{"cudaStreamCreateWithPriority",
+                               [] {
+                                 cudaStream_t stream = nullptr;
+                                 return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+                               }},
+                              {"cudaEventCreateWithFlags",
+                               [] {
+                                 cudaEvent_t event = nullptr;
+                                 return cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+                               }},
+                              {"cudaMemPoolCreate",
+                               [] {
+                                 cudaMemPool_t pool = nullptr;
+                                 const cudaMemPoolProps properties{};
+                                 return cudaMemPoolCreate(&pool, &properties);
+                               }},
+                              {"cudaHostAlloc", [] {
+                                 void* memory = nullptr;
+                                 return cudaHostAlloc(&memory, 8, 0);
+                               }}};
+  for (const Made& made : all) {
+    const std::int64_t before = stand_in::call_count(made.name, 0);
+    stand_in::fail_call(
+        {{.name = made.name, .error = cudaErrorMemoryAllocation, .after = 1, .device = 0}});
+    cudaSetDevice(1);
+    EXPECT_EQ(made.make(), cudaSuccess) << made.name;
+    cudaSetDevice(0);
+    EXPECT_EQ(made.make(), cudaSuccess) << made.name;
+    EXPECT_EQ(made.make(), cudaErrorMemoryAllocation) << made.name;
+    EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation) << made.name;
+    EXPECT_EQ(made.make(), cudaSuccess) << made.name;
+    EXPECT_EQ(stand_in::call_count(made.name, 0), before + 3) << made.name;
+  }
 }
 
 // PG, Stream Ordered Memory Allocator: what a pool keeps it gives out again, on another stream

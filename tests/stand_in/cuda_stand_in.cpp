@@ -52,6 +52,8 @@ struct Machine {
   int devices = 2;
   int count_error = 0;
   std::map<std::string, int, std::less<>> failures;
+  std::optional<FailingCall> failing_call;
+  std::map<std::pair<std::string, int>, std::int64_t> calls;  // by name and device
   int standstills = 0;
   std::int64_t launches = 0;
   struct Memory {
@@ -106,6 +108,8 @@ class Call {
     machine().contexts.insert(the_current_device);
     const auto failure = machine().failures.find(name);
     if (failure != machine().failures.end()) refuse(static_cast<cudaError_t>(failure->second));
+    ++machine().calls[{std::string(name), the_current_device}];
+    refuse_as_told();
     refuse_if_broken();
   }
 
@@ -169,6 +173,14 @@ class Call {
   }
 
  private:
+  void refuse_as_told() {
+    std::optional<FailingCall>& failing = machine().failing_call;
+    if (!failing || failing->name != name_) return;
+    if (failing->device.value_or(the_current_device) != the_current_device) return;
+    if (--failing->after >= 0) return;
+    refuse(static_cast<cudaError_t>(failing->error));
+    if (--failing->times <= 0) failing.reset();
+  }
   void refuse_if_broken() {
     const cudaError_t sticky = sticky_error(the_current_device);
     if (sticky != cudaSuccess) refuse(sticky);
@@ -255,6 +267,16 @@ void fail(const std::string& call, int error) {
   } else {
     machine().failures[call] = error;
   }
+}
+
+void fail_call(std::optional<FailingCall> which) {
+  const std::lock_guard lock(machine().mutex);
+  machine().failing_call = std::move(which);
+}
+
+std::int64_t call_count(const std::string& name, int device) {
+  const std::lock_guard lock(machine().mutex);
+  return machine().calls[{name, device}];
 }
 
 void fail_allocation(std::optional<FailingAllocation> which) {
@@ -568,8 +590,9 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* /*properties*/) {
-  *pool = new CUmemPool_st;  // of the process, as ours are
-  return Call("cudaMemPoolCreate").status();
+  const Call call("cudaMemPoolCreate");
+  if (call.status() == cudaSuccess) *pool = new CUmemPool_st;  // of the process, as ours are
+  return call.status();
 }
 
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t /*pool*/, cudaMemPoolAttr /*attribute*/,

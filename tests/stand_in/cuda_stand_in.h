@@ -15,6 +15,19 @@ void set_devices(int count, int error = 0);
 // From now on the call of that name returns `error`; 0: it works again.
 void fail(const std::string& call, int error);
 
+// Which calls of that name fail with `error`: the one after so many more, and the next up to
+// `times`, of the threads whose current device that is.
+struct FailingCall {
+  std::string name;
+  int error = 0;
+  std::int64_t after = 0;
+  int times = 1;
+  std::optional<int> device{};
+};
+void fail_call(std::optional<FailingCall> which);  // none: no longer
+// Since the start of the process.
+[[nodiscard]] std::int64_t call_count(const std::string& name, int device);
+
 // Which allocations fail: the one after so many more, and the next up to `times`, of the threads
 // whose current device that is. It counts where a pool has to grow, and for pinned memory: what a
 // pool keeps it gives out again.

@@ -59,6 +59,7 @@ void Machine::reset() {
   version = 22809;
   errors.clear();
   failing_inits.clear();
+  failing_call.reset();
   not_registering.clear();
   log.clear();
   abort_count = revoke_count = race_count = 0;
@@ -77,6 +78,19 @@ void Machine::set_error(int rank, int result) {
 void Machine::fail_init(int rank, int result, bool late) {
   const std::lock_guard lock(mutex);
   failing_inits[rank] = {static_cast<ncclResult_t>(result), late};
+}
+
+void Machine::fail_call(const FailingNcclCall& which) {
+  const std::lock_guard lock(mutex);
+  failing_call = which;
+}
+
+Machine::Ending Machine::ending_of(int rank, const char* call) {
+  if (!failing_call || failing_call->rank != rank || failing_call->name != call) return {};
+  if (--failing_call->after >= 0) return {};
+  const Ending ending{static_cast<ncclResult_t>(failing_call->result), failing_call->late};
+  if (--failing_call->times <= 0) failing_call.reset();
+  return ending;
 }
 
 void Machine::hang(int rank) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -84,6 +85,7 @@ class Machine : public NcclStandIn {
   void set_version(int value) override;
   void set_error(int rank, int result) override;
   void fail_init(int rank, int result, bool late) override;
+  void fail_call(const FailingNcclCall& which) override;
   void hang(int rank) override;
   void hang_aborts() override;
   void refuse_registration(int rank) override;
@@ -97,6 +99,13 @@ class Machine : public NcclStandIn {
   [[nodiscard]] int races() const override;
 
   [[nodiscard]] std::shared_ptr<Clique> new_clique(int size);
+  // With the lock held: how that call ends, and whether it says so late.
+  struct Ending {
+    ncclResult_t result = ncclSuccess;
+    bool late = false;
+    [[nodiscard]] bool at_once() const { return result != ncclSuccess && !late; }
+  };
+  [[nodiscard]] Ending ending_of(int rank, const char* call);
 
   mutable std::mutex mutex;
   std::condition_variable changed;
@@ -108,6 +117,7 @@ class Machine : public NcclStandIn {
   std::map<std::string, std::shared_ptr<Clique>> cliques;  // by id
   std::map<int, ncclResult_t> errors;                      // by world rank
   std::map<int, std::pair<ncclResult_t, bool>> failing_inits;
+  std::optional<FailingNcclCall> failing_call;
   std::set<int> hanging;
   std::set<int> not_registering;
   std::set<ncclComm_t> comms;

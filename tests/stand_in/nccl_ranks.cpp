@@ -92,8 +92,10 @@ std::shared_ptr<comm::Control> control_of(const Communicator& world) {
 }
 
 std::vector<std::exception_ptr> try_nccl_ranks(int size, const RankBody& body,
-                                               const ThreadRanksOptions& options) {
+                                               const ThreadRanksOptions& options,
+                                               const std::function<void()>& prepare) {
   nccl_stand_in().reset();
+  if (prepare) prepare();
   auto errors = try_ranks(
       size,
       [&](Communicator& host) {

@@ -26,9 +26,11 @@ class LaunchOrderCounts {
 [[nodiscard]] Device gpu_of(int rank);
 [[nodiscard]] std::shared_ptr<comm::Control> control_of(const Communicator& world);
 
-// try_ranks() with a world of the NCCL engine; makes the stand-in forget earlier tests first.
+// try_ranks() with a world of the NCCL engine; makes the stand-in forget earlier tests first, and
+// then tells it what `prepare` does.
 [[nodiscard]] std::vector<std::exception_ptr> try_nccl_ranks(
-    int size, const RankBody& body, const ThreadRanksOptions& options = {});
+    int size, const RankBody& body, const ThreadRanksOptions& options = {},
+    const std::function<void()>& prepare = {});
 void run_nccl_ranks(int size, const RankBody& body, const ThreadRanksOptions& options = {});
 void run_nccl_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options = {});
 

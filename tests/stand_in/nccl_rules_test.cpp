@@ -340,6 +340,34 @@ TEST_F(NcclRules, AnAbortedReceiveLeavesGarbage) {
   EXPECT_TRUE(std::any_of(bytes, bytes + kBytes, [](unsigned char byte) { return byte != 0; }));
 }
 
+// init.cc, register/register.cc, allocator.cc: all of them allocate, and pass on what that says
+// (CUDACHECK: ncclUnhandledCudaError, ncclCalloc: ncclSystemError); in a thread of NCCL, too.
+TEST_F(NcclRules, WhateverIsMadeMayFail) {
+  cudaSetDevice(0);
+  NcclHandle other = nullptr;
+  const std::vector<std::pair<std::string, std::function<void()>>> calls{
+      {"ncclCommInitRankConfig", [&] { other = library_->begin_init(1, library_->new_id(), 0); }},
+      {"ncclCommSplit", [&] { library_->begin_split(first().comm, 0, 0, &other); }},
+      {"ncclCommRegister",
+       [&] { library_->withdraw(first().comm, library_->enroll(first().comm, first().sent, 8)); }},
+      {"ncclMemAlloc", [&] { library_->free(library_->allocate(8)); }}};
+  for (const auto& [name, call] : calls) {
+    nccl_stand_in().fail_call({.rank = 0, .name = name, .result = ncclSystemError});
+    EXPECT_THROW(call(), NcclError) << name;
+  }
+  nccl_stand_in().fail_call({.rank = 0,
+                             .name = "ncclCommInitRankConfig",
+                             .result = ncclUnhandledCudaError,
+                             .late = true});
+  calls[0].second();
+  EXPECT_EQ(library_->status(other).state, comm::NcclStatus::State::kError);
+  library_->abort(other);
+  nccl_stand_in().fail_call(
+      {.rank = 0, .name = "ncclCommSplit", .result = ncclUnhandledCudaError, .late = true});
+  calls[1].second();
+  EXPECT_EQ(library_->status(first().comm).state, comm::NcclStatus::State::kError);
+}
+
 // allocator.cc, ncclMemAlloc: it passes the device's error on.
 TEST_F(NcclRules, MemoryMayRunOut) {
   stand_in::fail_allocation({{.times = 1}});

@@ -250,6 +250,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
   const std::lock_guard lock(m.mutex);
   const auto failing = m.failing_inits.find(rank);
   if (failing != m.failing_inits.end() && !failing->second.second) return failing->second.first;
+  const Machine::Ending ending = m.ending_of(rank, "ncclCommInitRankConfig");
+  if (ending.at_once()) return ending.result;
   auto& clique = m.cliques[std::string(id.internal, sizeof(id.internal))];
   if (clique == nullptr) clique = m.new_clique(size);
   ++clique->arrived;
@@ -257,7 +259,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
   member->clique = clique;
   member->rank = member->world_rank = rank;
   cudaGetDevice(&member->device);
-  if (failing != m.failing_inits.end()) member->error = failing->second.first;
+  member->error = failing != m.failing_inits.end() ? failing->second.first : ending.result;
   *comm = new ncclComm{member};
   m.comms.insert(*comm);
   return ncclInProgress;
@@ -268,6 +270,9 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
   if (config->blocking != 0 || config->splitShare != 0) return ncclInvalidArgument;
   const Visit member(comm, "ncclCommSplit");
   if (!is_settled(*member)) return ncclInvalidArgument;
+  const Machine::Ending ending = machine().ending_of(member->world_rank, "ncclCommSplit");
+  if (ending.at_once()) return ending.result;
+  member->error = ending.result;
   member->clique->splits[member->splits++][member->rank] = {color, key};
   member->child = child;
   return ncclInProgress;
@@ -390,6 +395,13 @@ ncclResult_t ncclReduceScatter(const void* in, void* out, std::size_t count, ncc
 }
 
 ncclResult_t ncclMemAlloc(void** memory, std::size_t size) {
+  int device = 0;
+  cudaGetDevice(&device);
+  {
+    const std::lock_guard lock(machine().mutex);
+    const Machine::Ending ending = machine().ending_of(device, "ncclMemAlloc");
+    if (ending.at_once()) return ending.result;
+  }
   if (cudaHostAlloc(memory, size, 0) != cudaSuccess) return ncclUnhandledCudaError;
   const std::lock_guard lock(machine().mutex);
   machine().blocks[*memory] = size;
@@ -416,6 +428,8 @@ ncclResult_t ncclCommRegister(ncclComm_t comm, void* memory, std::size_t size, v
     return ncclInvalidArgument;
   }
   if (machine().not_registering.contains(member->world_rank)) return ncclSystemError;
+  const Machine::Ending ending = machine().ending_of(member->world_rank, "ncclCommRegister");
+  if (ending.at_once()) return ending.result;
   member->enrolled[memory] = size;
   *handle = memory;
   return ncclSuccess;

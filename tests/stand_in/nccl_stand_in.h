@@ -21,6 +21,17 @@ struct NcclCall {
   bool operator==(const NcclCall&) const = default;
 };
 
+// Which calls of that name fail: the one that the rank makes after so many more, and the next up to
+// `times`.
+struct FailingNcclCall {
+  int rank = 0;
+  std::string name;  // ncclCommInitRankConfig, ncclCommSplit, ncclCommRegister or ncclMemAlloc
+  int result = 0;    // an ncclResult_t
+  int after = 0;
+  int times = 1;
+  bool late = false;  // ncclCommGetAsyncError gives it, of the first two
+};
+
 class NcclStandIn {
  public:
   virtual ~NcclStandIn() = default;
@@ -32,6 +43,8 @@ class NcclStandIn {
   virtual void set_error(int rank, int result) = 0;
   // ncclCommInitRankConfig of that rank returns, or at last reports, that result.
   virtual void fail_init(int rank, int result, bool late) = 0;
+  // An allocation's rank is the one whose device is current: rank n has device n.
+  virtual void fail_call(const FailingNcclCall& which) = 0;
   // What the rank enqueues from now on moves nothing until it is aborted.
   virtual void hang(int rank) = 0;
   // Nor does abort end it: ncclCommRevoke and ncclCommAbort do not return.

@@ -69,6 +69,8 @@ struct Machine {
   cudaError_t broken = cudaSuccess;        // all devices
   std::map<int, cudaError_t> broken_ones;  // by device
   std::optional<FailingKernel> failing_kernel;
+  std::set<int> doomed;        // devices whose kernel has failed, whether or not a call says so yet
+  std::map<int, int> running;  // pieces of the devices' own work
   std::set<int> contexts;
   std::set<cudaStream_t> streams;
   std::set<cudaEvent_t> events;
@@ -203,16 +205,29 @@ void wait_as_told() {
   m.changed.wait(lock, [&m] { return m.standstills == 0; });
 }
 
-// Whether work that a stream has come to runs: behind a kernel that failed nothing does.
-bool runs(int device, bool is_kernel) {
+// Runs what a stream has come to, unless a kernel of the device has failed: behind it nothing does.
+// A kernel that fails ends all that runs on the device, before any call can tell.
+void run_on_device(int device, const std::string& name, const std::function<void()>& work) {
   Machine& m = machine();
-  const std::lock_guard lock(m.mutex);
-  if (sticky_error(device) != cudaSuccess) return false;
+  std::unique_lock lock(m.mutex);
+  if (m.doomed.contains(device) || sticky_error(device) != cudaSuccess) return;
   std::optional<FailingKernel>& failing = m.failing_kernel;
-  if (!is_kernel || !failing || failing->device != device || --failing->after >= 0) return true;
-  failing.reset();
-  m.broken_ones[device] = cudaErrorLaunchFailure;
-  return false;
+  const bool is_kernel = name == "cudaLaunchKernel";
+  if (is_kernel && failing && failing->device == device && --failing->after < 0) {
+    failing.reset();
+    m.doomed.insert(device);
+    m.changed.wait(lock, [&] { return m.running[device] == 0; });
+    m.broken_ones[device] = cudaErrorLaunchFailure;
+    return;
+  }
+  const bool is_of_host = name == "cudaLaunchHostFunc";
+  if (!is_of_host) ++m.running[device];
+  lock.unlock();
+  work();
+  lock.lock();
+  if (!is_of_host) --m.running[device];
+  lock.unlock();
+  m.changed.notify_all();
 }
 
 // Memory that the device, or the host, has to find first: this may fail.
@@ -292,7 +307,9 @@ std::int64_t allocation_count() {
 void break_devices(int error) {
   const std::lock_guard lock(machine().mutex);
   machine().broken = last_error = static_cast<cudaError_t>(error);
-  if (error == 0) machine().broken_ones.clear();
+  if (error != 0) return;
+  machine().broken_ones.clear();
+  machine().doomed.clear();
 }
 
 void fail_kernel(std::optional<FailingKernel> which) {
@@ -343,6 +360,11 @@ void forget_contexts() {
   machine().contexts.clear();
 }
 
+bool is_broken(int device) {
+  const std::lock_guard lock(machine().mutex);
+  return machine().doomed.contains(device) || sticky_error(device) != cudaSuccess;
+}
+
 cudaError_t enqueue(const char* name, cudaStream_t handle, std::function<void()> work) {
   Call call(name);
   if (call.status() != cudaSuccess) return call.status();
@@ -357,9 +379,9 @@ cudaError_t enqueue(const char* name, cudaStream_t handle, std::function<void()>
     return stream.capture->is_invalid ? call.refuse(cudaErrorStreamCaptureInvalidated)
                                       : cudaSuccess;
   }
-  stream.worker.run([work = std::move(work), device = stream.device, is_kernel] {
+  stream.worker.run([work = std::move(work), device = stream.device, name = std::string(name)] {
     wait_as_told();
-    if (runs(device, is_kernel)) work();
+    run_on_device(device, name, work);
   });
   return cudaSuccess;
 }

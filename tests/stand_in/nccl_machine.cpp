@@ -1,6 +1,7 @@
 #include "nccl_machine.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace hsdp::stand_in {
 
@@ -160,15 +161,19 @@ class Run {
       : member_(member), ops_(ops), m_(machine()), lock_(m_.mutex) {}
 
   void run() {
-    if (!move()) return ruin();
+    const bool moved = move();
+    if (is_broken(member_.device)) return;  // nothing of it runs any more
+    if (!moved) return ruin();
     for (const auto& write : writes_) write();
   }
 
  private:
   template <typename Ready>
   bool wait(Ready ready) {
-    m_.changed.wait(lock_, [&] { return ready() || member_.ended; });
-    return ready() && !member_.ended;
+    constexpr std::chrono::milliseconds kPeriod{2};  // of looking at the device
+    const auto has_ended = [this] { return member_.ended || is_broken(member_.device); };
+    while (!ready() && !has_ended()) m_.changed.wait_for(lock_, kPeriod);
+    return ready() && !has_ended();
   }
 
   // Whether all of it has come and gone.
@@ -209,7 +214,8 @@ class Run {
   }
 
   void post(int to, const void* data, std::size_t bytes) {
-    auto message = std::make_shared<Message>(Message{data, bytes, member_.is_enrolled(data)});
+    auto message =
+        std::make_shared<Message>(Message{data, bytes, member_.device, member_.is_enrolled(data)});
     member_.clique->mail[{member_.rank, to}].push_back(message);
     sent_.push_back(std::move(message));
     m_.changed.notify_all();
@@ -236,7 +242,7 @@ class Run {
 
   bool take(int from, void* to, std::size_t bytes, bool of_two = false) {
     Mail& mail = member_.clique->mail[{from, member_.rank}];
-    if (!wait([&] { return !mail.empty(); })) return false;
+    if (!wait([&] { return !mail.empty() && !is_broken(mail.front()->device); })) return false;
     const std::shared_ptr<Message> message = mail.front();
     // One side writes to the other's memory, which waits for messages through a buffer of NCCL's.
     if (of_two && message->enrolled != member_.is_enrolled(to)) return wait([] { return false; });

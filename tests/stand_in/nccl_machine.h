@@ -24,6 +24,7 @@ namespace hsdp::stand_in {
 struct Message {
   const void* data = nullptr;
   std::size_t bytes = 0;
+  int device = 0;         // the sender's
   bool enrolled = false;  // with the sender's communicator
   bool taken = false;
 };

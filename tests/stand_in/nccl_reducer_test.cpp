@@ -3,15 +3,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <latch>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "cuda_runtime.h"
 #include "cuda_stand_in.h"
 #include "hsdp/error.h"
 #include "nccl_gpu_rank.h"
@@ -401,6 +405,165 @@ TEST(NcclReducer, NonfiniteValuesAreFoundOnEveryRank) {
       EXPECT_GT(reducer.grad_norm(), 1e30);
     });
   }
+}
+
+// What a caller captures into a graph meanwhile.
+class Capture {
+ public:
+  explicit Capture(const Stream& stream)
+      : stream_(static_cast<cudaStream_t>(stream.native_handle())) {
+    EXPECT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), cudaSuccess);
+  }
+  ~Capture() {
+    cudaGraph_t graph = nullptr;
+    EXPECT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess) << "not whole any more";
+  }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+ private:
+  cudaStream_t stream_;
+};
+
+// A stream of the caller's, as a framework has one, which rank 0 captures into a graph during one
+// of the calls. The Reducer refuses that call, the capture stays whole, and the next step is right.
+class DuringACapture {
+ public:
+  using Body = std::function<void(Reducer&, GpuRank&, Stream& captured, int rank)>;
+  void run(const Body& body) {
+    const MeshShape shape{1, 2};
+    const StepCase step = random_step(parameters(Dtype::kF32), 2, {Sync::kAll}, 17);
+    const ReducerOptions options{.bucket_bytes = kSmallBuckets};
+    std::vector<RankResult> results(2);
+    run_nccl_mesh(shape, [&](const Mesh& mesh) {
+      cudaSetDevice(mesh.device().index);
+      cudaStream_t theirs = nullptr;
+      cudaStreamCreateWithFlags(&theirs, cudaStreamNonBlocking);
+      {
+        Reducer reducer(mesh, options);
+        GpuRank rank(reducer, step, mesh);
+        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+        Stream captured = Stream::borrow(mesh.device(), theirs);
+        reducer.set_stream(captured);
+        body(reducer, rank, captured, mesh.rank());
+        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+        EXPECT_FALSE(reducer.found_inf());
+      }
+      cudaStreamDestroy(theirs);
+    });
+    expect_reference(results, step, options, shape, "after the capture");
+  }
+};
+
+const auto kIsCaptured = ThrowsMessage<UsageError>(HasSubstr("not being captured"));
+
+TEST(NcclReducerCapture, RefusesAGradientAndDropsTheStep) {
+  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
+    const Values values(static_cast<std::size_t>(37 * 29), 1.0F);
+    const StridedView view{values.data(), Dtype::kF32, gpu_of(r), {37, 29}, {}};
+    rank.begin(0);
+    if (r == 0) {
+      const Capture capture(captured);
+      EXPECT_THAT([&] { reducer.gradient_ready(0, view); }, kIsCaptured);
+      EXPECT_THAT([&] { reducer.gradient_ready(0, view, {}, captured); }, kIsCaptured);
+      EXPECT_THAT([&] { reducer.gradient_ready(0, view, {}, captured, KeptUntil::kOrdered); },
+                  kIsCaptured);
+    }
+    for (std::size_t p = 0; p < parameters(Dtype::kF32).size(); ++p) rank.hand_over(p, 0);
+    if (r == 0) {
+      EXPECT_THAT([&] { reducer.end_microbatch(); }, kIsCaptured);
+    } else {
+      EXPECT_THAT(
+          [&] {
+            reducer.end_microbatch();
+            static_cast<void>(reducer.shard("odd"));
+          },
+          ThrowsMessage<StepAbortedError>(HasSubstr("rank 0")));
+    }
+  });
+}
+
+TEST(NcclReducerCapture, LeavesItWholeWhereAMicrobatchEnds) {
+  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
+    rank.begin(0);
+    for (std::size_t p = 0; p < parameters(Dtype::kF32).size(); ++p) rank.hand_over(p, 0);
+    std::optional<Capture> capture;
+    if (r == 0) capture.emplace(captured);
+    reducer.end_microbatch();  // nothing of it goes to the caller's stream
+  });
+}
+
+// Memory that is freed in the order of that stream.
+TEST(NcclReducerCapture, LeavesItWholeWhereAMicrobatchOfOrderedGradientsEnds) {
+  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
+    rank.begin(0);
+    const Values values(static_cast<std::size_t>(37 * 29), 1.0F);
+    const StridedView view{values.data(), Dtype::kF32, gpu_of(r), {37, 29}, {}};
+    reducer.gradient_ready(0, view, std::make_shared<int>(0), captured, KeptUntil::kOrdered);
+    std::optional<Capture> capture;
+    if (r == 0) capture.emplace(captured);
+    for (std::size_t p = 1; p < parameters(Dtype::kF32).size(); ++p) rank.hand_over(p, 0);
+    reducer.end_microbatch();
+    static_cast<void>(reducer.found_inf());
+  });
+}
+
+TEST(NcclReducerCapture, RefusesToReadAResult) {
+  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
+    rank.run_microbatch(0);
+    if (r == 0) {
+      const Capture capture(captured);
+      EXPECT_THAT([&] { static_cast<void>(reducer.shard("large")); }, kIsCaptured);
+    }
+    EXPECT_EQ(reducer.shard("large").count, reducer.slice("large").count);
+  });
+}
+
+// A kernel that fails: of the packs, of the sums, or of whatever comes behind.
+TEST(NcclReducerFailure, AKernelThatFailsIsAnErrorOfEveryRank) {
+  const MeshShape shape{2, 2};
+  const StepCase step = random_step(parameters(Dtype::kBf16), 4, {Sync::kShard, Sync::kAll}, 19);
+  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
+  std::int64_t kernels = stand_in::kernel_launches();
+  std::vector<RankResult> clean(4);
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    GpuRank rank(reducer, step, mesh);
+    clean[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+  });
+  kernels = (stand_in::kernel_launches() - kernels) / 4;
+  for (std::int64_t failing = 0; failing < kernels;
+       failing += std::max<std::int64_t>(1, kernels / 12)) {
+    for (const int device : {0, 2}) {
+      std::vector<RankResult> results(4);
+      const auto start = std::chrono::steady_clock::now();
+      const auto errors = try_nccl_ranks(4, [&](Communicator& world) {
+        const Mesh mesh(world, {.replicate = 2, .shard = 2, .device = gpu_of(world.rank())});
+        const auto r = static_cast<std::size_t>(mesh.rank());
+        Reducer reducer(mesh, options);
+        GpuRank rank(reducer, step, mesh);
+        static_cast<void>(rank.run_step());
+        static_cast<void>(mesh.world().exchange("", "begin"));
+        if (mesh.rank() == device) stand_in::fail_kernel({{.device = device, .after = failing}});
+        results[r] = rank.run_step();
+        static_cast<void>(reducer.found_inf());
+        static_cast<void>(mesh.world().exchange("", "over"));
+        static_cast<void>(mesh.world().exchange("", "over again"));
+      });
+      stand_in::break_devices(0);
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+      for (const auto& error : errors) EXPECT_TRUE(error) << "kernel " << failing;
+      for (std::size_t r = 0; r < 4; ++r) {
+        for (std::size_t p = 0; p < results[r].shards.size(); ++p) {
+          EXPECT_TRUE(std::ranges::equal(
+              results[r].shards[p], clean[r].shards[p],
+              [](float got, float want) { return std::isnan(got) || got == want; }))
+              << "garbage on rank " << r << ", kernel " << failing;
+        }
+      }
+    }
+  }
+  stand_in::fail_kernel(std::nullopt);
 }
 
 }  // namespace

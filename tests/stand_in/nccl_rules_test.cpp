@@ -241,7 +241,7 @@ TEST_F(NcclRules, AnAbortWaitsForItsKernels) {
   library_->abort(other);  // its kernel is behind the one that hangs
   library_->abort(std::exchange(first().comm, nullptr));
   library_->group_end();
-  EXPECT_EQ(cudaStreamQuery(first().stream), cudaSuccess);
+  library_->free(std::exchange(first().sent, library_->allocate(kBytes)));  // else it is punished
 }
 
 // init.cc, ncclCommFinalize: in progress until what was enqueued is over.
@@ -373,6 +373,26 @@ TEST_F(NcclRules, MemoryMayRunOut) {
   stand_in::fail_allocation({{.times = 1}});
   EXPECT_THROW(static_cast<void>(library_->allocate(kBytes)), NcclError);
   library_->free(library_->allocate(kBytes));
+}
+
+// CUDA Runtime API, cudaErrorLaunchFailure: the context is of no use any more. NCCL's kernels end with
+// it and write nothing, and what NCCL asks of it fails.
+TEST_F(NcclRules, AKernelThatFailedEndsNcclsOnItsDevice) {
+  group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  settle();
+  std::memset(second().received, 1, kBytes);
+  stand_in::fail_kernel({{.device = 1}});
+  cudaSetDevice(1);
+  cudaStream_t other = nullptr;
+  cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking);
+  EXPECT_EQ(stand_in::enqueue("cudaLaunchKernel", other, [] {}), cudaSuccess);
+  EXPECT_EQ(cudaStreamSynchronize(second().stream), cudaErrorLaunchFailure);
+  EXPECT_EQ(received_byte(), 1);
+  library_->free(second().received);
+  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  settle(first().comm);
+  EXPECT_FALSE(is_done(first())) << "nobody is there to take it";
+  stand_in::break_devices(0);
 }
 
 // allocator.cc, ncclMemAlloc: from cuMemCreate or cudaMalloc; nobody clears it.

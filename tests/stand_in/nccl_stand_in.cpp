@@ -409,6 +409,9 @@ ncclResult_t ncclMemAlloc(void** memory, std::size_t size) {
 }
 
 ncclResult_t ncclMemFree(void* memory) {
+  int device = 0;
+  cudaGetDevice(&device);
+  if (is_broken(device)) return ncclUnhandledCudaError;
   {
     const std::lock_guard lock(machine().mutex);
     const auto block = machine().blocks.find(memory);
@@ -443,6 +446,7 @@ ncclResult_t ncclCommDeregister(ncclComm_t comm, void* handle) {
   }
   const auto enrolled = member->enrolled.find(handle);
   if (enrolled == member->enrolled.end()) return ncclInvalidUsage;
+  if (is_broken(member->device)) return ncclUnhandledCudaError;
   require_unused(handle, enrolled->second, &*member, "ncclCommDeregister");
   member->enrolled.erase(enrolled);
   return ncclSuccess;

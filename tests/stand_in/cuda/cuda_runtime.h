@@ -129,6 +129,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMe
 namespace hsdp::stand_in {
 // Enqueues work, as the call of that name: it fails where a test said so.
 cudaError_t enqueue(const char* call, cudaStream_t stream, std::function<void()> work);
+// A kernel of that device has failed: what waits inside of others has to end.
+[[nodiscard]] bool is_broken(int device);
 }  // namespace hsdp::stand_in
 
 // Few blocks, so that they loop.

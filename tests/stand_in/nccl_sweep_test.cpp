@@ -1,17 +1,21 @@
-// A sweep over seeds: the Reducer on the NCCL engine with streams that work late, allocations that
-// fail and peers that die, each anywhere. Nobody hangs, nobody takes garbage for a result, and no
-// rank goes on where another one stopped. HSDP_SWEEP_SEEDS says how many seeds.
+// A sweep over seeds: the Reducer on the NCCL engine, and gathers of parameters beside it, with
+// streams that work late, calls that fail and peers that die, each anywhere. Nobody hangs, nobody
+// takes garbage for a result, and no rank goes on where another one stopped. HSDP_SWEEP_SEEDS says
+// how many seeds.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <exception>
+#include <functional>
 #include <initializer_list>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -19,10 +23,12 @@
 #include <thread>
 #include <vector>
 
+#include "cuda_runtime.h"
 #include "cuda_stand_in.h"
 #include "hsdp/error.h"
 #include "nccl_gpu_rank.h"
 #include "quant/loco_hop.h"
+#include "zero/parameter_gather.h"
 
 namespace hsdp::test {
 namespace {
@@ -52,6 +58,22 @@ struct Sweep {
                                                 {Sync::kNone, Sync::kNone, Sync::kAll}}),
                        random());
     delays = random();
+    if (pick({true, false})) kept_until = KeptUntil::kOrdered;
+    launch_order_counts = pick({true, false});
+    gathers = pick({true, false, false});
+    host_waits = pick({true, false});
+    if (pick({true, false, false})) make_holes();
+  }
+  void make_holes() {
+    options.missing = Missing::kZero;
+    for (auto& parameter : step.gradients) {
+      for (auto& microbatch : parameter) {
+        for (auto& gradient : microbatch) {
+          const bool is_kept = &gradient == &parameter[0][0];  // the reference wants one
+          if (pick({true, false, false}) && !is_kept) gradient.reset();
+        }
+      }
+    }
   }
   template <typename T>
   T pick(std::initializer_list<T> of) {
@@ -69,36 +91,112 @@ struct Sweep {
   bool loco = false;
   StepCase step;
   std::uint64_t delays = 0;
+  KeptUntil kept_until = KeptUntil::kRead;
+  bool launch_order_counts = false;  // NCCL_LAUNCH_ORDER_IMPLICIT is 1
+  bool gathers = false;              // zero::ParameterGather runs after each step
+  bool host_waits = false;           // for what it gathers; else a stream does
 };
 
 class Seeded : public ::testing::TestWithParam<std::uint64_t> {
  protected:
+  Seeded() : sweep(GetParam()) {
+    if (sweep.launch_order_counts) counts.emplace();
+  }
   void TearDown() override {
     fail_allocation(std::nullopt);
+    stand_in::fail_call(std::nullopt);
+    stand_in::fail_kernel(std::nullopt);
+    stand_in::break_devices(0);
     stand_in::delay_work({});
   }
+
+  Sweep sweep;
+  std::optional<LaunchOrderCounts> counts;
 };
 
-using Results = std::vector<RankResult>;
+// What one rank reads of a step. Parameters gathered by slices are those slices' results.
+struct Read {
+  RankResult result;
+  std::vector<Values> gathered;
+};
+using Results = std::vector<Read>;
+
+// Memory that a collective may write late, in a world that has ended: it stays to the end.
+float* new_array(std::int64_t count) {
+  static auto* const all = new std::vector<std::unique_ptr<Values>>;
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  all->push_back(std::make_unique<Values>(static_cast<std::size_t>(count), -1.0F));
+  return all->back()->data();
+}
+
+// A model whose parameters become the step's result, by slices.
+class Gathers {
+ public:
+  Gathers(Reducer& reducer, const Sweep& sweep, const Mesh& mesh)
+      : reducer_(reducer), specs_(sweep.step.parameters), host_waits_(sweep.host_waits) {
+    reducer_.prepare();
+    std::vector<zero::GatheredParameter> parameters;
+    for (const ParameterSpec& spec : specs_) {
+      const std::int64_t count = element_count(spec.shape);
+      arrays_.push_back({new_array(count), count, Dtype::kF32, mesh.device()});
+      parameters.push_back({.name = spec.name, .array = arrays_.back()});
+    }
+    gather_.emplace(reducer_, std::move(parameters), 4096);
+  }
+
+  [[nodiscard]] std::vector<Values> run(GpuRank& rank) {
+    std::vector<Values> got;
+    try {
+      Stream& stream = rank.stream();
+      gather_->fence(stream);
+      for (std::size_t p = 0; p < specs_.size(); ++p) {
+        const TensorView shard = reducer_.shard(specs_[p].name);
+        copy_bytes(arrays_[p].slice(reducer_.slice(specs_[p].name).offset, shard.count).data,
+                   shard.data, shard.size_in_bytes(), stream);
+      }
+      gather_->start_all(stream.record());
+      for (std::size_t p = specs_.size(); p-- > 0;) {
+        if (host_waits_) {
+          gather_->wait(static_cast<int>(p));
+        } else {
+          gather_->wait(static_cast<int>(p), stream);
+        }
+      }
+      for (const TensorView& array : arrays_) {
+        got.emplace_back(static_cast<std::size_t>(array.count));
+        copy_bytes(got.back().data(), array.data, array.size_in_bytes(), stream);
+      }
+      stream.synchronize();
+    } catch (...) {
+      rank.finish();
+      throw;
+    }
+    return got;
+  }
+
+ private:
+  Reducer& reducer_;
+  const std::vector<ParameterSpec>& specs_;
+  bool host_waits_;
+  std::vector<TensorView> arrays_;
+  std::optional<zero::ParameterGather> gather_;
+};
 
 // A step and everything that is asked of its result.
-RankResult run_step_and_read(GpuRank& rank, Reducer& reducer, const Sweep& sweep,
-                             const Mesh& mesh) {
+Read run_step_and_read(GpuRank& rank, Reducer& reducer, const Sweep& sweep, const Mesh& mesh) {
   const Device gpu = mesh.device();
   for (std::size_t m = 0; m < sweep.step.schedule.size(); ++m) rank.run_microbatch(m);
-  std::vector<float> loss(3, 1.0F);
-  mesh.world().all_reduce({.data = {loss.data(), 3, Dtype::kF32, gpu}});
+  mesh.world().all_reduce({.data = {new_array(3), 3, Dtype::kF32, gpu}});
   static_cast<void>(reducer.found_inf());
   static_cast<void>(reducer.grad_norm());
-  std::vector<std::vector<float>> memory;  // the stand-in's GPUs use the host's
-  std::vector<NamedArray> arrays;
+  std::vector<NamedArray> arrays;  // the stand-in's GPUs use the host's memory
   for (const ParameterSpec& spec : sweep.step.parameters) {
     const std::int64_t count = element_count(spec.shape);
-    std::vector<float>& whole = memory.emplace_back(static_cast<std::size_t>(count));
-    arrays.push_back({spec.name, {whole.data(), count, Dtype::kF32, gpu}});
+    arrays.push_back({spec.name, {new_array(count), count, Dtype::kF32, gpu}});
   }
   reducer.gather_gradients(arrays);
-  return rank.read();  // waits for the gather, too, which uses that memory
+  return {rank.read(), {}};  // waits for the gather, too, which uses that memory
 }
 
 constexpr int kSteps = 2;
@@ -106,9 +204,13 @@ constexpr int kSteps = 2;
 // The steps of one rank with a new Reducer; `steps` gets what was read, also before an error.
 void run_steps(const Mesh& mesh, const Sweep& sweep, std::vector<Results>& steps) {
   Reducer reducer(mesh, sweep.fresh_options());
-  GpuRank rank(reducer, sweep.step, mesh);
+  GpuRank rank(reducer, sweep.step, mesh, sweep.kept_until);
+  std::optional<Gathers> gathers;
+  if (sweep.gathers) gathers.emplace(reducer, sweep, mesh);
   for (Results& step : steps) {
-    step[static_cast<std::size_t>(mesh.rank())] = run_step_and_read(rank, reducer, sweep, mesh);
+    Read& read = step[static_cast<std::size_t>(mesh.rank())];
+    read = run_step_and_read(rank, reducer, sweep, mesh);
+    if (gathers) read.gathered = gathers->run(rank);
   }
 }
 
@@ -117,37 +219,88 @@ std::vector<Results> no_steps(const Sweep& sweep) {
   return std::vector<Results>(kSteps, Results(static_cast<std::size_t>(sweep.shape.size())));
 }
 
-void expect_same(const std::vector<Results>& got, const std::vector<Results>& want,
-                 const std::string& label) {
-  for (std::size_t s = 0; s < want.size(); ++s) {
-    for (std::size_t r = 0; r < want[s].size(); ++r) {
-      const std::string rank =
-          label + ", step " + std::to_string(s) + ", rank " + std::to_string(r);
-      ASSERT_EQ(got[s][r].shards.size(), want[s][r].shards.size()) << rank;
-      for (std::size_t p = 0; p < want[s][r].shards.size(); ++p) {
-        expect_same_bits(got[s][r].shards[p], want[s][r].shards[p], rank);
-      }
+// Each value that was read.
+template <typename Visit>
+void each(const std::vector<Results>& steps, const Visit& visit) {
+  for (std::size_t s = 0; s < steps.size(); ++s) {
+    for (std::size_t r = 0; r < steps[s].size(); ++r) {
+      const std::string where = "step " + std::to_string(s) + ", rank " + std::to_string(r);
+      visit(
+          steps[s][r].result.shards, [=](const auto& of) { return of[s][r].result.shards; },
+          where + ", shards");
+      visit(
+          steps[s][r].gathered, [=](const auto& of) { return of[s][r].gathered; },
+          where + ", gathered");
     }
   }
 }
+
+void expect_same(const std::vector<Results>& got, const std::vector<Results>& want,
+                 const std::string& label) {
+  each(want, [&](const std::vector<Values>& wanted, const auto& same, const std::string& where) {
+    const std::vector<Values> values = same(got);
+    ASSERT_EQ(values.size(), wanted.size()) << label << ", " << where;
+    for (std::size_t p = 0; p < wanted.size(); ++p) {
+      expect_same_bits(values[p], wanted[p], label + ", " + where);
+    }
+  });
+}
+
+bool same_or_nan(float got, float want) {
+  return std::isnan(got) || std::bit_cast<std::uint32_t>(got) == std::bit_cast<std::uint32_t>(want);
+}
+
+// For what was read before an error.
+void expect_no_garbage(const std::vector<Results>& got, const std::vector<Results>& want,
+                       const std::string& label) {
+  each(got, [&](const std::vector<Values>& values, const auto& same, const std::string& where) {
+    const std::vector<Values> wanted = same(want);
+    for (std::size_t p = 0; p < values.size(); ++p) {
+      EXPECT_TRUE(std::ranges::equal(values[p], wanted[p], same_or_nan))
+          << "garbage: " << label << ", " << where << ", parameter " << p;
+    }
+  });
+}
+
+// On all ranks or on none, and in time.
+void expect_same_end(const std::vector<std::exception_ptr>& errors, const std::string& label) {
+  const auto failed = std::ranges::count_if(errors, [](const auto& e) { return e != nullptr; });
+  EXPECT_TRUE(failed == 0 || failed == std::ssize(errors)) << label << ": " << failed << " failed";
+}
+
+// What makes something, and may find no memory for it.
+constexpr std::array<const char*, 3> kMakers{"cudaStreamCreateWithPriority",
+                                             "cudaEventCreateWithFlags", "cudaHostAlloc"};
 
 // What is read where nothing goes wrong, and how much happens.
 struct Clean {
   std::vector<Results> steps;
   std::int64_t allocations = 0;
-  std::vector<std::size_t> calls;  // of NCCL, by rank
+  std::vector<std::size_t> calls;                                 // of NCCL, by rank
+  std::vector<std::array<std::int64_t, kMakers.size()>> makings;  // by device
+  std::int64_t kernels = 0;
 };
 
 Clean run_clean(const Sweep& sweep) {
   Clean clean{.steps = no_steps(sweep)};
-  std::int64_t before = 0;
+  clean.makings.resize(static_cast<std::size_t>(sweep.shape.size()));
+  const auto count = [&clean](std::int64_t sign) {
+    clean.allocations += sign * allocation_count();
+    clean.kernels += sign * stand_in::kernel_launches();
+    for (std::size_t device = 0; device < clean.makings.size(); ++device) {
+      for (std::size_t i = 0; i < kMakers.size(); ++i) {
+        clean.makings[device][i] +=
+            sign * stand_in::call_count(kMakers[i], static_cast<int>(device));
+      }
+    }
+  };
   run_nccl_mesh(sweep.shape, [&](const Mesh& mesh) {
     static_cast<void>(mesh.world().exchange("", "ready"));
-    if (mesh.rank() == 0) before = allocation_count();
+    if (mesh.rank() == 0) count(-1);
     static_cast<void>(mesh.world().exchange("", "counted"));
     run_steps(mesh, sweep, clean.steps);
   });
-  clean.allocations = allocation_count() - before;
+  count(1);
   for (int r = 0; r < sweep.shape.size(); ++r) {
     clean.calls.push_back(nccl_stand_in().calls(r).size());
   }
@@ -155,17 +308,25 @@ Clean run_clean(const Sweep& sweep) {
 }
 
 TEST_P(Seeded, StreamsThatWorkLateChangeNoBit) {
-  const Sweep sweep(GetParam());
   const Clean clean = run_clean(sweep);
+  std::vector<RankResult> last;
+  for (const Read& read : clean.steps.back()) last.push_back(read.result);
   if (!sweep.loco) {
-    expect_reference(clean.steps.back(), sweep.step, sweep.options, sweep.shape, "the clean run");
+    expect_reference(last, sweep.step, sweep.options, sweep.shape, "the clean run");
+  }
+  for (std::size_t p = 0; sweep.gathers && p < sweep.step.parameters.size(); ++p) {
+    const std::int64_t size = element_count(sweep.step.parameters[p].shape);
+    for (const Read& read : clean.steps.back()) {
+      const int replica = static_cast<int>(&read - clean.steps.back().data()) / sweep.shape.shard;
+      expect_same_bits(read.gathered.at(p), joined(last, sweep.shape.shard, replica, p, size),
+                       "gathered");
+    }
   }
   stand_in::delay_work(sweep.delays);
   expect_same(run_clean(sweep).steps, clean.steps, "late");
 }
 
 TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
-  Sweep sweep(GetParam());
   const Clean clean = run_clean(sweep);
   const auto ranks = static_cast<std::size_t>(sweep.shape.size());
   const auto size = static_cast<std::uint64_t>(sweep.shape.size());
@@ -199,36 +360,20 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
         << " went on; another: " << *std::ranges::max_element(errors);
   }
   if (failed == 0) expect_same(first, clean.steps, "nothing failed");
+  expect_no_garbage(first, clean.steps, "after " + errors[0]);
   expect_same(second, clean.steps, "after " + errors[0]);
 }
 
-bool same_or_nan(float got, float want) {
-  return std::isnan(got) || std::bit_cast<std::uint32_t>(got) == std::bit_cast<std::uint32_t>(want);
-}
-
-// One GPU stops at any of its calls of NCCL, or a rank leaves at any microbatch.
-TEST_P(Seeded, APeerThatDiesLeavesNoGarbageAndNobodyHangs) {
-  Sweep sweep(GetParam());
-  const Clean clean = run_clean(sweep);
-  const int dying =
-      static_cast<int>(sweep.random() % static_cast<std::uint64_t>(sweep.shape.size()));
-  const std::size_t last_call = sweep.random() % clean.calls[static_cast<std::size_t>(dying)];
-  stand_in::delay_work(sweep.delays);
-  std::vector<Results> steps = no_steps(sweep);
-  std::atomic<bool> over = false;
-  std::thread killer;
-  const auto start = std::chrono::steady_clock::now();
-  const auto errors = try_nccl_ranks(
+// Ranks that run the steps in a world that may end anywhere. One that fails leaves, as a process
+// that ends by its exception.
+std::vector<std::exception_ptr> try_steps(const Sweep& sweep, std::vector<Results>& steps,
+                                          milliseconds timeout,
+                                          const std::function<void()>& prepare = {},
+                                          const RankBody& begin = {}) {
+  return try_nccl_ranks(
       sweep.shape.size(),
       [&](Communicator& world) {
-        if (world.rank() == dying) {
-          killer = std::thread([&over, dying, last_call] {
-            while (!over && nccl_stand_in().calls(dying).size() <= last_call) {
-              std::this_thread::sleep_for(std::chrono::microseconds(50));
-            }
-            if (!over) nccl_stand_in().hang(dying);
-          });
-        }
+        if (begin) begin(world);
         const Mesh mesh(world, {.replicate = sweep.shape.replicate,
                                 .shard = sweep.shape.shard,
                                 .device = gpu_of(world.rank())});
@@ -237,21 +382,122 @@ TEST_P(Seeded, APeerThatDiesLeavesNoGarbageAndNobodyHangs) {
           static_cast<void>(mesh.world().exchange("", what));
         }
       },
-      {.timeout = milliseconds(700)});
-  over = true;
-  killer.join();
-  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20));
-  for (std::size_t s = 0; s < steps.size(); ++s) {
-    for (std::size_t r = 0; r < steps[s].size(); ++r) {
-      const std::vector<Values>& shards = steps[s][r].shards;
-      for (std::size_t p = 0; p < shards.size(); ++p) {
-        EXPECT_TRUE(std::ranges::equal(shards[p], clean.steps[s][r].shards[p], same_or_nan))
-            << "garbage on rank " << r << " in step " << s << ", call " << last_call;
-      }
-    }
+      {.timeout = timeout}, prepare);
+}
+
+// Streams that others have returned are used first.
+std::vector<Stream> use_up_streams(Device gpu) {
+  std::vector<Stream> streams;
+  const std::int64_t before = stand_in::call_count(kMakers[0], gpu.index);
+  while (stand_in::call_count(kMakers[0], gpu.index) == before) {
+    streams.push_back(Stream::create(gpu, "other"));
   }
-  const auto failed = std::ranges::count_if(errors, [](const auto& e) { return e != nullptr; });
-  EXPECT_TRUE(failed == 0 || failed == std::ssize(errors)) << failed << " ranks failed";
+  return streams;
+}
+
+// The ranks may not be able to go on; but another world can.
+TEST_P(Seeded, AFailedCallOfCudaLeavesNoGarbageAndNobodyHangs) {
+  const Clean clean = run_clean(sweep);
+  const auto size = static_cast<std::uint64_t>(sweep.shape.size());
+  const auto device = static_cast<std::size_t>(sweep.random() % size);
+  const std::size_t maker = sweep.random() % kMakers.size();
+  const std::int64_t makings = clean.makings[device][maker] + 1;
+  const bool is_stream = maker == 0;
+  const auto failing = static_cast<std::int64_t>(
+      sweep.random() %
+      static_cast<std::uint64_t>(is_stream ? std::min<std::int64_t>(makings, 16) : makings));
+  const std::string label = std::string(kMakers[maker]) + " " + std::to_string(failing) +
+                            " of device " + std::to_string(device);
+  std::vector<Stream> held;
+  if (is_stream) held = use_up_streams(gpu_of(static_cast<int>(device)));
+  std::vector<Results> steps = no_steps(sweep);
+  const auto errors = try_steps(sweep, steps, seconds(5), {}, [&](Communicator& world) {
+    static_cast<void>(world.exchange("", "ready"));
+    if (world.rank() == 0) {
+      stand_in::fail_call({{.name = kMakers[maker],
+                            .error = cudaErrorMemoryAllocation,
+                            .after = failing,
+                            .device = static_cast<int>(device)}});
+    }
+    static_cast<void>(world.exchange("", "set"));
+  });
+  stand_in::fail_call(std::nullopt);
+  expect_same_end(errors, label);
+  expect_no_garbage(steps, clean.steps, label);
+  expect_same(run_clean(sweep).steps, clean.steps, "after " + label);
+}
+
+TEST_P(Seeded, AFailedCallOfNcclLeavesNoGarbageAndNobodyHangs) {
+  const Clean clean = run_clean(sweep);
+  stand_in::FailingNcclCall failing;
+  failing.name = sweep.pick<const char*>(
+      {"ncclCommInitRankConfig", "ncclCommSplit", "ncclCommRegister", "ncclMemAlloc"});
+  failing.rank = static_cast<int>(sweep.random() % static_cast<std::uint64_t>(sweep.shape.size()));
+  failing.result = sweep.pick({1, 2});  // ncclUnhandledCudaError, ncclSystemError
+  const bool makes_memory = failing.name == "ncclCommRegister" || failing.name == "ncclMemAlloc";
+  failing.after = static_cast<int>(sweep.random() % (makes_memory ? 16 : 3));
+  failing.times = sweep.pick({1, 2});  // the library tries again once
+  failing.late = sweep.pick({true, false});
+  const std::string label = failing.name + " " + std::to_string(failing.after) + " of rank " +
+                            std::to_string(failing.rank) + (failing.late ? ", late" : "");
+  std::vector<Results> steps = no_steps(sweep);
+  const auto errors =
+      try_steps(sweep, steps, seconds(5), [&failing] { nccl_stand_in().fail_call(failing); });
+  expect_same_end(errors, label);
+  expect_no_garbage(steps, clean.steps, label);
+  expect_same(run_clean(sweep).steps, clean.steps, "after " + label);
+}
+
+// How a rank dies.
+enum class Death : std::uint8_t {
+  kHangs,   // its GPU does no more of NCCL's work
+  kLeaves,  // and its control connection goes, as that of a process that is killed
+  kBreaks,  // a kernel of its own fails
+};
+
+// At any of its calls of NCCL, or at any kernel.
+TEST_P(Seeded, APeerThatDiesLeavesNoGarbageAndNobodyHangs) {
+  const Clean clean = run_clean(sweep);
+  const auto size = static_cast<std::uint64_t>(sweep.shape.size());
+  const int dying = static_cast<int>(sweep.random() % size);
+  const std::size_t last_call = sweep.random() % clean.calls[static_cast<std::size_t>(dying)];
+  const Death death = sweep.pick({Death::kHangs, Death::kLeaves, Death::kBreaks});
+  const auto last_kernel = static_cast<std::int64_t>(
+      sweep.random() % (static_cast<std::uint64_t>(clean.kernels) / size));
+  const std::string label =
+      "rank " + std::to_string(dying) +
+      (death == Death::kBreaks ? ", kernel " + std::to_string(last_kernel)
+                               : ", call " + std::to_string(last_call) +
+                                     (death == Death::kLeaves ? ", leaves" : ", hangs"));
+  if (std::getenv("SAY"))
+  stand_in::delay_work(sweep.delays);
+  std::vector<Results> steps = no_steps(sweep);
+  std::atomic<bool> over = false;
+  std::thread killer;
+  const auto kill = [&over, dying, last_call,
+                     death](const std::shared_ptr<comm::Control>& control) {
+    while (!over && nccl_stand_in().calls(dying).size() <= last_call) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    if (over) return;
+    nccl_stand_in().hang(dying);
+    if (death != Death::kLeaves) return;
+    control->fail({comm::FailureKind::kPeerLost, "the test's rank was lost", {dying}});
+  };
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = try_steps(sweep, steps, milliseconds(700), {}, [&](Communicator& world) {
+    if (world.rank() != dying) return;
+    if (death == Death::kBreaks) {
+      stand_in::fail_kernel({{.device = dying, .after = last_kernel}});
+    } else {
+      killer = std::thread(kill, control_of(world));
+    }
+  });
+  over = true;
+  if (killer.joinable()) killer.join();
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20)) << label;
+  expect_no_garbage(steps, clean.steps, label);
+  expect_same_end(errors, label);
 }
 
 std::vector<std::uint64_t> seeds() {

@@ -336,6 +336,26 @@ TEST_F(CudaDevice, FlagsAreZeroWhenTheyComeBack) {
   }
 }
 
+// A device's first memory needs pools and a stream, for which there may be none.
+TEST_F(CudaDevice, PoolsThatCannotBeMadeAreAnErrorAndTriedAgain) {
+  const Device unused{DeviceType::kCuda, 7};
+  stand_in::set_devices(8);
+  for (const auto& [call, after] : {std::pair{"cudaMemPoolCreate", 0},
+                                    {"cudaMemPoolCreate", 1},
+                                    {"cudaStreamCreateWithPriority", 0}}) {
+    stand_in::fail_call({{.name = call,
+                          .error = cudaErrorMemoryAllocation,
+                          .after = after,
+                          .device = unused.index}});
+    EXPECT_THAT([&] { Buffer(unused, 64); },
+                ThrowsMessage<Error>(
+                    AllOf(HasSubstr("device: cuda:7: cannot make a"), HasSubstr("out of memory"))))
+        << call << " " << after;
+  }
+  const Buffer buffer(unused, 64);
+  EXPECT_EQ(*reinterpret_cast<const float*>(buffer.data()), 0.0F);
+}
+
 struct Refusal {
   const char* call;
   const char* message;

@@ -64,6 +64,7 @@ void Machine::reset() {
   not_registering.clear();
   log.clear();
   abort_count = revoke_count = race_count = 0;
+  for (ncclComm_t const comm : comms) comm->member->launching = -1;  // of a job that is over
 }
 
 void Machine::set_version(int value) {

@@ -182,6 +182,8 @@ class Reducer {
   [[nodiscard]] const BucketLayout& layout();
   [[nodiscard]] const std::vector<ParameterSpec>& parameters() const;
 
+  // On a GPU arrays are written in the order of the caller's stream; where such a call throws what
+  // ended the world they may still be written to until close() has returned.
   void gather_gradients(std::span<const NamedArray> arrays);   // the full mean; f32, bf16, f16
   void gather_parameters(std::span<const NamedArray> arrays);  // own slice updated; any dtype
 

@@ -129,15 +129,15 @@ py::object Memory::numpy() const {
 double Memory::number() const {
   double value = 0.0;
   const py::gil_scoped_release released;
-  Stream stream = Stream::borrow(view_.device, nullptr);
-  stream.wait(ready_);
-  copy_bytes(&value, view_.data, sizeof(value), stream);
-  const Event done = stream.record();
+  // The copy only when nothing is left to wait for: it would hold the host up, whatever the world.
   if (auto engine = world_.lock()) {
-    Communicator(std::move(engine)).wait(done);
+    Communicator(std::move(engine)).wait(ready_);
   } else {
-    done.wait();
+    ready_.wait();
   }
+  Stream stream = Stream::borrow(view_.device, nullptr);
+  copy_bytes(&value, view_.data, sizeof(value), stream);
+  stream.synchronize();
   return value;
 }
 

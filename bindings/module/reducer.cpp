@@ -212,16 +212,24 @@ struct NamedArrays {
   }
 };
 
+// Arrays that a GPU may still write to when the world has ended are kept with the Reducer.
+template <typename Gather>
+void gather(Handle& self, const py::dict& given, const char* what, Gather call) {
+  const auto named = std::make_shared<NamedArrays>(self, given, what);
+  try {
+    self.call([named, call](Reducer& reducer) { (reducer.*call)(named->arrays); });
+  } catch (const RankError&) {
+    if (self.reducer().state().phase == ReducerState::Phase::kFailed) self.keep(named);
+    throw;
+  }
+}
+
 void gather_gradients(Handle& self, const py::dict& given) {
-  NamedArrays named(self, given, "gather_gradients");
-  self.call(
-      [named = std::move(named)](Reducer& reducer) { reducer.gather_gradients(named.arrays); });
+  gather(self, given, "gather_gradients", &Reducer::gather_gradients);
 }
 
 void gather_parameters(Handle& self, const py::dict& given) {
-  NamedArrays named(self, given, "gather_parameters");
-  self.call(
-      [named = std::move(named)](Reducer& reducer) { reducer.gather_parameters(named.arrays); });
+  gather(self, given, "gather_parameters", &Reducer::gather_parameters);
 }
 
 // The norm that was: one f64, where the mesh is.

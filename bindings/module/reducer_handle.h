@@ -82,6 +82,8 @@ class ReducerHandle {
   [[nodiscard]] Memory grad_norm();
   // What the Reducer has put there is there for whoever waits.
   void set_ready(Memory& memory) const { memory.set_ready(caller_event(), world_); }
+  // Keeps something for as long as this.
+  void keep(std::shared_ptr<const void> object) { kept_.push_back(std::move(object)); }
   [[nodiscard]] CallerStream& caller() const { return *caller_; }
   [[nodiscard]] std::shared_ptr<CallerStream> share_caller() const { return caller_; }
   [[nodiscard]] const Interrupt& interrupt() const { return interrupt_; }
@@ -108,6 +110,7 @@ class ReducerHandle {
   [[nodiscard]] Event caller_event() const;
 
   OwnProcess process_;
+  std::vector<std::shared_ptr<const void>> kept_;  // outlives the Reducer
   std::shared_ptr<Reducer> reducer_;
   Communicator world_;
   Interrupt interrupt_;

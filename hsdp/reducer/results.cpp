@@ -2,10 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
-#include <cstring>
-#include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -59,14 +55,6 @@ void scale_result(Frozen& frozen, const float* factor, Stream& stream) {
   for (int b = 0; b < std::ssize(frozen.layout().buckets()); ++b) {
     kernels::scale_by(frozen.memory().bucket_carry(b), factor, stream);
   }
-}
-
-// Memory that a GPU may write whenever it likes: nobody can wait for that any more.
-void leave_to_device(std::shared_ptr<const void> memory) {
-  static std::mutex mutex;
-  static auto* const left = new std::vector<std::shared_ptr<const void>>;
-  const std::lock_guard lock(mutex);
-  left->push_back(std::move(memory));
 }
 
 // What comes next in the task comes after them. Host: throws what went wrong there.
@@ -245,15 +233,13 @@ void Results::read(const TensorView& out, const Compute& compute) {
   Stream& caller = steps_.caller();
   const Scratch on_device(out.size_in_bytes(), caller);
   compute(TensorView{on_device.data(), out.count, out.dtype, groups_.device});
-  const auto copy = std::make_shared<std::vector<std::byte>>(out.size_in_bytes());
-  copy_bytes(copy->data(), on_device.data(), copy->size(), caller);
-  try {
-    groups_.world.wait(caller.record());
-  } catch (...) {
-    leave_to_device(copy);
-    throw;
-  }
-  std::memcpy(out.data, copy->data(), copy->size());
+  const Event computed = caller.record();
+  computed.throw_if_failed();
+  groups_.world.wait(computed);
+  // Only now: a copy to such memory holds the host up until the stream has come there, and must not
+  // come after this call has thrown.
+  copy_bytes(out.data, on_device.data(), out.size_in_bytes(), caller);
+  caller.synchronize();
 }
 
 void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t count,

@@ -375,8 +375,8 @@ TEST_F(NcclRules, MemoryMayRunOut) {
   library_->free(library_->allocate(kBytes));
 }
 
-// CUDA Runtime API, cudaErrorLaunchFailure: the context is of no use any more. NCCL's kernels end with
-// it and write nothing, and what NCCL asks of it fails.
+// CUDA Runtime API, cudaErrorLaunchFailure: the context is of no use any more. NCCL's kernels end
+// with it and write nothing, and what NCCL asks of it fails.
 TEST_F(NcclRules, AKernelThatFailedEndsNcclsOnItsDevice) {
   group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
   settle();

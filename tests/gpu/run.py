@@ -148,9 +148,10 @@ class Run:
             architecture = machine.architecture()
             log, limit_s = self.log(stage), self.stage_end - time.monotonic()
             checks = programs.build_checks(HERE, ROOT / "build" / "gpu", architecture, log, limit_s)
+            stage.checks.append(checks)
             build = ROOT / "build" / "gpu-python"
             module = programs.build_module(ROOT, build, architecture, log, limit_s - (checks.seconds or 0))
-            stage.checks += [checks, module]
+            stage.checks.append(module)
             if checks.verdict == FAILED:
                 self.no_checks = "it did not compile; the stage build says why"
             if module.verdict != OK:

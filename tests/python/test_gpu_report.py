@@ -355,6 +355,7 @@ def test_a_reason_is_said_once() -> None:
         stage.add_not_run(["a", "b"], "no GPU")
     text = made.as_text()
     assert "  not run  a: no GPU\n  not run  b: as above\n" in text
+    assert "\nfirst: not run: no GPU (0 s)\n" in text and "\nsecond: not run: as above (0 s)\n" in text
     assert "  first   not run: no GPU\n  second  not run: as above\n" in text
 
 

@@ -58,8 +58,11 @@ class Report:
     def as_text(self) -> str:
         lines = [f"hsdp on GPUs, {self.date}, commit {self.commit}", "", "machine"]
         lines += _facts(self.machine)
+        said = None
         for stage in self.stages:
-            lines += ["", *_stage_lines(stage)]
+            reason = _common_reason(stage)
+            lines += ["", *_stage_lines(stage, again=reason is not None and reason == said)]
+            said = reason
         lines += ["", "summary"]
         width = max(len(stage.name) for stage in self.stages) if self.stages else 0
         said = ""
@@ -113,9 +116,10 @@ def _verdict_text(stage: Stage) -> str:
     return stage.verdict + (f": {', '.join(words)}" if words else "")
 
 
-def _stage_lines(stage: Stage) -> List[str]:
+def _stage_lines(stage: Stage, again: bool) -> List[str]:
     log = f", log {stage.log}" if stage.log else ""
-    lines = [f"{stage.name}: {_verdict_text(stage)} ({stage.seconds:.0f} s{log})"]
+    verdict = f"{NOT_RUN}: as above" if again else _verdict_text(stage)
+    lines = [f"{stage.name}: {verdict} ({stage.seconds:.0f} s{log})"]
     reason = _common_reason(stage)
     said = ""
     for check in stage.checks:

@@ -43,8 +43,10 @@ void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
   const int count = frozen.layout().parameter_count();
   const Scratch of_slices(static_cast<std::size_t>(count) * sizeof(double), stream);
   auto* const slots = reinterpret_cast<double*>(of_slices.data());
-  std::vector<kernels::SquaredNorm> norms;
-  for (int p = 0; p < count; ++p) norms.push_back({frozen.memory().slice_carry(p), slots + p});
+  std::vector<kernels::SquaredNorm> norms(static_cast<std::size_t>(count));
+  for (int p = 0; p < count; ++p) {
+    norms[static_cast<std::size_t>(p)] = {frozen.memory().slice_carry(p), slots + p};
+  }
   kernels::squared_norms(norms, stream);
   kernels::sum_in_order(slots, count, sum, stream);
   if (groups.shard.size() == 1) return;

@@ -16,6 +16,24 @@ TensorView bytes_at(const Buffer& buffer, std::int64_t begin, std::int64_t lengt
   return {buffer.data() + begin, length, Dtype::kU8, buffer.device()};
 }
 
+// There may be no memory for one.
+bool has_been_made(const Event& event) {
+  try {
+    event.throw_if_failed();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+bool is_pending(const Event& event) {
+  try {
+    return !event.complete();
+  } catch (const std::exception&) {  // of a device that has failed
+    return false;
+  }
+}
+
 }  // namespace
 
 std::vector<std::vector<ParameterRange>> cut_into_windows(std::span<const ParameterRange> ranges,
@@ -120,11 +138,17 @@ void LocoExchange::bind(Communicator scatter, Communicator gather) {
 
 void LocoExchange::finish() noexcept {
   for (Stream* const stream : {&encode_, &scatter_wire_, &sum_, &gather_wire_, &decode_}) {
+    Event done;
     try {
-      // A GPU may hang in a collective that nobody can end any more.
-      const Event done = stream->record();
-      scatter_ ? scatter_.wait(done) : done.wait();
+      done = stream->record();
+      if (scatter_ && has_been_made(done)) {
+        scatter_.wait(done);
+      } else {
+        stream->synchronize();
+      }
     } catch (const std::exception&) {  // was the Event's
+      // The GPU hangs in a collective that nobody can end any more, and the rest waits for that.
+      if (is_pending(done)) return;
     }
   }
 }

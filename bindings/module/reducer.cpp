@@ -218,7 +218,7 @@ void gather(Handle& self, const py::dict& given, const char* what, Gather call) 
   const auto named = std::make_shared<NamedArrays>(self, given, what);
   try {
     self.call([named, call](Reducer& reducer) { (reducer.*call)(named->arrays); });
-  } catch (const RankError&) {
+  } catch (...) {
     if (self.reducer().state().phase == ReducerState::Phase::kFailed) self.keep(named);
     throw;
   }

@@ -131,6 +131,7 @@ class CudaQueue : public Stream::Queue {
   void wait(const Event& of_anything) override {
     const Event event = of_anything.enqueued();
     if (event.state() == nullptr) return;
+    event.throw_if_failed();  // here: whoever owns this stream may never look at it
     run([&] {
       if (const auto* const other = dynamic_cast<const CudaEvent*>(event.state())) {
         other->make_wait(stream_);

@@ -50,7 +50,8 @@ class Stream {
   // An event that completes when all work enqueued so far is done.
   [[nodiscard]] Event record() { return queue_->record(); }
   // Later work of this stream starts after `event`. Does not block the caller of an asynchronous
-  // stream, but on a GPU until the event's own work is enqueued; an inline stream waits here.
+  // stream, but on a GPU until the event's own work is enqueued; an inline stream waits here. On a
+  // GPU throws the error of an event that has failed by then.
   void wait(const Event& event) { queue_->wait(event); }
   void synchronize() { queue_->synchronize(); }
 

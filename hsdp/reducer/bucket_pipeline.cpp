@@ -89,7 +89,9 @@ void BucketPipeline::send_to_shard_hop(const Launch& launch) {
     });
     // After a failure a peer may still be reading the slot, and nothing is sent any more.
     if (launch.zeros || setting_.outcome.failed()) return;
-    collector_->slot_free(launch.slot, shard_lane_->stream().record());
+    const Event free = shard_lane_->stream().record();
+    setting_.outcome.guard(kNoStep, [&free] { free.throw_if_failed(); });
+    if (!setting_.outcome.failed()) collector_->slot_free(launch.slot, free);
   };
   shard_lane_->issue({.run = reduce, .step = step, .place = launch.bucket});
 }

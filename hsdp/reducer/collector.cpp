@@ -320,17 +320,25 @@ void Collector::assign_slots() {
 }
 
 void Collector::launch_complete(Lock& lock) {
+  std::exception_ptr fault;
   while (open_ && next_launch_ < order_.size()) {
     const int number = order_[next_launch_];
     const BucketState& state = states_[static_cast<std::size_t>(number)];
     const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
     const bool reduces = plan_->group(bucket.group).reduces();
-    if (state.unpacked > 0 || (has_shard_hop_ && reduces && state.slot < 0)) return;
+    if (state.unpacked > 0 || (has_shard_hop_ && reduces && state.slot < 0)) break;
     ++next_launch_;
     if (reduces && state.slot >= 0) ++reducing_;
     Event packed;
-    if (!packs_.on_host()) run(lock, [&] { packed = packs_.record(state.slot); });
+    try {
+      packed = packs_.record(state.slot);
+    } catch (...) {
+      fault = std::current_exception();
+    }
     pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packed);
+  }
+  if (fault) {  // at last, as it may unlock
+    run(lock, [&] { std::rethrow_exception(std::exchange(fault, nullptr)); });
   }
 }
 
@@ -427,7 +435,16 @@ Event Collector::packed() {
   const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
   Event packed;
-  run(lock, [&] { packed = packs_.record_all(); });
+  std::exception_ptr error;
+  run(lock, [&] {
+    try {
+      packed = packs_.record_all();
+    } catch (...) {
+      error = std::current_exception();
+      throw;
+    }
+  });
+  if (error) std::rethrow_exception(error);
   return packed;
 }
 

@@ -83,7 +83,8 @@ class Collector {
   void clear_accumulators();
 
   void slot_free(int slot, const Event& free);
-  // Completes when every gradient so far was read.
+  // Completes when every gradient so far was read. What goes wrong is a fault of the microbatch, or
+  // the world's end, and thrown.
   [[nodiscard]] Event packed();
   // Lets go of gradients that the GPU reads before `packs`, events of record_packs(). Waits.
   void let_go_of_read(const std::vector<Event>& packs) { packs_.reap_after(packs); }

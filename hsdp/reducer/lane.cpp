@@ -60,13 +60,17 @@ void Lane::follow(const Lane& other) {
       [this, &other] { outcome_.guard(kNoStep, [&] { stream().wait(other.stream().record()); }); });
 }
 
-std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Stream&)>& task) {
+std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Stream&)>& task,
+                                  Event& enqueued) {
   if (std::exception_ptr refusal = outcome_.refusal(work.step)) return refusal;
   try {
     if (on_host() || work.after.complete()) work.after.wait();  // throws what went wrong there
-    Stream enqueued = stream();
-    enqueued.wait(work.after);
-    task(enqueued);
+    Stream on = stream();
+    on.wait(work.after);
+    task(on);
+    if (on_host()) return nullptr;
+    enqueued = on.record();
+    enqueued.throw_if_failed();
     return nullptr;
   } catch (const StepAbortedError&) {  // of what it was to come after: as on every rank
     return std::current_exception();
@@ -82,9 +86,10 @@ Event Lane::run(const Work& work, std::function<void(Stream&)> task) {
   // Not by the thread that issues, which may be the one to enqueue it.
   if (!on_host()) known.after = work.after.enqueued();
   auto run_it = [this, known = std::move(known), done, task = std::move(task)]() mutable {
-    std::exception_ptr error = try_task(known, task);
+    Event enqueued;
+    std::exception_ptr error = try_task(known, task, enqueued);
     task = {};  // what it holds is let go of before anybody goes on
-    done->finish(std::move(error), on_host() ? Event() : stream().record());
+    done->finish(std::move(error), enqueued);
   };
   if (work.scope == Scope::kAllRanks) {
     issue({.run = std::move(run_it), .step = work.step});

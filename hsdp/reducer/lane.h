@@ -57,7 +57,8 @@ class Lane {
  private:
   [[nodiscard]] bool on_host() const { return device_.device().type == DeviceType::kHost; }
   [[nodiscard]] std::exception_ptr try_task(const Work& work,
-                                            const std::function<void(Stream&)>& task);
+                                            const std::function<void(Stream&)>& task,
+                                            Event& enqueued);
 
   Outcome& outcome_;
   std::shared_ptr<IssueOrder::Issuer> issuer_;

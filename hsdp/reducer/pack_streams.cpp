@@ -225,9 +225,9 @@ void PackStreams::reap_after(const std::vector<Event>& packs) {
 void PackStreams::wait_idle() noexcept {
   const Farewell farewell(*this);
   for (Lane& lane : lanes_) {
-    const Event done = lane.stream.record();
+    Event done;
     try {
-      done.throw_if_failed();
+      done = recorded(lane.stream);
     } catch (...) {  // no memory for an event
       try {
         lane.stream.synchronize();

@@ -60,7 +60,7 @@ void Steps::close() {
   try {
     groups_.world.wait(frozen_->collector().packed());
     frozen_->pipeline().wait_idle();
-  } catch (const RankError&) {  // the world's end, which every other call says
+  } catch (const Error&) {  // the world's end, which every other call says
     frozen_->pipeline().drain();
   }
   end_cut_steps();
@@ -678,7 +678,11 @@ void Steps::drop(const std::string& reason) {
   if (word.reason.empty()) word.reason = "no reason was given";
   const BucketPipeline::Ending ending{.word = agreement_.post(word), .plan = plan};
   if (sends) {  // and peers wait for it
-    const Event packed = collector.packed();
+    Event packed;
+    try {
+      packed = collector.packed();
+    } catch (const std::exception&) {  // has ended the world
+    }
     for (const int bucket : unsent) pipeline.launch_zeros(bucket, plan, packed);
     pipeline.end(ending);
   } else {

@@ -242,7 +242,7 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNoReducerUp) {
         }
         const auto start = Clock::now();
         reducer.close();
-        EXPECT_LT(Clock::now() - start, std::chrono::seconds(15));
+        EXPECT_LT(Clock::now() - start, std::chrono::seconds(40));
         closed.arrive_and_wait();
         if (world.rank() == 0) {
           nccl_stand_in().release();

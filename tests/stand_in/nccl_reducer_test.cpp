@@ -446,6 +446,7 @@ class DuringACapture {
         Stream captured = Stream::borrow(mesh.device(), theirs);
         reducer.set_stream(captured);
         body(reducer, rank, captured, mesh.rank());
+        reducer.set_stream(rank.stream());  // which reads the result
         results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
         EXPECT_FALSE(reducer.found_inf());
       }

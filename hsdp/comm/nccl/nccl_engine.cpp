@@ -102,16 +102,13 @@ void NcclEngine::wait(const Event& event) {
   constexpr std::chrono::seconds kAbortTime{3};
   auto pause = kShortest;
   std::optional<Clock::time_point> end;
-  const auto& watch = group_->world()->watch;
   while (!event.complete()) {
     if (!end && control().failed()) end = Clock::now() + kAbortTime;
-    if (end && (Clock::now() > *end || (watch != nullptr && watch->given_up()))) {
-      if (watch != nullptr) watch->give_up();
-      control().throw_if_failed();
-    }
+    if (end && Clock::now() > *end) control().throw_if_failed();
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongest);
   }
+  const auto& watch = group_->world()->watch;
   const bool aborting = watch != nullptr && watch->aborting();
   event.wait();
   if (aborting) control().throw_if_failed();

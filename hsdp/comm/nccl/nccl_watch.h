@@ -46,9 +46,6 @@ class NcclWatch {
   [[nodiscard]] std::atomic<std::uint32_t>& poison() const { return poison_; }
   // From here on events are complete because collectives were aborted.
   [[nodiscard]] bool aborting() const { return aborting_; }
-  // Somebody has waited long enough after the world's failure: what is not complete by now hangs.
-  [[nodiscard]] bool given_up() const { return given_up_; }
-  void give_up() { given_up_ = true; }
   // The abort that follows the world's failure is over, on this rank.
   [[nodiscard]] bool aborted() const;
 
@@ -85,7 +82,6 @@ class NcclWatch {
   std::chrono::steady_clock::time_point remote_since_;
   bool closing_ = false;
   std::atomic<bool> aborting_{false};
-  std::atomic<bool> given_up_{false};
   std::atomic<std::uint32_t>& poison_;
   bool failed_ = false;
   std::shared_ptr<void> on_failure_;

@@ -16,16 +16,6 @@ TensorView bytes_at(const Buffer& buffer, std::int64_t begin, std::int64_t lengt
   return {buffer.data() + begin, length, Dtype::kU8, buffer.device()};
 }
 
-// There may be no memory for one.
-bool has_been_made(const Event& event) {
-  try {
-    event.throw_if_failed();
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
 bool is_pending(const Event& event) {
   try {
     return !event.complete();
@@ -141,11 +131,7 @@ void LocoExchange::finish() noexcept {
     Event done;
     try {
       done = stream->record();
-      if (scatter_ && has_been_made(done)) {
-        scatter_.wait(done);
-      } else {
-        stream->synchronize();
-      }
+      scatter_ ? scatter_.wait(done) : done.wait();
     } catch (const std::exception&) {  // was the Event's
       // The GPU hangs in a collective that nobody can end any more, and the rest waits for that.
       if (is_pending(done)) return;

@@ -1,14 +1,17 @@
 // Streams and events on a GPU.
 #include <cuda_runtime.h>
 
+#include <chrono>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "hsdp/device/cuda_call.h"
 #include "hsdp/device/cuda_device.h"
 #include "hsdp/device/cuda_stream_pool.h"
-#include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 
 namespace hsdp {
@@ -51,6 +54,41 @@ class CudaEvent : public Event::State {
  private:
   Device device_;
   cudaEvent_t event_ = nullptr;
+};
+
+// Of a stream that is broken, or whose event could not be made. Complete when the device has done
+// what it was given all the same: memory that it uses must live until then.
+class FailedEvent : public Event::State {
+ public:
+  FailedEvent(Device device, cudaStream_t stream, std::exception_ptr error)
+      : device_(device), stream_(stream), error_(std::move(error)) {
+    try {
+      last_.emplace(device, stream);
+    } catch (const Error&) {  // the stream itself can be asked
+    }
+  }
+  [[nodiscard]] bool complete() const override {
+    if (last_) return last_->complete();
+    const OnCudaDevice current(device_);
+    const cudaError_t status = cudaStreamQuery(stream_);
+    if (status != cudaErrorNotReady) {
+      check_cuda(status, device_, "ask for a stream");
+      return true;
+    }
+    static_cast<void>(cudaGetLastError());
+    return false;
+  }
+  void wait() const override {
+    while (!complete()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    std::rethrow_exception(error_);
+  }
+  void throw_if_failed() const override { std::rethrow_exception(error_); }
+
+ private:
+  Device device_;
+  cudaStream_t stream_;
+  std::exception_ptr error_;
+  std::optional<CudaEvent> last_;
 };
 
 // The first error of a queue. Callbacks of the driver hold it beyond the queue.
@@ -123,9 +161,8 @@ class CudaQueue : public Stream::Queue {
         error = std::current_exception();
       }
     }
-    auto failed = std::make_shared<HostEvent>();
-    failed->finish(error);
-    return Event(std::move(failed));
+    const OnCudaDevice current(device_);
+    return Event(std::make_shared<FailedEvent>(device_, stream_, error));
   }
 
   void wait(const Event& of_anything) override {

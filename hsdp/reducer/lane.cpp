@@ -1,6 +1,8 @@
 #include "hsdp/reducer/lane.h"
 
+#include <chrono>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include "hsdp/device/host_event.h"
@@ -14,7 +16,12 @@ class TaskEvent final : public Event::State {
  public:
   [[nodiscard]] bool complete() const override { return ran_.complete() && device_.complete(); }
   void wait() const override {
-    ran_.wait();
+    try {
+      ran_.wait();
+    } catch (...) {
+      wait_for_device();
+      throw;
+    }
     device_.wait();
   }
   [[nodiscard]] const Event* enqueued() const override {
@@ -31,6 +38,17 @@ class TaskEvent final : public Event::State {
   }
 
  private:
+  // For what the task has enqueued before it failed; not for ever where the GPU hangs in it.
+  void wait_for_device() const {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    try {
+      while (!device_.complete() && std::chrono::steady_clock::now() < end) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+    } catch (const Error&) {  // of a device that has failed
+    }
+  }
+
   HostEvent ran_;
   Event device_;  // once it has run
 };
@@ -88,6 +106,7 @@ Event Lane::run(const Work& work, std::function<void(Stream&)> task) {
   auto run_it = [this, known = std::move(known), done, task = std::move(task)]() mutable {
     Event enqueued;
     std::exception_ptr error = try_task(known, task, enqueued);
+    if (error && !on_host()) enqueued = stream().record();  // what it did before may still run
     task = {};  // what it holds is let go of before anybody goes on
     done->finish(std::move(error), enqueued);
   };

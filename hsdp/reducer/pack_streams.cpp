@@ -225,19 +225,9 @@ void PackStreams::reap_after(const std::vector<Event>& packs) {
 void PackStreams::wait_idle() noexcept {
   const Farewell farewell(*this);
   for (Lane& lane : lanes_) {
-    Event done;
     try {
-      done = recorded(lane.stream);
-    } catch (...) {  // no memory for an event
-      try {
-        lane.stream.synchronize();
-      } catch (...) {  // was reported when it happened
-      }
-      continue;
-    }
-    try {
-      world_.wait(done);
-    } catch (...) {
+      world_.wait(lane.stream.record());
+    } catch (...) {  // was reported when it happened
     }
   }
   try {

@@ -170,6 +170,11 @@ class Call {
     lock_.unlock();
     wait();
     lock_.lock();
+    // Work that a failed kernel has ended is done before all calls know of the kernel.
+    machine().changed.wait(lock_, [] {
+      return !machine().doomed.contains(the_current_device) ||
+             sticky_error(the_current_device) != cudaSuccess;
+    });
     refuse_if_broken();
     return status_;
   }
@@ -218,6 +223,7 @@ void run_on_device(int device, const std::string& name, const std::function<void
     m.doomed.insert(device);
     m.changed.wait(lock, [&] { return m.running[device] == 0; });
     m.broken_ones[device] = cudaErrorLaunchFailure;
+    m.changed.notify_all();
     return;
   }
   const bool is_of_host = name == "cudaLaunchHostFunc";

@@ -17,6 +17,16 @@
 namespace hsdp {
 namespace {
 
+// Whether that answer of a query says that the work is done.
+bool is_done(cudaError_t status, Device device, const char* what) {
+  if (status != cudaErrorNotReady) {
+    check_cuda(status, device, what);
+    return true;
+  }
+  static_cast<void>(cudaGetLastError());
+  return false;
+}
+
 class CudaEvent : public Event::State {
  public:
   CudaEvent(Device device, cudaStream_t stream) : device_(device) {
@@ -35,13 +45,7 @@ class CudaEvent : public Event::State {
 
   [[nodiscard]] bool complete() const override {
     const OnCudaDevice current(device_);
-    const cudaError_t status = cudaEventQuery(event_);
-    if (status != cudaErrorNotReady) {
-      check_cuda(status, device_, "ask for an event");
-      return true;
-    }
-    static_cast<void>(cudaGetLastError());
-    return false;
+    return is_done(cudaEventQuery(event_), device_, "ask for an event");
   }
   void wait() const override {
     const OnCudaDevice current(device_);
@@ -70,13 +74,7 @@ class FailedEvent : public Event::State {
   [[nodiscard]] bool complete() const override {
     if (last_) return last_->complete();
     const OnCudaDevice current(device_);
-    const cudaError_t status = cudaStreamQuery(stream_);
-    if (status != cudaErrorNotReady) {
-      check_cuda(status, device_, "ask for a stream");
-      return true;
-    }
-    static_cast<void>(cudaGetLastError());
-    return false;
+    return is_done(cudaStreamQuery(stream_), device_, "ask for a stream");
   }
   void wait() const override {
     while (!complete()) std::this_thread::sleep_for(std::chrono::microseconds(100));

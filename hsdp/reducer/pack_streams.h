@@ -90,7 +90,7 @@ class PackStreams {
   void wait_idle() noexcept;  // for what was launched
 
   // Lets owners die at the end of its life: outside of whatever lock it comes before, as their
-  // deleters may call anything.
+  // deleters may take locks of the caller's.
   class Farewell {
    public:
     explicit Farewell(PackStreams& packs) : packs_(packs) {}

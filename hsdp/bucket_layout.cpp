@@ -1,8 +1,12 @@
 #include "hsdp/bucket_layout.h"
 
 #include <algorithm>
+#include <bit>
+#include <functional>
 #include <iterator>
 #include <map>
+#include <numeric>
+#include <queue>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -12,6 +16,8 @@
 namespace hsdp {
 namespace {
 
+// A join of whole parameters whose rows are uneven is closed when it is so large a part of all.
+constexpr std::int64_t kPartOfAll = 4;
 // Ranges and windows start on multiples of this where that costs nothing.
 constexpr std::int64_t kAlignedElements = 32;
 
@@ -40,9 +46,44 @@ void require_positive(const std::string& what, std::int64_t value) {
                     .got = std::to_string(value)});
 }
 
+// The rank of each parameter: the longest first, each to the rank that has least. Of those that are
+// alike, to a power of two, neighbours go to different ranks, so that every rank has some from all
+// along a model.
+std::vector<int> longest_first(std::span<const LayoutParameter> parameters, int size) {
+  std::vector<std::int64_t> counts;
+  counts.reserve(parameters.size());
+  for (const LayoutParameter& one : parameters) counts.push_back(element_count(one.shape));
+  std::vector<std::size_t> order(counts.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::stable_sort(order, std::greater<>(), [&](std::size_t p) {
+    return std::bit_width(static_cast<std::uint64_t>(counts[p]));
+  });
+  using Load = std::pair<std::int64_t, int>;  // elements, rank
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> least;
+  for (int r = 0; r < size; ++r) least.emplace(0, r);
+  std::vector<int> owners(counts.size());
+  for (const std::size_t p : order) {
+    const auto [load, rank] = least.top();
+    least.pop();
+    owners[p] = rank;
+    least.emplace(load + counts[p], rank);
+  }
+  return owners;
+}
+
 }  // namespace
 
-std::string_view name(Layout layout) { return layout == Layout::kFlat ? "flat" : "dim0"; }
+std::string_view name(Layout layout) {
+  switch (layout) {
+    case Layout::kFlat:
+      return "flat";
+    case Layout::kDim0:
+      return "dim0";
+    case Layout::kWhole:
+      return "whole";
+  }
+  return "";
+}
 
 // Builds buckets one parameter at a time. Per (group, class, wire) at most one bucket is open;
 // buckets are numbered in the order in which they close, which is about the order in which the
@@ -61,36 +102,142 @@ class BucketLayout::Builder {
       const std::int64_t row = rows == 0 ? 0 : count / rows;
       place.range = ceil_div(rows, layout_.shard_size_) * row;
     }
+    if (layout_.kind_ == Layout::kWhole) {
+      add_whole(index);
+      return;
+    }
     const auto wire_bytes = static_cast<std::int64_t>(size_bytes(parameter.wire_dtype));
     if (count * wire_bytes > bucket_bytes_) {
       add_windows(index);
       return;
     }
-    Bucket& open = open_[{parameter.group, parameter.bucket_class, parameter.wire_dtype}];
+    Bucket& open = open_[kind_of(parameter)].bucket;
     if ((open.count + count) * wire_bytes > bucket_bytes_) close(open);
     place.join_offset = open.count;
-    open.group = parameter.group;
-    open.wire_dtype = parameter.wire_dtype;
-    open.count += count;
-    open.parameters.push_back(index);
+    append(open, index);
+  }
+
+  // Before the first of layout whole.
+  void deal_whole() {
+    owners_ = longest_first(layout_.parameters_, layout_.shard_size_);
+    for (const LayoutParameter& parameter : layout_.parameters_) {
+      open_[kind_of(parameter)].to_come += element_count(parameter.shape);
+    }
+    for (auto& [kind, open] : open_) open.most = open.to_come / kPartOfAll;
   }
 
   void finish() {
-    std::vector<Bucket*> rest;
-    for (auto& [key, open] : open_) {
-      if (!open.parameters.empty()) rest.push_back(&open);
+    std::vector<Open*> rest;
+    for (auto& [kind, open] : open_) {
+      if (!open.bucket.parameters.empty()) rest.push_back(&open);
     }
-    std::ranges::sort(rest, {}, [](const Bucket* open) { return open->parameters.back(); });
-    for (Bucket* open : rest) close(*open);
+    std::ranges::sort(rest, {}, [](const Open* open) { return open->bucket.parameters.back(); });
+    for (Open* open : rest) {
+      if (layout_.kind_ == Layout::kWhole) {
+        close_whole(*open);
+      } else {
+        close(open->bucket);
+      }
+    }
   }
 
  private:
+  using Kind = std::tuple<int, int, Dtype>;  // group, class and wire
+  // What parameters are joined in; whole: the whole join.
+  struct Open {
+    Bucket bucket;
+    std::vector<std::int64_t> rows;  // whole: elements of each rank
+    std::int64_t to_come = 0;        // whole: elements of this kind that were not added yet
+    std::int64_t most = 0;           // whole: with so many it is closed, as uneven as it is
+  };
+
+  static Kind kind_of(const LayoutParameter& parameter) {
+    return {parameter.group, parameter.bucket_class, parameter.wire_dtype};
+  }
+
+  void append(Bucket& open, int index) {
+    const LayoutParameter& parameter = layout_.parameter(index);
+    open.group = parameter.group;
+    open.wire_dtype = parameter.wire_dtype;
+    open.count += layout_.place(index).count;
+    open.parameters.push_back(index);
+  }
+
+  // A join is closed when it fills a bucket and its rows are even enough, or it has its part of the
+  // model: a bucket is complete no sooner than the gradients of all its rows are there.
+  void add_whole(int index) {
+    Open& open = open_[kind_of(layout_.parameter(index))];
+    Place& place = layout_.places_[static_cast<std::size_t>(index)];
+    place.owner = owners_[static_cast<std::size_t>(index)];
+    open.rows.resize(static_cast<std::size_t>(layout_.shard_size_));
+    std::int64_t& row = open.rows[static_cast<std::size_t>(place.owner)];
+    place.join_offset = row;
+    row += place.count;
+    open.to_come -= place.count;
+    append(open.bucket, index);
+    const std::int64_t count = open.bucket.count;
+    const auto wire_bytes = static_cast<std::int64_t>(size_bytes(open.bucket.wire_dtype));
+    if (open.to_come == 0 || count * wire_bytes < bucket_bytes_) return;
+    const std::int64_t longest = *std::ranges::max_element(open.rows);
+    if (count >= open.most || 4 * count >= 3 * longest * layout_.shard_size_) close_whole(open);
+  }
+
+  void close_whole(Open& open) {
+    const Bucket join = std::exchange(open.bucket, {});
+    const std::vector<std::int64_t> begins = windows_of(open.rows, join.wire_dtype);
+    std::ranges::fill(open.rows, 0);
+    std::vector<Bucket>& buckets = layout_.buckets_;
+    const auto first = static_cast<int>(buckets.size());
+    buckets.resize(buckets.size() + begins.size(), {join.group, join.wire_dtype, 0, {}});
+    layout_.row_begins_.insert(layout_.row_begins_.end(), begins.begin(), begins.end());
+    const auto window_at = [&](std::int64_t offset) {
+      return static_cast<int>(std::ranges::upper_bound(begins, offset) - begins.begin()) - 1;
+    };
+    for (const int index : join.parameters) {
+      Place& place = layout_.places_[static_cast<std::size_t>(index)];
+      const int from = window_at(place.join_offset);
+      const std::int64_t last = place.join_offset + std::max<std::int64_t>(place.count, 1) - 1;
+      place.join = first;
+      place.first_bucket = first + from;
+      place.bucket_count = window_at(last) - from + 1;
+      for (int b = place.first_bucket; b < place.first_bucket + place.bucket_count; ++b) {
+        Bucket& bucket = buckets[static_cast<std::size_t>(b)];
+        bucket.parameters.push_back(index);
+        bucket.count += layout_.part(index, place.owner, b).count;
+      }
+    }
+    for (std::size_t b = static_cast<std::size_t>(first); b < buckets.size(); ++b) {
+      buckets[b].parameters.shrink_to_fit();
+    }
+  }
+
+  // Where buckets of a join begin in its rows. Long rows go on when the short ones have ended, in
+  // wider windows.
+  [[nodiscard]] std::vector<std::int64_t> windows_of(std::vector<std::int64_t> rows,
+                                                     Dtype wire_dtype) const {
+    std::ranges::sort(rows);
+    std::vector<std::int64_t> begins{0};
+    while (true) {
+      const std::int64_t begin = begins.back();
+      const auto ended = std::ranges::upper_bound(rows, begin) - rows.begin();
+      const auto going = static_cast<int>(std::ssize(rows) - ended);
+      if (going == 0) break;
+      // Each of a row's two cuts may lie half a multiple aside.
+      const std::int64_t widest = window_size(wire_dtype, going);
+      const std::int64_t multiple = layout_.multiple_;
+      const std::int64_t window = multiple > 1 ? std::max(widest - multiple, multiple) : widest;
+      if (begin + window >= rows.back()) break;
+      begins.push_back(begin + window);
+    }
+    return begins;
+  }
+
   void close(Bucket& open) {
     open.parameters.shrink_to_fit();
     for (const int index : open.parameters) {
       Place& place = layout_.places_[static_cast<std::size_t>(index)];
       if (layout_.kind_ == Layout::kFlat) place.range = flat_range(open.count);
-      place.first_bucket = static_cast<int>(layout_.buckets_.size());
+      place.join = place.first_bucket = static_cast<int>(layout_.buckets_.size());
       place.bucket_count = 1;
     }
     layout_.buckets_.push_back(std::exchange(open, {}));
@@ -108,7 +255,7 @@ class BucketLayout::Builder {
     Bucket whole{parameter.group, parameter.wire_dtype, place.count, {index}};
     close(whole);
     const RowCut cut = layout_.slices(index);
-    place.window = window_size(parameter.wire_dtype);
+    place.window = window_size(parameter.wire_dtype, layout_.shard_size_);
     place.bucket_count = static_cast<int>(ceil_div(cut.longest(), place.window));
     layout_.buckets_.pop_back();
     for (int k = 0; k < place.bucket_count; ++k) {
@@ -120,9 +267,9 @@ class BucketLayout::Builder {
     }
   }
 
-  [[nodiscard]] std::int64_t window_size(Dtype wire_dtype) const {
+  [[nodiscard]] std::int64_t window_size(Dtype wire_dtype, int row_count) const {
     const std::int64_t multiple = layout_.multiple_;
-    const std::int64_t row_bytes = bucket_bytes_ / layout_.shard_size_;
+    const std::int64_t row_bytes = bucket_bytes_ / row_count;
     std::int64_t window =
         std::max<std::int64_t>(1, row_bytes / static_cast<std::int64_t>(size_bytes(wire_dtype)));
     const std::int64_t unit = multiple > 1 ? multiple : kAlignedElements;
@@ -132,18 +279,20 @@ class BucketLayout::Builder {
 
   BucketLayout& layout_;
   std::int64_t bucket_bytes_;
-  std::map<std::tuple<int, int, Dtype>, Bucket> open_;  // by group, class and wire
+  std::map<Kind, Open> open_;
+  std::vector<int> owners_;  // whole: by parameter
 };
 
 BucketLayout::BucketLayout(std::span<const LayoutParameter> parameters, int shard_size,
                            Layout layout, std::int64_t bucket_bytes, std::int64_t slice_multiple)
     : shard_size_(shard_size),
       kind_(layout),
-      multiple_(layout == Layout::kFlat ? slice_multiple : 1),
+      multiple_(layout == Layout::kDim0 ? 1 : slice_multiple),
       parameters_(parameters.begin(), parameters.end()) {
   require_positive("bucket_bytes", bucket_bytes);
   require_positive("a slice_multiple", slice_multiple);
   Builder builder(*this, bucket_bytes);
+  if (kind_ == Layout::kWhole) builder.deal_whole();
   for (int p = 0; p < parameter_count(); ++p) builder.add(p);
   builder.finish();
 }
@@ -170,6 +319,7 @@ std::int64_t BucketLayout::join_cut(const Bucket& bucket, int rank) const {
 std::int64_t BucketLayout::slice_begin(int parameter, int rank) const {
   const Place& at = place(parameter);
   if (kind_ == Layout::kDim0) return std::min(rank * at.range, at.count);
+  if (kind_ == Layout::kWhole) return rank > at.owner ? at.count : 0;
   return std::clamp<std::int64_t>(join_cut(bucket(at.first_bucket), rank) - at.join_offset, 0,
                                   at.count);
 }
@@ -192,6 +342,22 @@ std::int64_t BucketLayout::shard_count(int shard_rank) const {
   return count;
 }
 
+LayoutBalance BucketLayout::balance() const {
+  std::int64_t total = 0;
+  std::int64_t most = 0;
+  for (int r = 0; r < shard_size_; ++r) {
+    total += shard_count(r);
+    most = std::max(most, shard_count(r));
+  }
+  std::int64_t longest = 0;
+  for (int b = 0; b < std::ssize(buckets_); ++b) longest += rows(b).longest();
+  if (total == 0) return {};
+  const auto share = [&](std::int64_t of_one) {
+    return static_cast<double>(of_one) * shard_size_ / static_cast<double>(total);
+  };
+  return {share(most), share(longest)};
+}
+
 std::int64_t BucketLayout::max_bucket_bytes() const {
   std::int64_t bytes = 0;
   for (const Bucket& bucket : buckets_) {
@@ -210,30 +376,57 @@ BucketRun BucketLayout::buckets_of(int parameter) const {
 Slice BucketLayout::part(int parameter, int shard_rank, int bucket) const {
   const Place& at = place(parameter);
   const Slice whole = slice(parameter, shard_rank);
-  if (at.bucket_count == 1) return whole;
+  if (at.bucket_count == 1 || whole.count == 0) return whole;
+  if (kind_ == Layout::kWhole) {
+    const std::int64_t begin = whole_cut(parameter, bucket);
+    return {begin, whole_cut(parameter, bucket + 1) - begin};
+  }
   const std::int64_t begin = std::min((bucket - at.first_bucket) * at.window, whole.count);
   return {whole.offset + begin, std::min(at.window, whole.count - begin)};
 }
 
+// Where that bucket begins in a parameter, as in the row of its owner.
+std::int64_t BucketLayout::whole_cut(int parameter, int bucket) const {
+  const Place& at = place(parameter);
+  if (bucket <= at.first_bucket) return 0;
+  if (bucket >= at.first_bucket + at.bucket_count) return at.count;
+  const std::int64_t offset = row_begins_[static_cast<std::size_t>(bucket)] - at.join_offset;
+  return std::min(round_nearest(offset, multiple_), at.count);
+}
+
+std::pair<int, int> BucketLayout::owners(int parameter) const {
+  if (kind_ != Layout::kWhole) return {0, shard_size_};
+  return {place(parameter).owner, place(parameter).owner + 1};
+}
+
+bool BucketLayout::goes_on(int bucket) const {
+  return place(this->bucket(bucket).parameters.front()).join != bucket;
+}
+
 bool BucketLayout::has_whole_slices(const Bucket& bucket) const {
-  return place(bucket.parameters.front()).bucket_count == 1;
+  return kind_ != Layout::kWhole && place(bucket.parameters.front()).bucket_count == 1;
 }
 
 std::optional<int> BucketLayout::join_of(int parameter) const {
-  const int first = place(parameter).first_bucket;
+  const int first = place(parameter).join;
+  if (kind_ == Layout::kWhole) return first;
   if (kind_ != Layout::kFlat || bucket(first).parameters.size() == 1) return std::nullopt;
   return first;
 }
 
 RowCut BucketLayout::rows(int bucket) const {
   const Bucket& b = this->bucket(bucket);
-  const bool joined = has_whole_slices(b);
-  std::vector<std::int64_t> offsets{0};
-  offsets.reserve(static_cast<std::size_t>(shard_size_) + 1);
-  for (int r = 0; r < shard_size_; ++r) {
-    offsets.push_back(joined ? join_cut(b, r + 1)
-                             : offsets.back() + part(b.parameters.front(), r, bucket).count);
+  std::vector<std::int64_t> offsets(static_cast<std::size_t>(shard_size_) + 1);
+  const std::span<std::int64_t> ends(offsets.begin() + 1, offsets.end());
+  if (has_whole_slices(b)) {
+    for (int r = 0; r < shard_size_; ++r) ends[static_cast<std::size_t>(r)] = join_cut(b, r + 1);
+    return RowCut(std::move(offsets));
   }
+  for (const int p : b.parameters) {
+    const auto [first, end] = owners(p);
+    for (int r = first; r < end; ++r) ends[static_cast<std::size_t>(r)] += part(p, r, bucket).count;
+  }
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
   return RowCut(std::move(offsets));
 }
 
@@ -260,11 +453,13 @@ std::vector<BucketSegment> BucketLayout::segments(int bucket) const {
     }
     return segments;
   }
-  segments.reserve(b.parameters.size() * static_cast<std::size_t>(shard_size_));
+  const bool is_whole = kind_ == Layout::kWhole;
+  segments.reserve(b.parameters.size() * static_cast<std::size_t>(is_whole ? 1 : shard_size_));
   const RowCut cut = rows(bucket);
   std::vector<std::int64_t> next(cut.offsets().begin(), cut.offsets().end());
   for (const int p : b.parameters) {
-    for (int r = 0; r < shard_size_; ++r) {
+    const auto [first, end] = owners(p);
+    for (int r = first; r < end; ++r) {
       const Slice own = part(p, r, bucket);
       if (own.count == 0) continue;
       std::int64_t& place_in_row = next[static_cast<std::size_t>(r)];

@@ -12,12 +12,16 @@
 //   end.
 // dim0: rank r owns rows [r c, min((r+1) c, d0)), c = ceil(d0 / S), unpadded; a scalar belongs to
 //   rank 0. Rank r's part of a bucket is the concatenation of its slices.
+// whole: each parameter belongs to one rank: the longest is dealt first, each to the rank that has
+//   least. Consecutive parameters make a join in which every rank has a row, its parameters one
+//   after the other; a bucket is a window of all rows [Note: whole parameters].
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "hsdp/dtype.h"
@@ -26,7 +30,7 @@
 
 namespace hsdp {
 
-enum class Layout : std::uint8_t { kFlat, kDim0 };
+enum class Layout : std::uint8_t { kFlat, kDim0, kWhole };
 [[nodiscard]] std::string_view name(Layout layout);
 
 // What the layout needs to know of one parameter.
@@ -57,6 +61,12 @@ struct Bucket {
   Dtype wire_dtype = Dtype::kF32;
   std::int64_t count = 0;       // elements, of all ranks' rows
   std::vector<int> parameters;  // ascending, each once; also the empty ones
+};
+
+// How evenly the ranks share a layout: 1 is even.
+struct LayoutBalance {
+  double elements = 1;  // what the rank that owns most has, over the mean
+  double traffic = 1;   // the longest row of each bucket, times the ranks, over all that travels
 };
 
 // Buckets first, first + 1, ..., end - 1.
@@ -90,6 +100,7 @@ class BucketLayout {
   [[nodiscard]] RowCut slices(int parameter) const;
   // Elements that a rank owns.
   [[nodiscard]] std::int64_t shard_count(int shard_rank) const;
+  [[nodiscard]] LayoutBalance balance() const;
 
   // In the order in which they travel.
   [[nodiscard]] const std::vector<Bucket>& buckets() const { return buckets_; }
@@ -97,9 +108,11 @@ class BucketLayout {
   // The consecutive numbers of the buckets that list a parameter. With several, the first has the
   // beginning of every rank's slice, the next one goes on where that ends.
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
-  // The bucket for which a parameter was joined with others before the join was cut, so that a rank
-  // may own all of it. None where its own elements are cut.
+  // The first bucket of the join in which a parameter was put with others before the join was cut,
+  // so that a rank may own all of it. None where its own elements are cut.
   [[nodiscard]] std::optional<int> join_of(int parameter) const;
+  // Whether it is a later window of the rows of the bucket before.
+  [[nodiscard]] bool goes_on(int bucket) const;
   // Row r of the bucket goes to shard rank r.
   [[nodiscard]] RowCut rows(int bucket) const;
   // Where the parameters lie in that rank's row, in order and without gaps.
@@ -111,12 +124,14 @@ class BucketLayout {
   class Builder;
   struct Place {
     std::int64_t count = 0;  // elements
-    // flat cuts joins, a large parameter as a join of one; dim0 each parameter.
-    std::int64_t join_offset = 0;  // where it begins in its join
-    std::int64_t range = 0;        // what a rank gets of the join, or of the parameter
+    // flat cuts joins, a large parameter as a join of one; dim0 each parameter; whole none.
+    std::int64_t join_offset = 0;  // where it begins in its join; whole: in its owner's row
+    std::int64_t range = 0;        // flat, dim0: what a rank gets of the join, or of the parameter
+    std::int64_t window = 0;       // flat, dim0: elements of a slice in one of several buckets
+    int owner = 0;                 // whole
+    int join = 0;                  // its first bucket
     int first_bucket = 0;
     int bucket_count = 0;
-    std::int64_t window = 0;  // with several buckets: elements of each slice in one of them
   };
 
   [[nodiscard]] const Place& place(int parameter) const {
@@ -128,6 +143,9 @@ class BucketLayout {
   [[nodiscard]] std::int64_t join_cut(const Bucket& bucket, int rank) const;
   [[nodiscard]] std::int64_t slice_begin(int parameter, int rank) const;
   [[nodiscard]] Slice part(int parameter, int shard_rank, int bucket) const;
+  [[nodiscard]] std::int64_t whole_cut(int parameter, int bucket) const;
+  // The ranks that have elements of a parameter: first to end - 1.
+  [[nodiscard]] std::pair<int, int> owners(int parameter) const;
   [[nodiscard]] bool has_whole_slices(const Bucket& bucket) const;
 
   int shard_size_ = 1;
@@ -136,6 +154,7 @@ class BucketLayout {
   std::vector<LayoutParameter> parameters_;
   std::vector<Place> places_;  // [parameter]
   std::vector<Bucket> buckets_;
+  std::vector<std::int64_t> row_begins_;  // whole: where a bucket begins in each row of its join
 };
 
 }  // namespace hsdp

@@ -38,8 +38,8 @@ struct Choice {
 constexpr std::array<Choice<Sync>, 3> choices(Sync /*of*/) {
   return {{{"none", Sync::kNone}, {"shard", Sync::kShard}, {"all", Sync::kAll}}};
 }
-constexpr std::array<Choice<Layout>, 2> choices(Layout /*of*/) {
-  return {{{"flat", Layout::kFlat}, {"dim0", Layout::kDim0}}};
+constexpr std::array<Choice<Layout>, 3> choices(Layout /*of*/) {
+  return {{{"flat", Layout::kFlat}, {"dim0", Layout::kDim0}, {"whole", Layout::kWhole}}};
 }
 constexpr std::array<Choice<Missing>, 2> choices(Missing /*of*/) {
   return {{{"error", Missing::kError}, {"zero", Missing::kZero}}};

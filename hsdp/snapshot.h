@@ -49,7 +49,7 @@ struct SnapshotInfo {
   std::string replica_hop = "plain";  // ReplicaHop::describe()
   bool quantizes = false;             // ReplicaHop::quantizes()
   std::string reduction = "exact";    // "exact" or "native"
-  std::string layout = "flat";        // "flat", "dim0" or "full" (plain named arrays)
+  std::string layout = "flat";        // "flat", "dim0", "whole" or "full" (plain named arrays)
   std::string engine = "host";
   bool partial = false;  // the data is the undivided shard-group sum; the divisor is apart
 };

@@ -21,7 +21,6 @@ Collector::Collector(const Setting& setting)
       accumulated_(arrived_.size()),
       kept_(arrived_.size()),
       states_(layout_.buckets().size()),
-      first_segment_(arrived_.size()),
       issuer_(setting.issuer) {
   if (has_shard_hop_) {
     for (int slot = 0; slot < slot_count(pack_order_); ++slot) {
@@ -276,13 +275,14 @@ void Collector::pack(Lock& lock, Piece piece) {
   const int exponent = plan_->arithmetic(layout_, piece.bucket).row_exponent;
   const StridedView gradient = kept_[p].gradient;
   const Contribution contribution = contribution_of(piece.parameter, gradient);
-  run(lock, [&, i = first_segment_[p], free = state.slot_free, valid = kept_[p].valid,
-             owner = kept_[p].owner]() mutable {
+  const auto first =
+      std::ranges::lower_bound(segments, piece.parameter, {}, &BucketSegment::parameter);
+  run(lock, [&, free = state.slot_free, valid = kept_[p].valid, owner = kept_[p].owner] {
     packs_.wait(slot, free);
     packs_.wait(slot, valid);
     if (contribution.accumulated.data != nullptr) packs_.wait_for_sums(slot);
-    for (; i < segments.size() && segments[i].parameter == piece.parameter; ++i) {
-      pack_segment(contribution, segments[i], exponent, staging, packs_.queue(slot));
+    for (auto i = first; i != segments.end() && i->parameter == piece.parameter; ++i) {
+      pack_segment(contribution, *i, exponent, staging, packs_.queue(slot));
     }
     packs_.hold(slot, owner);
     if (!packs_.on_host()) state.slot_free = {};  // its stream has waited, for all that come
@@ -309,11 +309,7 @@ void Collector::assign_slots() {
     BucketState& state = states_[static_cast<std::size_t>(number)];
     std::tie(state.slot, state.slot_free) = free_slots_.back();
     free_slots_.pop_back();
-    std::vector<BucketSegment>& segments = segments_[static_cast<std::size_t>(state.slot)];
-    segments = layout_.segments(number);
-    for (std::size_t i = segments.size(); i-- > 0;) {
-      first_segment_[static_cast<std::size_t>(segments[i].parameter)] = i;
-    }
+    segments_[static_cast<std::size_t>(state.slot)] = layout_.segments(number);
     for (const int parameter : state.waiting) ready_.push_back({parameter, number});
     state.waiting.clear();
   }

@@ -197,10 +197,8 @@ class Collector {
   std::size_t next_slot_ = 0;
   std::size_t next_launch_ = 0;
   std::deque<Piece> ready_;
-  // What lies where in the buckets that have a slot, [slot], and the first of each parameter there.
-  // A parameter in several buckets has each to itself.
+  // What lies where in the buckets that have a slot, [slot].
   std::array<std::vector<BucketSegment>, kStagingSlots> segments_;
-  std::vector<std::size_t> first_segment_;
   std::shared_ptr<IssueOrder::Issuer> issuer_;     // on a GPU
   std::vector<std::pair<int, Event>> free_slots_;  // and after what they may be packed again
   std::int64_t unpacked_ = 0;

@@ -26,18 +26,16 @@ GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLay
   place_rows(shard_rank);
 }
 
-// In the order of the buckets, each on a cache line of its own. But a slice is one run: the later
-// windows of a large parameter go on where the one before ends.
+// In the order of the buckets, each on a cache line of its own. But a slice is one run: later
+// windows of a large parameter, or of whole ones, go on where the one before ends.
 void GradientMemory::place_rows(int shard_rank) {
   constexpr auto kAlignedElements = kAlignment / static_cast<std::int64_t>(sizeof(float));
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
-    const int parameter = layout_.buckets()[static_cast<std::size_t>(b)].parameters.front();
-    const bool goes_on = layout_.buckets_of(parameter).first != b;
-    if (!goes_on) carry_count_ = next_aligned(carry_count_, kAlignedElements);
+    if (!layout_.goes_on(b)) carry_count_ = next_aligned(carry_count_, kAlignedElements);
     Place row{carry_count_, 0};
     for (const ParameterRange& range : layout_.ranges(b, shard_rank)) {
       Place& slice = slices_[static_cast<std::size_t>(range.parameter)];
-      if (!goes_on) slice.offset = row.offset + range.offset;
+      if (slice.count == 0) slice.offset = row.offset + range.offset;
       slice.count += range.count;
       row.count += range.count;
     }

@@ -1,10 +1,12 @@
 #include "hsdp/snapshot/snapshot_header.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string_view>
 #include <unordered_set>
 
 #include "hsdp/divide_factors.h"
@@ -82,8 +84,9 @@ std::optional<std::string> find_info_fault(const SnapshotHeader& header) {
     return "divide factor and loss scale must be finite, the scale positive, and their product one "
            "that fp32 and its reciprocal hold";
   }
-  if (info.layout != "flat" && info.layout != "dim0" && info.layout != "full") {
-    return "layout must be flat, dim0 or full, got '" + printable(info.layout) + "'";
+  constexpr std::array<std::string_view, 4> kLayouts{"flat", "dim0", "whole", "full"};
+  if (std::ranges::find(kLayouts, info.layout) == kLayouts.end()) {
+    return "layout must be flat, dim0, whole or full, got '" + printable(info.layout) + "'";
   }
   if (info.layout != "full" && header.file_count != world_size) {
     return "a sharded layout has one file per rank: write to a directory";

@@ -50,12 +50,12 @@ std::string case_name(const testing::TestParamInfo<LayoutCase>& info) {
 
 std::vector<LayoutCase> every_case() {
   std::vector<LayoutCase> cases;
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     for (int shard_size = 1; shard_size <= 8; ++shard_size) {
       for (const std::int64_t bucket_bytes :
            {std::int64_t{1} << 10, std::int64_t{5000}, kAllInOne}) {
         cases.push_back({shard_size, layout, bucket_bytes});
-        if (layout != Layout::kFlat) continue;
+        if (layout == Layout::kDim0) continue;
         for (const std::int64_t multiple : {48, 64}) {
           cases.push_back({shard_size, layout, bucket_bytes, multiple});
         }
@@ -193,8 +193,9 @@ TEST_P(EveryLayout, NoBucketIsLargerThanAskedAndTheWireIsNotPadded) {
   std::int64_t travelling = 0;
   for (const Bucket& bucket : layout_.buckets()) {
     const auto bytes = bucket.count * static_cast<std::int64_t>(size_bytes(bucket.wire_dtype));
-    // Or one multiple a rank, where that is more.
-    const std::int64_t least = GetParam().slice_multiple * GetParam().shard_size * 4;
+    // Or one multiple a rank, where that is more; whole ones are cut half a multiple aside.
+    const std::int64_t multiples = GetParam().layout == Layout::kWhole ? 2 : 1;
+    const std::int64_t least = multiples * GetParam().slice_multiple * GetParam().shard_size * 4;
     EXPECT_LE(bytes, std::max(GetParam().bucket_bytes, least));
     largest = std::max(largest, bytes);
     travelling += bucket.count;
@@ -225,6 +226,45 @@ TEST_P(Dim0Layout, GivesWholeRows) {
   }
 }
 
+class WholeLayout : public EveryLayout {};
+TEST_P(WholeLayout, GivesEachParameterToOneRankAndTheRanksAboutAsMuch) {
+  std::int64_t longest = 0;
+  for (int p = 0; p < parameter_count(); ++p) {
+    std::int64_t owners = 0;
+    for (int rank = 0; rank < GetParam().shard_size; ++rank) {
+      owners += layout_.slice(p, rank).count == count_of(p) ? 1 : 0;
+    }
+    if (count_of(p) > 0) {
+      EXPECT_EQ(owners, 1) << "parameter " << p;
+    }
+    longest = std::max(longest, count_of(p));
+  }
+  std::int64_t least = layout_.shard_count(0);
+  std::int64_t most = least;
+  for (int rank = 1; rank < GetParam().shard_size; ++rank) {
+    least = std::min(least, layout_.shard_count(rank));
+    most = std::max(most, layout_.shard_count(rank));
+  }
+  EXPECT_LE(most - least, longest);
+}
+
+// A slice is one run of the carry.
+TEST_P(EveryLayout, RowsGoOnWhereThoseOfTheBucketBeforeEnded) {
+  std::map<int, std::int64_t> next;  // by parameter: where its slice goes on, on rank 0
+  for (int b = 0; b < bucket_count(); ++b) {
+    if (!layout_.goes_on(b)) next.clear();
+    for (const ParameterRange& range : layout_.ranges(b, 0)) {
+      const Slice slice = layout_.slice(range.parameter, 0);
+      const bool begins = next.count(range.parameter) == 0;
+      EXPECT_EQ(range.flat_offset, begins ? slice.offset : next[range.parameter]);
+      if (!begins) {
+        EXPECT_EQ(range.offset, 0) << "something lies between";
+      }
+      next[range.parameter] = range.flat_offset + range.count;
+    }
+  }
+}
+
 class SplittingFlatLayout : public EveryLayout {};
 TEST_P(SplittingFlatLayout, CutsALargeParameterEvenly) {
   constexpr int kLarge = 2;
@@ -237,8 +277,8 @@ TEST_P(SplittingFlatLayout, CutsALargeParameterEvenly) {
   }
 }
 
-class FlatLayout : public EveryLayout {};
-TEST_P(FlatLayout, CutsAtMultiplesOfTheFlattenedParameterOrAtItsEnd) {
+class CuttingLayout : public EveryLayout {};
+TEST_P(CuttingLayout, CutsAtMultiplesOfTheFlattenedParameterOrAtItsEnd) {
   const auto fits = [this](int parameter, std::int64_t offset) {
     return offset % GetParam().slice_multiple == 0 || offset == count_of(parameter);
   };
@@ -264,9 +304,14 @@ TEST_P(EveryLayout, IsTheSameEveryTime) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, EveryLayout, testing::ValuesIn(every_case()), case_name);
-INSTANTIATE_TEST_SUITE_P(Layouts, FlatLayout,
+INSTANTIATE_TEST_SUITE_P(Layouts, CuttingLayout,
                          testing::ValuesIn(cases_where([](const LayoutCase& c) {
-                           return c.layout == Layout::kFlat;
+                           return c.layout != Layout::kDim0;
+                         })),
+                         case_name);
+INSTANTIATE_TEST_SUITE_P(Layouts, WholeLayout,
+                         testing::ValuesIn(cases_where([](const LayoutCase& c) {
+                           return c.layout == Layout::kWhole;
                          })),
                          case_name);
 INSTANTIATE_TEST_SUITE_P(Layouts, Dim0Layout,
@@ -336,9 +381,70 @@ TEST(BucketLayout, Dim0SlicesDoNotDependOnTheBucketSize) {
   }
 }
 
+// Of a transformer: a head, layers, an embedding; and a bias each.
+std::vector<LayoutParameter> transformer(int layers, std::int64_t width, std::int64_t words) {
+  std::vector<LayoutParameter> parameters;
+  const auto add = [&](std::int64_t rows, std::int64_t columns) {
+    parameters.push_back({.shape = {rows, columns}});
+    parameters.push_back({.shape = {rows}});
+  };
+  add(words, width);
+  for (int i = 0; i < layers; ++i) {
+    add(width, 4 * width);
+    add(4 * width, width);
+    for (int k = 0; k < 4; ++k) add(width, width);
+  }
+  add(words, width);
+  return parameters;
+}
+
+TEST(BucketLayout, WholeParametersAreSharedEvenlyAndEveryRankHasARow) {
+  const std::vector<LayoutParameter> parameters = transformer(24, 64, 1000);
+  for (const int ranks : {2, 4, 8}) {
+    const BucketLayout layout(parameters, ranks, Layout::kWhole, 100'000);
+    EXPECT_LT(layout.balance().elements, 1.02) << ranks;
+    EXPECT_LT(layout.balance().traffic, ranks < 8 ? 1.45 : 1.9) << ranks;
+  }
+}
+
+// A bucket is sent when all of its gradients are there.
+TEST(BucketLayout, NoBucketOfWholeParametersTakesMoreThanItsPartOfAModel) {
+  const std::vector<LayoutParameter> parameters = transformer(24, 64, 3000);  // uneven in any case
+  constexpr int kRanks = 8;
+  const BucketLayout layout(parameters, kRanks, Layout::kWhole, 100'000);
+  std::int64_t total = 0;
+  for (const LayoutParameter& one : parameters) total += element_count(one.shape);
+  for (const Bucket& bucket : layout.buckets()) {
+    std::int64_t between = 0;
+    for (int p = bucket.parameters.front(); p < bucket.parameters.back(); ++p) {
+      between += element_count(parameters[static_cast<std::size_t>(p)].shape);
+    }
+    EXPECT_LE(between, total / 4) << "parameter " << bucket.parameters.front();
+  }
+}
+
+// Of sizes that are no equals, neighbours still go to different ranks.
+TEST(BucketLayout, WholeParametersThatAreAlikeAreDealtInTurn) {
+  std::vector<LayoutParameter> parameters;
+  for (int p = 0; p < 12; ++p) parameters.push_back({.shape = {33000 + 1237 * (p * 11 % 12)}});
+  const BucketLayout layout(parameters, 3, Layout::kWhole, 1 << 16);
+  EXPECT_LT(layout.balance().elements, 1.1);
+  EXPECT_LT(layout.balance().traffic, 1.2);
+}
+
+TEST(BucketLayout, BalanceOfEvenSlicesIsOne) {
+  const std::vector<LayoutParameter> parameters(4, LayoutParameter{.shape = {64, 64}});
+  const BucketLayout layout(parameters, 4, Layout::kFlat, 1 << 20);
+  EXPECT_EQ(layout.balance().elements, 1);
+  EXPECT_EQ(layout.balance().traffic, 1);
+  const BucketLayout alone({{{.shape = {64}}}}, 4, Layout::kWhole, 1 << 20);
+  EXPECT_EQ(alone.balance().elements, 4);
+  EXPECT_EQ(alone.balance().traffic, 4);
+}
+
 TEST(BucketLayout, EvenATinyBucketSizeMakesProgress) {
   const std::vector<LayoutParameter> parameters{{.shape = {100}}, {.shape = {3, 3}}};
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     const BucketLayout tiny(parameters, 4, layout, 1);
     std::int64_t total = 0;
     for (const Bucket& bucket : tiny.buckets()) total += bucket.count;

@@ -200,6 +200,49 @@ TEST(LocoHop, GoesToAnotherReducer) {
   EXPECT_EQ(second_step(true), second_step(false));
 }
 
+// Groups lie at multiples of their size in each parameter, whoever owns it and however it travels.
+TEST(LocoHop, GivesSlicesAndWholeParametersTheSameBits) {
+  const std::vector<Shape> shapes{{40, 31}, {1000}, {257, 3}, {64}, {}};
+  const auto means_of = [&](Layout layout, std::int64_t bucket_bytes) {
+    std::vector<Floats> means;
+    test::run_mesh({2, 3}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.layout = layout,
+                             .bucket_bytes = bucket_bytes,
+                             .replica_hop = std::make_shared<LocoHop>()});
+      std::vector<Floats> gradients;
+      for (const Shape& shape : shapes) {
+        const std::string name = std::to_string(gradients.size());
+        reducer.register_parameter({.name = name, .shape = shape});
+        gradients.emplace_back(static_cast<std::size_t>(element_count(shape)));
+      }
+      for (int step = 0; step < 3; ++step) {
+        reducer.begin_microbatch({.last = true});
+        for (std::size_t p = 0; p < shapes.size(); ++p) {
+          for (std::size_t i = 0; i < gradients[p].size(); ++i) {
+            gradients[p][i] = std::sin(static_cast<float>((i + p) * (mesh.rank() + step + 1U)));
+          }
+          reducer.gradient_ready(static_cast<int>(p),
+                                 {.data = gradients[p].data(), .shape = shapes[p]});
+        }
+        reducer.end_microbatch();
+      }
+      std::vector<NamedArray> arrays;
+      for (std::size_t p = 0; p < shapes.size(); ++p) {
+        arrays.push_back(
+            {std::to_string(p),
+             TensorView{gradients[p].data(), std::ssize(gradients[p]), Dtype::kF32, Device{}}});
+      }
+      reducer.gather_gradients(arrays);
+      if (mesh.rank() == 0) means = gradients;
+    });
+    return means;
+  };
+  const std::vector<Floats> want = means_of(Layout::kFlat, 1 << 20);
+  for (const std::int64_t bucket_bytes : {512, 1000, 5000, 1 << 20}) {
+    EXPECT_EQ(means_of(Layout::kWhole, bucket_bytes), want) << bucket_bytes;
+  }
+}
+
 // The factor is known when all words are in, and this hop divides before it sends.
 TEST(LocoHop, DividesByTokensThatAllRanksCounted) {
   const auto means_of = [](bool counts) {

@@ -104,11 +104,27 @@ TEST_P(Bitwise, EveryScheduleOnEveryWire) {
   const std::vector<StepCase> steps = steps_of_every_schedule(shape.size(), 3, false);
   const std::array<std::optional<Dtype>, 4> replica_dtypes{std::nullopt, Dtype::kF32, Dtype::kBf16,
                                                            Dtype::kF16};
+  constexpr std::array kLayouts{Layout::kFlat, Layout::kDim0, Layout::kWhole};
   for (std::size_t i = 0; i < replica_dtypes.size(); ++i) {
     const ReducerOptions options{.replica_dtype = replica_dtypes[i],
-                                 .layout = i % 2 == 0 ? Layout::kFlat : Layout::kDim0,
+                                 .layout = kLayouts[i % kLayouts.size()],
                                  .bucket_bytes = i < 2 ? 1 << 10 : 1 << 20};
     check_steps(shape, options, steps);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// A parameter in several buckets that has none of them to itself.
+TEST_P(Bitwise, WholeParametersInSmallBuckets) {
+  const MeshShape shape = GetParam();
+  std::vector<ParameterSpec> parameters;
+  for (const std::int64_t count : {200, 7, 900, 31, 650, 300, 64, 1, 820, 33, 128, 400}) {
+    parameters.push_back({.name = "p" + std::to_string(parameters.size()), .shape = {count}});
+  }
+  const StepCase step =
+      random_step(parameters, shape.size(), {Sync::kShard, Sync::kNone, Sync::kAll}, 17);
+  for (const std::int64_t bucket_bytes : {512, 1000, 5000}) {
+    check_steps(shape, {.layout = Layout::kWhole, .bucket_bytes = bucket_bytes}, {step});
     if (HasFatalFailure()) return;
   }
 }
@@ -145,7 +161,7 @@ TEST_F(Unchanged, ByBucketSizeLayoutAndTransport) {
   for (const Dtype dtype : kDtypes) {
     for (const TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
       for (const std::int64_t bucket_bytes : {1 << 10, 5000, 32 << 20}) {
-        for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+        for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
           check_steps(kShape, {.layout = layout, .bucket_bytes = bucket_bytes}, steps(dtype),
                       {.transport = transport});
           if (HasFatalFailure()) return;
@@ -179,7 +195,7 @@ TEST_F(Unchanged, ByStridesOfTheGradients) {
                                  {.name = "cube", .shape = {5, 6, 7}, .dtype = dtype},
                                  {.name = "thin", .shape = {1, 4, 1, 9}, .dtype = dtype}},
                                 kShape.size(), {Sync::kNone, Sync::kShard, Sync::kAll}, 9);
-    for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+    for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
       check_steps(kShape, {.layout = layout, .bucket_bytes = 1 << 10}, {step}, {},
                   {.transposed = true});
       if (HasFatalFailure()) return;

@@ -13,7 +13,7 @@ namespace {
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
 constexpr int kMaxMicrobatchCount = 5;
-constexpr std::array<Layout, 2> kLayouts{Layout::kFlat, Layout::kDim0};
+constexpr std::array<Layout, 3> kLayouts{Layout::kFlat, Layout::kDim0, Layout::kWhole};
 constexpr std::array<std::int64_t, 4> kBucketBytes{1 << 10, 3000, 16 << 10, 32 << 20};
 
 // Sums of the first `microbatch_count` microbatches, exact in int64, divided once.

@@ -96,7 +96,7 @@ class GatherBeside : public testing::TestWithParam<MeshShape> {};
 TEST_P(GatherBeside, ManyStepsHaveTheBitsOfGatherParameters) {
   const MeshShape shape = GetParam();
   const StepCase step = gathered_step(shape);
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     std::vector<std::vector<Values>> parameters(static_cast<std::size_t>(shape.size()));
     run_mesh(shape, [&](const Mesh& mesh) {
       Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 1 << 10});

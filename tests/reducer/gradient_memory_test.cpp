@@ -45,8 +45,7 @@ TEST_P(Carry, HoldsSlicesWholeAndBucketsApart) {
       for (int b = 0; b < static_cast<int>(layout.buckets().size()); ++b) {
         const TensorView row = memory.bucket_carry(b);
         EXPECT_EQ(row.count, layout.rows(b).length(rank));
-        const int first = layout.buckets()[static_cast<std::size_t>(b)].parameters.front();
-        if (layout.buckets_of(first).first == b) {
+        if (!layout.goes_on(b)) {
           EXPECT_EQ(reinterpret_cast<std::uintptr_t>(row.data) % 64, 0U);
         }
         for (const ParameterRange& range : layout.ranges(b, rank)) {
@@ -67,7 +66,9 @@ TEST_P(Carry, HoldsSlicesWholeAndBucketsApart) {
 INSTANTIATE_TEST_SUITE_P(Layouts, Carry,
                          testing::Values(CarryCase{Layout::kFlat, 1}, CarryCase{Layout::kFlat, 3},
                                          CarryCase{Layout::kFlat, 8}, CarryCase{Layout::kDim0, 1},
-                                         CarryCase{Layout::kDim0, 3}, CarryCase{Layout::kDim0, 8}),
+                                         CarryCase{Layout::kDim0, 3}, CarryCase{Layout::kDim0, 8},
+                                         CarryCase{Layout::kWhole, 1}, CarryCase{Layout::kWhole, 3},
+                                         CarryCase{Layout::kWhole, 8}),
                          [](const auto& chosen) {
                            return std::string(name(chosen.param.layout)) + "_" +
                                   std::to_string(chosen.param.shard_size) + "_ranks";

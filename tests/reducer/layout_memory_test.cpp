@@ -114,7 +114,8 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Metadata,
                          testing::Values(MetadataCase{Layout::kFlat, Dtype::kF32},
                                          MetadataCase{Layout::kFlat, Dtype::kBf16},
                                          MetadataCase{Layout::kDim0, Dtype::kF32},
-                                         MetadataCase{Layout::kDim0, Dtype::kBf16}),
+                                         MetadataCase{Layout::kDim0, Dtype::kBf16},
+                                         MetadataCase{Layout::kWhole, Dtype::kBf16}),
                          [](const auto& chosen) {
                            return std::string(name(chosen.param.layout)) + "_" +
                                   std::string(name(chosen.param.wire));
@@ -126,13 +127,15 @@ Shape small_shape(int parameter) { return {64 + parameter % 31, 48}; }
 TEST(LayoutMemory, DoesNotGrowWithTheNumberOfRanks) {
   std::vector<LayoutParameter> parameters;
   for (int p = 0; p < kManyParameters; ++p) parameters.push_back({.shape = small_shape(p)});
-  for (const Layout kind : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout kind : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     const auto bytes_with = [&](int ranks) {
       const std::int64_t before = live_bytes;
       const BucketLayout layout(parameters, ranks, kind, 1 << 20);
       return live_bytes - before;
     };
-    EXPECT_LT(bytes_with(kRanks), bytes_with(1) * 11 / 10) << name(kind);
+    // Narrow windows of whole parameters: more of them lie in two buckets.
+    const int tenths = kind == Layout::kWhole ? 12 : 11;
+    EXPECT_LT(bytes_with(kRanks), bytes_with(1) * tenths / 10) << name(kind);
   }
 }
 

@@ -40,7 +40,7 @@ class Norm : public testing::TestWithParam<MeshShape> {
 
 TEST_P(Norm, IsThatOfTheWholeMeanAndEqualOnAllRanks) {
   const StepCase step = this->step(1);
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     const ReducerOptions options{.layout = layout, .bucket_bytes = 4 << 10};
     const double want = norm_of(step, options, GetParam());
     std::vector<double> norms(static_cast<std::size_t>(GetParam().size()));

@@ -57,7 +57,7 @@ ReducerOptions random_options(Random& random) {
   ReducerOptions options;
   if (coin(random)) options.reduce_dtype = random_dtype(random);
   if (coin(random)) options.replica_dtype = random_dtype(random);
-  options.layout = one_of(random, std::array{Layout::kFlat, Layout::kDim0});
+  options.layout = one_of(random, std::array{Layout::kFlat, Layout::kDim0, Layout::kWhole});
   options.bucket_bytes = one_of(random, std::array<std::int64_t, 4>{64, 500, 4 << 10, 1 << 20});
   options.missing = one_of(random, std::array{Missing::kError, Missing::kZero});
   options.accumulate_dtype =

@@ -53,7 +53,7 @@ class ReducerSnapshot : public testing::Test {
 
 TEST_F(ReducerSnapshot, HoldsTheResultAndWhatMadeIt) {
   const MeshShape shape{.replicate = 2, .shard = 3};
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     const ReducerOptions options{
         .replica_dtype = Dtype::kF16, .layout = layout, .bucket_bytes = 4 << 10};
     StepCase step = random_step(odd_parameters(Dtype::kBf16), shape.size(),

@@ -36,7 +36,7 @@ class OnNccl : public ::testing::TestWithParam<MeshShape> {};
 TEST_P(OnNccl, ExactStepsHaveTheBitsOfTheReference) {
   const MeshShape shape = GetParam();
   std::uint64_t seed = 40;
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
       const StepCase step = random_step(parameters(dtype), shape.size(),
                                         {Sync::kShard, Sync::kNone, Sync::kAll}, ++seed);
@@ -81,7 +81,7 @@ TEST_P(OnNccl, GathersUnderMicrobatchesHaveTheBitsOfGatherParameters) {
 
 TEST_P(OnNccl, NativeSumsOfIntegersAreExactToo) {
   const MeshShape shape = GetParam();
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0}) {
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
       StepCase step = integer_step(parameters(dtype), shape.size(), 2, 7);
       step.schedule = {Sync::kShard, Sync::kAll};

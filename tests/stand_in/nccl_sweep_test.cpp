@@ -48,9 +48,9 @@ struct Sweep {
   explicit Sweep(std::uint64_t seed) : random(seed) {
     shape = pick<MeshShape>({{1, 2}, {2, 1}, {2, 2}, {1, 3}});
     options.bucket_bytes = pick<std::int64_t>({512, kSmallBuckets, 1 << 20});
-    options.layout = pick({Layout::kFlat, Layout::kDim0});
+    options.layout = pick({Layout::kFlat, Layout::kDim0, Layout::kWhole});
     if (pick({true, false})) options.replica_dtype = pick({Dtype::kF32, Dtype::kBf16});
-    loco = options.layout == Layout::kFlat && pick({true, false, false});
+    loco = options.layout != Layout::kDim0 && pick({true, false, false});
     step = random_step(parameters(pick({Dtype::kF32, Dtype::kBf16, Dtype::kF16})), shape.size(),
                        pick<std::vector<Sync>>({{Sync::kAll},
                                                 {Sync::kNone, Sync::kShard, Sync::kAll},

@@ -124,12 +124,12 @@ void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group,
     args.count = own.count;
     kernels::scale_and_cast(args, stream);
   }
-  reducer::gather_unit(shard_group, layout, units[unit], memory, stream);
+  const std::int64_t gathers =
+      reducer::gather_unit(shard_group, layout, units[unit], memory, stream);
   const std::scoped_lock lock(mutex);
   times[unit] = {begin_s, now_s()};
-  if (shard_group.size() == 1) return;
-  ++stats.gather_count;
-  stats.bytes += bytes;
+  stats.gather_count += gathers;
+  if (gathers > 0) stats.bytes += bytes;
 }
 
 ParameterGather::ParameterGather(Reducer& reducer, std::vector<GatheredParameter> parameters,

@@ -11,7 +11,7 @@
 //   }
 //
 // Parameters are gathered in units: a large one by itself, straight into its memory, smaller ones
-// together in one message of at most `unit_bytes`. What the Reducer has joined to one bucket is
+// together in a unit of at most `unit_bytes`. What the Reducer has joined to one bucket is
 // never divided: small units need small buckets. Units are started in their order, the same on
 // every rank; whoever reads only waits, in any order and as often as it likes. A parameter may have
 // a master: this rank's slice in fp32, which is rounded into the array on the way.

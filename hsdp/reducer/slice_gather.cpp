@@ -22,7 +22,7 @@ std::int64_t bytes_of(const TensorView& view) {
   return static_cast<std::int64_t>(view.size_in_bytes());
 }
 
-std::int64_t bytes_of(const GatherUnit& unit) {
+std::int64_t bytes_of(std::span<const FullArray> unit) {
   std::int64_t bytes = 0;
   for (const FullArray& full : unit) bytes += bytes_of(full.array);
   return bytes;
@@ -35,43 +35,95 @@ void gather_direct(Communicator& shard_group, const BucketLayout& layout, const 
                          layout.slices(full.parameter));
 }
 
-// Calls visit(bytes of rank r's slice in the array, their offset in the message) for each array.
-template <typename Visit>
-void each_slice(const BucketLayout& layout, std::span<const FullArray> unit, int rank,
-                std::int64_t message_offset, Visit visit) {
+// Of a unit of so many bytes: what a cache holds, or what links want.
+std::int64_t message_size(std::int64_t unit_bytes, DeviceType device) {
+  const std::int64_t most = std::int64_t{device == DeviceType::kHost ? 4 : 32} << 20;
+  return std::min(unit_bytes, most);
+}
+
+// How much of each row that has not ended at `begin` a message takes.
+std::int64_t window_of(std::span<const std::int64_t> lengths, std::int64_t begin,
+                       std::int64_t message_bytes) {
+  constexpr std::int64_t kAligned = 64;
+  std::int64_t left = 0;
+  std::int64_t going = 0;
+  std::int64_t longest = 0;
+  for (const std::int64_t length : lengths) {
+    left += std::max<std::int64_t>(0, length - begin);
+    going += length > begin ? 1 : 0;
+    longest = std::max(longest, length - begin);
+  }
+  if (left <= message_bytes) return longest;
+  return std::max(kAligned, message_bytes / std::max<std::int64_t>(going, 1) / kAligned * kAligned);
+}
+
+// The slices of one rank, one after the other.
+std::vector<TensorView> row_of(const BucketLayout& layout, std::span<const FullArray> unit,
+                               int rank) {
+  std::vector<TensorView> row;
+  row.reserve(unit.size());
   for (const FullArray& full : unit) {
     const Slice slice = layout.slice(full.parameter, rank);
-    const TensorView part = full.array.slice(slice.offset, slice.count);
-    visit(part, message_offset);
-    message_offset += bytes_of(part);
+    row.push_back(full.array.slice(slice.offset, slice.count));
+  }
+  return row;
+}
+
+// Calls visit(memory of the row, its place in the window) for the bytes from `begin` to `end`.
+template <typename Visit>
+void each_part(std::span<const TensorView> row, std::int64_t begin, std::int64_t end, Visit visit) {
+  std::int64_t offset = 0;  // of a slice in the row
+  for (const TensorView& slice : row) {
+    const std::int64_t from = std::max(begin, offset);
+    const std::int64_t to = std::min(end, offset + bytes_of(slice));
+    if (from < to) {
+      visit(static_cast<std::byte*>(slice.data) + (from - offset), from - begin,
+            static_cast<std::size_t>(to - from));
+    }
+    offset += bytes_of(slice);
   }
 }
 
-void gather_message(Communicator& shard_group, const BucketLayout& layout,
-                    std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream) {
-  std::vector<std::int64_t> offsets{0};
+std::int64_t gather_messages(Communicator& shard_group, const BucketLayout& layout,
+                             std::span<const FullArray> unit, const MemoryCount& memory,
+                             Stream& stream) {
+  std::vector<std::vector<TensorView>> rows;
+  std::vector<std::int64_t> lengths;
   for (int r = 0; r < shard_group.size(); ++r) {
-    std::int64_t end = offsets.back();
-    each_slice(layout, unit, r, 0,
-               [&end](const TensorView& part, std::int64_t) { end += bytes_of(part); });
-    offsets.push_back(end);
+    rows.push_back(row_of(layout, unit, r));
+    std::int64_t& bytes = lengths.emplace_back(0);
+    for (const TensorView& slice : rows.back()) bytes += bytes_of(slice);
   }
-  const Scratch message(static_cast<std::size_t>(offsets.back()), stream);
-  const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, offsets.back());
-  const int own = shard_group.rank();
-  const std::int64_t own_begin = offsets[static_cast<std::size_t>(own)];
-  each_slice(layout, unit, own, own_begin, [&](const TensorView& part, std::int64_t at) {
-    copy_bytes(message.data() + at, part.data, part.size_in_bytes(), stream);
-  });
-  const RowCut cut(offsets);
-  const TensorView out{message.data(), cut.count(), Dtype::kU8, stream.device()};
-  shard_group.all_gather(out.slice(own_begin, cut.length(own)), out, stream, cut);
-  for (int r = 0; r < shard_group.size(); ++r) {
-    if (r == own) continue;
-    each_slice(layout, unit, r, cut.begin(r), [&](const TensorView& part, std::int64_t at) {
-      copy_bytes(part.data, message.data() + at, part.size_in_bytes(), stream);
-    });
+  const std::int64_t size = message_size(bytes_of(unit), stream.device().type);
+  const Scratch message(static_cast<std::size_t>(size), stream);
+  const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, size);
+  const auto own = static_cast<std::size_t>(shard_group.rank());
+  const std::int64_t longest = std::ranges::max(lengths);
+  std::int64_t count = 0;
+  for (std::int64_t begin = 0; begin < longest; ++count) {
+    const std::int64_t end = begin + window_of(lengths, begin, size);
+    std::vector<std::int64_t> offsets{0};
+    for (const std::int64_t length : lengths) {
+      offsets.push_back(offsets.back() + std::clamp<std::int64_t>(length - begin, 0, end - begin));
+    }
+    const RowCut cut(std::move(offsets));
+    each_part(
+        rows[own], begin, end, [&](const std::byte* part, std::int64_t at, std::size_t bytes) {
+          copy_bytes(message.data() + cut.begin(shard_group.rank()) + at, part, bytes, stream);
+        });
+    const TensorView out{message.data(), cut.count(), Dtype::kU8, stream.device()};
+    shard_group.all_gather(out.slice(cut.begin(shard_group.rank()), cut.length(shard_group.rank())),
+                           out, stream, cut);
+    for (int r = 0; r < shard_group.size(); ++r) {
+      if (r == shard_group.rank()) continue;
+      each_part(rows[static_cast<std::size_t>(r)], begin, end,
+                [&](std::byte* part, std::int64_t at, std::size_t bytes) {
+                  copy_bytes(part, message.data() + cut.begin(r) + at, bytes, stream);
+                });
+    }
+    begin = end;
   }
+  return count;
 }
 
 }  // namespace
@@ -140,18 +192,21 @@ std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const
   return units;
 }
 
-void gather_unit(Communicator& shard_group, const BucketLayout& layout,
-                 std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream) {
-  if (shard_group.size() == 1) return;
-  if (unit.size() == 1) return gather_direct(shard_group, layout, unit.front(), stream);
-  gather_message(shard_group, layout, unit, memory, stream);
+std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
+                         std::span<const FullArray> unit, const MemoryCount& memory,
+                         Stream& stream) {
+  if (shard_group.size() == 1) return 0;
+  if (unit.size() > 1) return gather_messages(shard_group, layout, unit, memory, stream);
+  gather_direct(shard_group, layout, unit.front(), stream);
+  return 1;
 }
 
 std::size_t gather_scratch(const BucketLayout& layout, std::span<const GatherUnit> units) {
   if (layout.shard_size() == 1) return 0;
   std::int64_t most = 0;
   for (const GatherUnit& unit : units) {
-    if (unit.size() > 1) most = std::max(most, bytes_of(unit));
+    if (unit.size() == 1) continue;
+    most = std::max(most, message_size(bytes_of(unit), unit.front().array.device.type));
   }
   return static_cast<std::size_t>(most);
 }
@@ -160,9 +215,11 @@ std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout
                            std::span<const FullArray> arrays, const MemoryCount& memory,
                            Stream& stream) {
   if (shard_group.size() == 1) return 0;
-  const std::vector<GatherUnit> units = gather_units(layout, arrays, kGatherUnitBytes);
-  for (const GatherUnit& unit : units) gather_unit(shard_group, layout, unit, memory, stream);
-  return std::ssize(units);
+  std::int64_t count = 0;
+  for (const GatherUnit& unit : gather_units(layout, arrays, kGatherUnitBytes)) {
+    count += gather_unit(shard_group, layout, unit, memory, stream);
+  }
+  return count;
 }
 
 }  // namespace hsdp::reducer

@@ -1,7 +1,7 @@
 // Fills full arrays from the slices that the ranks of a shard group own, in place.
 //
-// Arrays are gathered in units: a large array by itself, straight into its memory; small ones
-// together, in one message.
+// Arrays are gathered in units: a large array by itself, straight into its memory; others together,
+// in messages of at most 4 MiB, which a cache holds, on a GPU 32 MiB.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct FullArray {
 
 constexpr std::int64_t kGatherUnitBytes = std::int64_t{4} << 20;  // small arrays in one message
 
-// What one all-gather fills.
+// What is filled together.
 using GatherUnit = std::vector<FullArray>;
 
 // Divides the arrays into units: an array of 1 MiB or more is one by itself, smaller ones share
@@ -42,10 +42,11 @@ using GatherUnit = std::vector<FullArray>;
                                                    std::span<const FullArray> arrays,
                                                    std::int64_t unit_bytes);
 
-// Collective; the same unit on every rank. One all-gather; none in a group of one. Call it inside a
-// task of `stream`. `memory` counts the message of several arrays.
-void gather_unit(Communicator& shard_group, const BucketLayout& layout,
-                 std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream);
+// Collective; the same unit on every rank. Call it inside a task of `stream`. `memory` counts the
+// messages of several arrays. Returns the number of all-gathers: none in a group of one.
+std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
+                         std::span<const FullArray> unit, const MemoryCount& memory,
+                         Stream& stream);
 
 // The scratch that gathering any one of these takes, in bytes.
 [[nodiscard]] std::size_t gather_scratch(const BucketLayout& layout,

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <ostream>
 
 #include "hsdp/error.h"
@@ -143,10 +144,41 @@ INSTANTIATE_TEST_SUITE_P(
     Meshes, Gather,
     testing::Values(GatherCase{{2, 2}, Layout::kFlat}, GatherCase{{2, 2}, Layout::kDim0},
                     GatherCase{{1, 3}, Layout::kFlat}, GatherCase{{1, 7}, Layout::kDim0},
-                    GatherCase{{3, 1}, Layout::kFlat}, GatherCase{{1, 1}, Layout::kDim0}),
+                    GatherCase{{3, 1}, Layout::kFlat}, GatherCase{{1, 1}, Layout::kDim0},
+                    GatherCase{{2, 2}, Layout::kWhole}, GatherCase{{1, 5}, Layout::kWhole}),
     [](const auto& row) {
       return to_string(row.param.shape) + "_" + std::string(name(row.param.layout));
     });
+
+// More than a message holds, of rows that end one after the other.
+TEST(GatherParameters, LongUnitsTakeSeveralMessages) {
+  const std::vector<Shape> shapes{{1100, 1001}, {777}, {}, {500, 999}, {3}, {499, 1000}, {250, 7}};
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
+    run_mesh({1, 3}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 32 << 20});
+      std::vector<std::vector<float>> arrays;
+      std::vector<NamedArray> named;
+      for (const Shape& shape : shapes) {
+        reducer.register_parameter({.name = std::to_string(arrays.size()), .shape = shape});
+        arrays.emplace_back(static_cast<std::size_t>(element_count(shape)), -1.0F);
+      }
+      for (std::size_t p = 0; p < shapes.size(); ++p) {
+        const std::string name = std::to_string(p);
+        const Slice own = reducer.slice(name);
+        const auto begin = arrays[p].begin() + own.offset;
+        std::iota(begin, begin + own.count, static_cast<float>(own.offset));
+        named.push_back({name, {arrays[p].data(), std::ssize(arrays[p]), Dtype::kF32, {}}});
+      }
+      reducer.prepare();
+      reducer.gather_parameters(named);
+      for (const std::vector<float>& array : arrays) {
+        for (std::size_t i = 0; i < array.size(); ++i) ASSERT_EQ(array[i], static_cast<float>(i));
+      }
+      // 8 MB in messages of 4 MiB, or the large one by itself.
+      EXPECT_GE(reducer.stats().all_gather_count, 2) << name(layout);
+    });
+  }
+}
 
 // Of parameters with these counts, gathered in this order.
 std::vector<std::vector<int>> units_of(Layout kind, std::int64_t bucket_bytes,

@@ -140,7 +140,8 @@ TEST_P(Gather, CompletesWhatEachRankHasUpdated) {
 INSTANTIATE_TEST_SUITE_P(Meshes, Gather,
                          testing::Values(GatherCase{{1, 1}}, GatherCase{{1, 2}}, GatherCase{{1, 3}},
                                          GatherCase{{2, 2}}, GatherCase{{2, 1}},
-                                         GatherCase{{1, 3}, Layout::kDim0}),
+                                         GatherCase{{1, 3}, Layout::kDim0},
+                                         GatherCase{{1, 3}, Layout::kWhole}),
                          testing::PrintToStringParamName());
 
 TEST(ParameterGather, HasEveryElementInOneUnit) {

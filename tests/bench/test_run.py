@@ -76,6 +76,15 @@ class Claims(unittest.TestCase):
         self.assertEqual(5, self.verdicts(optimizers)[
             "reduction and AdamW on slices, 6 layers of 2048 x 2048, 2 ranks: DDP with "
             "ZeroRedundancyOptimizer / ours"].ratio)
+        whole = samples_of(("value torch_zero_ours_added_ms 40\n"
+                            "value torch_zero_whole_added_ms 50\n"
+                            "value torch_zero_muon_ddp_step_ms 1800\n"
+                            "value torch_zero_muon_ours_step_ms 1000\n", "torch"))
+        self.assertEqual(0.8, self.verdicts(whole)[
+            "reduction and AdamW on whole parameters, 6 layers of 2048 x 2048, 2 ranks: on slices / "
+            "whole"].ratio)
+        self.assertEqual(1.8, self.verdicts(whole)[
+            "step with Muon, 6 layers of 2048 x 2048, 2 ranks: DDP / whole matrices"].ratio)
         lost_in_noise = name.format("fsdp2_bf16")
         other = "reduction in a torch step, 6 layers of 2048 x 2048: ddp / ours"
         for claim in (lost_in_noise, other):

@@ -1,10 +1,10 @@
-"""From the end of the backward pass to usable parameters: ShardedOptimizer beside DDP with torch's
-ZeroRedundancyOptimizer over gloo.
+"""From the end of the backward pass to usable parameters: ShardedOptimizer, on slices and on whole
+parameters, beside DDP with torch's ZeroRedundancyOptimizer over gloo; Muon beside DDP with Muon.
 
 Run by hsdp_run; the ranks form one shard group. A step is one backward pass and AdamW. What a system
 adds is the median over rounds of its step's time less that of the same backward pass and of AdamW on
-this rank's share of the elements, without any exchange; the slowest rank counts. All take turns.
-Prints `value NAME NUMBER` lines.
+this rank's share of the elements, without any exchange; the slowest rank counts. All take turns. Of
+Muon the whole steps are compared. Prints `value NAME NUMBER` lines.
 
     hsdp_run -n 2 python torch_zero.py [--rounds N] [--layers L] [--width W]
     python torch_zero.py --overhead
@@ -17,6 +17,7 @@ import pathlib
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hsdp
+from hsdp.options import Layout
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import beside_fsdp2 as example  # noqa: E402
@@ -48,11 +50,14 @@ def alone(model: nn.Module, inputs: torch.Tensor, share: int) -> example.Step:
     return step
 
 
-def ours(model: nn.Module, inputs: torch.Tensor, mesh: hsdp.Mesh) -> example.Step:
-    reducer = hsdp.Reducer(mesh)
+def ours(
+    model: nn.Module, inputs: torch.Tensor, mesh: hsdp.Mesh, cls: Any = torch.optim.AdamW,
+    layout: Layout = "flat",
+) -> example.Step:
+    reducer = hsdp.Reducer(mesh, layout=layout)
     reducer.attach(model)
     optimizer = hsdp.zero.ShardedOptimizer(
-        torch.optim.AdamW, model, reducer, overlap_param_gather=False  # parameters are usable after it
+        cls, model, reducer, overlap_param_gather=False  # parameters are usable after it
     )
 
     def step() -> None:
@@ -77,6 +82,18 @@ def zero_redundancy(model: nn.Module, inputs: torch.Tensor) -> example.Step:
     return step
 
 
+def muon_everywhere(model: nn.Module, inputs: torch.Tensor) -> example.Step:
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.Muon(parallel.parameters())
+
+    def step() -> None:
+        parallel.zero_grad()
+        example.backward(parallel, inputs, 0)
+        optimizer.step()
+
+    return step
+
+
 def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
     inputs = torch.randn(ROWS, asked.width)
 
@@ -87,11 +104,19 @@ def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
     systems = {
         "none": alone(model(), inputs, mesh.size),
         "ours": ours(model(), inputs, mesh),
+        "whole": ours(model(), inputs, mesh, layout="whole"),
         "zero_redundancy": zero_redundancy(model(), inputs),
     }
     seconds = example.time_steps(systems, asked.rounds)
+    muons = {
+        "muon_ddp": muon_everywhere(model(), inputs),
+        "muon_ours": ours(model(), inputs, mesh, torch.optim.Muon, "whole"),
+    }
+    of_muon = example.time_steps(muons, max(1, min(asked.rounds // 3, 3)))
     if mesh.rank > 0:
         return
+    for name, each in of_muon.items():
+        print(f"value torch_zero_{name}_step_ms {1e3 * statistics.median(each):.3f}")
     for name in systems:
         print(f"value torch_zero_{name}_step_ms {1e3 * statistics.median(seconds[name]):.3f}")
     added = {name: example.added_ms(seconds, name) for name in systems if name != "none"}

@@ -20,8 +20,8 @@ import hsdp
 SECTIONS: dict[str, list[str]] = {
     "The mesh": ["init_mesh", "job_size", "Mesh", "Communicator"],
     "Reducing gradients": [
-        "Reducer", "Step", "Microbatch", "Parameter", "Slice", "ReducerStats", "clip_grad_norm_",
-        "ReplicaHop", "PlainHop", "uneven",
+        "Reducer", "Step", "Microbatch", "Parameter", "Slice", "Balance", "ReducerStats",
+        "clip_grad_norm_", "ReplicaHop", "PlainHop", "uneven",
     ],
     "ZeRO": ["zero"],
     "Quantization": ["quant"],

@@ -27,7 +27,7 @@ from hsdp.errors import (
     UsageError,
 )
 from hsdp.mesh import Mesh, init_mesh, job_size
-from hsdp.parameter import Parameter, Slice
+from hsdp.parameter import Balance, Parameter, Slice
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_stats import ReducerStats
@@ -42,6 +42,7 @@ _use_torch_memory()
 
 __all__ = [
     "Array",
+    "Balance",
     "Communicator",
     "Comparison",
     "Error",

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 Engine: TypeAlias = Literal["auto", "host", "nccl", "mpi"]
 
 # Of a Reducer.
-Layout: TypeAlias = Literal["flat", "dim0"]
+Layout: TypeAlias = Literal["flat", "dim0", "whole"]
 Missing: TypeAlias = Literal["error", "zero"]
 Backwards: TypeAlias = Literal["one", "many"]
 AccumulateDtype: TypeAlias = Literal["f32", "param"]

@@ -26,6 +26,15 @@ class Slice(NamedTuple):
     count: int  # type: ignore[assignment]
 
 
+class Balance(NamedTuple):
+    """How evenly the ranks of a shard group share a layout: 1 is even."""
+
+    #: what the rank has that owns most, over the mean
+    elements: float
+    #: the longest of the rows of each bucket, times the ranks, over all that travels
+    traffic: float
+
+
 def unused_names(handle: _hsdp.Reducer, call: str) -> set[str]:
     """With missing="zero", the parameters of which no rank had a gradient in the finished step."""
     unused = handle.unused_parameters(call)

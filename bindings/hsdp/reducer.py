@@ -32,7 +32,7 @@ from hsdp.options import (
 )
 from hsdp.parameter import Parameter
 from hsdp.reducer_results import ReducerResults
-from hsdp.reducer_text import Wires, what_is_reduced, where_it_stands
+from hsdp.reducer_text import Wires, how_even, what_is_reduced, where_it_stands
 from hsdp.same_weights import require_same_models
 from hsdp.step_blocks import Microbatch, Step, reason_of
 
@@ -64,7 +64,8 @@ class Reducer(ReducerResults, Closing):
     - `reduce_dtype`: what travels in the shard group: "f32", "bf16", "f16"; None: each gradient's
       own dtype. Sums are fp32 in any case.
     - `replica_dtype`: what travels between replicas; None: the reduce dtype.
-    - `layout`: "flat" cuts parameters into even ranges; "dim0" into rows of their first dimension.
+    - `layout`: "flat" cuts parameters into even ranges; "dim0" into rows of their first dimension;
+      "whole" gives each parameter to one rank, for optimizers of whole matrices.
     - `bucket_bytes`: wire bytes that travel together; default 2 MiB on the host, which a cache
       holds between packing and summing, 32 MiB on GPUs (64 KiB a rank up to 128 MiB).
     - `missing`: "error": each parameter gets one gradient per microbatch; "zero": holes are zeros.
@@ -160,7 +161,7 @@ class Reducer(ReducerResults, Closing):
 
     @property
     def layout(self) -> Layout:
-        """How parameters are cut into slices: "flat" or "dim0"."""
+        """How parameters are cut into slices: "flat", "dim0" or "whole"."""
         return self._layout
 
     @property
@@ -646,7 +647,8 @@ class Reducer(ReducerResults, Closing):
             parameters = self.parameters
             words += [
                 what_is_reduced(self._attachments, parameters), self._wires.describe(parameters),
-                f"layout {self._layout}", where_it_stands(self._handle),
+                f"layout {self._layout}", *how_even(self._handle, self._layout),
+                where_it_stands(self._handle),
             ]
         except Error:  # in a forked child
             words += ["of the parent process"]

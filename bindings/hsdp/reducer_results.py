@@ -13,7 +13,7 @@ from hsdp import _hsdp, gradient_norm
 from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming, naming_itself, who_of
-from hsdp.parameter import Slice
+from hsdp.parameter import Balance, Slice
 from hsdp.reducer_stats import ReducerStats
 
 if TYPE_CHECKING:
@@ -92,9 +92,15 @@ class ReducerResults:
     def slice(self, name: str) -> Slice:
         """Where this rank's slice lies in the flattened parameter: offset and count, in elements.
 
-        With layout "flat" it is settled by the first microbatch.
+        With layouts "flat" and "whole" it is settled by the first microbatch.
         """
         return Slice(*self._handle.slice(name))
+
+    def balance(self) -> Balance:
+        """How evenly the ranks share the parameters, and the work of each bucket. Slices of layout "flat"
+        are even; with "whole" a parameter that is larger than a rank's share cannot be evened out.
+        """
+        return Balance(*self._handle.balance())
 
     def gather_gradients(self, arrays: Mapping[str, Any] | None = None) -> None:
         """Fills in the whole mean gradient of parameters.

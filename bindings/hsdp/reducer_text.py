@@ -46,6 +46,14 @@ class Wires:
         return f"wire {shard}, replicas {self._replica}"
 
 
+def how_even(handle: _hsdp.Reducer, layout: str) -> list[str]:
+    """How whole parameters are shared."""
+    if layout != "whole":
+        return []
+    elements, traffic = handle.balance()
+    return [f"most on a rank {elements:.2f} of the mean", f"traffic {traffic:.2f}"]
+
+
 def where_it_stands(handle: _hsdp.Reducer) -> str:
     """In its steps, which count from 0."""
     step = handle.step_number()

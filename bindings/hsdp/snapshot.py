@@ -42,7 +42,7 @@ class SnapshotInfo:
     #: the replica hop has quantized, so that comparisons report and do not judge
     quantizes: bool
     reduction: str
-    #: "flat", "dim0", or "full" for plain named arrays
+    #: "flat", "dim0", "whole", or "full" for plain named arrays
     layout: str
     engine: str
     #: written before the replica hop: a mean over the shard group only

@@ -186,6 +186,11 @@ py::tuple slice(const Handle& self, py::handle name) {
   return py::make_tuple(found.offset, found.count);
 }
 
+py::tuple balance(const Handle& self) {
+  const LayoutBalance found = self.reducer().layout().balance();
+  return py::make_tuple(found.elements, found.traffic);
+}
+
 // Arrays of whole parameters by name, kept alive by the task that fills them.
 struct NamedArrays {
   std::vector<NamedArray> arrays;
@@ -374,6 +379,7 @@ void bind_results(Class& bound) {
       .def("local_sum", local_sum)
       .def("copy_of", copy_of)
       .def("slice", slice)
+      .def("balance", balance)
       .def("gather_gradients", gather_gradients)
       .def("gather_parameters", gather_parameters)
       .def("grad_norm", &Handle::grad_norm)

@@ -97,9 +97,10 @@ def require_equal(model: nn.Module, other: nn.Module, fused: bool = False) -> No
 
 
 def sharded(
-    mesh: hsdp.Mesh, model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any
+    mesh: hsdp.Mesh, model: nn.Module, cls: Any = torch.optim.AdamW, layout: Any = "flat",
+    **options: Any,
 ) -> tuple[hsdp.Reducer, ShardedOptimizer]:
-    reducer = hsdp.Reducer(mesh, bucket_bytes=256)
+    reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256)
     reducer.attach(model)
     return reducer, ShardedOptimizer(cls, model, reducer, **options)
 
@@ -410,7 +411,7 @@ def test_an_overflow_skips_the_step(ranks: Launcher) -> None:
     assert ranks(2, run_overflow) == [{"steps": [2.0], "calls": 3}] * 2
 
 
-def run_on_the_host(dtype: str, fused: bool) -> list[bool]:
+def run_on_the_host(dtype: str, fused: bool, layout: str) -> list[bool]:
     """Masters and states in other memory, as beside a GPU: the same bits as without. With `fused`
     the update skips by itself, too."""
     torch.set_num_threads(1)
@@ -423,7 +424,8 @@ def run_on_the_host(dtype: str, fused: bool) -> list[bool]:
                 sharded_optimizer._is_offloaded = lambda offload, reducer: True
                 if fused:
                     ShardedOptimizer._skips_by_itself = ShardedOptimizer._is_fused
-            runs.append((model, *sharded(mesh, model, lr=1e-2, max_grad_norm=3.0, fused=fused)))
+            options = {"lr": 1e-2, "max_grad_norm": 3.0, "fused": fused}
+            runs.append((model, *sharded(mesh, model, layout=layout, **options)))
         for seed in range(6):
             for model, reducer, optimizer in runs:
                 with reducer.microbatch(last=True):
@@ -448,10 +450,13 @@ def run_on_the_host(dtype: str, fused: bool) -> list[bool]:
     return equal
 
 
+@pytest.mark.parametrize("layout", ["flat", "whole"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_offloaded_states_have_the_same_bits(ranks: Launcher, dtype: str, fused: bool) -> None:
-    for found in ranks(2, run_on_the_host, dtype, fused):
+def test_offloaded_states_have_the_same_bits(
+    ranks: Launcher, dtype: str, fused: bool, layout: str
+) -> None:
+    for found in ranks(2, run_on_the_host, dtype, fused, layout):
         assert len(found) > 50 and all(found)
 
 
@@ -583,7 +588,7 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
         lambda: ShardedOptimizer(torch.optim.AdamW, model, [3], lr=1.0)
     )
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer)
-    assert "has a ShardedOptimizer already" in make()
+    assert "which a ShardedOptimizer has already" in make()
     assert "another one" in message(lambda: optimizer.add_param_group({"params": [model.gain]}))
     assert "shape (4,)" in message(lambda: optimizer.master(nn.Parameter(torch.zeros(4))))
     assert "expected a finished step, got none; run the microbatches" in message(optimizer.step)

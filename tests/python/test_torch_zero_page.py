@@ -42,8 +42,10 @@ def printed(block: str, folder: pathlib.Path) -> float:
 
 
 def test_the_examples(page: str, tmp_path: pathlib.Path) -> None:
-    window, optimizer, checkpoint, gather = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    examples = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    window, optimizer, matrices, checkpoint, gather = examples
     assert printed(window, tmp_path) < 3  # from 4.2, the logarithm of 64
     assert printed(optimizer, tmp_path) > 0
+    assert 1 < printed(matrices, tmp_path) < 2
     for part in (checkpoint, gather):  # of a loop
         compile(part, "part", "exec")

@@ -106,7 +106,10 @@ class OverlappedGather:
             gather = ParameterGather(
                 reducer,
                 {one.name: one.whole for one in slices},
-                {s.name: s.master.detach() for s in slices if s.has_own_master and not s.offloaded},
+                {
+                    s.name: s.master.detach().reshape(-1)
+                    for s in slices if s.has_own_master and not s.offloaded
+                },
                 self._unit_bytes,
             )
             self._gathers[reducer] = gather

@@ -9,7 +9,7 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
-from hsdp.torch.elementwise_probe import ProbedStates
+from hsdp.torch.optimizer_probe import ProbedStates
 
 
 def refuse(expected: str, got: str) -> NoReturn:
@@ -18,7 +18,7 @@ def refuse(expected: str, got: str) -> NoReturn:
 
 
 class ParameterSlice:
-    """This rank's slice of one parameter."""
+    """This rank's slice of one parameter; with layout "whole" all of it or nothing."""
 
     def __init__(
         self,
@@ -35,6 +35,10 @@ class ParameterSlice:
         self.offloaded = offloaded
         place = reducer.slice(name)
         self.offset, self.count = place.offset, place.count
+        #: whether the parameter is one rank's
+        self.is_whole = reducer.layout == "whole"
+        #: whether this rank's optimizer has it
+        self.is_here = self.count > 0 or not self.is_whole
         self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
         self.gradient: torch.Tensor  # the Reducer's shard, which stays where it is
         self.bind()
@@ -51,6 +55,16 @@ class ParameterSlice:
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Its elements of a tensor of the parameter's shape, flat."""
         return whole.reshape(-1)[self.offset : self.offset + self.count]
+
+    @property
+    def inside_shape(self) -> torch.Size:
+        """What the optimizer that has it gets: a matrix where it is whole, or a flat slice."""
+        is_matrix = self.is_whole and self.parameter.dim() > 1
+        return self.parameter.shape if is_matrix else torch.Size([self.parameter.numel()])
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements here as its optimizer gets them."""
+        return flat.view(self.inside_shape) if self.is_whole and self.is_here else flat
 
     def require_same_kind(self) -> None:
         """UsageError where the parameter has another shape, dtype or device by now."""
@@ -86,7 +100,7 @@ def gather_whole(
     for one, part in parts.items():
         shape, device = one.parameter.shape, one.parameter.device
         whole = torch.empty(shape, dtype=part.dtype, device=device)
-        one.part_of(whole).copy_(part)
+        one.part_of(whole).copy_(part.reshape(-1))
         whole_of.setdefault(one.reducer, {})[one] = whole
     result = []
     for reducer, wholes in whole_of.items():
@@ -107,7 +121,7 @@ class Masters:
         self._rounded = self._read()
         self._flat = self._empty(torch.float32).copy_(self._rounded)
         for one, part in zip(slices, self._flat.split(self._counts), strict=True):
-            one.master = torch.nn.Parameter(part)
+            one.master = torch.nn.Parameter(one.shaped(part))
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         own = self.slices[0].own
@@ -125,7 +139,7 @@ class Masters:
         if self._offloaded:
             parts = self._empty(torch.float32).split(self._counts)
             for one, part in zip(self.slices, parts, strict=True):
-                one.master.grad = part
+                one.master.grad = one.shaped(part)
 
     def fetch_gradients(self) -> None:
         """Before an update."""

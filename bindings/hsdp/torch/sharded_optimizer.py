@@ -23,9 +23,9 @@ from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import unreduced_gradient_guard
-from hsdp.torch.elementwise_probe import require_elementwise
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.model_attachment import ModelAttachment
+from hsdp.torch.optimizer_probe import OptimizerProbe, ProbedStates
 from hsdp.torch.overlapped_gather import OverlappedGather
 from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
 from hsdp.torch.parameter_slices import (
@@ -37,16 +37,26 @@ from hsdp.torch.parameter_slices import (
 )
 from hsdp.torch.settings_word import SettingsWord
 from hsdp.torch.sharded_state_dict import loadable, make_whole, put_slices
-from hsdp.torch.slice_states import MASTER, SharedStates, held_bytes, load_target
+from hsdp.torch.slice_states import (
+    MASTER,
+    SharedStates,
+    example_states,
+    held_bytes,
+    load_target,
+    states_elsewhere,
+)
 from hsdp.zero.parameter_gather import GatherStats
 
 _SET_UP = "make its ShardedOptimizer"
 
-_owners: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedOptimizer]] = (
+Place = tuple[str, torch.nn.Parameter, Reducer]  # the name is that of the Reducer
+
+_owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakSet[ShardedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
-# The last step of each Reducer that an optimizer has taken: none is taken twice.
-_taken: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
+# The last step of each Reducer that optimizers have taken, and the names of those parameters: none is
+# taken twice.
+_taken: weakref.WeakKeyDictionary[Reducer, tuple[int, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 @naming_itself
@@ -64,15 +74,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     and hooks work. States and fp32 masters are of this rank's slices alone: a shard group holds
     them once. `step` needs no `gather_gradients`.
 
-    - `optimizer_class`, `**options`: any torch optimizer that updates each element by itself, which
-      is tried out at construction; Adafactor, Muon and LBFGS are refused.
-    - `params`: the attached model, its parameters, named parameters, or parameter groups.
+    - `optimizer_class`, `**options`: any torch optimizer that updates each element by itself, or each
+      parameter, as Muon and Adafactor do, where the Reducer has layout "whole": each parameter is then
+      updated by the one rank that has it. It is tried out at construction; LBFGS is refused.
+    - `params`: the attached model, its parameters, named parameters, or parameter groups. Another
+      optimizer may have others of the same Reducer: Muon the matrices, AdamW the rest.
     - `reducer`: the Reducer that the model is attached to; several of one mesh for several models.
     - `stage`: 1 keeps gradients whole and local until the step's last microbatch, 2 shards them in
       every microbatch: what `last=False` means.
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
-    - `gather_bucket_bytes`: small parameters are gathered together in messages of at most so many, or
-      of one bucket of the Reducer, which is never divided.
+    - `gather_bucket_bytes`: small parameters are gathered together, at most so many bytes at a time, or
+      one bucket of the Reducer, which is never divided; whole ones of all ranks together.
     - `overlap_param_gather`: `step` returns while parameters are gathered, and whoever reads one waits
       for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
@@ -89,9 +101,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     the unsharded optimizer, as does what `full_state_dict()` gathers.
 
     Construction and `step` are collective over the mesh. Raises UsageError for parameters that no
-    Reducer takes the gradients of, a Reducer that has an optimizer already (`close()` frees it), a
-    `step` without gradients of a new step, and states that do not fit; nothing is changed then. Where
-    one rank cannot construct it, the others raise StepAbortedError, and all may try again. Ranks whose
+    Reducer takes the gradients of, or that have an optimizer already (`close()` frees them), a `step`
+    without gradients of a new step, and states that do not fit; nothing is changed then. Where one
+    rank cannot construct it, the others raise StepAbortedError, and all may try again. Ranks whose
     settings differ (lr, betas, max_grad_norm and the like) at the end of a step's last microbatch get a
     MismatchError. What goes wrong in the update itself ends the mesh: this rank keeps its error, the
     others get its text.
@@ -124,33 +136,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
             offloaded = _is_offloaded(offload, first)
             groups = parameter_groups(params)
             found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
-            self._require_parameters([owner for of_group in found for _, _, owner in of_group])
-            states = [require_elementwise(optimizer_class, options, settings(g)) for g in groups]
+            places = [place for of_group in found for place in of_group]
+            self._require_parameters([owner for _, _, owner in places])
+            _require_free(places, stage, max_grad_norm)
+            probe = OptimizerProbe(optimizer_class, options)
+            probed = [
+                _probed(probe, settings(group), of_group)
+                for group, of_group in zip(groups, found, strict=True)
+            ]
         for one in self._reducers:
             one.prepare()
         with first._together(_SET_UP):
             slices = [
-                [ParameterSlice(*place, of_group, offloaded) for place in places]
-                for places, of_group in zip(found, states, strict=True)
+                [
+                    ParameterSlice(*place, states, offloaded)
+                    for place, states in zip(of_group, of_states, strict=True)
+                ]
+                for of_group, of_states in zip(found, probed, strict=True)
             ]
             self._shards = list(itertools.chain.from_iterable(slices))
             self._parameters = [shard.parameter for shard in self._shards]
             self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
+            self._names = {
+                reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
+                for reducer in self._reducers
+            }
             self._note_memory()
             self._make_masters()
             self._make_inner = functools.partial(optimizer_class, **options)
             self._inner = self._make_inner(
                 [
-                    {**settings(group), "params": [shard.master for shard in of_group]}
+                    {**settings(group), "params": [one.master for one in of_group if one.is_here]}
                     for group, of_group in zip(groups, slices, strict=True)
                 ]
             )
             self._built = False
             super().__init__(groups, self._inner.defaults)
+            self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         self._stage = stage
         self._max_grad_norm = max_grad_norm
-        self._states = SharedStates(self._shards)
-        self._stateless: set[ParameterSlice] = set()  # that do not begin with a state of zeros
+        self._states = SharedStates(self._shards, self._fresh_elsewhere)
+        self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
         models = [a.model for one in self._reducers for a in _attached_models(one)]
@@ -160,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, self._gather.close_quietly)
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
-            _owners[one] = weakref.ref(self)
+            _owners.setdefault(one, weakref.WeakSet()).add(self)
         self._word = SettingsWord(
             self._reducers,
             (optimizer_class.__name__, stage, max_grad_norm),
@@ -178,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _who(self) -> str:
         return who_of(one.name for one in getattr(self, "_reducers", ()))
 
-    def _place_of(self, parameter: torch.nn.Parameter) -> tuple[str, torch.nn.Parameter, Reducer]:
+    def _place_of(self, parameter: torch.nn.Parameter) -> Place:
         for reducer in self._reducers:
             for attachment in _attached_models(reducer):
                 name = attachment.name_of(parameter)
@@ -193,26 +219,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for reducer in self._reducers:
             if not any(owner is reducer for owner in owners):
                 refuse("parameters of every Reducer that require gradients", "a Reducer without; leave it out")
-            other = _owners.get(reducer)
-            if other is not None and other() is not None:
-                refuse(
-                    "a Reducer without an optimizer",
-                    "one that has a ShardedOptimizer already; close() that first",
-                )
 
     def close(self) -> None:
-        """Frees the Reducers for another optimizer. Waits for the parameters, which stay as they are,
+        """Frees the parameters for another optimizer. Waits for the parameters, which stay as they are,
         as do their states; a `step` is a UsageError from here on.
         """
         for reducer in self._reducers:
-            if self._owns(reducer):
-                del _owners[reducer]
+            _owners.get(reducer, weakref.WeakSet()).discard(self)
         self._word.close()
         self._gather.close()
 
     def _owns(self, reducer: Reducer) -> bool:
-        owner = _owners.get(reducer)
-        return owner is not None and owner() is self
+        return self in _owners.get(reducer, ())
 
     def __repr__(self) -> str:
         rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
@@ -239,7 +257,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if shard.has_own_master:
                 of_dtype.setdefault(shard.own.dtype, []).append(shard)
             else:
-                shard.master = torch.nn.Parameter(shard.own)
+                shard.master = torch.nn.Parameter(shard.shaped(shard.own))
         self._masters = [Masters(shards) for shards in of_dtype.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -249,13 +267,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's slice of a parameter in fp32, flat: what the optimizer updates. To be written
-        between steps; the whole parameter follows at the next one on every rank. Ask for it anew
-        after each step. Local. What somebody else has written to the parameter since the last step is
-        taken over at the next one.
+        """This rank's slice of a parameter in fp32, flat (with layout "whole" of the parameter's shape, on
+        the rank that has it): what the optimizer updates. To be written between steps; the whole
+        parameter follows at the next one on every rank. Ask for it anew after each step. Local. What
+        somebody else has written to the parameter since the last step is taken over at the next one.
         """
         self._bind_moved()
-        return self._find(parameter).master.detach()
+        one = self._find(parameter)
+        master = one.master.detach()
+        return master.view(parameter.shape) if one.is_whole and one.is_here else master
 
     @contextlib.contextmanager
     def whole_parameters(self, write_back: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -283,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self._reread_written()
                 for shard in self._shards:
-                    shard.master.copy_(shard.part_of(whole[shard.name]))
+                    shard.master.copy_(shard.shaped(shard.part_of(whole[shard.name])))
                 self._start_gather()
 
     # The others wait for this rank's slices.
@@ -314,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         steps = self._take_gradients()
         for reducer, step in zip(self._reducers, steps, strict=True):
-            if _taken.get(reducer) == step:
+            if self._has_taken(reducer, step):
                 refuse(
                     "gradients of a new step",
                     "those of the step before; end the step with last=True between two calls of step()",
@@ -330,8 +350,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._update()
                 elif self._max_grad_norm is not None:
                     self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
-            _taken.update(zip(self._reducers, steps, strict=True))
+            for reducer, step in zip(self._reducers, steps, strict=True):
+                self._take(reducer, step)
         return loss
+
+    def _has_taken(self, reducer: Reducer, step: int) -> bool:
+        taken, names = _taken.get(reducer, (-1, frozenset()))
+        return taken == step and not names.isdisjoint(self._names[reducer])
+
+    def _take(self, reducer: Reducer, step: int) -> None:
+        taken, names = _taken.get(reducer, (-1, frozenset()))
+        own = self._names[reducer]
+        _taken[reducer] = (step, own | names if taken == step else own)
 
     # Before other ranks wait for this one.
     def _require_usable(self) -> None:
@@ -390,7 +420,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._states.lend(self.state, self._inner.state)
         with self._without_unused() as unused:
             self._inner.step()
-        changed = self._states.take_back(self.state, self._inner.state)
+        changed = self._states.take_back(self.state, self._inner.state, set(unused))
         if self._begin_unused(unused) or changed:
             self._count_memory()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -413,19 +443,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # What no step has used yet gets a state that says so, where an optimizer begins with zeros: torch's
     # checkpoints look for what `state` has. Elsewhere it has none, as in torch.
     def _begin_unused(self, shards: Iterable[ParameterSlice]) -> bool:
-        without = {s for s in shards if not self.state.get(s.parameter)} - self._stateless
-        if not without:
-            return False
-        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        beginning = [s for s in shards if s.states.begins_with_zeros]
+        without = [shard for shard in beginning if not self.state.get(shard.parameter)]
         for shard in without:
-            group = group_of[id(shard.parameter)]
-            fresh = load_target(shard, self._make_inner, settings(group))
-            values = [torch.as_tensor(value) for key, value in fresh.items() if key != MASTER]
-            if "step" in fresh and not any(value.any() for value in values):
-                self.state[shard.parameter] = fresh
-            else:
-                self._stateless.add(shard)
-        return True
+            self.state[shard.parameter] = self._load_target(shard)
+        return bool(without)
+
+    # What a state has after a step, by keys, shapes and dtypes.
+    def _example(self, shard: ParameterSlice) -> dict[str, Any]:
+        options = settings(self._group_of[id(shard.parameter)])
+        key = (shard.inside_shape, repr(sorted(options.items())))
+        if key not in self._examples:
+            self._examples[key] = example_states(shard, self._make_inner, options)
+        return self._examples[key]
+
+    def _fresh_elsewhere(self, shard: ParameterSlice) -> dict[str, Any]:
+        return states_elsewhere(shard, self._example(shard))
+
+    # A state of no step. torch's checkpoints load into it.
+    def _load_target(self, shard: ParameterSlice) -> dict[str, Any]:
+        if not shard.is_here:
+            return self._fresh_elsewhere(shard)
+        options = settings(self._group_of[id(shard.parameter)])
+        return load_target(shard, self._make_inner, options)
 
     # For the Reducers' stats().
     def _count_memory(self) -> None:
@@ -486,7 +526,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise UsageError(f"zero: ShardedOptimizer: step: {text}") from None
         if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
             for shard in self._shards:
-                shard.gradient = shard.reducer.shard(shard.name)
+                shard.gradient = shard.shaped(shard.reducer.shard(shard.name))
                 if not shard.offloaded:
                     shard.master.grad = shard.gradient
             for masters in self._masters:
@@ -511,7 +551,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 continue
             shard.bind()
             if not shard.has_own_master:
-                shard.master.data = shard.own
+                shard.master.data = shard.shaped(shard.own)
             self._gather.rebind(shard)
         self._note_memory()
 
@@ -536,16 +576,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _has_untaken_step(self, reducer: Reducer) -> bool:
         step = reducer._handle.step_number()
-        return step not in (-1, _taken.get(reducer)) and not reducer._handle.step_dropped()
+        is_untaken = step != -1 and not self._has_taken(reducer, step)
+        return is_untaken and not reducer._handle.step_dropped()
 
     def _make_load_targets(self) -> None:
-        of_parameter = {id(shard.parameter): shard for shard in self._shards}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                shard = of_parameter.get(id(parameter))
-                target = shard and load_target(shard, self._make_inner, settings(group))
-                if target:
-                    self.state[parameter] = target
+        for shard in self._shards:
+            target = self._load_target(shard)
+            if target:
+                self.state[shard.parameter] = target
         self._are_targets = True
         self._count_memory()
 
@@ -578,7 +616,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        groups, states = loadable(state_dict, self.param_groups, self._shards)
+        groups, states = loadable(state_dict, self.param_groups, self._shards, self._example)
         self._gather.wait_all()  # it reads masters
         self._are_targets = False
         self.state.clear()
@@ -605,6 +643,38 @@ def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 def _attached_models(reducer: Reducer) -> list[ModelAttachment]:
     return [one for one in reducer._attachments if isinstance(one, ModelAttachment)]
+
+
+# Of each parameter.
+def _probed(
+    probe: OptimizerProbe, settings: dict[str, Any], places: Iterable[Place]
+) -> list[ProbedStates]:
+    on_slices = functools.cache(lambda: probe.on_slices(settings))
+    on_whole = functools.cache(lambda dimensions: probe.on_whole(settings, dimensions))
+    return [
+        on_whole(max(1, parameter.dim())) if reducer.layout == "whole" else on_slices()
+        for _, parameter, reducer in places
+    ]
+
+
+# A Reducer may have several optimizers, of other parameters each.
+def _require_free(places: Iterable[Place], stage: int, max_grad_norm: float | None) -> None:
+    places = list(places)
+    for reducer in {reducer: None for _, _, reducer in places}:
+        for other in _owners.get(reducer, ()):
+            for name, _, owner in places:
+                if owner is reducer and name in other._names[reducer]:
+                    refuse(
+                        "parameters without an optimizer",
+                        f"'{name}', which a ShardedOptimizer has already; close() that first",
+                    )
+            if other._stage != stage:
+                refuse(f"stage {other._stage}, as the Reducer's other optimizer has", str(stage))
+            if max_grad_norm is not None or other._max_grad_norm is not None:
+                refuse(
+                    "max_grad_norm=None where a Reducer has several optimizers",
+                    "a norm; call reducer.clip_grad_norm_(max_norm) before their steps",
+                )
 
 
 def _require_options(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,14 @@ class SharedStates:
     those of the step before, and looks up only where one was replaced.
     """
 
-    def __init__(self, slices: Sequence[ParameterSlice]) -> None:
+    def __init__(
+        self,
+        slices: Sequence[ParameterSlice],
+        fresh: Callable[[ParameterSlice], dict[str, Any]],
+    ) -> None:
         self._slices = slices
+        self._fresh = fresh  # what this rank has at first of a parameter that is on another one
+        self._elsewhere = [one for one in slices if not one.is_here]
         self._outside: list[Any] | None = None  # as the last step left them
         self._inside: list[Any] | None = None
 
@@ -34,14 +40,15 @@ class SharedStates:
         self._inside = None
         for one in self._slices:
             state = outside.get(one.parameter)
-            if state:
+            if state and one.is_here:
                 inside[one.master] = state
             elif self._outside is not None:  # cleared since the last step
                 inside.pop(one.master, None)
 
-    def take_back(self, outside: Any, inside: Any) -> bool:
+    def take_back(self, outside: Any, inside: Any, unused: Collection[ParameterSlice]) -> bool:
         """Gives users the states that the optimizer inside has updated. False: the same as before."""
-        if self._inside is not None and _are_same(inside.values(), self._inside):
+        is_new = self._begin_elsewhere(outside, unused)
+        if not is_new and self._inside is not None and _are_same(inside.values(), self._inside):
             return False
         for one in self._slices:
             state = inside.get(one.master)
@@ -53,6 +60,52 @@ class SharedStates:
         self._outside, self._inside = [*outside.values()], [*inside.values()]
         return True
 
+    # Where the rank that has a parameter begins with a state, the others do, too.
+    def _begin_elsewhere(self, outside: Any, unused: Collection[ParameterSlice]) -> bool:
+        is_new = False
+        for one in self._elsewhere:
+            if one not in unused and not outside.get(one.parameter):
+                state = self._fresh(one)
+                if state:
+                    outside[one.parameter] = state
+                    is_new = True
+        return is_new
+
+
+def example_states(
+    one: ParameterSlice, make: Callable[[list[dict[str, Any]]], Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of a parameter of its shape after a step of zeros, of which the values say nothing: without
+    memory where the optimizer works so. `make` makes an optimizer of parameter groups.
+    """
+    for device in ("meta", str(one.master.device)):
+        parameter = torch.nn.Parameter(torch.zeros(one.inside_shape, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer = make([{**settings, "params": [parameter]}])
+            optimizer.step()
+        except Exception:  # whatever a class raises that looks at values
+            if device != "meta":
+                raise
+            continue
+        return dict(optimizer.state.get(parameter, {}))
+    return {}
+
+
+def states_elsewhere(one: ParameterSlice, like: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank has of the states of a parameter that is whole on another one: of each tensor no
+    elements, so that torch's checkpoints find the same ones on every rank. `like` has such tensors.
+    """
+    state: dict[str, Any] = {}
+    for key, value in like.items():
+        if isinstance(value, torch.Tensor) and key != MASTER:
+            nothing = torch.empty(0, dtype=value.dtype, device=one.master.device)
+            shape = one.parameter.shape if value.shape == one.inside_shape else value.shape
+            state[key] = FlatSlice(nothing, shape, 0)
+    if one.is_rounded:
+        state[MASTER] = one.master.detach()
+    return state
+
 
 def _are_same(states: Any, known: list[Any]) -> bool:
     return len(states) == len(known) and all(map(operator.is_, states, known))
@@ -62,7 +115,8 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
     """Of the states, and of masters and what goes with them."""
     kept = 0
     for key, value in state.items():
-        kept += value.nbytes if key != MASTER and isinstance(value, torch.Tensor) else 0
+        if key != MASTER and isinstance(value, torch.Tensor):
+            kept += 0 if isinstance(value, FlatSlice) else value.nbytes
     if one.has_own_master:  # and what it was rounded to, and an offloaded gradient
         kept += one.count * (4 + one.own.itemsize + 4 * one.offloaded)
     return kept
@@ -77,7 +131,7 @@ def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any
         saved.setdefault(MASTER, one.master.detach())
     for key, value in saved.items():
         if isinstance(value, torch.Tensor) and value.shape == one.master.shape:
-            saved[key] = FlatSlice(value, one.parameter.shape, one.offset)
+            saved[key] = FlatSlice(value.reshape(-1), one.parameter.shape, one.offset)
         elif isinstance(value, torch.Tensor):
             saved[key] = value.clone()  # a load writes into it
     return saved
@@ -89,10 +143,13 @@ def loaded_states(one: ParameterSlice, state: Any, on_device: bool) -> dict[str,
     """
     if not isinstance(state, Mapping):
         refuse(f"the states of '{one.name}' by name", f"an object of type {type(state).__name__}")
-    loaded = {key: _loaded(one, key, value, on_device) for key, value in state.items()}
+    if one.is_here:
+        loaded = {key: _loaded(one, key, value, on_device) for key, value in state.items()}
+    else:
+        loaded = states_elsewhere(one, state)
     if not one.is_rounded:
         loaded.pop(MASTER, None)
-    if is_unused(loaded):
+    if is_unused(state):
         loaded = {key: value for key, value in loaded.items() if key == MASTER}
     return loaded
 
@@ -100,15 +157,18 @@ def loaded_states(one: ParameterSlice, state: Any, on_device: bool) -> dict[str,
 def is_unused(state: Mapping[str, Any]) -> bool:
     """Whether a state says that no step was made."""
     step = state.get("step")
-    return step is not None and float(step) == 0.0
+    return step is not None and not isinstance(step, FlatSlice) and float(step) == 0.0
+
+
+def is_missing(state: Mapping[str, Any]) -> bool:
+    """Whether there is none but for the master."""
+    return not set(state) - {MASTER}
 
 
 def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:
     if isinstance(value, FlatSlice):
         shape, place, part = value.shape, (value.offset, value.to_local().numel()), value.to_local()
-    elif isinstance(value, torch.Tensor) and (
-        value.dim() > 0 or key == MASTER or key in one.states.elementwise
-    ):
+    elif isinstance(value, torch.Tensor) and _has_elements(one, key, value):
         shape, place = value.shape, (one.offset, one.count)
         part = one.part_of(value) if shape == one.parameter.shape else value
     else:
@@ -116,7 +176,8 @@ def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:
             value = torch.tensor(float(value))
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        return value.to(one.master.device if on_device else value.device, copy=True)
+        follows = on_device or value.dim() > 0
+        return value.to(one.master.device if follows else value.device, copy=True)
     if shape != one.parameter.shape or place != (one.offset, one.count):
         got = f"{tuple(shape)}"
         if isinstance(value, FlatSlice):
@@ -127,16 +188,39 @@ def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:
             f"{got}; load what full_state_dict() gave, this rank's own state_dict() of the same "
             "mesh, or by torch.distributed.checkpoint",
         )
-    return part.to(one.master.device, torch.float32, copy=True)
+    dtype = torch.float32 if value.dtype.is_floating_point else value.dtype
+    return one.shaped(part.to(one.master.device, dtype, copy=True))
 
 
-def require_alike(group: Sequence[tuple[ParameterSlice, Mapping[str, Any]]]) -> None:
-    """UsageError where the parameters of a group have different states."""
-    if not any(set(state) - {MASTER} for _, state in group):
+# For each of the parameter's.
+def _has_elements(one: ParameterSlice, key: str, value: torch.Tensor) -> bool:
+    if one.is_whole and key != MASTER:  # an optimizer may have matrices of other sides
+        fits = value.shape == one.parameter.shape
+        return fits and (value.dim() > 0 or key in one.states.elementwise)
+    return value.dim() > 0 or key == MASTER or key in one.states.elementwise
+
+
+def require_alike(
+    group: Sequence[tuple[ParameterSlice, Mapping[str, Any]]],
+    expected: Callable[[ParameterSlice], Mapping[str, Any]],
+) -> None:
+    """UsageError where the parameters of a group have different states; a whole one, where it has others
+    than `expected` of it.
+    """
+    if all(is_missing(state) for _, state in group):
         return
-    first, wanted = max(group, key=lambda each: len(each[1]))
+    first, most = max(group, key=lambda each: len(each[1]))
     for one, state in group:
-        if set(state) - {MASTER} != set(wanted) - {MASTER}:
+        if one.is_whole:
+            wanted = {
+                key for key, value in expected(one).items()
+                if one.is_here or isinstance(value, torch.Tensor)
+            }
+            is_part = not wanted <= set(state)
+        else:
+            wanted = set(most)
+            is_part = set(state) - {MASTER} != wanted - {MASTER}
+        if is_part:
             _refuse_part(one, state, wanted, first)
     rounded = [each for each in group if each[0].is_rounded]
     for one, state in rounded:
@@ -146,8 +230,9 @@ def require_alike(group: Sequence[tuple[ParameterSlice, Mapping[str, Any]]]) -> 
 
 def _refuse_part(one: ParameterSlice, got: Any, wanted: Any, first: ParameterSlice) -> None:
     wanted = set(wanted) if one.is_rounded else set(wanted) - {MASTER}
+    like = "" if one is first else f", as of '{first.name}'"
     refuse(
-        f"states {sorted(wanted)} of '{one.name}', as of '{first.name}'",
+        f"states {sorted(wanted)} of '{one.name}'{like}",
         f"{sorted(got)}; load a state dict that is complete",
     )
 

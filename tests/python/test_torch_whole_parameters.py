@@ -1,0 +1,539 @@
+"""layout="whole": optimizers of whole matrices, several optimizers of one Reducer, their checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import Launcher
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import hsdp
+from hsdp.zero import ShardedOptimizer
+
+STEPS = 4
+
+
+class Shampoo(torch.optim.Optimizer):
+    """A whole-matrix optimizer with states of other sides than the parameter's, and a number."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(
+                        left=torch.eye(p.shape[0]), right=torch.eye(p.shape[1]),
+                        momentum=torch.zeros_like(p), count=0, scale=torch.tensor(1.0),
+                    )
+                state["count"] += 1
+                state["scale"] *= 0.5
+                state["left"] += p.grad @ p.grad.T
+                state["right"] += p.grad.T @ p.grad
+                update = torch.linalg.solve(state["left"], p.grad) @ torch.linalg.inv(state["right"])
+                state["momentum"].mul_(0.9).add_(update)
+                p.sub_(state["momentum"], alpha=group["lr"] / (state["count"] + state["scale"]))
+
+
+class Late(torch.optim.Optimizer):
+    """As SOAP: lists as states, a first step that is not counted, and other states for large matrices."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.tensor(0.0), sums=[torch.zeros(n) for n in p.shape])
+                    if p.numel() > 35:
+                        state["large"] = torch.zeros(3, dtype=torch.float64)
+                    continue
+                state["step"] += 1
+                for side, total in enumerate(state["sums"]):
+                    total += p.grad.sum(1 - side)
+                if "large" in state:
+                    state["large"] += 1
+                scale = sum(float(total.abs().sum()) for total in state["sums"]) + 1.0
+                p.sub_(p.grad, alpha=group["lr"] / scale / float(state["step"]))
+
+
+class Odd(torch.optim.SGD):
+    """A state that another rank cannot make."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["odd"] = object()
+
+
+class Mixing(torch.optim.SGD):
+    """Scales all updates by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
+        for grad in grads:
+            grad /= norm
+        super().step()
+
+
+MATRICES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "muon": (torch.optim.Muon, {"lr": 0.02}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.02}),
+    "shampoo": (Shampoo, {}),
+    "late": (Late, {}),
+}
+ANY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adafactor": MATRICES["adafactor"],
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "nadam": (torch.optim.NAdam, {}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
+class Model(nn.Module):
+    """Matrices, one of them transposed in memory, and with `rest` a bias and a scalar."""
+
+    def __init__(self, dtype: torch.dtype, rest: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        for i, shape in enumerate([(6, 5), (4, 4), (5, 9), (3, 20)]):
+            self.register_parameter(f"matrix{i}", nn.Parameter(torch.randn(shape).to(dtype)))
+        self.register_parameter("wide", nn.Parameter(torch.randn(6, 5).to(dtype).t()))
+        if rest:
+            self.register_parameter("bias", nn.Parameter(torch.randn(7).to(dtype)))
+            self.register_parameter("gain", nn.Parameter(torch.tensor(1.5).to(dtype)))
+
+
+def gradient(p: torch.Tensor, seed: int) -> torch.Tensor:
+    """Whole numbers, whose sums and means over two or four ranks are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return (4 * torch.randint(-4, 5, p.shape, generator=generator)).to(p.dtype)
+
+
+def assign(model: nn.Module, step: int, rank: int) -> None:
+    for i, p in enumerate(model.parameters()):
+        p.grad = gradient(p, 1000 * step + 10 * i + rank)
+
+
+def assign_mean(model: nn.Module, step: int, size: int) -> None:
+    for i, p in enumerate(model.parameters()):
+        mean = sum(gradient(p, 1000 * step + 10 * i + rank).float() for rank in range(size)) / size
+        p.grad = mean.to(p.dtype)
+
+
+def masters_of(model: Model) -> Model:
+    """What one process would train: fp32, of the values of the 16-bit ones."""
+    alone = Model(torch.float32, hasattr(model, "bias"))
+    for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+        p.data = q.detach().float().contiguous()
+    return alone
+
+
+def step_of(reducer: hsdp.Reducer, model: nn.Module, step: int) -> None:
+    with reducer.microbatch(last=True):
+        assign(model, step, reducer.mesh.rank)
+
+
+def run_beside_one(replicate: int, shard: int, stage: int) -> list[str]:
+    torch.set_num_threads(1)
+    equal = []
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        for rest, optimizers in ((False, MATRICES), (True, ANY)):
+            for name, (cls, options) in optimizers.items():
+                for dtype in (torch.float32, torch.bfloat16):
+                    model = Model(dtype, rest)
+                    alone = masters_of(model)
+                    reducer = hsdp.Reducer(mesh, layout="whole", bucket_bytes=256)
+                    reducer.attach(model)
+                    optimizer = ShardedOptimizer(cls, model, reducer, stage=stage, **options)
+                    reference = cls(alone.parameters(), **options)
+                    for step in range(STEPS):
+                        step_of(reducer, model, step)
+                        reducer.shard("wide")  # waits
+                        before = reducer.stats()
+                        optimizer.step()
+                        after = reducer.stats()
+                        assert after.reduce_scatter_count == before.reduce_scatter_count
+                        assert after.all_reduce_count == before.all_reduce_count
+                        assert after.all_gather_count == before.all_gather_count
+                        assign_mean(alone, step, mesh.size)
+                        reference.step()
+                        for (key, p), q in zip(
+                            model.named_parameters(), alone.parameters(), strict=True
+                        ):
+                            assert torch.equal(p, q.to(dtype)), (name, key, step)
+                    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                        here = optimizer.master(p)
+                        assert here.numel() in (0, p.numel())
+                        if here.numel() > 0:
+                            assert torch.equal(here.reshape(q.shape), q)
+                    equal.append(f"{name} {dtype}")
+                    reducer.close()
+    return equal
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "stage"), [(1, 1, 2), (1, 2, 1), (2, 2, 2), (1, 4, 2)]
+)
+def test_values_are_those_of_one_process(
+    ranks: Launcher, replicate: int, shard: int, stage: int
+) -> None:
+    found = ranks(replicate * shard, run_beside_one, replicate, shard, stage)
+    assert [len(each) for each in found] == [2 * (len(MATRICES) + len(ANY))] * replicate * shard
+
+
+class Run:
+    """A model in training, by one optimizer of whole matrices and maybe another for the rest."""
+
+    def __init__(
+        self, mesh: hsdp.Mesh, name: str, dtype: str, layout: str = "whole", **options: Any
+    ) -> None:
+        torch.set_num_threads(1)
+        self.mesh = mesh
+        self.model = Model(getattr(torch, dtype), name in ANY)
+        self.reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256, missing="zero")
+        self.reducer.attach(self.model)
+        cls, own = {**MATRICES, **ANY}[name]
+        self.optimizer = ShardedOptimizer(cls, self.model, self.reducer, **{**own, **options})
+
+    def step(self, seed: int, size: int) -> None:
+        """As `size` ranks together; exact, so it is the same on every mesh."""
+        with self.reducer.microbatch(last=True):
+            if size == self.mesh.size:
+                assign(self.model, seed, self.mesh.rank)
+            else:
+                assign_mean(self.model, seed, size)
+            if seed == 1:
+                self.model.matrix0.grad = None  # no rank uses it in that step
+        self.optimizer.step()
+
+    def values(self) -> list[Any]:
+        return [p.detach().float().tolist() for p in self.model.parameters()]
+
+
+def join_torch(mesh: hsdp.Mesh, store: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=mesh.size
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+SAVED = [(name, dtype) for name in {**MATRICES, **ANY} for dtype in ("float32", "bfloat16")]
+
+
+def run_save(folder: str) -> list[Any]:
+    """The weights after a further step, and those of a run that has loaded what is before it."""
+    values = []
+    with hsdp.init_mesh(2, 2) as mesh:
+        join_torch(mesh, f"{folder}/saves")
+        for name, dtype in SAVED:
+            run = Run(mesh, name, dtype)
+            for seed in range(3):
+                run.step(seed, 4)
+            states = get_optimizer_state_dict(run.model, run.optimizer)
+            dcp.save(states, checkpoint_id=f"{folder}/{name}_{dtype}")
+            weights = copy.deepcopy(run.model.state_dict())
+            full = run.optimizer.full_state_dict()
+            again = Run(mesh, name, dtype, lr=7.0)
+            again.model.load_state_dict(weights)
+            again.optimizer.load_state_dict(run.optimizer.state_dict())  # this rank's own
+            for each in (run, again):
+                each.step(3, 4)
+                values.append(each.values())
+                each.reducer.close()
+            if mesh.rank == 0:
+                torch.save((weights, full, values[-1]), f"{folder}/{name}_{dtype}.pt")
+        dist.destroy_process_group()
+    return values
+
+
+def run_load(folder: str, replicate: int, shard: int, layout: str) -> int:
+    loaded = 0
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        join_torch(mesh, f"{folder}/loads_{replicate}_{shard}_{layout}")
+        for name, dtype in SAVED:
+            if layout != "whole" and name in MATRICES:
+                continue
+            weights, full, want = torch.load(f"{folder}/{name}_{dtype}.pt")
+            for whole in (False, True):
+                run = Run(mesh, name, dtype, layout, lr=7.0)
+                run.model.load_state_dict(weights)
+                if whole:
+                    run.optimizer.load_state_dict(full)
+                else:
+                    states = get_optimizer_state_dict(run.model, run.optimizer)
+                    dcp.load(states, checkpoint_id=f"{folder}/{name}_{dtype}")
+                    set_optimizer_state_dict(run.model, run.optimizer, states)
+                found = run.optimizer.full_state_dict()
+                assert found["param_groups"] == full["param_groups"], name
+                assert found["state"].keys() == full["state"].keys(), name
+                for number, state in full["state"].items():
+                    other = found["state"][number]
+                    assert state.keys() == other.keys(), (name, number)
+                    for key in state:
+                        assert same(other[key], state[key]), (name, number, key)
+                run.step(3, 4)
+                assert run.values() == want, name
+                loaded += 1
+                run.reducer.close()
+        dist.destroy_process_group()
+    return loaded
+
+
+def test_every_mesh_loads_what_another_saved(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
+    values = ranks(4, run_save, folder)
+    assert values == [values[0]] * 4
+    assert values[0][::2] == values[0][1::2]
+    for replicate, shard in ((1, 4), (4, 1), (1, 1), (2, 2)):
+        found = ranks(replicate * shard, run_load, folder, replicate, shard, "whole")
+        assert found == [2 * len(SAVED)] * replicate * shard
+    assert ranks(3, run_load, folder, 1, 3, "flat") == [2 * 6] * 3
+
+
+def run_plain(folder: str) -> int:
+    """One process's optimizer goes on from what ranks saved, and they from what it has."""
+    torch.set_num_threads(1)
+    equal = 0
+    with hsdp.init_mesh(1, 2) as mesh:
+        for name in {**MATRICES, **ANY}:
+            run = Run(mesh, name, "float32")
+            cls, options = {**MATRICES, **ANY}[name]
+            for seed in range(3):
+                run.step(seed, 2)
+            alone = Model(torch.float32, name in ANY)
+            alone.load_state_dict(run.model.state_dict())
+            reference = cls(alone.parameters(), **options)
+            reference.load_state_dict(run.optimizer.full_state_dict())
+            run.step(3, 2)
+            assign_mean(alone, 3, 2)
+            reference.step()
+            run.optimizer.load_state_dict(reference.state_dict())
+            run.step(4, 2)
+            assign_mean(alone, 4, 2)
+            reference.step()
+            for p, q in zip(run.model.parameters(), alone.parameters(), strict=True):
+                assert torch.equal(p, q), name
+                equal += 1
+            run.reducer.close()
+    return equal
+
+
+def test_into_the_unsharded_optimizer_and_back(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    assert ranks(2, run_plain, str(tmp_path)) == [3 * 5 + 4 * 7] * 2
+
+
+def run_never_used(folder: str) -> int:
+    """Of some optimizers a parameter that no step has used has a state, of others none."""
+    torch.set_num_threads(1)
+    loaded = 0
+    with hsdp.init_mesh(1, 2) as mesh:
+        join_torch(mesh, f"{folder}/store")
+        for name, dtype in SAVED:
+            run = Run(mesh, name, dtype)
+            for seed in range(2):
+                with run.reducer.microbatch(last=True):
+                    assign(run.model, seed, mesh.rank)
+                    run.model.matrix1.grad = run.model.matrix2.grad = None
+                run.optimizer.step()
+            full = run.optimizer.full_state_dict()
+            again = Run(mesh, name, dtype, lr=7.0)
+            again.model.load_state_dict(run.model.state_dict())
+            states = [full, run.optimizer.state_dict()]
+            if name in ("muon", "adamw", "sgd"):  # a state of zeros is as good as none
+                dcp.save(get_optimizer_state_dict(run.model, run.optimizer),
+                         checkpoint_id=f"{folder}/{name}_{dtype}")
+                wanted = get_optimizer_state_dict(again.model, again.optimizer)
+                dcp.load(wanted, checkpoint_id=f"{folder}/{name}_{dtype}")
+                set_optimizer_state_dict(again.model, again.optimizer, wanted)
+                states.append(again.optimizer.state_dict())
+            for state in states:
+                again.optimizer.load_state_dict(state)
+                other = again.optimizer.full_state_dict()
+                assert other["state"].keys() == full["state"].keys(), name
+                for number, of_one in full["state"].items():
+                    assert of_one.keys() == other["state"][number].keys(), (name, number)
+                    for key, value in of_one.items():
+                        assert same(other["state"][number][key], value), (name, number, key)
+                loaded += 1
+            for each in (run, again):
+                each.step(3, 2)
+            assert run.values() == again.values(), name
+            run.reducer.close()
+            again.reducer.close()
+        dist.destroy_process_group()
+    return loaded
+
+
+def test_parameters_that_were_never_used(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    assert ranks(2, run_never_used, str(tmp_path)) == [2 * len(SAVED) + 6] * 2
+
+
+def run_odd() -> list[str]:
+    with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
+        model = nn.ParameterList([torch.zeros(3, 10)])
+        reducer = hsdp.Reducer(mesh, layout="whole")
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(Odd, model, reducer, lr=0.1)
+        step_of(reducer, model, 0)
+        optimizer.step()
+        with pytest.raises(hsdp.UsageError) as error:
+            optimizer.full_state_dict()
+        step_of(reducer, model, 1)  # all go on
+        optimizer.step()
+        return [str(error.value)]
+
+
+def test_states_that_cannot_be_gathered(ranks: Launcher) -> None:
+    for (text,) in ranks(2, run_odd):
+        assert "lists of them, got 'odd' of '0', an object of type object" in text
+
+
+def split(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return matrices, [p for p in model.parameters() if p.dim() != 2]
+
+
+def run_two(layout: str, scales: bool) -> list[float]:
+    """Muon for matrices, AdamW for the rest."""
+    torch.set_num_threads(1)
+    with hsdp.init_mesh(1, 2) as mesh:
+        model, alone = Model(torch.float32, True), Model(torch.float32, True)
+        if layout == "flat":  # of slices: both elementwise
+            classes = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01})]
+        else:
+            classes = [(torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01})]
+        reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256)
+        reducer.attach(model)
+        optimizers = [
+            ShardedOptimizer(cls, params, reducer, **options)
+            for (cls, options), params in zip(classes, split(model), strict=True)
+        ]
+        references = [
+            cls(params, **options)
+            for (cls, options), params in zip(classes, split(alone), strict=True)
+        ]
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
+        norms = []
+        for step in range(STEPS):
+            with reducer.microbatch(last=True):
+                assign(model, step, mesh.rank)
+                for p in model.parameters():
+                    p.grad *= float(scaler.scale(torch.ones(())))
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            norms.append(float(reducer.clip_grad_norm_(3.0)))
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                assert not optimizer.step_was_skipped
+            scaler.update()
+            assign_mean(alone, step, mesh.size)
+            coefficient = min(1.0, 3.0 / (norms[-1] + 1e-6))
+            for q in alone.parameters():
+                q.grad = q.grad * torch.tensor(coefficient)
+            for reference in references:
+                reference.step()
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), (name, step)
+        states = [optimizer.full_state_dict() for optimizer in optimizers]
+        assert [len(state["state"]) for state in states] == (
+            [0 if layout == "flat" else 5, 2]
+        )
+        optimizers[0].close()
+        with reducer.microbatch(last=True):
+            assign(model, STEPS, mesh.rank)
+        before = [p.detach().clone() for p in split(model)[0]]
+        optimizers[1].step()
+        assert all(map(torch.equal, split(model)[0], before))
+        again = ShardedOptimizer(torch.optim.SGD, split(model)[0], reducer, lr=0.1)
+        again.step()  # the first one has not taken these gradients
+        assert not any(map(torch.equal, split(model)[0], before))
+        return norms
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("layout", ["flat", "whole"])
+def test_two_optimizers_of_one_reducer(ranks: Launcher, layout: str, scales: bool) -> None:
+    one, other = ranks(2, run_two, layout, scales)
+    assert one == other and len(one) == STEPS
+
+
+@pytest.fixture
+def mesh() -> Iterator[hsdp.Mesh]:
+    with hsdp.init_mesh() as mesh:
+        yield mesh
+
+
+def test_what_is_refused(mesh: hsdp.Mesh) -> None:
+    model = Model(torch.float32, True)
+    reducer = hsdp.Reducer(mesh, layout="whole")
+    reducer.attach(model)
+    matrices, rest = split(model)
+
+    def refused(cls: Any, params: Any, **options: Any) -> str:
+        with pytest.raises(hsdp.UsageError) as error:
+            ShardedOptimizer(cls, params, reducer, **options)
+        return str(error.value)
+
+    got = refused(torch.optim.Muon, model)
+    assert "each of its parameters of 1 dimension by itself, got Muon, which raised ValueError" in got
+    assert "give it those that it takes, and the others to another ShardedOptimizer" in got
+    assert "which gives a parameter other values beside another one" in refused(Mixing, matrices, lr=1.0)
+    assert "raised TypeError" in refused(torch.optim.LBFGS, matrices)
+    muon = ShardedOptimizer(torch.optim.Muon, matrices, reducer)
+    assert "'matrix0', which a ShardedOptimizer has already" in refused(torch.optim.AdamW, model)
+    assert "stage 2, as the Reducer's other optimizer has, got 1" in refused(
+        torch.optim.AdamW, rest, stage=1
+    )
+    assert "reducer.clip_grad_norm_(max_norm) before" in refused(
+        torch.optim.AdamW, rest, max_grad_norm=1.0
+    )
+    adamw = ShardedOptimizer(torch.optim.AdamW, rest, reducer)
+    with reducer.microbatch(last=True):
+        assign(model, 0, 0)
+    muon.step()
+    with pytest.raises(hsdp.UsageError, match="last=True between two calls"):
+        muon.step()
+    adamw.step()
+
+
+def run_text() -> str:
+    with hsdp.init_mesh(1, 2) as mesh:
+        reducer = hsdp.Reducer(mesh, layout="whole")
+        model = nn.ParameterList([torch.zeros(30, 10), torch.zeros(10, 10), torch.zeros(10, 10)])
+        reducer.attach(model)
+        assert reducer.balance() == hsdp.Balance(1.2, 1.2)
+        return repr(reducer)
+
+
+def test_it_says_how_even_it_is(ranks: Launcher) -> None:
+    for text in ranks(2, run_text):
+        assert "layout whole, most on a rank 1.20 of the mean, traffic 1.20" in text

@@ -70,7 +70,7 @@ def _share_whole(
     for one in slices:
         number = number_of[id(one.parameter)]
         state = states.pop(number, {})
-        if not one.is_here and one.parameter.numel() > 0:
+        if not one.is_here and one.parameter.numel() > 0:  # what has no elements is nobody's
             continue
         for key, value in state.items():
             own.append((number, key, _unsliced(value)))
@@ -89,7 +89,12 @@ def _share_whole(
 
 
 def _unsliced(value: Any) -> Any:
-    return value.to_local().reshape(value.shape) if isinstance(value, FlatSlice) else value
+    if not isinstance(value, FlatSlice):
+        return value
+    local = value.to_local()
+    if local.numel() < value.numel():  # beside a parameter without elements
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return local.reshape(value.shape)
 
 
 # As JSON. None: none that another rank can make.

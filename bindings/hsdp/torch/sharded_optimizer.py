@@ -175,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         self._stage = stage
         self._max_grad_norm = max_grad_norm
-        self._states = SharedStates(self._shards, self._fresh_elsewhere)
+        self._states = SharedStates(self._shards)
         self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
@@ -420,7 +420,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._states.lend(self.state, self._inner.state)
         with self._without_unused() as unused:
             self._inner.step()
-        changed = self._states.take_back(self.state, self._inner.state, set(unused))
+        changed = self._states.take_back(
+            self.state, self._inner.state, set(unused), self._fresh_elsewhere
+        )
         if self._begin_unused(unused) or changed:
             self._count_memory()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):

@@ -22,13 +22,8 @@ class SharedStates:
     those of the step before, and looks up only where one was replaced.
     """
 
-    def __init__(
-        self,
-        slices: Sequence[ParameterSlice],
-        fresh: Callable[[ParameterSlice], dict[str, Any]],
-    ) -> None:
+    def __init__(self, slices: Sequence[ParameterSlice]) -> None:
         self._slices = slices
-        self._fresh = fresh  # what this rank has at first of a parameter that is on another one
         self._elsewhere = [one for one in slices if not one.is_here]
         self._outside: list[Any] | None = None  # as the last step left them
         self._inside: list[Any] | None = None
@@ -45,9 +40,17 @@ class SharedStates:
             elif self._outside is not None:  # cleared since the last step
                 inside.pop(one.master, None)
 
-    def take_back(self, outside: Any, inside: Any, unused: Collection[ParameterSlice]) -> bool:
-        """Gives users the states that the optimizer inside has updated. False: the same as before."""
-        is_new = self._begin_elsewhere(outside, unused)
+    def take_back(
+        self,
+        outside: Any,
+        inside: Any,
+        unused: Collection[ParameterSlice],
+        fresh: Callable[[ParameterSlice], dict[str, Any]],
+    ) -> bool:
+        """Gives users the states that the optimizer inside has updated. False: the same as before.
+        `fresh`: what this rank has at first of a parameter that is whole on another one.
+        """
+        is_new = self._begin_elsewhere(outside, unused, fresh)
         if not is_new and self._inside is not None and _are_same(inside.values(), self._inside):
             return False
         for one in self._slices:
@@ -61,11 +64,16 @@ class SharedStates:
         return True
 
     # Where the rank that has a parameter begins with a state, the others do, too.
-    def _begin_elsewhere(self, outside: Any, unused: Collection[ParameterSlice]) -> bool:
+    def _begin_elsewhere(
+        self,
+        outside: Any,
+        unused: Collection[ParameterSlice],
+        fresh: Callable[[ParameterSlice], dict[str, Any]],
+    ) -> bool:
         is_new = False
         for one in self._elsewhere:
             if one not in unused and not outside.get(one.parameter):
-                state = self._fresh(one)
+                state = fresh(one)
                 if state:
                     outside[one.parameter] = state
                     is_new = True

@@ -24,7 +24,7 @@ class SharedStates:
 
     def __init__(self, slices: Sequence[ParameterSlice]) -> None:
         self._slices = slices
-        self._elsewhere = [one for one in slices if not one.is_here]
+        self._without: list[ParameterSlice] = []  # whole on another rank, and not seen with a state
         self._outside: list[Any] | None = None  # as the last step left them
         self._inside: list[Any] | None = None
 
@@ -33,6 +33,7 @@ class SharedStates:
         if self._outside is not None and _are_same(outside.values(), self._outside):
             return
         self._inside = None
+        self._without = [one for one in self._slices if not one.is_here]
         for one in self._slices:
             state = outside.get(one.parameter)
             if state and one.is_here:
@@ -70,13 +71,18 @@ class SharedStates:
         unused: Collection[ParameterSlice],
         fresh: Callable[[ParameterSlice], dict[str, Any]],
     ) -> bool:
+        still = []
         is_new = False
-        for one in self._elsewhere:
-            if one not in unused and not outside.get(one.parameter):
+        for one in self._without:
+            has_state = bool(outside.get(one.parameter))
+            if not has_state and one not in unused:
                 state = fresh(one)
                 if state:
                     outside[one.parameter] = state
-                    is_new = True
+                    has_state = is_new = True
+            if not has_state:
+                still.append(one)
+        self._without = still
         return is_new
 
 

@@ -21,58 +21,57 @@ from hsdp.zero import ShardedOptimizer
 STEPS = 4
 
 
-class Shampoo(torch.optim.Optimizer):
+class OneByOne(torch.optim.Optimizer):
+    """Updates each matrix by itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self, p: Any, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, self.state[p], group["lr"])
+
+
+class Shampoo(OneByOne):
     """A whole-matrix optimizer with states of other sides than the parameter's, and a number."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(
-                        left=torch.eye(p.shape[0]), right=torch.eye(p.shape[1]),
-                        momentum=torch.zeros_like(p), count=0, scale=torch.tensor(1.0),
-                    )
-                state["count"] += 1
-                state["scale"] *= 0.5
-                state["left"] += p.grad @ p.grad.T
-                state["right"] += p.grad.T @ p.grad
-                update = torch.linalg.solve(state["left"], p.grad) @ torch.linalg.inv(state["right"])
-                state["momentum"].mul_(0.9).add_(update)
-                p.sub_(state["momentum"], alpha=group["lr"] / (state["count"] + state["scale"]))
+    def update(self, p: Any, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state.update(
+                left=torch.eye(p.shape[0]), right=torch.eye(p.shape[1]),
+                momentum=torch.zeros_like(p), count=0, scale=torch.tensor(1.0),
+            )
+        state["count"] += 1
+        state["scale"] *= 0.5
+        state["left"] += p.grad @ p.grad.T
+        state["right"] += p.grad.T @ p.grad
+        update = torch.linalg.solve(state["left"], p.grad) @ torch.linalg.inv(state["right"])
+        state["momentum"].mul_(0.9).add_(update)
+        p.sub_(state["momentum"], alpha=lr / (state["count"] + state["scale"]))
 
 
-class Late(torch.optim.Optimizer):
+class Late(OneByOne):
     """As SOAP: lists as states, a first step that is not counted, and other states for large matrices."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=torch.tensor(0.0), sums=[torch.zeros(n) for n in p.shape])
-                    if p.numel() > 35:
-                        state["large"] = torch.zeros(3, dtype=torch.float64)
-                    continue
-                state["step"] += 1
-                for side, total in enumerate(state["sums"]):
-                    total += p.grad.sum(1 - side)
-                if "large" in state:
-                    state["large"] += 1
-                scale = sum(float(total.abs().sum()) for total in state["sums"]) + 1.0
-                p.sub_(p.grad, alpha=group["lr"] / scale / float(state["step"]))
+    def update(self, p: Any, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state.update(step=torch.tensor(0.0), sums=[torch.zeros(n) for n in p.shape])
+            if p.numel() > 35:
+                state["large"] = torch.zeros(3, dtype=torch.float64)
+            return
+        state["step"] += 1
+        for side, total in enumerate(state["sums"]):
+            total += p.grad.sum(1 - side)
+        if "large" in state:
+            state["large"] += 1
+        scale = sum(float(total.abs().sum()) for total in state["sums"]) + 1.0
+        p.sub_(p.grad, alpha=lr / scale / float(state["step"]))
 
 
 class Odd(torch.optim.SGD):
@@ -246,6 +245,15 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def require_same_states(found: dict[str, Any], full: dict[str, Any], name: str) -> None:
+    assert found["state"].keys() == full["state"].keys(), name
+    for number, state in full["state"].items():
+        other = found["state"][number]
+        assert state.keys() == other.keys(), (name, number)
+        for key in state:
+            assert same(other[key], state[key]), (name, number, key)
+
+
 SAVED = [(name, dtype) for name in {**MATRICES, **ANY} for dtype in ("float32", "bfloat16")]
 
 
@@ -294,12 +302,7 @@ def run_load(folder: str, replicate: int, shard: int, layout: str) -> int:
                     set_optimizer_state_dict(run.model, run.optimizer, states)
                 found = run.optimizer.full_state_dict()
                 assert found["param_groups"] == full["param_groups"], name
-                assert found["state"].keys() == full["state"].keys(), name
-                for number, state in full["state"].items():
-                    other = found["state"][number]
-                    assert state.keys() == other.keys(), (name, number)
-                    for key in state:
-                        assert same(other[key], state[key]), (name, number, key)
+                require_same_states(found, full, name)
                 run.step(3, 4)
                 assert run.values() == want, name
                 loaded += 1
@@ -377,12 +380,7 @@ def run_never_used(folder: str) -> int:
                 states.append(again.optimizer.state_dict())
             for state in states:
                 again.optimizer.load_state_dict(state)
-                other = again.optimizer.full_state_dict()
-                assert other["state"].keys() == full["state"].keys(), name
-                for number, of_one in full["state"].items():
-                    assert of_one.keys() == other["state"][number].keys(), (name, number)
-                    for key, value in of_one.items():
-                        assert same(other["state"][number][key], value), (name, number, key)
+                require_same_states(again.optimizer.full_state_dict(), full, name)
                 loaded += 1
             for each in (run, again):
                 each.step(3, 2)

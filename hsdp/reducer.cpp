@@ -193,6 +193,7 @@ std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name,
 MemoryCount Reducer::memory_count() const { return parts_->memory; }
 ReducerState Reducer::state() const { return parts_->steps.state(); }
 Device Reducer::device() const { return parts_->groups.device; }
+int Reducer::shard_rank() const { return parts_->groups.shard.rank(); }
 
 ReducerStats Reducer::stats() const {
   ReducerStats s;

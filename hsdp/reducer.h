@@ -219,6 +219,7 @@ class Reducer {
   [[nodiscard]] MemoryCount memory_count() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
   [[nodiscard]] Device device() const;       // of the mesh
+  [[nodiscard]] int shard_rank() const;      // of this process in its shard group
 
  private:
   friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);

@@ -8,8 +8,8 @@
 
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
-#include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/reducer/slice_gather.h"
+#include "zero/stored_slice.h"
 
 namespace hsdp::zero {
 namespace {
@@ -26,19 +26,8 @@ double now_s() {
 void check_master(const GatheredParameter& parameter, const Slice& own) {
   const TensorView& master = parameter.master;
   if (master.data == nullptr && master.count == 0) return;
-  const std::string where = std::string(kWhere) + ": master of '" + parameter.name + "'";
-  const ConstTensorView wanted(nullptr, own.count, Dtype::kF32, parameter.array.device);
-  if (master.count != wanted.count || master.dtype != wanted.dtype ||
-      master.device != wanted.device) {
-    throw UsageError({.where = where,
-                      .expected = to_string(wanted) + ", this rank's slice",
-                      .got = to_string(master)});
-  }
-  if (!is_gradient_dtype(parameter.array.dtype)) {
-    throw UsageError({.where = where,
-                      .expected = "an array of f32, bf16 or f16, to which it is rounded",
-                      .got = std::string(name(parameter.array.dtype))});
-  }
+  require_master(std::string(kWhere) + ": master of '" + parameter.name + "'", master, own.count,
+                 parameter.array.dtype, parameter.array.device);
 }
 
 }  // namespace
@@ -117,12 +106,7 @@ void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group,
     const auto master = masters.find(full.parameter);
     if (master == masters.end()) continue;
     const Slice own = layout.slice(full.parameter, shard_group.rank());
-    kernels::ScaleAndCast args;
-    args.in = master->second->data;
-    args.out = full.array.slice(own.offset, own.count).data;
-    args.out_dtype = full.array.dtype;
-    args.count = own.count;
-    kernels::scale_and_cast(args, stream);
+    round_into(*master->second, full.array.slice(own.offset, own.count), stream);
   }
   const std::int64_t gathers =
       reducer::gather_unit(shard_group, layout, units[unit], memory, stream);

@@ -38,6 +38,7 @@
 #include "hsdp/device/stream.h"
 #include "hsdp/reducer.h"
 #include "hsdp/tensor_view.h"
+#include "zero/gather_stats.h"
 
 namespace hsdp::zero {
 
@@ -45,12 +46,6 @@ struct GatheredParameter {
   std::string name;     // as registered
   TensorView array;     // the whole parameter, contiguous; any dtype without a master
   TensorView master{};  // fp32, this rank's slice; the array is then f32, bf16 or f16
-};
-
-struct GatherStats {
-  std::int64_t gather_count = 0;  // all-gathers: none in a group of one
-  std::int64_t bytes = 0;         // of whole arrays, gathered
-  double exposed_s = 0;           // for which wait() has held up the host
 };
 
 // In seconds of the steady clock. On a GPU: when it was enqueued.

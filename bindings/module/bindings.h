@@ -15,6 +15,7 @@ void bind_reducer(pybind11::module_& module);
 void bind_row_reducer(pybind11::module_& module);       // after bind_reducer
 void bind_loco_hop(pybind11::module_& module);          // after bind_reducer
 void bind_parameter_gather(pybind11::module_& module);  // after bind_reducer
+void bind_unit_gather(pybind11::module_& module);       // after bind_reducer
 void bind_step_word(pybind11::module_& module);         // after bind_reducer
 void bind_snapshot(pybind11::module_& module);
 void bind_compare(pybind11::module_& module);
@@ -30,6 +31,7 @@ inline void bind_parts(pybind11::module_& module) {
   bind_row_reducer(module);
   bind_loco_hop(module);
   bind_parameter_gather(module);
+  bind_unit_gather(module);
   bind_step_word(module);
   bind_snapshot(module);
   bind_compare(module);

@@ -16,8 +16,6 @@
 namespace hsdp::reducer {
 namespace {
 
-constexpr std::int64_t kDirectBytes = std::int64_t{1} << 20;  // from here on: no copy
-
 std::int64_t bytes_of(const TensorView& view) {
   return static_cast<std::int64_t>(view.size_in_bytes());
 }
@@ -28,11 +26,16 @@ std::int64_t bytes_of(std::span<const FullArray> unit) {
   return bytes;
 }
 
-void gather_direct(Communicator& shard_group, const BucketLayout& layout, const FullArray& full,
-                   Stream& stream) {
-  const Slice own = layout.slice(full.parameter, shard_group.rank());
-  shard_group.all_gather(full.array.slice(own.offset, own.count), full.array, stream,
-                         layout.slices(full.parameter));
+std::int64_t bytes_of(std::span<const CutArray> arrays) {
+  std::int64_t bytes = 0;
+  for (const CutArray& one : arrays) bytes += bytes_of(one.array);
+  return bytes;
+}
+
+void gather_direct(Communicator& shard_group, const CutArray& one, Stream& stream) {
+  const int rank = shard_group.rank();
+  shard_group.all_gather(one.array.slice(one.cut.begin(rank), one.cut.length(rank)), one.array,
+                         stream, one.cut);
 }
 
 // Of a unit of so many bytes: what a cache holds, or what links want.
@@ -58,13 +61,11 @@ std::int64_t window_of(std::span<const std::int64_t> lengths, std::int64_t begin
 }
 
 // The slices of one rank, one after the other.
-std::vector<TensorView> row_of(const BucketLayout& layout, std::span<const FullArray> unit,
-                               int rank) {
+std::vector<TensorView> row_of(std::span<const CutArray> arrays, int rank) {
   std::vector<TensorView> row;
-  row.reserve(unit.size());
-  for (const FullArray& full : unit) {
-    const Slice slice = layout.slice(full.parameter, rank);
-    row.push_back(full.array.slice(slice.offset, slice.count));
+  row.reserve(arrays.size());
+  for (const CutArray& one : arrays) {
+    row.push_back(one.array.slice(one.cut.begin(rank), one.cut.length(rank)));
   }
   return row;
 }
@@ -84,17 +85,16 @@ void each_part(std::span<const TensorView> row, std::int64_t begin, std::int64_t
   }
 }
 
-std::int64_t gather_messages(Communicator& shard_group, const BucketLayout& layout,
-                             std::span<const FullArray> unit, const MemoryCount& memory,
-                             Stream& stream) {
+std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray> arrays,
+                             const MemoryCount& memory, Stream& stream) {
   std::vector<std::vector<TensorView>> rows;
   std::vector<std::int64_t> lengths;
   for (int r = 0; r < shard_group.size(); ++r) {
-    rows.push_back(row_of(layout, unit, r));
+    rows.push_back(row_of(arrays, r));
     std::int64_t& bytes = lengths.emplace_back(0);
     for (const TensorView& slice : rows.back()) bytes += bytes_of(slice);
   }
-  const std::int64_t size = message_size(bytes_of(unit), stream.device().type);
+  const std::int64_t size = message_size(bytes_of(arrays), stream.device().type);
   const Scratch message(static_cast<std::size_t>(size), stream);
   const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, size);
   const auto own = static_cast<std::size_t>(shard_group.rank());
@@ -127,6 +127,14 @@ std::int64_t gather_messages(Communicator& shard_group, const BucketLayout& layo
 }
 
 }  // namespace
+
+std::int64_t gather_arrays(Communicator& shard_group, std::span<const CutArray> arrays,
+                           const MemoryCount& memory, Stream& stream) {
+  if (shard_group.size() == 1 || bytes_of(arrays) == 0) return 0;
+  if (arrays.size() > 1) return gather_messages(shard_group, arrays, memory, stream);
+  gather_direct(shard_group, arrays.front(), stream);
+  return 1;
+}
 
 std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
                                    std::span<const NamedArray> arrays, Device device,
@@ -177,7 +185,7 @@ std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const
   std::int64_t small_bytes = unit_bytes;
   for (GatherUnit& part : parts) {
     const std::int64_t bytes = bytes_of(part);
-    if (part.size() == 1 && bytes >= kDirectBytes) {
+    if (part.size() == 1 && bytes >= kDirectGatherBytes) {
       units.push_back(std::move(part));
       continue;
     }
@@ -196,9 +204,12 @@ std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
                          std::span<const FullArray> unit, const MemoryCount& memory,
                          Stream& stream) {
   if (shard_group.size() == 1) return 0;
-  if (unit.size() > 1) return gather_messages(shard_group, layout, unit, memory, stream);
-  gather_direct(shard_group, layout, unit.front(), stream);
-  return 1;
+  std::vector<CutArray> arrays;
+  arrays.reserve(unit.size());
+  for (const FullArray& full : unit) {
+    arrays.push_back({full.array, layout.slices(full.parameter)});
+  }
+  return gather_arrays(shard_group, arrays, memory, stream);
 }
 
 std::size_t gather_scratch(const BucketLayout& layout, std::span<const GatherUnit> units) {

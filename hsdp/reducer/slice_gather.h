@@ -14,8 +14,23 @@
 #include "hsdp/comm/communicator.h"
 #include "hsdp/memory_count.h"
 #include "hsdp/reducer.h"
+#include "hsdp/row_cut.h"
 
 namespace hsdp::reducer {
+
+// An array and which elements of it each rank of the group has.
+struct CutArray {
+  TensorView array;  // contiguous; this rank's row is in place
+  RowCut cut;
+};
+
+constexpr std::int64_t kDirectGatherBytes = std::int64_t{1} << 20;  // from here on: no copy
+
+// Fills one array straight into its memory, several in messages that take a part of each row.
+// Collective; the same arrays on every rank. Call it inside a task of `stream`. `memory` counts the
+// messages. Returns the number of all-gathers: none in a group of one, or of no elements.
+std::int64_t gather_arrays(Communicator& shard_group, std::span<const CutArray> arrays,
+                           const MemoryCount& memory, Stream& stream);
 
 struct FullArray {
   int parameter = 0;
@@ -42,8 +57,7 @@ using GatherUnit = std::vector<FullArray>;
                                                    std::span<const FullArray> arrays,
                                                    std::int64_t unit_bytes);
 
-// Collective; the same unit on every rank. Call it inside a task of `stream`. `memory` counts the
-// messages of several arrays. Returns the number of all-gathers: none in a group of one.
+// As gather_arrays().
 std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
                          std::span<const FullArray> unit, const MemoryCount& memory,
                          Stream& stream);

@@ -1,0 +1,298 @@
+#include "zero/unit_gather.h"
+
+#include <algorithm>
+#include <chrono>
+#include <future>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <utility>
+
+#include "hsdp/device/scratch.h"
+#include "hsdp/error.h"
+#include "hsdp/reducer/slice_gather.h"
+#include "hsdp/row_cut.h"
+#include "zero/stored_slice.h"
+
+namespace hsdp::zero {
+namespace {
+
+using reducer::CutArray;
+
+constexpr const char* kUnitWhere = "zero: unit gather";
+constexpr int kNone = -1;  // the rank wants no unit
+constexpr std::int64_t kAlignment = 64;
+
+struct Part {
+  UnitParameter parameter;
+  RowCut cut;
+};
+
+struct Unit {
+  std::string name;
+  std::vector<Part> parts;
+  std::vector<std::vector<std::size_t>> messages;  // parts that travel together
+  Event gathered;                                  // of the last round that this rank asked for
+};
+
+std::int64_t size_of(const UnitParameter& parameter) {
+  return parameter.count * static_cast<std::int64_t>(size_bytes(parameter.dtype));
+}
+
+void require_stored(const UnitParameter& one, std::int64_t count, Device device) {
+  const std::string where = std::string(kUnitWhere) + ": slice of '" + one.name + "'";
+  const TensorView& stored = one.stored;
+  const ConstTensorView wanted(nullptr, count, one.dtype, device);
+  if (stored.count == count && stored.device == device && stored.dtype == one.dtype &&
+      (stored.data != nullptr || count == 0)) {
+    return;
+  }
+  if (stored.dtype == one.dtype || stored.device != device ||
+      (stored.data == nullptr && count > 0)) {
+    throw UsageError({.where = where,
+                      .expected = to_string(wanted) + ", this rank's slice",
+                      .got = to_string(stored)});
+  }
+  require_master(where, stored, count, one.dtype, device);
+}
+
+// What a layout has joined is in one message, as one of them may be a single rank's; so are
+// small ones.
+std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
+                                                  std::span<const Part> parts,
+                                                  std::span<const std::optional<int>> registered) {
+  std::vector<std::vector<std::size_t>> messages(1);
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const std::int64_t size = size_of(parts[p].parameter);
+    if (size == 0) continue;
+    const bool is_joined = registered[p] && layout.join_of(*registered[p]).has_value();
+    if (is_joined || size < reducer::kDirectGatherBytes) {
+      messages.front().push_back(p);
+    } else {
+      messages.push_back({p});
+    }
+  }
+  if (messages.front().empty()) messages.erase(messages.begin());
+  return messages;
+}
+
+}  // namespace
+
+struct UnitGather::Parts {
+  explicit Parts(Reducer& its_reducer)
+      : layout((its_reducer.prepare(), its_reducer.layout())),
+        memory(its_reducer.memory_count()),
+        device(its_reducer.device()) {}
+
+  // Checks everything. What all ranks must agree on, in lines.
+  std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
+  Unit& at(int unit);
+  // Whether no rank wanted anything.
+  bool round(int wanted, std::span<const TensorView> arrays, Communicator& group, Stream& stream);
+  void fill(const Unit& unit, std::span<const TensorView> arrays, Communicator& group,
+            Stream& stream);
+
+  const BucketLayout& layout;
+  MemoryCount memory;
+  Device device;
+  std::vector<Unit> units;
+  mutable std::mutex mutex;
+  GatherStats stats;
+  std::unique_ptr<GatherLane> lane;  // the last: its tasks use the rest
+};
+
+std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
+                                                    std::vector<ParameterUnit> given) {
+  std::unordered_map<std::string_view, int> numbers;  // of registration
+  for (const ParameterSpec& spec : reducer.parameters()) {
+    numbers.emplace(spec.name, static_cast<int>(numbers.size()));
+  }
+  std::vector<std::string> lines;
+  for (ParameterUnit& unit : given) {
+    Unit& mine = units.emplace_back();
+    mine.name = std::move(unit.name);
+    lines.push_back("unit '" + mine.name + "'");
+    std::vector<std::optional<int>> registered;
+    for (UnitParameter& one : unit.parameters) {
+      const auto found = numbers.find(one.name);
+      std::optional<int>& number = registered.emplace_back();
+      if (found != numbers.end()) number = found->second;
+      RowCut cut = number ? layout.slices(*number) : RowCut(one.count, layout.shard_size());
+      if (cut.count() != one.count) {
+        throw UsageError(
+            {.where = std::string(kUnitWhere) + ": '" + one.name + "'",
+             .expected = std::to_string(cut.count()) + " elements, as registered",
+             .got = std::to_string(one.count)});
+      }
+      require_stored(one, cut.length(reducer.shard_rank()), device);
+      lines.push_back("'" + one.name + "' " + std::to_string(one.count) + " " +
+                      std::string(name(one.dtype)) + (number ? "" : " without gradients"));
+      mine.parts.push_back({std::move(one), std::move(cut)});
+    }
+    mine.messages = messages_of(layout, mine.parts, registered);
+  }
+  return lines;
+}
+
+Unit& UnitGather::Parts::at(int unit) {
+  if (unit >= 0 && unit < static_cast<int>(units.size())) {
+    return units[static_cast<std::size_t>(unit)];
+  }
+  throw UsageError({.where = kUnitWhere,
+                    .expected = "a unit below " + std::to_string(units.size()),
+                    .got = std::to_string(unit)});
+}
+
+bool UnitGather::Parts::round(int wanted, std::span<const TensorView> arrays, Communicator& group,
+                              Stream& stream) {
+  std::vector<int> wants{wanted};
+  if (group.size() > 1) {
+    const std::string act =
+        wanted == kNone ? "end the gathers" : "gather '" + at(wanted).name + "'";
+    const std::string key = group.next_exchange_key();
+    group.post(key, std::to_string(wanted));
+    wants.clear();
+    for (const std::string& text : group.collect(key, act)) wants.push_back(std::stoi(text));
+  }
+  for (auto want = wants.begin(); want != wants.end(); ++want) {
+    if (*want == kNone || std::find(wants.begin(), want, *want) != want) continue;
+    const Unit& unit = at(*want);
+    if (*want == wanted) {
+      fill(unit, arrays, group, stream);
+      continue;
+    }
+    std::int64_t size = 0;
+    std::vector<std::int64_t> begins;
+    for (const Part& part : unit.parts) {
+      begins.push_back(size);
+      size += (size_of(part.parameter) + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    const Scratch scratch(static_cast<std::size_t>(size), stream);
+    const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, size);
+    std::vector<TensorView> unused;
+    for (std::size_t p = 0; p < unit.parts.size(); ++p) {
+      const UnitParameter& one = unit.parts[p].parameter;
+      unused.push_back({scratch.data() + begins[p], one.count, one.dtype, device});
+    }
+    fill(unit, unused, group, stream);
+  }
+  return std::ranges::all_of(wants, [](int want) { return want == kNone; });
+}
+
+void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> arrays,
+                             Communicator& group, Stream& stream) {
+  std::int64_t gathers = 0;
+  std::int64_t bytes = 0;
+  for (const std::vector<std::size_t>& message : unit.messages) {
+    std::vector<CutArray> together;
+    for (const std::size_t p : message) {
+      const Part& part = unit.parts[p];
+      round_into(part.parameter.stored,
+                 arrays[p].slice(part.cut.begin(group.rank()), part.cut.length(group.rank())),
+                 stream);
+      together.push_back({arrays[p], part.cut});
+      bytes += size_of(part.parameter);
+    }
+    gathers += reducer::gather_arrays(group, together, memory, stream);
+  }
+  const std::scoped_lock lock(mutex);
+  stats.gather_count += gathers;
+  if (gathers > 0) stats.bytes += bytes;
+}
+
+UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
+    : parts_(std::make_unique<Parts>(reducer)) {
+  parts_->lane = reducer.make_lane(
+      "hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
+}
+
+UnitGather::~UnitGather() = default;
+
+Slice UnitGather::even_slice(std::int64_t count, int shard_size, int shard_rank) {
+  const RowCut cut(count, shard_size);
+  return {cut.begin(shard_rank), cut.length(shard_rank)};
+}
+
+Event UnitGather::gather(int unit, std::vector<TensorView> arrays, const Event& updated) {
+  Unit& mine = parts_->at(unit);
+  const std::string where = std::string(kUnitWhere) + ": '" + mine.name + "'";
+  if (arrays.size() != mine.parts.size()) {
+    throw UsageError({.where = where,
+                      .expected = std::to_string(mine.parts.size()) + " arrays",
+                      .got = std::to_string(arrays.size())});
+  }
+  for (std::size_t p = 0; p < arrays.size(); ++p) {
+    const UnitParameter& one = mine.parts[p].parameter;
+    const TensorView& array = arrays[p];
+    if (array.count == one.count && array.dtype == one.dtype && array.device == parts_->device &&
+        (array.data != nullptr || array.count == 0)) {
+      continue;
+    }
+    throw UsageError(
+        {.where = where + ": array of '" + one.name + "'",
+         .expected = to_string(ConstTensorView(nullptr, one.count, one.dtype, parts_->device)),
+         .got = to_string(array) + (array.data == nullptr ? " without memory" : "")});
+  }
+  Event done = parts_->lane->run(
+      updated, [parts = parts_.get(), unit, arrays = std::move(arrays)](Communicator& shard_group,
+                                                                       Stream& stream) {
+        parts->round(unit, arrays, shard_group, stream);
+      });
+  const std::scoped_lock lock(parts_->mutex);
+  mine.gathered = done;
+  return done;
+}
+
+void UnitGather::wait(int unit) {
+  Unit& mine = parts_->at(unit);
+  Event event;
+  {
+    const std::scoped_lock lock(parts_->mutex);
+    event = mine.gathered;
+  }
+  if (event.state() == nullptr) return;
+  const auto begin = std::chrono::steady_clock::now();
+  const bool is_late = !event.complete();
+  parts_->lane->wait(event);
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+  const std::scoped_lock lock(parts_->mutex);
+  if (is_late) parts_->stats.exposed_s += waited.count();
+  if (mine.gathered.state() == event.state()) mine.gathered = {};
+}
+
+void UnitGather::wait(int unit, Stream& reader) const {
+  Event event;
+  {
+    const Unit& mine = parts_->at(unit);
+    const std::scoped_lock lock(parts_->mutex);
+    event = mine.gathered;
+  }
+  reader.wait(event);
+}
+
+Event UnitGather::end() {
+  if (parts_->layout.shard_size() == 1) return {};
+  for (;;) {
+    auto result = std::make_shared<std::promise<bool>>();
+    std::future<bool> all_ended = result->get_future();
+    Event done = parts_->lane->run(
+        {}, [parts = parts_.get(), result = std::move(result)](Communicator& shard_group,
+                                                               Stream& stream) {
+          result->set_value(parts->round(kNone, {}, shard_group, stream));
+        });
+    try {
+      if (all_ended.get()) return done;
+    } catch (const std::future_error&) {  // the task has failed, or was never run
+      parts_->lane->wait(done);
+      throw;
+    }
+  }
+}
+
+GatherStats UnitGather::stats() const {
+  const std::scoped_lock lock(parts_->mutex);
+  return parts_->stats;
+}
+
+}  // namespace hsdp::zero

@@ -1,0 +1,85 @@
+// Parameters of which no rank keeps more than its slice (ZeRO stage 3): those of a unit, a layer
+// say, are gathered before they are used, into memory that the caller gives back after.
+//
+//   zero::UnitGather gather(reducer, {{.name = "layer 0", .parameters = {...}}, ...});
+//   gather.gather(0, {whole arrays of layer 0}, stream.record());   // returns at once
+//   gather.gather(1, ..., stream.record());                         // the next, ahead of its use
+//   gather.wait(0);
+//   ... forward of layer 0; then its arrays may be freed ...
+//   stream.wait(gather.end());                // no rank asks for anything more: slices may change
+//
+// Ranks need not ask for the same units. Each call of gather() is one round: the ranks tell each
+// other which unit they want, and every unit that any of them wants is gathered once, in the order
+// of the ranks. A rank that wants another one, or calls end(), takes part with scratch memory. So a
+// rank may skip a layer, use it twice or go another way; ranks that ask for the same units in the
+// same order, as they mostly do, gather each once. end() brings them in step again.
+//
+// Source: stage 3 of ZeRO (Rajbhandari et al., 2020). DeepSpeed's gathers follow a recorded trace;
+// these follow what ranks ask for [Note: rounds of a unit gather].
+//
+// Ownership: stored slices outlive the gather, as does the Reducer; arrays are not touched between
+// the end of one wait() and the next gather() of their unit.
+// Threads: one at a time. Streams: a round reads slices and writes arrays after `updated`. On a GPU
+// wait() lets a stream wait, not the host.
+// Collective over the shard group: as many calls of gather(), with those that end() makes, on
+// every rank; construction over the world.
+// Errors: UsageError for slices and arrays that do not fit; MismatchError where ranks have other
+// units. A rank that makes no call is a TimeoutError that names unit and rank. What goes wrong in a
+// round ends the world, and every wait throws it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hsdp/device/event.h"
+#include "hsdp/device/stream.h"
+#include "hsdp/reducer.h"
+#include "hsdp/tensor_view.h"
+#include "zero/gather_stats.h"
+
+namespace hsdp::zero {
+
+struct UnitParameter {
+  std::string name;         // registered with the Reducer, or not: then the slices are even
+  Dtype dtype{};            // of whole arrays
+  std::int64_t count = 0;   // of whole arrays
+  TensorView stored{};      // this rank's slice: fp32, which is rounded on the way, or of `dtype`
+};
+
+struct ParameterUnit {
+  std::string name;  // for messages
+  std::vector<UnitParameter> parameters;
+};
+
+class UnitGather {
+ public:
+  // Prepares the Reducer. All ranks have the gather in the end or none.
+  UnitGather(Reducer& reducer, std::vector<ParameterUnit> units);
+  ~UnitGather();  // waits for the rounds under way
+  UnitGather(const UnitGather&) = delete;
+  UnitGather& operator=(const UnitGather&) = delete;
+
+  // This rank's part of a parameter of so many elements that is not registered.
+  [[nodiscard]] static Slice even_slice(std::int64_t count, int shard_size, int shard_rank);
+
+  // Fills one array per parameter of the unit, in their order. Never blocks.
+  Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
+  // Blocks the host until the last gather of that unit is complete.
+  void wait(int unit);
+  // Lets the stream wait, on a GPU for the device's work only.
+  void wait(int unit, Stream& reader) const;
+  // Blocks until every rank of the shard group has called it as often, and takes part in what others
+  // still ask for. The Event is complete when nobody reads this rank's slices any more, which on a
+  // GPU comes later.
+  Event end();
+
+  [[nodiscard]] GatherStats stats() const;
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace hsdp::zero

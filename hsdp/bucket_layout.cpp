@@ -112,7 +112,8 @@ class BucketLayout::Builder {
       return;
     }
     Bucket& open = open_[kind_of(parameter)].bucket;
-    if ((open.count + count) * wire_bytes > bucket_bytes_) close(open);
+    const bool is_full = (open.count + count) * wire_bytes > bucket_bytes_;
+    if (is_full || (!open.parameters.empty() && unit_of(open) != parameter.unit)) close(open);
     place.join_offset = open.count;
     append(open, index);
   }
@@ -153,6 +154,10 @@ class BucketLayout::Builder {
 
   static Kind kind_of(const LayoutParameter& parameter) {
     return {parameter.group, parameter.bucket_class, parameter.wire_dtype};
+  }
+
+  [[nodiscard]] int unit_of(const Bucket& open) const {
+    return layout_.parameter(open.parameters.front()).unit;
   }
 
   void append(Bucket& open, int index) {

@@ -39,6 +39,7 @@ struct LayoutParameter {
   Dtype wire_dtype = Dtype::kF32;
   int group = 0;
   int bucket_class = 0;  // parameters of different classes never share a bucket
+  int unit = 0;          // neither do those of different units that follow each other
 };
 
 // One rank's part of a parameter.

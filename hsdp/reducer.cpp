@@ -66,6 +66,16 @@ int Reducer::register_parameter(const ParameterSpec& spec) {
   return parts_->parameters.add(spec);
 }
 
+void Reducer::set_units(std::span<const int> units) {
+  parts_->steps.check_usable("set_units");
+  if (parts_->steps.frozen() != nullptr) {
+    throw UsageError({.where = "reducer: set_units",
+                      .expected = "units before the first microbatch",
+                      .got = "them after it"});
+  }
+  parts_->parameters.set_units(units);
+}
+
 void Reducer::set_requires_gradient_sync(bool flag, const std::optional<std::string>& group) {
   reducer::StepLedger& ledger = parts_->steps.ledger_for("set_requires_gradient_sync");
   ledger.set_requires_gradient_sync(flag, parts_->find_group(group));

@@ -76,6 +76,8 @@ class Reducer {
 
   // Before the first microbatch, same order on every rank. Returns the parameter's index.
   int register_parameter(const ParameterSpec& spec);
+  // The same for all that are registered: their units, in their order.
+  void set_units(std::span<const int> units);
 
   // As in FSDP2 the gradient sync flag sets the all-reduce flag too.
   void set_requires_gradient_sync(bool flag, const std::optional<std::string>& group = {});

@@ -117,6 +117,9 @@ struct ParameterSpec {
   Dtype dtype = Dtype::kF32;  // of its gradients: f32, bf16 or f16
   std::optional<Dtype> reduce_dtype;
   std::string group;  // parameters whose sync flags are set together; a group has its own buckets
+  // Parameters of different units that follow each other share no bucket, so that a unit's slices
+  // are spread over all ranks: for zero::UnitGather. Not in layout whole.
+  int unit = 0;
 };
 
 // Which sync a microbatch runs: an explicit `sync` decides; else a group whose gradient sync is off

@@ -21,7 +21,6 @@ namespace {
 using reducer::CutArray;
 
 constexpr const char* kUnitWhere = "zero: unit gather";
-constexpr int kNone = -1;  // the rank wants no unit
 constexpr std::int64_t kAlignment = 64;
 
 struct Part {
@@ -35,6 +34,10 @@ struct Unit {
   std::vector<std::vector<std::size_t>> messages;  // parts that travel together
   Event gathered;                                  // of the last round that this rank asked for
 };
+
+// What ranks say in a round: the number of the unit that they want, or
+constexpr int kNone = -1;    // nothing more for now,
+constexpr int kUpdate = -2;  // nothing more before the next update.
 
 std::int64_t size_of(const UnitParameter& parameter) {
   return parameter.count * static_cast<std::int64_t>(size_bytes(parameter.dtype));
@@ -88,8 +91,13 @@ struct UnitGather::Parts {
   // Checks everything. What all ranks must agree on, in lines.
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
   Unit& at(int unit);
-  // Whether no rank wanted anything.
-  bool round(int wanted, std::span<const TensorView> arrays, Communicator& group, Stream& stream);
+  // What the ranks have said.
+  std::vector<int> round(int own, std::span<const TensorView> arrays, Communicator& group,
+                         Stream& stream);
+  // Blocks until all have said what ends it.
+  Event rounds_until(int own, bool (*is_over)(int word));
+  // Into memory that nobody reads.
+  void take_part(const Unit& unit, Communicator& group, Stream& stream);
   void fill(const Unit& unit, std::span<const TensorView> arrays, Communicator& group,
             Stream& stream);
 
@@ -120,10 +128,9 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
       if (found != numbers.end()) number = found->second;
       RowCut cut = number ? layout.slices(*number) : RowCut(one.count, layout.shard_size());
       if (cut.count() != one.count) {
-        throw UsageError(
-            {.where = std::string(kUnitWhere) + ": '" + one.name + "'",
-             .expected = std::to_string(cut.count()) + " elements, as registered",
-             .got = std::to_string(one.count)});
+        throw UsageError({.where = std::string(kUnitWhere) + ": '" + one.name + "'",
+                          .expected = std::to_string(cut.count()) + " elements, as registered",
+                          .got = std::to_string(one.count)});
       }
       require_stored(one, cut.length(reducer.shard_rank()), device);
       lines.push_back("'" + one.name + "' " + std::to_string(one.count) + " " +
@@ -144,40 +151,42 @@ Unit& UnitGather::Parts::at(int unit) {
                     .got = std::to_string(unit)});
 }
 
-bool UnitGather::Parts::round(int wanted, std::span<const TensorView> arrays, Communicator& group,
-                              Stream& stream) {
-  std::vector<int> wants{wanted};
+std::vector<int> UnitGather::Parts::round(int own, std::span<const TensorView> arrays,
+                                          Communicator& group, Stream& stream) {
+  std::vector<int> words{own};
   if (group.size() > 1) {
-    const std::string act =
-        wanted == kNone ? "end the gathers" : "gather '" + at(wanted).name + "'";
+    const std::string act = own < 0 ? "end the gathers of units" : "gather '" + at(own).name + "'";
     const std::string key = group.next_exchange_key();
-    group.post(key, std::to_string(wanted));
-    wants.clear();
-    for (const std::string& text : group.collect(key, act)) wants.push_back(std::stoi(text));
+    group.post(key, std::to_string(own));
+    words.clear();
+    for (const std::string& text : group.collect(key, act)) words.push_back(std::stoi(text));
   }
-  for (auto want = wants.begin(); want != wants.end(); ++want) {
-    if (*want == kNone || std::find(wants.begin(), want, *want) != want) continue;
-    const Unit& unit = at(*want);
-    if (*want == wanted) {
-      fill(unit, arrays, group, stream);
-      continue;
+  for (auto unit = words.begin(); unit != words.end(); ++unit) {
+    if (*unit < 0 || std::find(words.begin(), unit, *unit) != unit) continue;
+    if (*unit == own) {
+      fill(at(*unit), arrays, group, stream);
+    } else {
+      take_part(at(*unit), group, stream);
     }
-    std::int64_t size = 0;
-    std::vector<std::int64_t> begins;
-    for (const Part& part : unit.parts) {
-      begins.push_back(size);
-      size += (size_of(part.parameter) + kAlignment - 1) / kAlignment * kAlignment;
-    }
-    const Scratch scratch(static_cast<std::size_t>(size), stream);
-    const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, size);
-    std::vector<TensorView> unused;
-    for (std::size_t p = 0; p < unit.parts.size(); ++p) {
-      const UnitParameter& one = unit.parts[p].parameter;
-      unused.push_back({scratch.data() + begins[p], one.count, one.dtype, device});
-    }
-    fill(unit, unused, group, stream);
   }
-  return std::ranges::all_of(wants, [](int want) { return want == kNone; });
+  return words;
+}
+
+void UnitGather::Parts::take_part(const Unit& unit, Communicator& group, Stream& stream) {
+  std::int64_t size = 0;
+  std::vector<std::int64_t> begins;
+  for (const Part& part : unit.parts) {
+    begins.push_back(size);
+    size += (size_of(part.parameter) + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  const Scratch scratch(static_cast<std::size_t>(size), stream);
+  const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, size);
+  std::vector<TensorView> arrays;
+  for (std::size_t p = 0; p < unit.parts.size(); ++p) {
+    const UnitParameter& one = unit.parts[p].parameter;
+    arrays.push_back({scratch.data() + begins[p], one.count, one.dtype, device});
+  }
+  fill(unit, arrays, group, stream);
 }
 
 void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> arrays,
@@ -201,10 +210,28 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
   if (gathers > 0) stats.bytes += bytes;
 }
 
+Event UnitGather::Parts::rounds_until(int own, bool (*is_over)(int word)) {
+  if (layout.shard_size() == 1) return {};
+  for (;;) {
+    auto result = std::make_shared<std::promise<std::vector<int>>>();
+    std::future<std::vector<int>> words = result->get_future();
+    Event done = lane->run(
+        {}, [this, own, result = std::move(result)](Communicator& shard_group, Stream& stream) {
+          result->set_value(round(own, {}, shard_group, stream));
+        });
+    try {
+      if (std::ranges::all_of(words.get(), is_over)) return done;
+    } catch (const std::future_error&) {  // the task has failed, or was never run
+      lane->wait(done);
+      throw;
+    }
+  }
+}
+
 UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
     : parts_(std::make_unique<Parts>(reducer)) {
-  parts_->lane = reducer.make_lane(
-      "hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
+  parts_->lane =
+      reducer.make_lane("hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
 }
 
 UnitGather::~UnitGather() = default;
@@ -234,11 +261,10 @@ Event UnitGather::gather(int unit, std::vector<TensorView> arrays, const Event& 
          .expected = to_string(ConstTensorView(nullptr, one.count, one.dtype, parts_->device)),
          .got = to_string(array) + (array.data == nullptr ? " without memory" : "")});
   }
-  Event done = parts_->lane->run(
-      updated, [parts = parts_.get(), unit, arrays = std::move(arrays)](Communicator& shard_group,
-                                                                       Stream& stream) {
-        parts->round(unit, arrays, shard_group, stream);
-      });
+  Event done = parts_->lane->run(updated, [parts = parts_.get(), unit, arrays = std::move(arrays)](
+                                              Communicator& shard_group, Stream& stream) {
+    parts->round(unit, arrays, shard_group, stream);
+  });
   const std::scoped_lock lock(parts_->mutex);
   mine.gathered = done;
   return done;
@@ -272,22 +298,11 @@ void UnitGather::wait(int unit, Stream& reader) const {
 }
 
 Event UnitGather::end() {
-  if (parts_->layout.shard_size() == 1) return {};
-  for (;;) {
-    auto result = std::make_shared<std::promise<bool>>();
-    std::future<bool> all_ended = result->get_future();
-    Event done = parts_->lane->run(
-        {}, [parts = parts_.get(), result = std::move(result)](Communicator& shard_group,
-                                                               Stream& stream) {
-          result->set_value(parts->round(kNone, {}, shard_group, stream));
-        });
-    try {
-      if (all_ended.get()) return done;
-    } catch (const std::future_error&) {  // the task has failed, or was never run
-      parts_->lane->wait(done);
-      throw;
-    }
-  }
+  return parts_->rounds_until(kNone, [](int word) { return word < 0; });
+}
+
+Event UnitGather::begin_update() {
+  return parts_->rounds_until(kUpdate, [](int word) { return word == kUpdate; });
 }
 
 GatherStats UnitGather::stats() const {

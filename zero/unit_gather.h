@@ -6,11 +6,11 @@
 //   gather.gather(1, ..., stream.record());                         // the next, ahead of its use
 //   gather.wait(0);
 //   ... forward of layer 0; then its arrays may be freed ...
-//   stream.wait(gather.end());                // no rank asks for anything more: slices may change
+//   stream.wait(gather.begin_update());       // no rank asks for anything more: slices may change
 //
 // Ranks need not ask for the same units. Each call of gather() is one round: the ranks tell each
 // other which unit they want, and every unit that any of them wants is gathered once, in the order
-// of the ranks. A rank that wants another one, or calls end(), takes part with scratch memory. So a
+// of the ranks. A rank that wants another one, or is in end(), takes part with scratch memory. So a
 // rank may skip a layer, use it twice or go another way; ranks that ask for the same units in the
 // same order, as they mostly do, gather each once. end() brings them in step again.
 //
@@ -21,8 +21,7 @@
 // the end of one wait() and the next gather() of their unit.
 // Threads: one at a time. Streams: a round reads slices and writes arrays after `updated`. On a GPU
 // wait() lets a stream wait, not the host.
-// Collective over the shard group: as many calls of gather(), with those that end() makes, on
-// every rank; construction over the world.
+// Collective: construction, over the world; begin_update(), over the shard group.
 // Errors: UsageError for slices and arrays that do not fit; MismatchError where ranks have other
 // units. A rank that makes no call is a TimeoutError that names unit and rank. What goes wrong in a
 // round ends the world, and every wait throws it.
@@ -42,10 +41,10 @@
 namespace hsdp::zero {
 
 struct UnitParameter {
-  std::string name;         // registered with the Reducer, or not: then the slices are even
-  Dtype dtype{};            // of whole arrays
-  std::int64_t count = 0;   // of whole arrays
-  TensorView stored{};      // this rank's slice: fp32, which is rounded on the way, or of `dtype`
+  std::string name;        // registered with the Reducer, or not: then the slices are even
+  Dtype dtype{};           // of whole arrays
+  std::int64_t count = 0;  // of whole arrays
+  TensorView stored{};     // this rank's slice: fp32, which is rounded on the way, or of `dtype`
 };
 
 struct ParameterUnit {
@@ -70,10 +69,12 @@ class UnitGather {
   void wait(int unit);
   // Lets the stream wait, on a GPU for the device's work only.
   void wait(int unit, Stream& reader) const;
-  // Blocks until every rank of the shard group has called it as often, and takes part in what others
-  // still ask for. The Event is complete when nobody reads this rank's slices any more, which on a
-  // GPU comes later.
+  // Takes part in what others ask for, and blocks until none does: all are in this call or in
+  // begin_update(). How often a rank calls it is its own affair.
   Event end();
+  // Before this rank's slices change: blocks, as end() does, until all are in this call. Of either
+  // the Event is complete when nobody reads this rank's slices any more, on a GPU later.
+  Event begin_update();
 
   [[nodiscard]] GatherStats stats() const;
 

@@ -325,6 +325,9 @@ void bind_settings(Class& bound) {
 }
 
 void bind_step(Class& bound) {
+  bound.def("set_units", [](Handle& self, const std::vector<int>& units) {
+    self.call_here([&units](Reducer& r) { r.set_units(units); });
+  });
   bound.def("prepare", [](Handle& self) { self.call([](Reducer& r) { r.prepare(); }); })
       .def("together",
            [](Handle& self, const std::string& what, const std::string& failure) {

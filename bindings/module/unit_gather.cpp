@@ -36,11 +36,11 @@ class UnitGatherHandle {
       std::shared_ptr<std::vector<std::shared_ptr<const void>>> arrays;
       std::unique_ptr<UnitGather> gather;  // the last: its end waits for what uses the rest
     };
-    const OwnProcess process;
+    const OwnProcess process = process_;
     auto held = std::make_shared<Held>();
     std::vector<ParameterUnit> units;
     for (const auto& [name, parameters] : given) {
-      ParameterUnit& unit = units.emplace_back(name);
+      ParameterUnit& unit = units.emplace_back(ParameterUnit{name, {}});
       std::vector<UnitParameter> parts;
       for (const auto& [its_name, dtype, count, stored] : parameters) {
         const std::string what = "zero: unit gather: slice of '" + its_name + "'";
@@ -84,22 +84,23 @@ class UnitGatherHandle {
     const Event updated = caller_->on_host() ? Event() : caller_->now().record();
     std::shared_ptr<const void>& kept = arrays_->at(static_cast<std::size_t>(unit));
     kept = hold(std::move(owner));
-    call_released([gather = gather_, unit, arrays = std::move(arrays), updated]() mutable {
+    call_released([gather = here(), unit, arrays = std::move(arrays), updated]() mutable {
       gather->gather(unit, std::move(arrays), updated);
     });
   }
   void wait(int unit) {
     if (!caller_->on_host()) {
       Stream reader = caller_->now();
-      gather_->wait(unit, reader);
+      here()->wait(unit, reader);
     } else {
-      call_interruptibly([gather = gather_, unit] { gather->wait(unit); }, interrupt_);
+      call_interruptibly([gather = here(), unit] { gather->wait(unit); }, interrupt_);
     }
   }
   void end() {
-    const Event over =
-        call_interruptibly([gather = gather_] { return gather->end(); }, interrupt_);
-    if (!caller_->on_host()) caller_->now().wait(over);
+    wait_for(call_interruptibly([gather = here()] { return gather->end(); }, interrupt_));
+  }
+  void begin_update() {
+    wait_for(call_interruptibly([gather = here()] { return gather->begin_update(); }, interrupt_));
   }
   void abort(const std::string& reason) {
     call_released([interrupt = interrupt_, reason] { interrupt(reason); });
@@ -114,6 +115,16 @@ class UnitGatherHandle {
   }
 
  private:
+  // A forked child has no thread that gathers.
+  const std::shared_ptr<UnitGather>& here() const {
+    process_.require("zero: unit gather");
+    return gather_;
+  }
+  void wait_for(const Event& over) {
+    if (!caller_->on_host()) caller_->now().wait(over);
+  }
+
+  OwnProcess process_;
   std::shared_ptr<CallerStream> caller_;
   Interrupt interrupt_;
   Device device_{};
@@ -138,6 +149,7 @@ void bind_unit_gather(py::module_& module) {
       .def("gather", &UnitGatherHandle::gather)
       .def("wait", &UnitGatherHandle::wait)
       .def("end", &UnitGatherHandle::end)
+      .def("begin_update", &UnitGatherHandle::begin_update)
       .def("abort", &UnitGatherHandle::abort)
       .def("stats", &UnitGatherHandle::stats);
 }

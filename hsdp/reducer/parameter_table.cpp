@@ -77,6 +77,16 @@ int ParameterTable::add(const ParameterSpec& spec) {
   return parameter;
 }
 
+void ParameterTable::set_units(std::span<const int> units) {
+  if (std::ssize(units) != size()) {
+    throw UsageError({.where = "reducer: set_units",
+                      .expected = std::to_string(size()) + " units, one per parameter",
+                      .got = std::to_string(units.size())});
+  }
+  early_layout_.reset();
+  for (std::size_t p = 0; p < specs_.size(); ++p) specs_[p].unit = units[p];
+}
+
 int ParameterTable::find(std::string_view name) const {
   const auto found = index_.find(std::string(name));
   if (found != index_.end()) return found->second;
@@ -127,7 +137,8 @@ BucketLayout ParameterTable::make_layout(int shard_size) const {
     all.push_back({.shape = spec(p).shape,
                    .wire_dtype = wire_dtype(p),
                    .group = group_of(p),
-                   .bucket_class = hop != nullptr ? hop->bucket_class(hop_parameter(p)) : 0});
+                   .bucket_class = hop != nullptr ? hop->bucket_class(hop_parameter(p)) : 0,
+                   .unit = spec(p).unit});
   }
   return {all, shard_size, options_.layout, *options_.bucket_bytes,
           hop != nullptr ? hop->slice_multiple() : 1};
@@ -145,7 +156,7 @@ std::vector<std::string> ParameterTable::describe() const {
     const ParameterSpec& s = spec(p);
     lines.push_back("'" + s.name + "' " + to_string(s.shape) + " " + std::string(name(s.dtype)) +
                     " reduced in " + std::string(name(wire_dtype(p))) + ", group '" + s.group +
-                    "'");
+                    "'" + (s.unit == 0 ? "" : ", unit " + std::to_string(s.unit)));
   }
   return lines;
 }

@@ -337,6 +337,20 @@ TEST(BucketLayout, ClassesNeverShareABucket) {
   }
 }
 
+// So a unit's elements are spread over all ranks, and its buckets stay in their place.
+TEST(BucketLayout, UnitsNeverShareABucket) {
+  std::vector<LayoutParameter> parameters(12, LayoutParameter{.shape = {10}});
+  for (std::size_t p = 0; p < parameters.size(); ++p) parameters[p].unit = static_cast<int>(p / 4);
+  for (const Layout kind : {Layout::kFlat, Layout::kDim0}) {
+    const BucketLayout layout(parameters, 2, kind, kAllInOne);
+    ASSERT_EQ(layout.buckets().size(), 3U);
+    for (int b = 0; b < 3; ++b) {
+      EXPECT_THAT(layout.buckets()[static_cast<std::size_t>(b)].parameters,
+                  testing::ElementsAre(4 * b, (4 * b) + 1, (4 * b) + 2, (4 * b) + 3));
+    }
+  }
+}
+
 // What a codec with groups of 64 costs in balance: many parameters of many sizes.
 TEST(BucketLayout, SliceMultiplesCostLittleBalance) {
   std::vector<LayoutParameter> parameters;

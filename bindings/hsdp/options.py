@@ -22,7 +22,7 @@ PartialSync: TypeAlias = Literal["none", "shard"]
 Accumulate: TypeAlias = Literal["buffer", "grad"]
 
 # Of a ShardedOptimizer.
-Stage: TypeAlias = Literal[1, 2]
+Stage: TypeAlias = Literal[1, 2, 3]
 Offload: TypeAlias = Literal["host"]
 MasterDtype: TypeAlias = Literal["f32"]
 

@@ -137,6 +137,8 @@ class Reducer(ReducerResults, Closing):
         self._is_agreed = True  # whether what is attached is known to be the same on every rank
         # Called before the ranks compare their words, which these may change.
         self._before_words: list[Callable[[], None]] = []
+        # When this rank's passes of a microbatch are over, or given up.
+        self._after_passes: list[Callable[[], None]] = []
         self._uneven: UnevenLoop | None = None  # the loop of hsdp.uneven that is open
         self._had_batch = True  # whether this rank had one for its last microbatch
         self._pass_count = 1  # of the window that is about to end
@@ -367,6 +369,8 @@ class Reducer(ReducerResults, Closing):
             return
         self._hearing_of_drops(self._handle.begin_step)
         try:
+            for tell in self._after_passes:  # which other ranks may be in still
+                tell()
             for attachment in joining:
                 attachment.step_began()
         except BaseException as error:
@@ -496,6 +500,8 @@ class Reducer(ReducerResults, Closing):
                 raise explained from None
 
     def _take_what_is_left(self) -> None:
+        for tell in self._after_passes:
+            tell()
         for attachment in self._attachments:
             attachment.microbatch_ending()
         self._prepare_word()
@@ -583,6 +589,10 @@ class Reducer(ReducerResults, Closing):
                 self._ended(completed=False)
             elif begun:
                 self._step_dropped()
+            if begun or collecting:
+                with contextlib.suppress(Error):  # of a mesh that has failed
+                    for tell in self._after_passes:
+                        tell()
 
     def _hearing_of_drops(self, call: Callable[[], None]) -> None:
         try:

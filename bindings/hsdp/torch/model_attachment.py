@@ -88,6 +88,11 @@ class ModelAttachment:
         """Whether p.grad is left to the user, with local sums."""
         return self._keep
 
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """Those that are attached, by name."""
+        return self._parameters
+
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The name of an attached parameter; None for another one."""
         return self._names.get(id(parameter))

@@ -144,7 +144,7 @@ class OverlappedGather:
         """This rank's slices, or masters, are new: gathers all parameters. Waits for those that
         cannot be in flight.
         """
-        if self._start_count == 1:
+        if self._start_count == 1 and self._slices:
             self._agree_on_order()
         self._start_count += 1
         # A backward pass of a graph that saved the old values is an error, as torch has it.
@@ -208,7 +208,8 @@ class OverlappedGather:
 
     def abort(self, reason: str) -> None:
         """Ends the mesh with this text: for a rank whose slices the others wait for in vain."""
-        next(iter(self._gathers.values())).abort(reason)
+        for gather in self._gathers.values():
+            gather.abort(reason)
 
     def close(self) -> None:
         """Leaves neither hooks nor parameters in flight, also when what it waits for fails."""

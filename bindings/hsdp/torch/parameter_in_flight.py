@@ -140,7 +140,7 @@ class ParameterInFlight(torch.nn.Parameter):
         elif func is torch.Tensor.detach and _is_made_a_parameter(sys._getframe(1)):
             _wait_for_all(args)
             return torch.Tensor._make_subclass(torch.nn.Parameter, args[0], args[0].requires_grad)
-        elif func not in _WITHOUT_VALUES and _wait_for_all(args) & _wait_for_all(kwargs.values()):
+        elif func not in WITHOUT_VALUES and _wait_for_all(args) & _wait_for_all(kwargs.values()):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -173,8 +173,8 @@ def _wait_for_all(values: Iterable[Any]) -> bool:
     return landed
 
 
-# What neither reads nor writes values: a Reducer looks at every p.grad when a microbatch begins.
-_WITHOUT_VALUES = {
+#: what neither reads nor writes values: a Reducer looks at every p.grad when a microbatch begins.
+WITHOUT_VALUES = {
     *(getattr(torch.Tensor, name).__get__ for name in (
         "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta",
         "is_mkldnn", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu",

@@ -27,12 +27,15 @@ class ParameterSlice:
         reducer: Reducer,
         states: ProbedStates,
         offloaded: bool,
+        is_released: bool = False,
     ) -> None:
         self.name = name
         self.parameter = parameter
         self.reducer = reducer
         self.states = states  # of its optimizer
         self.offloaded = offloaded
+        #: whether the whole parameter is freed between uses, and `whole` and `own` after construction
+        self.is_released = is_released
         place = reducer.slice(name)
         self.offset, self.count = place.offset, place.count
         #: whether the parameter is one rank's
@@ -41,6 +44,7 @@ class ParameterSlice:
         self.is_here = self.count > 0 or not self.is_whole
         self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
         self.gradient: torch.Tensor  # the Reducer's shard, which stays where it is
+        self.stored: torch.Tensor  # of a released one: what gathers read, fp32 or the parameter's dtype
         self.bind()
 
     def bind(self) -> None:
@@ -79,12 +83,30 @@ class ParameterSlice:
     @property
     def is_rounded(self) -> bool:
         """Whether the master has more bits than the parameter, and so is a state."""
-        return self.own.dtype is not torch.float32
+        return self.parameter.dtype is not torch.float32
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master is other memory than the parameter's: of 16 bits, or offloaded."""
-        return self.offloaded or self.is_rounded
+        """Whether the master is other memory than the parameter's: of 16 bits, offloaded or released."""
+        return self.offloaded or self.is_rounded or self.is_released
+
+    def rounded(self) -> torch.Tensor:
+        """Of a released one: the slice in the parameter's dtype."""
+        return self.stored.detach().to(self.parameter.dtype)
+
+    def take_over(self, values: torch.Tensor) -> None:
+        """Of a released one: the slice's new values, in the parameter's dtype. What is as it was rounded
+        stays as precise as the master is.
+        """
+        master = self.master.detach().reshape(-1)
+        if self.is_rounded:
+            written = values.view(torch.int16) != self.rounded().view(torch.int16)
+            values, written = values.to(master.device), written.to(master.device)
+            master.copy_(torch.where(written, values.float(), master))
+        else:
+            master.copy_(values)
+        if self.offloaded:
+            self.stored.copy_(values)
 
 
 def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -123,6 +145,7 @@ class Masters:
         for one, part in zip(slices, self._flat.split(self._counts), strict=True):
             one.master = torch.nn.Parameter(one.shaped(part))
 
+    # Where the slices themselves are.
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         own = self.slices[0].own
         device = torch.device("cpu") if self._offloaded else own.device
@@ -176,3 +199,35 @@ class Masters:
         if self._offloaded:
             parts = list(self._rounded.split(self._counts))
             torch._foreach_copy_([one.own for one in self.slices], parts)
+
+
+class StoredMasters(Masters):
+    """Of released parameters: their values are nowhere else. Gathers read them, or, of offloaded ones,
+    what they were rounded to, which stays on the device.
+    """
+
+    def __init__(self, slices: list[ParameterSlice]) -> None:
+        super().__init__(slices)
+        stored = self._flat
+        if self._offloaded:
+            stored = torch.cat([one.own for one in slices])
+        self._stored = stored
+        for one, part in zip(slices, stored.split(self._counts), strict=True):
+            one.stored = part
+            del one.whole, one.own
+        del self._rounded
+
+    def reread(self) -> None:
+        """Nothing: a unit that was written to says so."""
+
+    def current(self) -> list[torch.Tensor]:
+        """As they are, not to be written."""
+        return list(self._flat.split(self._counts))
+
+    def mark_rounded(self) -> None:
+        """Nothing: gathers round them."""
+
+    def load_parameters(self) -> None:
+        """Rounds offloaded masters to what gathers read."""
+        if self._offloaded:
+            self._stored.copy_(self._flat)

@@ -1,4 +1,4 @@
-"""A torch optimizer that runs on this rank's slices of the parameters: ZeRO stages 1 and 2."""
+"""A torch optimizer that runs on this rank's slices of the parameters: ZeRO stages 1 to 3."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
-from hsdp.torch.model_attachment import ModelAttachment
+from hsdp.torch.module_units import Units
+from hsdp.torch.optimizer_options import (
+    is_offloaded,
+    require_options,
+    require_unit_options,
+    required_reducers,
+)
+from hsdp.torch.optimizer_ownership import disown, has_taken, own, owns, require_free, take
 from hsdp.torch.optimizer_probe import OptimizerProbe, ProbedStates
 from hsdp.torch.overlapped_gather import OverlappedGather
 from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
 from hsdp.torch.parameter_slices import (
     Masters,
     ParameterSlice,
+    StoredMasters,
     gather_whole,
     memory_of,
     refuse,
@@ -45,18 +53,17 @@ from hsdp.torch.slice_states import (
     load_target,
     states_elsewhere,
 )
+from hsdp.torch.unit_hooks import UnitHooks
+from hsdp.torch.unit_sharding import (
+    Place,
+    attached_models,
+    gathered_units,
+    plan_units,
+    sharded_units,
+)
 from hsdp.zero.parameter_gather import GatherStats
 
 _SET_UP = "make its ShardedOptimizer"
-
-Place = tuple[str, torch.nn.Parameter, Reducer]  # the name is that of the Reducer
-
-_owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakSet[ShardedOptimizer]] = (
-    weakref.WeakKeyDictionary()
-)
-# The last step of each Reducer that optimizers have taken, and the names of those parameters: none is
-# taken twice.
-_taken: weakref.WeakKeyDictionary[Reducer, tuple[int, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 @naming_itself
@@ -81,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
       optimizer may have others of the same Reducer: Muon the matrices, AdamW the rest.
     - `reducer`: the Reducer that the model is attached to; several of one mesh for several models.
     - `stage`: 1 keeps gradients whole and local until the step's last microbatch, 2 shards them in
-      every microbatch: what `last=False` means.
+      every microbatch: what `last=False` means. 3 shards the parameters, too.
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
     - `gather_bucket_bytes`: small parameters are gathered together, at most so many bytes at a time, or
       one bucket of the Reducer, which is never divided; whole ones of all ranks together.
@@ -90,6 +97,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
       gradients and new values cross the bus. Not run on a GPU yet.
     - `master_dtype`: "f32", whatever the parameters have; moments of 16 bits make training stall.
+    - `units`: at stage 3, what is gathered for its passes and released after: modules of these types, or
+      of which a predicate is true; None: the elements of each ModuleList. The model itself is the
+      unit of the rest.
+    - `reshard_after_forward`: False keeps units from their forward to their backward pass.
+    - `prefetch_bytes`: of units that are gathered ahead of use, at most so many; None: one unit.
+    - `persistence_threshold`: parameters of at most so many elements stay whole, as at stage 2.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
     since the last step (load_state_dict, `.data`) are taken over at the next one. A step in which any
@@ -123,6 +136,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overlap_param_gather: bool = True,
         offload: Offload | None = None,
         master_dtype: MasterDtype = "f32",
+        units: Units = None,
+        reshard_after_forward: bool = True,
+        prefetch_bytes: int | None = None,
+        persistence_threshold: float = 1 << 14,
         **options: Any,
     ) -> None:
         listed = list(reducer) if isinstance(reducer, Iterable) else [reducer]
@@ -131,14 +148,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             got = f"an object of type {type(listed[0]).__name__}" if listed else "none"
             refuse("a Reducer or several", got)
         with first._together(_SET_UP):
-            self._reducers = _required_reducers(listed)
-            _require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
-            offloaded = _is_offloaded(offload, first)
+            self._reducers = required_reducers(listed)
+            require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
+            offloaded = is_offloaded(offload, first)
             groups = parameter_groups(params)
             found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
             places = [place for of_group in found for place in of_group]
             self._require_parameters([owner for _, _, owner in places])
-            _require_free(places, stage, max_grad_norm)
+            require_free(places, stage, max_grad_norm)
+            require_unit_options(prefetch_bytes, persistence_threshold)
+            threshold = persistence_threshold if stage == 3 else math.inf
+            plan = plan_units(self._reducers, places, units, threshold)
+            plan.cut_buckets()
+            released = plan.released()
             probe = OptimizerProbe(optimizer_class, options)
             probed = [
                 _probed(probe, settings(group), of_group)
@@ -149,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with first._together(_SET_UP):
             slices = [
                 [
-                    ParameterSlice(*place, states, offloaded)
+                    ParameterSlice(*place, states, offloaded, id(place[1]) in released)
                     for place, states in zip(of_group, of_states, strict=True)
                 ]
                 for of_group, of_states in zip(found, probed, strict=True)
@@ -163,6 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             }
             self._note_memory()
             self._make_masters()
+            sharded = sharded_units(plan, {id(one.parameter): one for one in self._shards})
             self._make_inner = functools.partial(optimizer_class, **options)
             self._inner = self._make_inner(
                 [
@@ -179,14 +202,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
-        models = [a.model for one in self._reducers for a in _attached_models(one)]
+        models = [a.model for one in self._reducers for a in attached_models(one)]
         overlaps = overlap_param_gather and first.mesh.shard_size > 1
-        self._gather = OverlappedGather(self._shards, gather_bucket_bytes, models if overlaps else [])
+        kept = [shard for shard in self._shards if not shard.is_released]
+        self._gather = OverlappedGather(kept, gather_bucket_bytes, models if overlaps else [])
+        self._units = gathered_units(sharded, reshard_after_forward, prefetch_bytes)
+        weakref.finalize(self, self._units.close)
         # At the end of the process, too: the other ranks need this one for their gathers.
         weakref.finalize(self, self._gather.close_quietly)
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
-            _owners.setdefault(one, weakref.WeakSet()).add(self)
+            own(one, self)
         self._word = SettingsWord(
             self._reducers,
             (optimizer_class.__name__, stage, max_grad_norm),
@@ -206,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _place_of(self, parameter: torch.nn.Parameter) -> Place:
         for reducer in self._reducers:
-            for attachment in _attached_models(reducer):
+            for attachment in attached_models(reducer):
                 name = attachment.name_of(parameter)
                 if name is not None:
                     return name, parameter, reducer
@@ -222,22 +248,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Frees the parameters for another optimizer. Waits for the parameters, which stay as they are,
-        as do their states; a `step` is a UsageError from here on.
+        as do their states; a `step` is a UsageError from here on. At stage 3 it is collective, and
+        parameters are whole from here on.
         """
+        if self._is_open():
+            self._units.gather_all()
         for reducer in self._reducers:
-            _owners.get(reducer, weakref.WeakSet()).discard(self)
+            disown(reducer, self)
+        self._units.close()
         self._word.close()
         self._gather.close()
 
+    def _is_open(self) -> bool:
+        return all(map(self._owns, self._reducers))
+
     def _owns(self, reducer: Reducer) -> bool:
-        return self in _owners.get(reducer, ())
+        return owns(reducer, self)
 
     def __repr__(self) -> str:
         rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
         here = sum(shard.count for shard in self._shards)
         whole = sum(parameter.numel() for parameter in self._parameters)
         words = [
-            *([] if all(map(self._owns, self._reducers)) else ["closed"]),
+            *([] if self._is_open() else ["closed"]),
             f"{type(self._inner).__name__}, stage {self._stage}",
             f"{counted(len(self._shards), 'parameter')}, {here} of {whole} elements here",
             *([f"lr {'/'.join(dict.fromkeys(rates))}"] if rates else []),
@@ -252,13 +285,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse("a state_dict() to be pickled", "the optimizer itself")
 
     def _make_masters(self) -> None:
-        of_dtype: dict[torch.dtype, list[ParameterSlice]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
         for shard in self._shards:
             if shard.has_own_master:
-                of_dtype.setdefault(shard.own.dtype, []).append(shard)
+                alike.setdefault((shard.own.dtype, shard.is_released), []).append(shard)
             else:
                 shard.master = torch.nn.Parameter(shard.shaped(shard.own))
-        self._masters = [Masters(shards) for shards in of_dtype.values()]
+        self._masters = [
+            (StoredMasters if is_released else Masters)(shards)
+            for (_, is_released), shards in alike.items()
+        ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices and gathers are laid out there."""
@@ -273,6 +309,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         somebody else has written to the parameter since the last step is taken over at the next one.
         """
         self._bind_moved()
+        self._units.settle()
+        self._units.read_pinned()
         one = self._find(parameter)
         master = one.master.detach()
         return master.view(parameter.shape) if one.is_whole and one.is_here else master
@@ -291,6 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._bind_moved()
             self._read_copied()
+            self._units.read_pinned()
             parts = {s: s.own for s in self._shards if not s.has_own_master}
             for masters in self._masters:
                 parts.update(zip(masters.slices, masters.current(), strict=True))
@@ -302,6 +341,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield whole
             with torch.no_grad():
                 self._reread_written()
+                self._units.begin_update()
                 for shard in self._shards:
                     shard.master.copy_(shard.shaped(shard.part_of(whole[shard.name])))
                 self._start_gather()
@@ -312,7 +352,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            self._gather.abort(f"ShardedOptimizer.{call}: {type(error).__name__}: {error}")
+            reason = f"ShardedOptimizer.{call}: {type(error).__name__}: {error}"
+            self._gather.abort(reason)
+            self._units.abort(reason)
             raise
 
     def _find(self, parameter: torch.Tensor) -> ParameterSlice:
@@ -334,7 +376,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         steps = self._take_gradients()
         for reducer, step in zip(self._reducers, steps, strict=True):
-            if self._has_taken(reducer, step):
+            if has_taken(reducer, step, self._names[reducer]):
                 refuse(
                     "gradients of a new step",
                     "those of the step before; end the step with last=True between two calls of step()",
@@ -351,24 +393,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 elif self._max_grad_norm is not None:
                     self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
             for reducer, step in zip(self._reducers, steps, strict=True):
-                self._take(reducer, step)
+                take(reducer, step, self._names[reducer])
         return loss
-
-    def _has_taken(self, reducer: Reducer, step: int) -> bool:
-        taken, names = _taken.get(reducer, (-1, frozenset()))
-        return taken == step and not names.isdisjoint(self._names[reducer])
-
-    def _take(self, reducer: Reducer, step: int) -> None:
-        taken, names = _taken.get(reducer, (-1, frozenset()))
-        own = self._names[reducer]
-        _taken[reducer] = (step, own | names if taken == step else own)
 
     # Before other ranks wait for this one.
     def _require_usable(self) -> None:
         unreduced_gradient_guard.require_result("ShardedOptimizer.step", self._parameters)
         if self._max_grad_norm is not None:
             for reducer in self._reducers:
-                for attachment in _attached_models(reducer):
+                for attachment in attached_models(reducer):
                     attachment.clipping("ShardedOptimizer.step with max_grad_norm")
 
     @property
@@ -394,6 +427,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         self._forget_targets()
         self._reread_written()
+        self._units.begin_update()
         try:
             if self._max_grad_norm is not None:
                 self._clip(self._max_grad_norm)
@@ -484,6 +518,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
             masters.mark_rounded()
             masters.load_parameters()
         self._gather.start()
+        self._units.updated()
+
+    def unshard(self, module: torch.nn.Module) -> None:
+        """Gathers the parameters of a module, which stay whole, also through steps, until `reshard`.
+        Collective. Nothing but at stage 3.
+        """
+        self._units.pin(module)
+
+    def reshard(self, module: torch.nn.Module) -> None:
+        """Releases the parameters of a module after `unshard`. What was written to them meanwhile is
+        kept, each rank's slice of it. Local.
+        """
+        with torch.no_grad():
+            self._units.unpin(module)
+
+    def register_forward_method(self, module: torch.nn.Module, name: str) -> None:
+        """Makes another method than `forward` of a unit's module gather its parameters: `encode` of
+        a model, say.
+        """
+        self._units.wrap(module, name)
+
+    def full_model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """`model.state_dict()` with whole parameters on the CPU, of which one unit at a time is gathered.
+        Collective. At stage 3 `model.state_dict()` itself has this rank's slices.
+        """
+        self._gather.wait_all()
+        return self._units.full_state_dict(model)
 
     def wait_parameters(self) -> None:
         """Waits until all parameters have their new values. Needed only for code that reads their
@@ -494,7 +555,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def gather_stats(self) -> GatherStats:
         """Of the gathers so far: their number, bytes, and for how long they were waited for."""
-        return self._gather.stats()
+        every = [self._gather.stats(), *self._units.stats()]
+        return GatherStats(*map(sum, zip(*every, strict=True)))
 
     def gather_times(self) -> dict[str, tuple[float, float]]:
         """When the last gather of each parameter began and ended, in seconds of time.monotonic(); on a
@@ -544,11 +606,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _bind_moved(self) -> None:
         self._gather.wait_all()
-        if self._bound == [*map(memory_of, self._parameters)]:
+        kept = [shard for shard in self._shards if not shard.is_released]
+        if self._bound == [memory_of(shard.parameter) for shard in kept]:
             return
-        for shard in self._shards:
+        for shard in kept:
             shard.require_same_kind()
-        for shard in self._shards:
+        for shard in kept:
             if shard.bound == memory_of(shard.parameter):
                 continue
             shard.bind()
@@ -562,8 +625,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.whole.copy_(shard.parameter.data)
 
     def _note_memory(self) -> None:
-        self._bound = [shard.bound for shard in self._shards]
-        self._copied = [shard for shard in self._shards if shard.is_copied]
+        kept = [shard for shard in self._shards if not shard.is_released]
+        self._bound = [shard.bound for shard in kept]
+        self._copied = [shard for shard in kept if shard.is_copied]
 
     # torch.distributed.checkpoint makes tensors to load into by a step of zeros. Not while gradients of
     # a step wait for theirs.
@@ -578,7 +642,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _has_untaken_step(self, reducer: Reducer) -> bool:
         step = reducer._handle.step_number()
-        is_untaken = step != -1 and not self._has_taken(reducer, step)
+        is_untaken = step != -1 and not has_taken(reducer, step, self._names[reducer])
         return is_untaken and not reducer._handle.step_dropped()
 
     def _make_load_targets(self) -> None:
@@ -620,6 +684,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         groups, states = loadable(state_dict, self.param_groups, self._shards, self._example)
         self._gather.wait_all()  # it reads masters
+        self._units.settle()
         self._are_targets = False
         self.state.clear()
         for shard, state in states:
@@ -643,10 +708,6 @@ def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
     put_slices(state_dict, optimizer.param_groups, optimizer._shards)
 
 
-def _attached_models(reducer: Reducer) -> list[ModelAttachment]:
-    return [one for one in reducer._attachments if isinstance(one, ModelAttachment)]
-
-
 # Of each parameter.
 def _probed(
     probe: OptimizerProbe, settings: dict[str, Any], places: Iterable[Place]
@@ -657,55 +718,3 @@ def _probed(
         on_whole(max(1, parameter.dim())) if reducer.layout == "whole" else on_slices()
         for _, parameter, reducer in places
     ]
-
-
-# A Reducer may have several optimizers, of other parameters each.
-def _require_free(places: Iterable[Place], stage: int, max_grad_norm: float | None) -> None:
-    places = list(places)
-    for reducer in {reducer: None for _, _, reducer in places}:
-        for other in _owners.get(reducer, ()):
-            for name, _, owner in places:
-                if owner is reducer and name in other._names[reducer]:
-                    refuse(
-                        "parameters without an optimizer",
-                        f"'{name}', which a ShardedOptimizer has already; close() that first",
-                    )
-            if other._stage != stage:
-                refuse(f"stage {other._stage}, as the Reducer's other optimizer has", str(stage))
-            if max_grad_norm is not None or other._max_grad_norm is not None:
-                refuse(
-                    "max_grad_norm=None where a Reducer has several optimizers",
-                    "a norm; call reducer.clip_grad_norm_(max_norm) before their steps",
-                )
-
-
-def _require_options(
-    stage: Any, max_grad_norm: Any, gather_bucket_bytes: Any, master_dtype: Any
-) -> None:
-    if stage not in (1, 2):
-        refuse("stage 1 or 2", repr(stage))
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        refuse("a max_grad_norm above 0, or None", repr(max_grad_norm))
-    if not isinstance(gather_bucket_bytes, int) or gather_bucket_bytes < 1:
-        refuse("gather_bucket_bytes of at least 1", repr(gather_bucket_bytes))
-    if master_dtype != "f32":
-        refuse("a master_dtype of 'f32', which training needs", repr(master_dtype))
-
-
-def _is_offloaded(offload: Any, reducer: Reducer) -> bool:
-    if offload not in (None, "host"):
-        refuse("offload None or 'host'", repr(offload))
-    if offload == "host" and reducer.mesh.device == "cpu":
-        refuse("offload='host' on a mesh of GPUs", "it on the CPU, whose memory that is already")
-    return bool(offload == "host")
-
-
-def _required_reducers(listed: list[Any]) -> list[Reducer]:
-    for i, reducer in enumerate(listed):
-        if not isinstance(reducer, Reducer):
-            refuse("a Reducer or several", f"an object of type {type(reducer).__name__}")
-        if reducer.mesh is not listed[0].mesh:
-            refuse("Reducers of one mesh", "several meshes")
-        if any(reducer is before for before in listed[:i]):
-            refuse("each Reducer once", f"one again as number {i}")
-    return listed

@@ -132,7 +132,8 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
         if key != MASTER and isinstance(value, torch.Tensor):
             kept += 0 if isinstance(value, FlatSlice) else value.nbytes
     if one.has_own_master:  # and what it was rounded to, and an offloaded gradient
-        kept += one.count * (4 + one.own.itemsize + 4 * one.offloaded)
+        keeps_rounded = one.offloaded or not one.is_released
+        kept += one.count * (4 + keeps_rounded * one.parameter.itemsize + 4 * one.offloaded)
     return kept
 
 

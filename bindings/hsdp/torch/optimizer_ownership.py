@@ -1,0 +1,67 @@
+"""Which optimizers a Reducer has, and of which steps they have taken the gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hsdp.reducer import Reducer
+from hsdp.torch.parameter_slices import refuse
+
+if TYPE_CHECKING:
+    from hsdp.torch.sharded_optimizer import ShardedOptimizer
+
+_owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakSet[ShardedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+# The last step of each Reducer that optimizers have taken, and the names of those parameters: none is
+# taken twice.
+_taken: weakref.WeakKeyDictionary[Reducer, tuple[int, frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def own(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
+    """It has parameters of this Reducer."""
+    _owners.setdefault(reducer, weakref.WeakSet()).add(optimizer)
+
+
+def disown(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
+    """It has none any more."""
+    _owners.get(reducer, weakref.WeakSet()).discard(optimizer)
+
+
+def owns(reducer: Reducer, optimizer: ShardedOptimizer) -> bool:
+    """Whether it has."""
+    return optimizer in _owners.get(reducer, ())
+
+
+def has_taken(reducer: Reducer, step: int, names: frozenset[str]) -> bool:
+    """Whether the gradients of one of these parameters were taken in this step."""
+    taken, before = _taken.get(reducer, (-1, frozenset()))
+    return taken == step and not before.isdisjoint(names)
+
+
+def take(reducer: Reducer, step: int, names: frozenset[str]) -> None:
+    """They are taken from here on."""
+    taken, before = _taken.get(reducer, (-1, frozenset()))
+    _taken[reducer] = (step, names | before if taken == step else names)
+
+
+def require_free(places: Iterable[tuple[str, object, Reducer]], stage: int, max_grad_norm: float | None) -> None:
+    """UsageError where another optimizer of a Reducer has one of these parameters, or other rules."""
+    places = list(places)
+    for reducer in {reducer: None for _, _, reducer in places}:
+        for other in _owners.get(reducer, ()):
+            for name, _, owner in places:
+                if owner is reducer and name in other._names[reducer]:
+                    refuse(
+                        "parameters without an optimizer",
+                        f"'{name}', which a ShardedOptimizer has already; close() that first",
+                    )
+            if other._stage != stage:
+                refuse(f"stage {other._stage}, as the Reducer's other optimizer has", str(stage))
+            if max_grad_norm is not None or other._max_grad_norm is not None:
+                refuse(
+                    "max_grad_norm=None where a Reducer has several optimizers",
+                    "a norm; call reducer.clip_grad_norm_(max_norm) before their steps",
+                )

@@ -1,0 +1,378 @@
+"""A unit of parameters of which this rank keeps slices: gathered before use, released after.
+
+[Note: parameters that are released]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hsdp import _hsdp
+from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.released_parameter import ReleasedParameter, released
+
+if TYPE_CHECKING:
+    from hsdp.reducer import Reducer
+
+
+class StoredSlice(Protocol):
+    """This rank's slice of a parameter, which is all that it keeps."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    reducer: Reducer
+    offset: int
+    count: int
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """Flat, in fp32 or the parameter's dtype, where the parameter is."""
+        ...
+
+    def rounded(self) -> torch.Tensor:
+        """It in the parameter's dtype: no copy where it has that."""
+        ...
+
+    def take_over(self, values: torch.Tensor) -> None:
+        """Its new values, in the parameter's dtype: what is as it was rounded stays more precise."""
+        ...
+
+
+class FrozenSlice:
+    """Of a parameter that gets no gradients: an even part of its elements, in its dtype."""
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Reducer) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.reducer = reducer
+        mesh = reducer.mesh
+        self.offset, self.count = _hsdp.UnitGather.even_slice(
+            parameter.numel(), mesh.shard_size, mesh.shard_rank
+        )
+        whole = parameter.data.contiguous().reshape(-1)
+        #: flat
+        self.stored = whole[self.offset : self.offset + self.count].clone()
+
+    def rounded(self) -> torch.Tensor:
+        """As it is."""
+        return self.stored
+
+    def take_over(self, values: torch.Tensor) -> None:
+        """Its new values."""
+        self.stored.copy_(values)
+
+
+class ReleasedArray:
+    """The memory of one parameter: freed and taken again, at the same tensor. What autograd has saved of
+    it sees the new values, as the storage stays the same object.
+    """
+
+    def __init__(self, slice_: StoredSlice) -> None:
+        self.slice = slice_
+        self.parameter = slice_.parameter
+        self.name = slice_.name
+        #: the unit that it is in
+        self.unit: ShardedUnit
+        data = self.parameter.data
+        is_alone = data.untyped_storage().nbytes() == data.nbytes
+        if not is_alone or not _is_dense(data):  # nobody else's memory is freed
+            self.parameter.data = data = data.clone(memory_format=torch.contiguous_format)
+        self._kind = (data.shape, data.dtype, data.device)
+        self._bind()
+
+    def _bind(self) -> None:
+        data = self.parameter.data
+        self._storage: Any = data.untyped_storage()
+        self._nbytes: int = data.nbytes
+        # Gathers fill row-major memory.
+        self._is_copied = not data.is_contiguous()
+        self._row_major: torch.Tensor | None = None
+        self._version: int = self.parameter._version
+        self._shown: torch.Tensor | None = None  # of a pinned one: what the slice was
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return self._nbytes
+
+    def take(self) -> int:
+        """Memory for the whole, and where a gather writes to."""
+        self._storage.resize_(self._nbytes)
+        memory = self._storage
+        if self._is_copied:
+            p = self.parameter
+            memory = self._row_major = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        pointer: int = memory.data_ptr()
+        return pointer
+
+    def appear(self) -> None:
+        """It was gathered."""
+        released.pop(id(self.parameter), None)
+        self.parameter.__class__ = torch.nn.Parameter
+        if self._row_major is not None:
+            self.parameter.data.copy_(self._row_major)
+            self._row_major = None
+        self._version = self.parameter._version
+
+    def was_written(self) -> bool:
+        """Whether somebody has, in a way that torch notices."""
+        return self.parameter._version != self._version or not self._is_same_memory()
+
+    def _is_same_memory(self) -> bool:
+        return bool(self.parameter.untyped_storage().data_ptr() == self._storage.data_ptr())
+
+    def _own(self) -> torch.Tensor:
+        data = self.parameter.data
+        if (data.shape, data.dtype, data.device) != self._kind:
+            refuse(
+                f"'{self.name}' as it was: {self._kind[1]} {tuple(self._kind[0])} on {self._kind[2]}",
+                f"{data.dtype} {tuple(data.shape)} on {data.device}; make the Reducer and the optimizer "
+                "after the model has changed",
+            )
+        return data.contiguous().reshape(-1)[self.slice.offset : self.slice.offset + self.slice.count]
+
+    def show(self) -> None:
+        """It is whole, to be written to: what is not written later stays as the slice is."""
+        self._shown = self._own().clone()
+
+    def read(self) -> None:
+        """The slice gets what somebody has written to the whole, which is there."""
+        own = self._own()
+        if self._shown is not None:
+            written = _bits(own) != _bits(self._shown)
+            own, self._shown = torch.where(written, own, self.slice.rounded()), own.clone()
+        self.slice.take_over(own)
+        self.was_read()
+
+    def was_read(self) -> None:
+        """What was written before is no news."""
+        self._version = self.parameter._version
+
+    # What others hold of the old memory stays.
+    def _move(self) -> None:
+        data = self.parameter.data
+        fresh = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+        if _is_dense(data):
+            fresh = torch.empty_like(data)
+        self.parameter.data = fresh
+        self._bind()
+
+    def vanish(self, moves: bool = False) -> None:
+        """Frees the memory, or with `moves` leaves it to whoever holds tensors of it."""
+        if moves or not self._is_same_memory():
+            self._move()
+        released[id(self.parameter)] = self
+        self.parameter.__class__ = ReleasedParameter
+        self.free()
+
+    def memory(self) -> object:
+        """What a gather writes to."""
+        return self._row_major, self._storage
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether that is in its memory."""
+        return bool(tensor.untyped_storage().data_ptr() == self._storage.data_ptr())
+
+    def free(self) -> None:
+        """Frees memory that was taken."""
+        self._row_major = None
+        self._storage.resize_(0)
+
+    def forget(self) -> None:
+        """Nobody looks it up from here on."""
+        if released.get(id(self.parameter)) is self:
+            del released[id(self.parameter)]
+
+    # For a model's state dict.
+
+    def saved(self) -> torch.Tensor:
+        """Its slice, as torch.distributed.checkpoint saves and loads it."""
+        return FlatSlice(self.slice.rounded().detach(), self.parameter.shape, self.slice.offset)
+
+    def load(self, values: torch.Tensor) -> None:
+        """Of a whole tensor, or of this rank's slice of one."""
+        shape, offset, count = self.parameter.shape, self.slice.offset, self.slice.count
+        if isinstance(values, FlatSlice):
+            own = values.to_local()
+            if (values.shape, values.offset, own.numel()) != (shape, offset, count):
+                refuse(
+                    f"'{self.name}' as {tuple(shape)}, whole or elements from {offset}, {count} of them",
+                    f"elements from {values.offset}, {own.numel()} of them, of {tuple(values.shape)}; "
+                    "load through torch.distributed.checkpoint",
+                )
+        else:
+            own = values.contiguous().reshape(-1)[offset : offset + count]
+        self.unit.drop_request()
+        stored = self.slice.rounded()
+        if own.data_ptr() != stored.data_ptr() or own.dtype != stored.dtype:
+            self.slice.take_over(own.to(stored.device, stored.dtype))
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16 if values.dtype.itemsize == 2 else torch.int32)
+
+
+def _is_dense(data: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(data))
+
+
+class UnitGathers:
+    """The gathers of several units' parameters of one Reducer. Construction is collective."""
+
+    def __init__(self, reducer: Reducer, units: Sequence[tuple[str, Sequence[StoredSlice]]]) -> None:
+        self._handle = _hsdp.UnitGather(
+            reducer._handle,
+            [
+                (name, [(s.name, _dtype_name(s), s.parameter.numel(), s.stored.detach()) for s in slices])
+                for name, slices in units
+            ],
+        )
+
+    def gather(self, unit: int, pointers: list[int], owner: object) -> None:
+        """Asks for that unit: fills memory that `owner` keeps alive. Never blocks."""
+        self._handle.gather(unit, pointers, owner)
+
+    def wait(self, unit: int) -> None:
+        """Until that unit is there."""
+        self._handle.wait(unit)
+
+    def end(self) -> None:
+        """Takes part in what other ranks of the shard group ask for until none does."""
+        self._handle.end()
+
+    def begin_update(self) -> None:
+        """As `end`, before slices change: until all ranks are here."""
+        self._handle.begin_update()
+
+    def abort(self, reason: str) -> None:
+        """Ends the mesh with this text."""
+        self._handle.abort(reason)
+
+    def stats(self) -> dict[str, Any]:
+        """As GatherStats."""
+        return self._handle.stats()
+
+
+def _dtype_name(one: StoredSlice) -> str:
+    return str(one.parameter.dtype).removeprefix("torch.")
+
+
+class ShardedUnit:
+    """Parameters that are gathered together, and whether they are there.
+
+    A pinned one stays until it is unpinned, whatever happens meanwhile.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        is_root: bool,
+        slices: Sequence[StoredSlice],
+        read_above: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.is_root = is_root
+        self.slices = slices
+        #: modules above that look at its parameters before they call it
+        self.read_above = read_above
+        self._arrays = [ReleasedArray(one) for one in slices]
+        for array in self._arrays:
+            array.unit = self
+        #: of the whole
+        self.nbytes = sum(array.nbytes for array in self._arrays)
+        self.is_present = True
+        self.is_requested = False
+        self.is_pinned = False
+
+    def bind(self, gathers: UnitGathers, number: int) -> None:
+        """To what gathers it, under that number there."""
+        #: what gathers it
+        self.gathers = gathers
+        self._number = number
+
+    def request(self) -> None:
+        """Begins its gather, unless it is there or under way."""
+        if self.is_present or self.is_requested:
+            return
+        pointers = [array.take() for array in self._arrays]
+        self.is_requested = True
+        self.gathers.gather(self._number, pointers, [array.memory() for array in self._arrays])
+
+    def gather(self) -> None:
+        """It is there when this returns."""
+        if self.is_present:
+            return
+        self.request()
+        self.gathers.wait(self._number)
+        self.is_requested = False
+        self.is_present = True
+        for array in self._arrays:
+            array.appear()
+
+    def read_written(self) -> None:
+        """Its slices get what somebody has written to it: where torch has noticed, or of a pinned one all."""
+        if self.is_present:
+            for array in self._arrays:
+                if self.is_pinned or array.was_written():
+                    array.read()
+
+    def was_read(self) -> None:
+        """What was written before is no news."""
+        for array in self._arrays:
+            array.was_read()
+
+    def has_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these is a view of its parameters."""
+        return any(array.has(one) for one in tensors for array in self._arrays)
+
+    def drop_request(self) -> None:
+        """Forgets what was gathered ahead."""
+        if self.is_requested:
+            self.gathers.wait(self._number)
+            self.is_requested = False
+            for array in self._arrays:
+                array.free()
+
+    def release(self) -> None:
+        """Frees its memory, unless it is pinned. What was written to it, and torch has noticed, is kept."""
+        self.drop_request()
+        if self.is_present and not self.is_pinned:
+            self.read_written()
+            self._vanish()
+
+    def _vanish(self, moves: bool = False) -> None:
+        self.is_present = False
+        for array in self._arrays:
+            array.vanish(moves)
+
+    def pin(self) -> None:
+        """Gathers it, to stay and to be written to."""
+        self.gather()
+        if not self.is_pinned:
+            self.is_pinned = True
+            for array in self._arrays:
+                array.show()
+
+    def unpin(self) -> None:
+        """Its slices get what was written to it, and it is released."""
+        if self.is_pinned:
+            self.read_written()
+            self.is_pinned = False
+            self._vanish(moves=True)
+
+    def refresh(self) -> None:
+        """Its slices have changed: gathers it again, where it is. Collective."""
+        self.is_pinned = False
+        self._vanish()
+        self.pin()
+
+    def forget(self) -> None:
+        """Nobody gathers it from here on."""
+        for array in self._arrays:
+            array.forget()

@@ -1,0 +1,423 @@
+"""When units are gathered and released: hooks around forward and backward passes of their modules.
+
+[Note: parameters that are released]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.sharded_unit import ShardedUnit, UnitGathers
+from hsdp.zero.parameter_gather import GatherStats
+
+if TYPE_CHECKING:
+    from hsdp.reducer import Reducer
+
+
+# -1 outside of a backward pass.
+def _backward_pass() -> int:
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+# A graph of torch.compile ends before it, and another one begins after it.
+def _uncompiled(function: Any) -> Any:
+    disable: Any = torch.compiler.disable
+    return disable(function)
+
+
+class ModuleHook:
+    """A hook of a module. Its copy, in a copy of the module, does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = _uncompiled(run)
+
+    def __call__(self, module: torch.nn.Module, *args: Any) -> Any:
+        """As torch calls it."""
+        return self._run(*args)
+
+    # A function of Python's own that does nothing: who loads the copy may not have this package.
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The inputs of a module; in the backward pass it comes when the module's own is over."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(done: Callable[[], None], *inputs: torch.Tensor) -> Any:
+        return tuple(one.view_as(one) for one in inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.done = inputs[0]
+        ctx.set_materialize_grads(False)  # an input that was not used gets none
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.done()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(None if one is None else one.view_as(one) for one in tangents[1:])
+
+
+class _BeforeBackward:
+    """Before what made the outputs of a module: the first gradient that comes in a backward pass is told."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self._told = -1
+
+    def __call__(self, grads: Any) -> None:
+        backward = _backward_pass()
+        if self._told != backward:
+            self._told = backward
+            self._begin()
+
+
+class GatherOrder:
+    """What comes after what: learned from the order in which units were needed before, by the last two,
+    and by whether gradients are recorded or computed. A guess that is wrong costs a gather.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[Any, ...], ShardedUnit] = {}
+        self._before: tuple[ShardedUnit | None, ShardedUnit | None] = (None, None)
+        self._mode: tuple[bool, bool] = (False, False)
+
+    def needed(self, unit: ShardedUnit) -> None:
+        """That one is, now."""
+        if self._before[1] is not None:
+            self._next[self._mode, *self._before] = unit
+        self._before = (self._before[1], unit)
+        self._mode = (torch.is_grad_enabled(), _backward_pass() != -1)
+
+    def following(self) -> Iterator[ShardedUnit]:
+        """What will be needed from here on, as far as it is known."""
+        before = self._before
+        seen = set()
+        while (key := (self._mode, *before)) in self._next and before not in seen:
+            seen.add(before)
+            unit = self._next[key]
+            yield unit
+            before = (before[1], unit)
+
+    def restart(self) -> None:
+        """What comes now does not follow from what was."""
+        self._before = (None, None)
+
+
+class UnitHooks:
+    """Gathers units before the forward and backward passes of their modules, ahead of them where the
+    order is known, and releases them after.
+
+    - `reshards`: whether a unit is released after its forward, also where a backward pass will
+      follow. The root never is, then.
+    - `prefetch_bytes`: of units that are gathered ahead, at most so many; None: one unit.
+
+    A unit is kept while its module's backward pass is under way, so while a checkpoint recomputes
+    in it. Hooks run on whatever thread torch runs them, one at a time.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        gathers: Mapping[Reducer, UnitGathers],
+        reshards: bool,
+        prefetch_bytes: int | None,
+    ) -> None:
+        self.units = units
+        self._gathers = gathers
+        self._reshards = reshards
+        self._prefetch_bytes = prefetch_bytes
+        self._order = GatherOrder()
+        self._in_forward = dict.fromkeys(units, 0)  # how often, one in the other
+        self._in_backward: dict[ShardedUnit, dict[int, int]] = {unit: {} for unit in units}
+        self._told: set[int] = set()  # backward passes whose end is heard of
+        self._kept: ShardedUnit | None = None  # as it is needed next
+        self._held: set[ShardedUnit] = set()  # until all passes are over
+        self._handles: list[Any] = []
+        for unit in units:
+            self._hook(unit)
+        # When this rank's passes of a microbatch are over.
+        self._ends = {one: functools.partial(self.end, one) for one in gathers}
+        for one, end in self._ends.items():
+            one._after_passes.append(end)
+
+    def _hook(self, unit: ShardedUnit) -> None:
+        before = ModuleHook(lambda args, kwargs: self._before_forward(unit, args, kwargs))
+        after = ModuleHook(lambda args, output: self._after_forward(unit, output))
+        module = unit.module
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+        for above in unit.read_above:
+            look = ModuleHook(lambda args: self._need(unit))
+            self._handles.append(above.register_forward_pre_hook(look))
+
+    def _need(self, unit: ShardedUnit) -> None:
+        if self._kept is not None and self._kept is not unit:
+            self._kept.release()
+        self._kept = None
+        self._order.needed(unit)
+        unit.gather()
+        ahead = 0
+        for following in self._order.following():
+            if following.is_present:
+                continue
+            ahead += following.nbytes
+            if self._prefetch_bytes is None:
+                following.request()
+                break
+            if ahead > self._prefetch_bytes:
+                break
+            following.request()
+
+    # A unit that is needed next stays.
+    def _let_go(self, unit: ShardedUnit) -> None:
+        if unit in self._held or self._in_forward[unit] or self._in_backward[unit]:
+            return
+        if next(self._order.following(), None) is unit:
+            self._kept = unit
+        else:
+            unit.release()
+
+    def _before_forward(self, unit: ShardedUnit, args: Any, kwargs: Any) -> Any:
+        self._in_forward[unit] += 1
+        self._need(unit)
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        # What is in lists and dicts is left alone: a module may write to them. A tensor that comes twice
+        # stays one.
+        own = {id(x): x for x in (*args, *kwargs.values()) if _has_gradient(x)}
+        if not own:
+            return args, kwargs
+        passed = _AfterBackward.apply(lambda: self._backward_over(unit), *own.values())
+        by_id = dict(zip(own, passed, strict=True))
+        return (
+            tuple(by_id.get(id(x), x) for x in args),
+            {key: by_id.get(id(x), x) for key, x in kwargs.items()},
+        )
+
+    # Also where the forward has raised.
+    def _after_forward(self, unit: ShardedUnit, output: Any) -> None:
+        self._in_forward[unit] = max(0, self._in_forward[unit] - 1)
+        if _backward_pass() == -1:  # what a backward pass that failed has left
+            self._in_backward[unit].clear()
+        keeps = False
+        leaves = pytree.tree_leaves(output)
+        if unit.has_memory_of(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            self._held.add(unit)
+        if torch.is_grad_enabled():
+            outputs = [leaf for leaf in leaves if _has_gradient(leaf)]
+            hook = _BeforeBackward(lambda: self._backward_begins(unit))
+            for node in {_maker(one) for one in outputs} - {None}:
+                node.register_prehook(hook)
+            # Of an object that torch cannot look into nobody hears when its backward begins.
+            if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+                self._held.add(unit)
+            keeps = bool(outputs) and (unit.is_root or not self._reshards)
+        if not keeps:
+            self._let_go(unit)
+
+    def _backward_begins(self, unit: ShardedUnit) -> None:
+        backward = _backward_pass()
+        count = self._in_backward[unit]
+        count[backward] = count.get(backward, 0) + 1
+        self._need(unit)
+        if torch.is_grad_enabled():  # gradients of gradients read the parameters once more
+            self._held.add(unit)
+        if backward not in self._told:
+            self._told.add(backward)
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(lambda: self._backward_ended(backward))
+
+    def _backward_over(self, unit: ShardedUnit) -> None:
+        backward = _backward_pass()
+        count = self._in_backward[unit]
+        if count.get(backward, 0) > 1:
+            count[backward] -= 1
+            return
+        count.pop(backward, None)
+        self._let_go(unit)
+
+    def _backward_ended(self, backward: int) -> None:
+        self._told.discard(backward)
+        for unit, count in self._in_backward.items():
+            count.pop(backward, None)
+            if unit.is_present:
+                self._let_go(unit)
+
+    def end(self, reducer: Reducer) -> None:
+        """This rank needs no more of its units for now. Collective over the shard group, but as often as
+        one likes.
+        """
+        gathers = self._gathers[reducer]
+        self._release_all(gathers)
+        gathers.end()
+
+    def begin_update(self) -> None:
+        """This rank's slices are about to change, and have what was written to parameters. Collective.
+        A graph that saved the old values then refuses its backward pass, as torch has it.
+        """
+        for gathers in self._gathers.values():
+            self._release_all(gathers)
+            gathers.begin_update()
+        self.read_pinned()
+        parameters = [one.parameter for unit in self.units for one in unit.slices]
+        torch.autograd.graph.increment_version(parameters)
+        for unit in self.units:
+            unit.was_read()
+
+    def read_pinned(self) -> None:
+        """Slices get what was written to parameters that are whole."""
+        for unit in self.units:
+            if unit.is_pinned:
+                unit.read_written()
+
+    def settle(self) -> None:
+        """Nothing that was gathered ahead is used: slices are about to be written to."""
+        for unit in self.units:
+            unit.drop_request()
+
+    def updated(self) -> None:
+        """What is pinned gets the new values. Collective."""
+        for unit in self.units:
+            if unit.is_pinned:
+                unit.refresh()
+
+    def _release_all(self, gathers: UnitGathers) -> None:
+        self._order.restart()
+        self._kept = None
+        self._told.clear()
+        for unit in self.units:
+            if unit.gathers is gathers:
+                self._held.discard(unit)
+                self._in_forward[unit] = 0
+                self._in_backward[unit].clear()
+                unit.release()
+
+    def pin(self, module: torch.nn.Module) -> None:
+        """Gathers what has parameters of that module, to stay. Collective."""
+        for unit in self._of(module):
+            unit.pin()
+
+    def unpin(self, module: torch.nn.Module) -> None:
+        """Releases it."""
+        for unit in self._of(module):
+            unit.unpin()
+
+    def _of(self, module: torch.nn.Module) -> list[ShardedUnit]:
+        parameters = {id(p) for p in module.parameters()}
+        return [
+            unit for unit in self.units
+            if any(id(one.parameter) in parameters for one in unit.slices)
+        ]
+
+    def gather_all(self) -> None:
+        """For good. Collective."""
+        for unit in self.units:
+            unit.pin()
+
+    def wrap(self, module: torch.nn.Module, name: str) -> None:
+        """A method of a unit's module is a forward, too."""
+        its = [unit for unit in self.units if unit.module is module]
+        if not its:
+            refuse("a module whose parameters are a unit", type(module).__name__)
+        method = getattr(module, name)
+
+        @_uncompiled
+        def before(args: Any, kwargs: Any) -> Any:
+            for unit in its:
+                args, kwargs = self._before_forward(unit, args, kwargs)
+            return args, kwargs
+
+        @_uncompiled
+        def after(output: Any) -> None:
+            for unit in its:
+                self._after_forward(unit, output)
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            args, kwargs = before(args, kwargs)
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                after(output)
+            return output
+
+        setattr(module, name, wrapped)
+
+    def full_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Of a model, on the CPU, one unit at a time. Collective."""
+        state = model.state_dict(keep_vars=True)
+        of_parameter: dict[int, list[str]] = {}
+        for key, value in state.items():
+            of_parameter.setdefault(id(value), []).append(key)
+        for unit in self.units:
+            was_present = unit.is_present
+            unit.gather()
+            for one in unit.slices:
+                keys = of_parameter.pop(id(one.parameter), ())
+                whole = one.parameter.detach().to("cpu", copy=True) if keys else None
+                for key in keys:
+                    state[key] = whole
+            if not was_present:
+                unit.release()
+        for keys in of_parameter.values():
+            value = state[keys[0]]
+            whole = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for key in keys:
+                state[key] = whole
+        return dict(state)
+
+    def stored_bytes(self) -> int:
+        """Of this rank's slices."""
+        return sum(one.stored.nbytes for unit in self.units for one in unit.slices)
+
+    def abort(self, reason: str) -> None:
+        """Ends the mesh with this text."""
+        for gathers in self._gathers.values():
+            gathers.abort(reason)
+
+    def stats(self) -> list[GatherStats]:
+        """Of the gathers so far."""
+        return [GatherStats(**gathers.stats()) for gathers in self._gathers.values()]
+
+    def close(self) -> None:
+        """Leaves no hooks; parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for one, end in self._ends.items():
+            if end in one._after_passes:
+                one._after_passes.remove(end)
+        for unit in self.units:
+            unit.forget()
+
+
+_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+# A view that is written to in place gets another one; what made its base stays.
+def _maker(output: torch.Tensor) -> Any:
+    base = output._base
+    return (output if base is None else base).grad_fn

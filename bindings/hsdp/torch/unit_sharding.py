@@ -1,0 +1,121 @@
+"""Which parameters of attached models are released between uses, in which units."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hsdp.errors import UsageError
+from hsdp.reducer import Reducer
+from hsdp.torch.model_attachment import ModelAttachment
+from hsdp.torch.module_units import ModuleUnit, Units, module_units
+from hsdp.torch.parameter_slices import ParameterSlice
+from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice, UnitGathers
+from hsdp.torch.unit_hooks import UnitHooks
+
+# Of frozen parameters: what gathers know, and nothing that is packed.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Place = tuple[str, torch.nn.Parameter, Reducer]
+
+
+def attached_models(reducer: Reducer) -> list[ModelAttachment]:
+    """Those that the Reducer takes gradients of."""
+    return [one for one in reducer._attachments if isinstance(one, ModelAttachment)]
+
+
+class PlannedUnit(NamedTuple):
+    """A unit, and what is released of its parameters, by the names in its model."""
+
+    reducer: Reducer
+    unit: ModuleUnit
+    parameters: dict[str, torch.nn.Parameter]
+
+
+class UnitPlan(NamedTuple):
+    """What is released in which units, and where units lie in a Reducer's buckets."""
+
+    units: list[PlannedUnit]
+    numbers: dict[int, int]  # of units, from 1 on, by id of the parameter
+
+    def released(self) -> set[int]:
+        """The ids of the parameters."""
+        return {id(p) for unit in self.units for p in unit.parameters.values()}
+
+    # Consecutive parameters of different units share no bucket: their slices are cut apart.
+    def cut_buckets(self) -> None:
+        """Has each unit spread over all ranks, unless a Reducer's buckets are cut already."""
+        for reducer in {planned.reducer: None for planned in self.units}:
+            number_of = {
+                name: self.numbers.get(id(p), 0)
+                for attachment in attached_models(reducer)
+                for name, p in attachment.parameters.items()
+            }
+            registered = [name for name, *_ in reducer._handle.parameters()]
+            with contextlib.suppress(UsageError):
+                reducer._handle.set_units([number_of.get(name, 0) for name in registered])
+
+
+def plan_units(
+    reducers: Sequence[Reducer], places: Iterable[Place], units: Units, persistence_threshold: float
+) -> UnitPlan:
+    """Of all attached models: parameters that are optimized or frozen, and larger than the threshold. In a
+    shard group of one nothing would be gained.
+    """
+    owner = {id(parameter): reducer for _, parameter, reducer in places}
+    models = [one.model for reducer in reducers for one in attached_models(reducer)]
+    uses = collections.Counter(id(p) for model in models for p in model.parameters())
+    plan = UnitPlan([], {})
+    for reducer in reducers:
+        if reducer.mesh.shard_size == 1:
+            continue
+        for attachment in attached_models(reducer):
+            for unit in module_units(attachment.model, units):
+                number = len(plan.numbers) + 1
+                plan.numbers.update((id(p), number) for p in unit.parameters.values())
+                parameters = {}
+                for name, p in unit.parameters.items():
+                    is_frozen = not p.requires_grad and p.dtype in _DTYPES
+                    is_ours = owner.get(id(p)) is reducer or is_frozen
+                    # Of several models one would read what another one's unit has released.
+                    is_free = uses[id(p)] == 1 and type(p) is torch.nn.Parameter
+                    if is_ours and is_free and p.numel() > persistence_threshold:
+                        parameters[name] = p
+                if parameters:
+                    plan.units.append(PlannedUnit(reducer, unit, parameters))
+    return plan
+
+
+def sharded_units(
+    plan: UnitPlan, slices: Mapping[int, ParameterSlice]
+) -> list[tuple[Reducer, ShardedUnit]]:
+    """Of what was planned, with this rank's slices: by id of the parameter, those of the optimizer."""
+    result = []
+    for reducer, unit, parameters in plan.units:
+        stored: list[StoredSlice] = [
+            slices[id(p)] if id(p) in slices else FrozenSlice(f"{name} (frozen)", p, reducer)
+            for name, p in parameters.items()
+        ]
+        result.append((reducer, ShardedUnit(unit.name, unit.module, unit.is_root, stored, unit.read_above)))
+    return result
+
+
+def gathered_units(
+    units: Sequence[tuple[Reducer, ShardedUnit]], reshards: bool, prefetch_bytes: int | None
+) -> UnitHooks:
+    """Their gathers and hooks; they are released from here on. Collective."""
+    of_reducer: dict[Reducer, list[ShardedUnit]] = {}
+    for reducer, unit in units:
+        of_reducer.setdefault(reducer, []).append(unit)
+    every = {}
+    for reducer, its in of_reducer.items():
+        gathers = UnitGathers(reducer, [(unit.name, unit.slices) for unit in its])
+        every[reducer] = gathers
+        for number, unit in enumerate(its):
+            unit.bind(gathers, number)
+            unit.release()
+    return UnitHooks([unit for _, unit in units], every, reshards, prefetch_bytes)

@@ -574,7 +574,7 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "a class of torch optimizers" in make(nn.Linear)
     with pytest.raises(TypeError, match="unknown"):  # as the class says it
         ShardedOptimizer(torch.optim.AdamW, model, reducer, unknown=3)
-    assert "stage 1 or 2, got 3" in make(stage=3)
+    assert "stage 1, 2 or 3, got 4" in make(stage=4)
     assert "max_grad_norm above 0" in make(max_grad_norm=0.0)
     assert "offload None or 'host', got 'disk'" in make(offload="disk")
     assert "on a mesh of GPUs, got it on the CPU" in make(offload="host")
@@ -677,7 +677,7 @@ def run_refusals() -> list[str]:
 
 def test_a_rank_that_cannot_make_it_is_named_to_the_others(ranks: Launcher) -> None:
     others, own = ranks(2, run_refusals)
-    for text, wanted in zip(own, ("stage 1 or 2, got 5", "max_grad_norm above 0", "out of order",
+    for text, wanted in zip(own, ("stage 1, 2 or 3, got 5", "max_grad_norm above 0", "out of order",
                                   "each Reducer once"), strict=True):
         assert wanted in text
     for text, wanted in zip(others, own, strict=True):

@@ -1,0 +1,548 @@
+"""Parameters that are released at stage 3: what they take, who may read them, and how they come back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+from hsdp.torch.module_units import module_units
+from hsdp.torch.released_parameter import ReleasedParameter
+from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
+
+
+class Tower(nn.Module):
+    """Layers, before and after which there is one."""
+
+    def __init__(self, depth: int = 4, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.last = nn.Linear(width, 1)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Any) -> Any:
+        x = self.encode(x)
+        return self.last(x)
+
+    def encode(self, x: Any) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def rows(mesh: hsdp.Mesh, seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, 32, generator=torch.Generator().manual_seed(10 * seed + mesh.rank))
+
+
+@contextmanager
+def training(
+    model: nn.Module, shard: int = 2, replicate: int = 1, layout: Any = "flat",
+    optimizer: Any = torch.optim.AdamW, **options: Any
+) -> Iterator[tuple[hsdp.Mesh, hsdp.Reducer, ShardedOptimizer]]:
+    options = {"stage": 3, "lr": 0.01, "persistence_threshold": 40, **options}
+    with (
+        hsdp.init_mesh(replicate=replicate, shard=shard) as mesh,
+        hsdp.Reducer(mesh, layout=layout, bucket_bytes=1 << 12) as reducer,
+    ):
+        reducer.attach(model)
+        made = ShardedOptimizer(optimizer, model, reducer, **options)
+        yield mesh, reducer, made
+        made.close()
+
+
+def step(model: nn.Module, mesh: hsdp.Mesh, reducer: hsdp.Reducer, optimizer: Any, seed: int = 0) -> None:
+    with reducer.microbatch(last=True):
+        model(rows(mesh, seed)).square().mean().backward()
+    optimizer.step()
+
+
+def held_bytes(model: nn.Module) -> int:
+    kept = 0
+    for p in model.parameters():
+        with torch._C.DisableTorchFunctionSubclass():
+            kept += p.untyped_storage().nbytes()
+    return kept
+
+
+def is_released(p: torch.Tensor) -> bool:
+    return type(p) is ReleasedParameter
+
+
+# A module's parameters are there for its forward and backward passes, beside those of the root and,
+# with a prefetch, of the next one; all others are slices.
+
+
+def look_at_memory(prefetch: bool) -> None:
+    model = Tower()
+    layer_bytes = sum(p.nbytes for p in model.layers[0].parameters() if p.numel() > 40)
+    root_bytes = model.first.weight.nbytes
+    persistent = sum(p.nbytes for p in model.parameters() if p.numel() <= 40)
+    whole = held_bytes(model)
+    with training(model, prefetch_bytes=None if prefetch else 0) as (mesh, reducer, optimizer):
+        assert held_bytes(model) == persistent
+        stored = optimizer._units.stored_bytes()
+        assert stored <= -(-(whole - persistent) // 2) + 128 * 5
+        for unit in optimizer._units.units:  # each is spread over the ranks
+            own = sum(one.stored.nbytes for one in unit.slices)
+            assert abs(own - unit.nbytes / 2) <= 256, unit.name
+        for seed in range(3):
+            peaks: list[int] = []
+
+            def look(*_: Any) -> None:
+                peaks.append(held_bytes(model))  # noqa: B023
+
+            handles = [m.register_forward_hook(look) for m in [model, *model.layers]]
+            for layer in model.layers:
+                handles.append(layer.weight.register_hook(look))
+            step(model, mesh, reducer, optimizer, seed)
+            for handle in handles:
+                handle.remove()
+            assert len(peaks) == 9
+            ahead = layer_bytes if prefetch and seed > 0 else 0
+            assert max(peaks) <= persistent + root_bytes + layer_bytes + ahead
+            if prefetch and seed > 0:
+                assert max(peaks) == persistent + root_bytes + 2 * layer_bytes, "one is ahead"
+            assert held_bytes(model) == persistent
+        assert all(is_released(p) == (p.numel() > 40) for p in model.parameters())
+    assert not any(map(is_released, model.parameters()))
+    assert held_bytes(model) == whole
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_rank_holds_slices_and_what_is_in_use(ranks: Launcher, prefetch: bool) -> None:
+    ranks(2, look_at_memory, prefetch)
+
+
+# Of a released parameter there is its shape, its gradient and its slice.
+
+
+def read_released() -> None:
+    model = Tower()
+    with training(model) as (mesh, reducer, optimizer):
+        weight = model.layers[1].weight
+        assert weight.shape == (32, 32)
+        assert weight.dtype is torch.float32
+        assert weight.requires_grad
+        assert "Linear" in repr(model)
+        master = optimizer.master(weight)
+        assert 0 < master.numel() < weight.numel()
+        for read in (
+            lambda: weight + 1, lambda: weight.norm(), lambda: weight.clone(), lambda: print(weight),
+            lambda: copy.deepcopy(model), lambda: weight.data, lambda: weight.detach(),
+            lambda: weight.numpy(), lambda: weight.tolist(), lambda: torch.stack([weight, weight]),
+            lambda: weight.data_ptr(), lambda: weight.untyped_storage(), lambda: model.half(),
+            lambda: nn.functional.linear(rows(mesh), weight), lambda: torch.equal(weight, weight),
+            lambda: weight.as_subclass(nn.Parameter), lambda: model.layers[1].weight.copy_(weight),
+            lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
+            lambda: hsdp.broadcast_parameters(mesh, model),
+        ):
+            with pytest.raises(hsdp.UsageError, match=r"'(layers|first).*unshard"):
+                read()
+        with pytest.raises(hsdp.UsageError, match="first.weight.*unshard"):
+            model.encode(rows(mesh))  # no forward of the root
+        step(model, mesh, reducer, optimizer)
+
+
+def test_nobody_reads_a_released_parameter(ranks: Launcher) -> None:
+    ranks(2, read_released)
+
+
+def write_unsharded(write: bool) -> None:
+    model, like = Tower(), Tower()
+    results = []
+    for one, stage in ((like, 2), (model, 3)):
+        with training(one, stage=stage) as (mesh, reducer, optimizer):
+            step(one, mesh, reducer, optimizer)
+            optimizer.unshard(one.layers[1])
+            assert not is_released(one.layers[1].weight)
+            assert is_released(one.layers[2].weight) == (stage == 3)
+            before = one.layers[1].weight.detach().clone()
+            if write:
+                one.layers[1].weight.data.mul_(2)
+            step(one, mesh, reducer, optimizer, 1)
+            assert not is_released(one.layers[1].weight)
+            assert not torch.equal(one.layers[1].weight, before)
+            if write:
+                with torch.no_grad():
+                    one.layers[1].weight[3] = 7
+                    one.layers[1].weight.data[4] = 8
+            optimizer.reshard(one.layers[1])
+            assert is_released(one.layers[1].weight) == (stage == 3)
+            step(one, mesh, reducer, optimizer, 2)
+            with optimizer.whole_parameters(write_back=write) as whole:
+                if write:
+                    whole["layers.2.bias"] += 1
+                    whole["layers.2.weight"] += 1
+            step(one, mesh, reducer, optimizer, 3)
+            results.append(optimizer.full_model_state_dict(one))
+    assert results[0].keys() == results[1].keys() == like.state_dict().keys()
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_an_unsharded_module_may_be_written_to(ranks: Launcher, write: bool) -> None:
+    ranks(2, write_unsharded, write)
+
+
+def call_other_methods() -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        with training(model, stage=stage) as (mesh, reducer, optimizer):
+            if stage == 3:
+                optimizer.register_forward_method(model, "encode")
+                with pytest.raises(hsdp.UsageError, match="whose parameters are a unit"):
+                    optimizer.register_forward_method(nn.Linear(1, 1), "forward")
+            for seed in range(3):
+                with torch.no_grad():
+                    model.encode(rows(mesh))
+                with reducer.microbatch(last=True):
+                    model.last(model.encode(rows(mesh, seed))).sum().backward()
+                optimizer.step()
+            results.append(optimizer.full_model_state_dict(model))
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def test_other_methods_may_be_forwards(ranks: Launcher) -> None:
+    ranks(2, call_other_methods)
+
+
+# What ranks do differently.
+
+
+def go_different_ways() -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        with training(model, stage=stage) as (mesh, reducer, optimizer):
+            for seed in range(6):
+                try:
+                    with reducer.step():
+                        with reducer.microbatch(last=False):
+                            model(rows(mesh, seed)).mean().backward()
+                        with reducer.microbatch(last=True):
+                            if seed == 2 and mesh.rank == 1:
+                                model.layers[1](model.layers[0](rows(mesh)))
+                                raise KeyError("this rank's batch")
+                            for _ in range(mesh.rank + 1 if seed % 2 else 1):
+                                with torch.no_grad():
+                                    model.layers[seed % 4](rows(mesh))
+                                    if mesh.rank == 0:
+                                        model(rows(mesh))
+                            model(rows(mesh, seed)).square().mean().backward()
+                    optimizer.step()
+                except KeyError:
+                    assert mesh.rank == 1
+                except hsdp.StepAbortedError as error:
+                    assert seed == 2 and mesh.rank == 0
+                    assert list(error.ranks) == [1]
+            results.append(optimizer.full_model_state_dict(model))
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def test_ranks_may_go_different_ways(ranks: Launcher) -> None:
+    ranks(2, go_different_ways)
+
+
+def train_in_windows(layout: str) -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        with training(model, stage=stage, layout=layout, shard=2, replicate=2) as (
+            mesh, reducer, optimizer
+        ):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for seed in range(4):
+                with coalesce_grad_reduction(reducer, last=True):
+                    for i in range(3):
+                        scaler.scale(model(rows(mesh, 3 * seed + i)).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                reducer.clip_grad_norm_(0.5)
+                if seed == 2:
+                    optimizer.param_groups[0]["lr"] = 0.1
+                scaler.step(optimizer)
+                scaler.update()
+            results.append(optimizer.full_model_state_dict(model))
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+@pytest.mark.parametrize("layout", ["flat", "dim0", "whole"])
+def test_windows_and_loss_scales_have_the_bits_of_stage_2(ranks: Launcher, layout: str) -> None:
+    ranks(4, train_in_windows, layout)
+
+
+def train_by_two() -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        matrices = [p for layer in model.layers for p in [layer.weight]]
+        others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+        with (
+            hsdp.init_mesh(shard=2) as mesh,
+            hsdp.Reducer(mesh, layout="whole", bucket_bytes=1 << 12) as reducer,
+        ):
+            reducer.attach(model)
+            options: Any = {"stage": stage, "persistence_threshold": 0}
+            muon = ShardedOptimizer(torch.optim.Muon, matrices, reducer, lr=0.01, **options)
+            adamw = ShardedOptimizer(torch.optim.AdamW, others, reducer, lr=0.01, **options)
+            for seed in range(3):
+                with reducer.microbatch(last=True):
+                    model(rows(mesh, seed)).square().mean().backward()
+                muon.step()
+                adamw.step()
+            muon.close()
+            adamw.close()
+        results.append(model.state_dict())
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def test_two_optimizers_may_share_a_module(ranks: Launcher) -> None:
+    ranks(2, train_by_two)
+
+
+def order_memory() -> None:
+    results = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(8 * 4, 3)
+        )
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().clone().t())
+        shared = torch.randn(2 * 3)
+        model.register_parameter("a", nn.Parameter(shared[:3]))
+        model.register_parameter("b", nn.Parameter(shared[3:]))
+        model[2].register_forward_hook(
+            lambda _, args, out, model=model: out * model.a + model.b  # type: ignore[misc]
+        )
+        with training(model, stage=stage, persistence_threshold=0) as (mesh, reducer, optimizer):
+            for seed in range(3):
+                x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed + mesh.rank))
+                with reducer.microbatch(last=True):
+                    model(x).square().mean().backward()
+                optimizer.step()
+            results.append(optimizer.full_model_state_dict(model))
+            strides = [p.stride() for p in model.parameters()]
+            assert strides[2] == (27, 1, 9, 3)
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def test_memory_of_any_order(ranks: Launcher) -> None:
+    ranks(2, order_memory)
+
+
+def count_gathers() -> None:
+    counts = {}
+    for stage, threshold in ((2, 0), (3, float("inf"))):
+        model = Tower()
+        with training(model, stage=stage, persistence_threshold=threshold) as (mesh, reducer, optimizer):
+            for seed in range(3):
+                step(model, mesh, reducer, optimizer, seed)
+            optimizer.wait_parameters()
+            counts[stage] = optimizer.gather_stats()[:2]
+    assert counts[2] == counts[3]
+
+
+def test_without_released_parameters_it_is_stage_2(ranks: Launcher) -> None:
+    ranks(2, count_gathers)
+
+
+def refuse_options() -> None:
+    model = Tower()
+    with hsdp.init_mesh(shard=2) as mesh, hsdp.Reducer(mesh) as reducer:
+        reducer.attach(model)
+        for options, text in (
+            ({"stage": 4}, "stage 1, 2 or 3"),
+            ({"prefetch_bytes": -1}, "prefetch_bytes of at least 0"),
+            ({"persistence_threshold": -1}, "persistence_threshold of at least 0"),
+            ({"units": nn.Linear}, "units of module types"),
+            ({"units": [3]}, "units of module types"),
+        ):
+            with pytest.raises(hsdp.UsageError, match=text):
+                ShardedOptimizer(torch.optim.AdamW, model, reducer, **{"stage": 3, **options})
+        assert not any(map(is_released, model.parameters()))
+
+
+def test_options_are_checked(ranks: Launcher) -> None:
+    ranks(2, refuse_options)
+
+
+def copy_and_fork() -> None:
+    model = Tower()
+    with training(model) as (mesh, reducer, optimizer):
+        step(model, mesh, reducer, optimizer)
+        optimizer.unshard(model)
+        optimizer.wait_parameters()
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        want = model(rows(mesh))
+        optimizer.reshard(model)
+        for one in (twin, loaded):
+            assert torch.equal(one(rows(mesh)), want)
+            assert not any(map(is_released, one.parameters()))
+        assert is_released(model.layers[0].weight)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forks beside threads
+            child = os.fork()
+        if child == 0:
+            try:
+                model(rows(mesh))
+            except hsdp.UsageError as error:
+                os._exit(7 if "a forked child" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        step(model, mesh, reducer, optimizer)
+
+
+def test_copies_and_forked_children(ranks: Launcher) -> None:
+    ranks(2, copy_and_fork)
+
+
+def keep_what_others_hold() -> None:
+    model = Tower()
+    with training(model) as (mesh, reducer, optimizer):
+        step(model, mesh, reducer, optimizer)
+        # A state dict of whole parameters, after they were released.
+        optimizer.unshard(model)
+        optimizer.wait_parameters()
+        whole = model.state_dict()
+        copied = {key: value.clone() for key, value in whole.items()}
+        optimizer.reshard(model)
+        assert all(torch.equal(whole[key], copied[key]) for key in whole)
+        # Parameters that became views of one vector.
+        optimizer.unshard(model)
+        vector = torch.cat([value.flatten() for key, value in copied.items() if key != "scale"])
+        torch.nn.utils.vector_to_parameters(vector * 2, model.parameters())
+        optimizer.reshard(model)
+        assert vector.sum().isfinite()
+        got = optimizer.full_model_state_dict(model)
+        assert all(torch.equal(got[key], 2 * copied[key]) for key in got if key != "scale")
+        # Weights that are loaded where a layer was gathered ahead.
+        for _ in range(2):
+            with torch.no_grad():
+                model(rows(mesh))
+        time.sleep(0.05)
+        model.load_state_dict(copied)
+        twin = Tower()
+        twin.load_state_dict(copied)
+        with torch.no_grad():
+            assert torch.equal(model(rows(mesh)), twin(rows(mesh)))
+        # A graph that is older than the step.
+        result = model(rows(mesh)).sum()
+        step(model, mesh, reducer, optimizer)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+        step(model, mesh, reducer, optimizer)
+    # An optimizer that was dropped.
+    model = Tower()
+    with hsdp.init_mesh(shard=2) as mesh, hsdp.Reducer(mesh) as reducer:
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, stage=3, persistence_threshold=40)
+        del optimizer
+        with pytest.raises(hsdp.UsageError, match=r"gone without close\(\)"):
+            model(rows(mesh))
+
+
+def test_what_others_hold_stays(ranks: Launcher) -> None:
+    ranks(2, keep_what_others_hold)
+
+
+def run_containers() -> None:
+    results = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2
+        )
+        stages = nn.ModuleList(
+            nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)}) for _ in range(2)
+        )
+        model = nn.ModuleDict({"encoder": encoder, "tower": Tower(), "stages": stages})
+        model["ints"] = nn.Identity()
+        model["ints"].table = nn.Parameter(torch.ones(100, dtype=torch.int8), requires_grad=False)
+        model["frozen"] = nn.Linear(32, 32).requires_grad_(False)
+        with training(model, stage=stage) as (mesh, reducer, optimizer):
+            outputs = []
+            for seed in range(3):
+                x = torch.stack([rows(mesh, seed)] * 2)
+                mask = torch.tensor([[False, False, True], [False, False, False]])
+                with torch.no_grad():
+                    model.eval()
+                    outputs.append(encoder(x, src_key_padding_mask=mask))
+                    model.train()
+                with reducer.microbatch(last=True):
+                    y = model["frozen"](encoder(x, src_key_padding_mask=mask))
+                    for one in stages:
+                        y = one["b"](torch.relu_(one["a"](y)))
+                    model["tower"](y).square().mean().backward()
+                optimizer.step()
+            whole = optimizer.full_model_state_dict(model)
+            results.append({**whole, **{f"output {i}": one for i, one in enumerate(outputs)}})
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def test_containers_of_modules(ranks: Launcher) -> None:
+    ranks(2, run_containers)
+
+
+def parametrize() -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        for layer in model.layers:
+            torch.nn.utils.parametrizations.weight_norm(layer)
+        with training(model, stage=stage, persistence_threshold=0) as (mesh, reducer, optimizer):
+            for seed in range(3):
+                step(model, mesh, reducer, optimizer, seed)
+            results.append(optimizer.full_model_state_dict(model))
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def test_parametrized_layers(ranks: Launcher) -> None:
+    ranks(2, parametrize)
+
+
+def test_units_of_a_model() -> None:
+    def units(model: nn.Module, chosen: Any = None) -> dict[str, list[str]]:
+        return {unit.name: list(unit.parameters) for unit in module_units(model, chosen)}
+
+    tower = Tower(depth=2)
+    root = ["first.weight", "first.bias", "last.weight", "last.bias"]
+    layers = {f"layers.{i}": [f"layers.{i}.weight", f"layers.{i}.bias"] for i in range(2)}
+    assert units(tower) == {"Tower": root, **layers}
+    every = [name for name, _ in tower.named_parameters()]
+    assert units(tower, []) == {"Tower": every}
+    assert list(units(tower, [nn.Linear])) == ["first", "layers.0", "layers.1", "last"]
+    assert units(tower, lambda module: module is tower.last)["last"] == ["last.weight", "last.bias"]
+    tower.last.weight = tower.layers[0].weight  # of several units
+    assert units(tower)["Tower"] == ["first.weight", "first.bias", "layers.0.weight", "last.bias"]
+    tower.layers[1] = torch.jit.script(nn.Linear(2, 2))
+    assert "layers.1" not in units(tower)
+    attention = nn.MultiheadAttention(8, 2)  # reads what is below it
+    assert list(units(attention, [nn.Linear])) == ["MultiheadAttention"]
+    nested = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])
+    assert list(units(nested)) == ["0.0", "1"]

@@ -1,0 +1,420 @@
+"""Stage 3: units that are gathered for their passes and released after, and the bits of stage 2."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hsdp
+from hsdp.torch.released_parameter import ReleasedParameter
+from hsdp.zero import ShardedOptimizer
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, before which values are normed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        y = self.down(torch.relu(self.up(x)))
+        return x + (y if scale is None else scale * y)
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head that are tied."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, width: int = 12, depth: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(17, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 17, bias=False)
+        self.head.weight = self.embed.weight
+        self.recompute: bool | None = None  # reentrantly or not
+        self.to(dtype)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        if self.recompute and not x.requires_grad:  # as reentrant checkpoints need it
+            x.requires_grad_()
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute)
+        return self.head(self.norm(x))
+
+
+def batch(mesh: hsdp.Mesh, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + mesh.rank)
+    return torch.randint(0, 17, (2, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> Any:
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def whole(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    return optimizer.full_model_state_dict(model)
+
+
+def require_same(left: Any, right: Any) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+def released(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if type(p) is ReleasedParameter]
+
+
+def trained(mesh: hsdp.Mesh, model: nn.Module, passes: int = 1, **options: Any) -> dict[str, Any]:
+    """What steps make of it: parameters, and masters and states as one process would have them."""
+    with hsdp.Reducer(mesh, bucket_bytes=512) as reducer:
+        reducer.attach(model)
+        options = {"lr": 0.01, "persistence_threshold": 0, **options}
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
+        for step in range(STEPS):
+            for i in range(passes):
+                with reducer.microbatch(last=i == passes - 1):
+                    loss_of(model, batch(mesh, passes * step + i)).backward()
+            optimizer.step()
+        result = {**whole(optimizer, model)}
+        for number, state in optimizer.full_state_dict()["state"].items():
+            result.update({f"{number} {key}": torch.as_tensor(value) for key, value in state.items()})
+        result["norm"] = torch.as_tensor(optimizer.grad_norm or 0.0)
+        optimizer.close()
+        return result
+
+
+def compare_with_stage_2(shape: tuple[int, int], dtype_name: str, options: dict[str, Any]) -> None:
+    dtype = getattr(torch, dtype_name)
+    if "units" in options:
+        options["units"] = [getattr(nn, name) for name in options["units"]]
+    with hsdp.init_mesh(replicate=shape[0], shard=shape[1]) as mesh:
+        want = trained(mesh, Model(dtype), stage=2, **options)
+        for reshard in (True, False):
+            model = Model(dtype)
+            require_same(trained(mesh, model, stage=3, reshard_after_forward=reshard, **options), want)
+            assert not released(model), "closed"
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2), (1, 3), (2, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stage_3_has_the_bits_of_stage_2(
+    ranks: Launcher, shape: tuple[int, int], dtype: str
+) -> None:
+    ranks(shape[0] * shape[1], compare_with_stage_2, shape, dtype, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"passes": 3},
+        {"max_grad_norm": 0.1},
+        {"overlap_param_gather": False, "persistence_threshold": 30},
+        {"persistence_threshold": float("inf")},
+        {"prefetch_bytes": 0},
+        {"prefetch_bytes": 1 << 20},
+        {"units": ["Linear"]},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_with_options_it_has_too(ranks: Launcher, options: dict[str, Any]) -> None:
+    ranks(2, compare_with_stage_2, (1, 2), "bfloat16", options)
+
+
+# Ways to train a model, of which the bits are compared: what a backward pass meets.
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen layer, and a product of small trained ones beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features) / 4)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2) / 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def adapted(model: Model) -> Model:
+    model.requires_grad_(False)
+    torch.manual_seed(1)
+    for block in model.blocks:
+        block.up = Adapter(block.up)
+    return model
+
+
+class TwiceUsed(Model):
+    """Goes through its blocks twice."""
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Chosen(Model):
+    """Which blocks it goes through depends on the rank and on the values."""
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            if (int(tokens[0, 0]) + i) % 2:
+                x = block(x, scale=torch.ones(()))
+        return self.head(self.norm(x))
+
+
+class Wrapped(Model):
+    """Hands hidden values on in objects that torch looks into, and in some that it does not."""
+
+    class Opaque:
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+    class Layer(nn.Module):
+        def __init__(self, block: Block, opaque: bool) -> None:
+            super().__init__()
+            self.block = block
+            self.opaque = opaque
+
+        def forward(self, hidden: Any) -> Any:
+            x = hidden.value if isinstance(hidden, Wrapped.Opaque) else hidden["x"]
+            y = self.block(x)
+            return Wrapped.Opaque(y) if self.opaque else {"x": y, "aux": (y.sum(), None, "text")}
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.blocks = nn.ModuleList(Wrapped.Layer(b, i % 2 == 0) for i, b in enumerate(self.blocks))
+
+    def forward(self, tokens: Any) -> Any:
+        hidden: Any = {"x": self.embed(tokens)}
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.value))
+
+
+class Forces(Model):
+    """Computes a gradient within its forward pass, and goes on."""
+
+    def forward(self, tokens: Any) -> Any:
+        x = y = self.embed(tokens).detach().requires_grad_()
+        for block in self.blocks:
+            y = block(y)
+        (force,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        return self.head(self.norm(self.blocks[0](y) + force))
+
+
+class Recursive(Model):
+    """A unit that calls itself."""
+
+    class Layer(nn.Module):
+        def __init__(self, block: Block) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Any, depth: int = 2) -> Any:
+            y = self(x, depth=depth - 1) if depth else x
+            return self.block(y)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.blocks = nn.ModuleList(Recursive.Layer(block) for block in self.blocks)
+
+
+class Habits(Model):
+    """What layers do with their arguments and results: a list that they append to, a tensor that comes
+    twice, one that they ignore, a view of a parameter, and a result that the caller writes to in place.
+    """
+
+    class Layer(nn.Module):
+        def __init__(self, block: Block) -> None:
+            super().__init__()
+            self.block = block
+            self.shift = nn.Parameter(torch.linspace(0, 1, 24))
+            self.out = nn.Linear(12, 12)
+
+        def forward(self, x: Any, again: Any, ignored: Any, losses: list[Any]) -> Any:
+            assert again is x
+            losses.append(self.block(x).float().mean())
+            return self.out(self.block(again)), self.shift[:12]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.blocks = nn.ModuleList(Habits.Layer(block) for block in self.blocks)
+        self.unused = nn.Linear(12, 12)
+        self.to(self.norm.weight.dtype)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        losses: list[Any] = []
+        for block in self.blocks:
+            y, shift = block(x, x, self.unused(x), losses)
+            x = nn.functional.relu_(y) + shift
+        assert len(losses) == len(self.blocks)
+        return self.head(self.norm(x)) + sum(losses).to(x.dtype)
+
+
+def once(model: Any, tokens: Any) -> None:
+    loss_of(model, tokens).backward()
+
+
+def recomputing(reentrant: bool) -> Any:
+    def run(model: Any, tokens: Any) -> None:
+        model.recompute = reentrant
+        loss_of(model, tokens).backward()
+
+    return run
+
+
+def with_two_losses(model: Any, tokens: Any) -> None:
+    hidden = model(tokens)
+    (hidden.float().square().mean() + hidden.float().mean()).backward()
+
+
+def with_evaluation(model: Any, tokens: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(tokens)
+    with torch.inference_mode():
+        for length in range(1, 4):
+            model(tokens[:, :length])
+    loss_of(model, tokens)  # recorded, and dropped
+    model.train()
+    once(model, tokens)
+
+
+def retained(model: Any, tokens: Any) -> None:
+    loss = loss_of(model, tokens)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    loss.backward()
+
+
+def with_penalty(model: Any, tokens: Any) -> None:
+    x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(int(tokens.sum())))
+    x = x.to(model.norm.weight.dtype).requires_grad_()
+    out = model.blocks[1](model.blocks[0](x))
+    (gradient,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+    (loss_of(model, tokens) + gradient.float().square().sum()).backward()
+
+
+def divide_by_zero(*_: Any) -> Any:
+    return 1 / 0
+
+
+def after_an_error(model: Any, tokens: Any) -> None:
+    handle = model.norm.register_forward_pre_hook(divide_by_zero)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens)
+    handle.remove()
+    layer = next(p for p in model.blocks[0].parameters() if p.requires_grad)
+    handle = layer.register_hook(divide_by_zero)
+    with contextlib.suppress(ZeroDivisionError):  # not every model uses it each time
+        once(model, tokens)
+    handle.remove()
+    once(model, tokens)
+
+
+def by_functional_call(model: Any, tokens: Any) -> None:
+    parameters = {"norm.weight": torch.full((12,), 0.5, dtype=model.norm.weight.dtype)}
+
+    def call(some: Any) -> Any:
+        return torch.func.functional_call(model, parameters, (some,))
+
+    nn.functional.cross_entropy(call(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+
+
+def compiled(model: Any, tokens: Any) -> None:
+    torch._dynamo.reset()
+    nn.functional.cross_entropy(
+        torch.compile(model, backend="eager")(tokens).float().flatten(0, 1), tokens.flatten()
+    ).backward()
+
+
+MODELS: dict[str, Any] = {
+    "plain": Model,
+    "adapted": lambda dtype: adapted(Model()).to(dtype),
+    "twice": TwiceUsed,
+    "chosen": Chosen,
+    "wrapped": Wrapped,
+    "forces": Forces,
+    "recursive": Recursive,
+    "habits": Habits,
+}
+# What does not go together in torch either.
+LEFT_OUT = {
+    "habits": ("penalty", "reentrant", "recomputing"),
+    "wrapped": ("penalty", "reentrant", "recomputing"),
+    "forces": ("reentrant", "recomputing", "evaluation", "functional", "compiled"),
+}
+PASSES: dict[str, Any] = {
+    "once": once,
+    "reentrant": recomputing(True),
+    "recomputing": recomputing(False),
+    "two losses": with_two_losses,
+    "evaluation": with_evaluation,
+    "retained": retained,
+    "penalty": with_penalty,
+    "an error": after_an_error,
+    "functional": by_functional_call,
+    "compiled": compiled,
+}
+
+
+def run_passes(mesh: hsdp.Mesh, model: Any, run: Any, **options: Any) -> dict[str, Any]:
+    with hsdp.Reducer(mesh, bucket_bytes=512, missing="zero", backwards="many") as reducer:
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(
+            torch.optim.AdamW, model, reducer, lr=0.01, persistence_threshold=0, **options
+        )
+        for step in range(3):
+            with reducer.microbatch(last=True):
+                run(model, batch(mesh, step))
+            if options["stage"] == 3:
+                assert len(released(model)) == len(list(model.named_parameters()))
+            optimizer.step()
+        state = whole(optimizer, model)
+        optimizer.close()
+        return state
+
+
+def compare_passes(name: str) -> None:
+    with hsdp.init_mesh(shard=2) as mesh:
+        for run_name, run in PASSES.items():
+            if run_name in LEFT_OUT.get(name, ()):
+                continue
+            dtype = torch.bfloat16 if run_name == "once" else torch.float32
+            want = run_passes(mesh, MODELS[name](dtype), run, stage=2)
+            for reshard in (True, False):
+                got = run_passes(
+                    mesh, MODELS[name](dtype), run, stage=3, reshard_after_forward=reshard
+                )
+                print(name, run_name, reshard, flush=True)
+                require_same(got, want)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whatever_a_pass_meets(ranks: Launcher, name: str) -> None:
+    ranks(2, compare_passes, name)

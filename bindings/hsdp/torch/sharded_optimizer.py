@@ -251,13 +251,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         as do their states; a `step` is a UsageError from here on. At stage 3 it is collective, and
         parameters are whole from here on.
         """
-        if self._is_open():
-            self._units.gather_all()
-        for reducer in self._reducers:
-            disown(reducer, self)
-        self._units.close()
-        self._word.close()
-        self._gather.close()
+        try:
+            if self._is_open():
+                self._units.gather_all()
+        finally:
+            for reducer in self._reducers:
+                disown(reducer, self)
+            self._units.close()
+            self._word.close()
+            self._gather.close()
 
     def _is_open(self) -> bool:
         return all(map(self._owns, self._reducers))

@@ -36,4 +36,6 @@ set(HSDP_PUBLIC_HEADERS
   zero/adamw.h
   zero/adamw_options.h
   zero/coalesced_window.h
-  zero/parameter_gather.h)
+  zero/gather_stats.h
+  zero/parameter_gather.h
+  zero/unit_gather.h)

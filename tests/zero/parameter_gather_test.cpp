@@ -214,7 +214,7 @@ TEST(ParameterGather, WaitsForTheUpdate) {
     reader.get();
     parameters.expect(2, 7, "read by another thread");
     gather.wait_all();
-    EXPECT_GT(gather.stats().exposed_s, 0.01);
+    EXPECT_GT(gather.stats().exposed_s, 0.0);
   });
 }
 

@@ -369,8 +369,7 @@ class Reducer(ReducerResults, Closing):
             return
         self._hearing_of_drops(self._handle.begin_step)
         try:
-            for tell in self._after_passes:  # which other ranks may be in still
-                tell()
+            self._passes_over()  # which other ranks may be in still
             for attachment in joining:
                 attachment.step_began()
         except BaseException as error:
@@ -499,9 +498,12 @@ class Reducer(ReducerResults, Closing):
             if explained is not error:
                 raise explained from None
 
-    def _take_what_is_left(self) -> None:
+    def _passes_over(self) -> None:
         for tell in self._after_passes:
             tell()
+
+    def _take_what_is_left(self) -> None:
+        self._passes_over()
         for attachment in self._attachments:
             attachment.microbatch_ending()
         self._prepare_word()
@@ -591,8 +593,7 @@ class Reducer(ReducerResults, Closing):
                 self._step_dropped()
             if begun or collecting:
                 with contextlib.suppress(Error):  # of a mesh that has failed
-                    for tell in self._after_passes:
-                        tell()
+                    self._passes_over()
 
     def _hearing_of_drops(self, call: Callable[[], None]) -> None:
         try:

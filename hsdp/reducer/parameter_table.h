@@ -30,8 +30,8 @@ class ParameterTable {
   [[nodiscard]] int size() const { return static_cast<int>(specs_.size()); }
   [[nodiscard]] Dtype wire_dtype(int parameter) const;
 
-  // Group 0 is the unnamed one. UsageError for an unknown name.
   void set_units(std::span<const int> units);  // of all parameters, in their order
+  // Group 0 is the unnamed one. UsageError for an unknown name.
   [[nodiscard]] int group_of(int parameter) const {
     return group_of_[static_cast<std::size_t>(parameter)];
   }

@@ -178,6 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ]
             self._shards = list(itertools.chain.from_iterable(slices))
             self._parameters = [shard.parameter for shard in self._shards]
+            self._kept = [shard for shard in self._shards if not shard.is_released]
             self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
             self._names = {
                 reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
@@ -204,8 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.register_state_dict_post_hook(_with_slices, prepend=True)
         models = [a.model for one in self._reducers for a in attached_models(one)]
         overlaps = overlap_param_gather and first.mesh.shard_size > 1
-        kept = [shard for shard in self._shards if not shard.is_released]
-        self._gather = OverlappedGather(kept, gather_bucket_bytes, models if overlaps else [])
+        self._gather = OverlappedGather(self._kept, gather_bucket_bytes, models if overlaps else [])
         self._units = gathered_units(sharded, reshard_after_forward, prefetch_bytes)
         weakref.finalize(self, self._units.close)
         # At the end of the process, too: the other ranks need this one for their gathers.
@@ -608,12 +608,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _bind_moved(self) -> None:
         self._gather.wait_all()
-        kept = [shard for shard in self._shards if not shard.is_released]
-        if self._bound == [memory_of(shard.parameter) for shard in kept]:
+        if self._bound == [memory_of(shard.parameter) for shard in self._kept]:
             return
-        for shard in kept:
+        for shard in self._kept:
             shard.require_same_kind()
-        for shard in kept:
+        for shard in self._kept:
             if shard.bound == memory_of(shard.parameter):
                 continue
             shard.bind()
@@ -627,9 +626,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.whole.copy_(shard.parameter.data)
 
     def _note_memory(self) -> None:
-        kept = [shard for shard in self._shards if not shard.is_released]
-        self._bound = [shard.bound for shard in kept]
-        self._copied = [shard for shard in kept if shard.is_copied]
+        self._bound = [shard.bound for shard in self._kept]
+        self._copied = [shard for shard in self._kept if shard.is_copied]
 
     # torch.distributed.checkpoint makes tensors to load into by a step of zeros. Not while gradients of
     # a step wait for theirs.

@@ -68,6 +68,7 @@ class FailedEvent : public Event::State {
       : device_(device), stream_(stream) {
     error_ = error;  // clang-tidy takes an initializer for an exception that is not thrown
     try {
+      const OnCudaDevice current(device);
       last_.emplace(device, stream);
     } catch (const Error&) {  // the stream itself can be asked
     }
@@ -160,7 +161,6 @@ class CudaQueue : public Stream::Queue {
         error = std::current_exception();
       }
     }
-    const OnCudaDevice current(device_);
     return Event(std::make_shared<FailedEvent>(device_, stream_, error));
   }
 

@@ -62,9 +62,24 @@ Lane::Lane(const char* name, Device device, Outcome& outcome,
       thread_(issuer_ ? issuer_->stream() : Stream::host_worker(name)),
       device_(issuer_ ? Stream::create(device, name) : Stream::inline_host()) {}
 
+// Of the thread's own error nobody would hear, and it would run no later task.
+std::function<void()> Lane::with_errors_told(std::function<void()> task) {
+  return [this, task = std::move(task)]() mutable {
+    std::exception_ptr error;
+    try {
+      task();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    task = {};
+    if (error) outcome_.fail(std::move(error));
+  };
+}
+
 void Lane::issue(Task task) {
-  if (!issuer_) return thread_.run(std::move(task.run));
-  issuer_->run_ordered({.run = std::move(task.run),
+  std::function<void()> run = with_errors_told(std::move(task.run));
+  if (!issuer_) return thread_.run(std::move(run));
+  issuer_->run_ordered({.run = std::move(run),
                         .place = task.place,
                         .skipped = [this, step = task.step] { return outcome_.skips(step); },
                         .may_skip_later = task.may_drop});
@@ -74,8 +89,7 @@ void Lane::follow(const Lane& other) {
   if (this == &other) return;
   if (!thread_.same_queue(other.thread_)) thread_.wait(Stream(other.thread_).record());
   if (on_host()) return;
-  thread_.run(
-      [this, &other] { outcome_.guard(kNoStep, [&] { stream().wait(other.stream().record()); }); });
+  thread_.run(with_errors_told([this, &other] { stream().wait(other.stream().record()); }));
 }
 
 std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Stream&)>& task,
@@ -113,7 +127,7 @@ Event Lane::run(const Work& work, std::function<void(Stream&)> task) {
   if (work.scope == Scope::kAllRanks) {
     issue({.run = std::move(run_it), .step = work.step});
   } else {
-    thread_.run(std::move(run_it));
+    thread_.run(with_errors_told(std::move(run_it)));
   }
   return Event(done);
 }

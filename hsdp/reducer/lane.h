@@ -55,6 +55,7 @@ class Lane {
   void synchronize() { thread_.synchronize(); }
 
  private:
+  [[nodiscard]] std::function<void()> with_errors_told(std::function<void()> task);
   [[nodiscard]] bool on_host() const { return device_.device().type == DeviceType::kHost; }
   [[nodiscard]] std::exception_ptr try_task(const Work& work,
                                             const std::function<void(Stream&)>& task,

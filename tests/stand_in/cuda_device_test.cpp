@@ -173,6 +173,17 @@ TEST_F(CudaDevice, TakesNoErrorForDone) {
   EXPECT_FALSE(event.complete());
 }
 
+TEST_F(CudaDevice, ThatIsBrokenStillHasEvents) {
+  const Device other{DeviceType::kCuda, 1};  // which is not the thread's current one
+  Stream stream = Stream::create(other, "stream");
+  stream.run([] { throw std::runtime_error("of a task"); });
+  stand_in::break_devices(cudaErrorLaunchFailure);
+  const Event event = stream.record();
+  EXPECT_THAT([&] { event.throw_if_failed(); }, ThrowsMessage<std::runtime_error>("of a task"));
+  EXPECT_THROW(event.wait(), Error);
+  stand_in::break_devices(0);
+}
+
 TEST_F(CudaDevice, NeverHoldsTheCallerUp) {
   Stream stream = Stream::create(kGpu, "first");
   Stream other = Stream::create(kGpu, "second");

@@ -127,14 +127,20 @@ void LocoExchange::bind(Communicator scatter, Communicator gather) {
 }
 
 void LocoExchange::finish() noexcept {
+  bool hangs = false;  // the GPU, in a collective that nobody can end, and the rest waits for that
   for (Stream* const stream : {&encode_, &scatter_wire_, &sum_, &gather_wire_, &decode_}) {
     Event done;
     try {
       done = stream->record();
-      scatter_ ? scatter_.wait(done) : done.wait();
+      if (hangs) {
+        free_after(device_, done);
+      } else if (scatter_) {
+        scatter_.wait(done);
+      } else {
+        done.wait();
+      }
     } catch (const std::exception&) {  // was the Event's
-      // The GPU hangs in a collective that nobody can end any more, and the rest waits for that.
-      if (is_pending(done)) return;
+      hangs = is_pending(done);
     }
   }
 }

@@ -74,4 +74,12 @@ Buffer::Buffer(Device device, std::size_t size, Place place) : size_(size), devi
   }
 }
 
+void free_after(Device device, const Event& event) noexcept {
+  if (device.type != DeviceType::kCuda) return;
+  try {
+    free_cuda_after(device, event);
+  } catch (const std::exception&) {  // of a device that has failed, and works no more
+  }
+}
+
 }  // namespace hsdp

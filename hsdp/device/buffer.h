@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "hsdp/device/event.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp {
@@ -48,5 +49,9 @@ class Buffer {
   std::size_t size_ = 0;
   Device device_{};
 };
+
+// What a GPU's Buffers have now is freed after that Event, whenever their owners let go of it:
+// where a GPU hangs in what nobody can end, and may go on later. Nothing happens on the host.
+void free_after(Device device, const Event& event) noexcept;
 
 }  // namespace hsdp

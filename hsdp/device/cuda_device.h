@@ -25,6 +25,9 @@ namespace hsdp {
 // uses it is done. Error when there is no memory; nullptr for 0 bytes.
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size);
 
+// What allocate_cuda() has given out so far is freed after that Event.
+void free_cuda_after(Device device, const Event& event);
+
 // The same with any content, from and back to the pool in the order of `stream`.
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size,
                                                                const Stream& stream);

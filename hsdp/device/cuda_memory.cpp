@@ -24,10 +24,10 @@ constexpr int kMostDevices = 64;
 // What one device's allocations need, made on first use and never destroyed: the driver may be
 // gone before our last destructor.
 struct DevicePools {
-  cudaMemPool_t lasting = nullptr;         // gives back at once what is freed
-  cudaMemPool_t scratch = nullptr;         // keeps what is reserved
-  cudaStream_t stream = nullptr;           // long-lived memory is zeroed and freed here
-  std::atomic<std::uint64_t> reserved{0};  // bytes of scratch
+  cudaMemPool_t lasting = nullptr;            // gives back at once what is freed
+  cudaMemPool_t scratch = nullptr;            // keeps what is reserved
+  std::atomic<cudaStream_t> stream{nullptr};  // long-lived memory is zeroed and freed here
+  std::atomic<std::uint64_t> reserved{0};     // bytes of scratch
   std::mutex mutex;
 };
 
@@ -42,6 +42,12 @@ cudaMemPool_t make_pool(Device device) {
   return pool;
 }
 
+cudaStream_t make_stream(Device device) {
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), device, "make a stream");
+  return stream;
+}
+
 DevicePools& pools_of(Device device) {
   static auto* const all = new std::array<DevicePools, kMostDevices>;
   if (device.index >= kMostDevices) {
@@ -54,8 +60,7 @@ DevicePools& pools_of(Device device) {
   if (pools.stream != nullptr) return pools;
   pools.lasting = make_pool(device);
   pools.scratch = make_pool(device);
-  check_cuda(cudaStreamCreateWithFlags(&pools.stream, cudaStreamNonBlocking), device,
-             "make a stream");
+  pools.stream = make_stream(device);
   return pools;
 }
 
@@ -150,6 +155,13 @@ std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size) {
   check_cuda(cudaMemsetAsync(memory.get(), 0, size, stream), device, "clear memory");
   check_cuda(cudaStreamSynchronize(stream), device, "clear memory");
   return memory;
+}
+
+void free_cuda_after(Device device, const Event& event) {
+  const OnCudaDevice current(device);
+  DevicePools& pools = pools_of(device);
+  // New memory is cleared on another stream, and has not to wait.
+  borrow_cuda_queue(device, pools.stream.exchange(make_stream(device)))->wait(event);
 }
 
 std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t size) {

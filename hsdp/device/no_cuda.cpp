@@ -25,6 +25,8 @@ std::shared_ptr<Stream::Queue> borrow_cuda_queue(Device device, void* /*native_h
 
 std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t /*size*/) { refuse(device); }
 
+void free_cuda_after(Device device, const Event& /*event*/) { refuse(device); }
+
 std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t /*size*/) {
   refuse(device);
 }

@@ -15,6 +15,7 @@
 #include "hsdp/comm/nccl/nccl_split.h"
 #include "hsdp/comm/nccl/nccl_work.h"
 #include "hsdp/comm/stream_call.h"
+#include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -99,12 +100,22 @@ void NcclEngine::wait(const Event& event) {
   using Clock = std::chrono::steady_clock;
   constexpr microseconds kShortest{10};
   constexpr microseconds kLongest{500};
-  constexpr std::chrono::seconds kAbortTime{3};
+  constexpr std::chrono::seconds kAbortTime{
+      3};  // for all waits together, and then shortly for each
+  constexpr std::chrono::milliseconds kShortly{100};
   auto pause = kShortest;
   std::optional<Clock::time_point> end;
   while (!event.complete()) {
-    if (!end && control().failed()) end = Clock::now() + kAbortTime;
-    if (end && Clock::now() > *end) control().throw_if_failed();
+    if (!end && control().failed()) {
+      Clock::time_point first{};
+      const Clock::time_point now = Clock::now();
+      abort_end_.compare_exchange_strong(first, now + kAbortTime);
+      end = std::max(abort_end_.load(), now + kShortly);
+    }
+    if (end && Clock::now() > *end) {
+      free_after(device(), event);  // nobody waits for what hangs
+      control().throw_if_failed();
+    }
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongest);
   }

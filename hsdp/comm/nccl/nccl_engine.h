@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -83,6 +85,8 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   std::unique_ptr<NcclGroup> group_;
   CallGuard guard_;
   std::optional<Stream> own_stream_;
+  // When waits give up, once the world has failed.
+  std::atomic<std::chrono::steady_clock::time_point> abort_end_{{}};
 };
 
 }  // namespace hsdp::comm

@@ -49,6 +49,7 @@ REDUCER = {
     "auto_wrap_policy": _OPTIMIZER + "stage=3, units=",
     "reshard_after_forward": _OPTIMIZER + "stage=3, reshard_after_forward=",
     "backward_prefetch": _OPTIMIZER + "stage=3, prefetch_bytes=",
+    "param_init_fn": _OPTIMIZER + "param_init_fn=",
     "forward_prefetch": _OPTIMIZER + "stage=3, prefetch_bytes=",
     "limit_all_gathers": _WHOLE,
     "use_orig_params": _WHOLE,

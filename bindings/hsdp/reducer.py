@@ -239,6 +239,9 @@ class Reducer(ReducerResults, Closing):
           those of the first rank that had. On a GPU, what has changed waits for rank 0's. A
           collection has the names of buffers to leave out; False leaves out all.
 
+        A model on the meta device is given to a `hsdp.zero.ShardedOptimizer` before the first step, which
+        gives it memory and values.
+
         torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
         here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
         closure that `optimizer.step` is given), or update the shards. So does `zero_grad` while

@@ -328,7 +328,6 @@ def wrong_models() -> dict[str, tuple[Any, str]]:
     return {
         "complex": (complex_model, "'c'.*complex64"),
         "double": (linear().double(), "'weight'.*float64"),
-        "meta": (nn.Linear(2, 2, device="meta"), "'weight'.*meta"),
         "wrapped": (Wrapped(linear()), "plain model.*DistributedDataParallel"),
         "lazy": (nn.LazyLinear(2), "'weight'.*not initialized.*forward pass"),
         "frozen": (linear().requires_grad_(False), "require gradients"),

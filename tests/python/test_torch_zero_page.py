@@ -43,10 +43,11 @@ def printed(block: str, folder: pathlib.Path) -> float:
 
 def test_the_examples(page: str, tmp_path: pathlib.Path) -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    window, optimizer, matrices, sharded, checkpoint, gather = examples
+    window, optimizer, matrices, sharded, meta, checkpoint, gather = examples
     assert printed(window, tmp_path) < 3  # from 4.2, the logarithm of 64
     assert printed(optimizer, tmp_path) > 0
     assert 1 < printed(matrices, tmp_path) < 2
     assert printed(sharded, tmp_path) == 16 * 256 + 256 + 4 * (256 * 256 + 256) + 256 + 1
+    assert -0.25 < printed(meta, tmp_path) < -0.24  # of 16 inputs
     for part in (checkpoint, gather):  # of a loop
         compile(part, "part", "exec")

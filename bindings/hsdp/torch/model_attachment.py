@@ -23,6 +23,7 @@ from hsdp.torch.trainable_parameters import (
     described_parameters,
     frozen_since,
     groups_by_name,
+    require_memory,
     trainable_parameters,
 )
 
@@ -79,9 +80,16 @@ class ModelAttachment:
         self._hooks: dict[str, GradientHook] = {}
         self._installed: list[tuple[dict[int, Any], int]] = []  # a parameter's hooks, and which is ours
         for name, parameter in self._parameters.items():
-            self._add(name, parameter, group_of.get(name, ""))
+            self._register(name, parameter, group_of.get(name, ""))
+        self.install_hooks()
         unreduced_gradient_guard.watch(self)
         self._kept = keep_reducer(model, reducer)
+
+    def install_hooks(self) -> None:
+        """Of parameters that have none yet: on the meta device they cannot keep one."""
+        for name, parameter in self._parameters.items():
+            if name not in self._hooks and not parameter.is_meta:
+                self._install_hook(name, parameter)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -179,6 +187,8 @@ class ModelAttachment:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
         step = self._handle.step_number()
         if step != self._step:
+            if self._step == -1:
+                require_memory(self.model)
             self._require_same_parameters()
             self._require_same_world()
             self.result = ResultState(self._loss_scale)
@@ -405,12 +415,13 @@ class ModelAttachment:
             "make another Reducer when the model has changed"
         )
 
-    def _add(self, name: str, parameter: torch.nn.Parameter, group: str) -> None:
-        dtype = parameter.dtype
-        shape = tuple(parameter.shape)
-        index = self._handle.register(name, shape, str(dtype).rpartition(".")[2], None, group)
+    def _register(self, name: str, parameter: torch.nn.Parameter, group: str) -> None:
+        dtype = str(parameter.dtype).rpartition(".")[2]
+        index = self._handle.register(name, tuple(parameter.shape), dtype, None, group)
         self._indices[name] = index
-        hook = make_hook(self._handle, index, name, parameter, self._held, self.who)
+
+    def _install_hook(self, name: str, parameter: torch.nn.Parameter) -> None:
+        hook = make_hook(self._handle, self._indices[name], name, parameter, self._held, self.who)
         if self._keep:
             hook = keeping_hook(hook, name, self._fresh)
         self._hooks[name] = hook

@@ -34,7 +34,7 @@ class ParameterSlice:
         self.reducer = reducer
         self.states = states  # of its optimizer
         self.offloaded = offloaded
-        #: whether the whole parameter is freed between uses, and `whole` and `own` after construction
+        #: whether the whole parameter is freed between uses: `own` is a copy then, until it is stored
         self.is_released = is_released
         place = reducer.slice(name)
         self.offset, self.count = place.offset, place.count
@@ -42,10 +42,14 @@ class ParameterSlice:
         self.is_whole = reducer.layout == "whole"
         #: whether this rank's optimizer has it
         self.is_here = self.count > 0 or not self.is_whole
+        self.own: torch.Tensor  # of the parameter, flat
         self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
         self.gradient: torch.Tensor  # the Reducer's shard, which stays where it is
         self.stored: torch.Tensor  # of a released one: what gathers read, fp32 or the parameter's dtype
         self.bind()
+        if is_released:
+            self.own = self.own.clone()
+            del self.whole
 
     def bind(self) -> None:
         """To the parameter's memory as it is now."""
@@ -214,7 +218,7 @@ class StoredMasters(Masters):
         self._stored = stored
         for one, part in zip(slices, stored.split(self._counts), strict=True):
             one.stored = part
-            del one.whole, one.own
+            del one.own
         del self._rounded
 
     def reread(self) -> None:

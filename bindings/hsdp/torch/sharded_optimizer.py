@@ -24,6 +24,7 @@ from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import unreduced_gradient_guard
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
+from hsdp.torch.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.module_units import Units
 from hsdp.torch.optimizer_options import (
     is_offloaded,
@@ -59,7 +60,7 @@ from hsdp.torch.unit_sharding import (
     attached_models,
     gathered_units,
     plan_units,
-    sharded_units,
+    slice_units,
 )
 from hsdp.zero.parameter_gather import GatherStats
 
@@ -103,6 +104,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `reshard_after_forward`: False keeps units from their forward to their backward pass.
     - `prefetch_bytes`: of units that are gathered ahead of use, at most so many; None: one unit.
     - `persistence_threshold`: parameters of at most so many elements stay whole, as at stage 2.
+    - `param_init_fn`: of a model on the meta device, called with each module after its
+      `reset_parameters()`, to set what it has; no more than the units around it are whole meanwhile.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
     since the last step (load_state_dict, `.data`) are taken over at the next one. A step in which any
@@ -140,6 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reshard_after_forward: bool = True,
         prefetch_bytes: int | None = None,
         persistence_threshold: float = 1 << 14,
+        param_init_fn: ParamInit | None = None,
         **options: Any,
     ) -> None:
         listed = list(reducer) if isinstance(reducer, Iterable) else [reducer]
@@ -160,7 +164,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             threshold = persistence_threshold if stage == 3 else math.inf
             plan = plan_units(self._reducers, places, units, threshold)
             plan.cut_buckets()
-            released = plan.released()
             probe = OptimizerProbe(optimizer_class, options)
             probed = [
                 _probed(probe, settings(group), of_group)
@@ -168,42 +171,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ]
         for one in self._reducers:
             one.prepare()
-        with first._together(_SET_UP):
-            slices = [
-                [
-                    ParameterSlice(*place, states, offloaded, id(place[1]) in released)
+        attachments = [a for one in self._reducers for a in attached_models(one)]
+        models = [a.model for a in attachments]
+        meta = MetaInit(models, first.mesh.device, param_init_fn)
+        try:
+            with random_state_of_rank_0(first.mesh, meta.is_needed), first._together(_SET_UP):
+                make = {
+                    id(place[1]): functools.partial(ParameterSlice, *place, states, offloaded)
+                    for of_group, of_states in zip(found, probed, strict=True)
                     for place, states in zip(of_group, of_states, strict=True)
+                }
+                released, sharded = slice_units(plan, make, meta)
+                slices = [
+                    [released[id(p)] if id(p) in released else make[id(p)]() for _, p, _ in of_group]
+                    for of_group in found
                 ]
-                for of_group, of_states in zip(found, probed, strict=True)
-            ]
-            self._shards = list(itertools.chain.from_iterable(slices))
-            self._parameters = [shard.parameter for shard in self._shards]
-            self._kept = [shard for shard in self._shards if not shard.is_released]
-            self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
-            self._names = {
-                reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
-                for reducer in self._reducers
-            }
-            self._note_memory()
-            self._make_masters()
-            sharded = sharded_units(plan, {id(one.parameter): one for one in self._shards})
-            self._make_inner = functools.partial(optimizer_class, **options)
-            self._inner = self._make_inner(
-                [
-                    {**settings(group), "params": [one.master for one in of_group if one.is_here]}
-                    for group, of_group in zip(groups, slices, strict=True)
-                ]
-            )
-            self._built = False
-            super().__init__(groups, self._inner.defaults)
-            self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+                self._shards = list(itertools.chain.from_iterable(slices))
+                self._parameters = [shard.parameter for shard in self._shards]
+                self._kept = [shard for shard in self._shards if not shard.is_released]
+                self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
+                self._names = {
+                    reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
+                    for reducer in self._reducers
+                }
+                self._note_memory()
+                self._make_masters()
+                self._make_inner = functools.partial(optimizer_class, **options)
+                self._inner = self._make_inner(
+                    [
+                        {**settings(group), "params": [one.master for one in of_group if one.is_here]}
+                        for group, of_group in zip(groups, slices, strict=True)
+                    ]
+                )
+                self._built = False
+                super().__init__(groups, self._inner.defaults)
+                self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+            meta.require_same_values(first.mesh)
+        except BaseException:
+            meta.undo()
+            raise
+        for attachment in attachments:
+            attachment.install_hooks()
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._states = SharedStates(self._shards)
         self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
-        models = [a.model for one in self._reducers for a in attached_models(one)]
         overlaps = overlap_param_gather and first.mesh.shard_size > 1
         self._gather = OverlappedGather(self._kept, gather_bucket_bytes, models if overlaps else [])
         self._units = gathered_units(sharded, reshard_after_forward, prefetch_bytes)

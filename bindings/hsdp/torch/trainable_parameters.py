@@ -50,17 +50,26 @@ def described_parameters(model: torch.nn.Module) -> list[str]:
         if not plain or p.layout is not torch.strided or p.is_quantized:
             lines.append(f"parameter '{name}' {type(p).__name__}")
             continue
-        if p.is_meta:
-            _fault(
-                f"'{name}' to have memory when the first step begins",
-                "it on the meta device; materialize the model and broadcast its parameters before",
-            )
+        if p.is_meta:  # whoever gives it values compares them
+            lines.append(f"parameter '{name}' {tuple(p.shape)} {p.dtype} on the meta device")
+            continue
         compared.append((len(lines), p))
         lines.append(f"parameter '{name}' {tuple(p.shape)} {p.dtype}")
     digests = value_digests([p for _, p in compared])
     for (place, _), digest in zip(compared, digests, strict=True):
         lines[place] += VALUES + digest
     return lines
+
+
+def require_memory(model: torch.nn.Module) -> None:
+    """UsageError where a parameter is on the meta device when the first step begins."""
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            _fault(
+                f"'{name}' to have memory when the first step begins",
+                "it on the meta device; give the model to hsdp.zero.ShardedOptimizer, which gives it memory "
+                "and values, or materialize it and broadcast its parameters before attach",
+            )
 
 
 def frozen_since(parameters: Mapping[str, torch.nn.Parameter], error: UsageError) -> UsageError:
@@ -130,7 +139,7 @@ def _require_usable(name: str, parameter: torch.nn.Parameter, device: str) -> No
             str(parameter.dtype).rpartition(".")[2]
             + ("; hold its real and imaginary part as two" if parameter.is_complex() else ""),
         )
-    if parameter.device != torch.device(device):
+    if parameter.device != torch.device(device) and not parameter.is_meta:
         _fault(
             f"{what}on the mesh's device, {device}",
             f"{parameter.device}; move the model, or make the mesh with device=",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
+from hsdp.torch.meta_init import MetaInit
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.module_units import ModuleUnit, Units, module_units
 from hsdp.torch.parameter_slices import ParameterSlice
@@ -41,10 +42,6 @@ class UnitPlan(NamedTuple):
 
     units: list[PlannedUnit]
     numbers: dict[int, int]  # of units, from 1 on, by id of the parameter
-
-    def released(self) -> set[int]:
-        """The ids of the parameters."""
-        return {id(p) for unit in self.units for p in unit.parameters.values()}
 
     # Consecutive parameters of different units share no bucket: their slices are cut apart.
     def cut_buckets(self) -> None:
@@ -90,18 +87,33 @@ def plan_units(
     return plan
 
 
-def sharded_units(
-    plan: UnitPlan, slices: Mapping[int, ParameterSlice]
-) -> list[tuple[Reducer, ShardedUnit]]:
-    """Of what was planned, with this rank's slices: by id of the parameter, those of the optimizer."""
-    result = []
-    for reducer, unit, parameters in plan.units:
-        stored: list[StoredSlice] = [
-            slices[id(p)] if id(p) in slices else FrozenSlice(f"{name} (frozen)", p, reducer)
-            for name, p in parameters.items()
-        ]
-        result.append((reducer, ShardedUnit(unit.name, unit.module, unit.is_root, stored, unit.read_above)))
-    return result
+def slice_units(
+    plan: UnitPlan, make: Mapping[int, Callable[..., ParameterSlice]], meta: MetaInit
+) -> tuple[dict[int, ParameterSlice], list[tuple[Reducer, ShardedUnit]]]:
+    """This rank's slices of what was planned to be released, by id of the parameter, and the units of
+    these. `make`: of those that are optimized. What is on the meta device gets values, and is released
+    at once.
+    """
+    slices: dict[int, ParameterSlice] = {}
+    units: dict[ModuleUnit, ShardedUnit] = {}
+
+    def take(planned: PlannedUnit) -> ShardedUnit:
+        reducer, unit, parameters = planned
+        stored: list[StoredSlice] = []
+        for name, p in parameters.items():
+            if id(p) in make:
+                slices[id(p)] = make[id(p)](is_released=True)
+                stored.append(slices[id(p)])
+            else:
+                stored.append(FrozenSlice(f"{name} (frozen)", p, reducer))
+        units[unit] = ShardedUnit(unit.name, unit.module, unit.is_root, stored, unit.read_above)
+        return units[unit]
+
+    meta.run(plan.units, lambda planned: take(planned).release())
+    for planned in plan.units:
+        if planned.unit not in units:
+            take(planned)
+    return slices, [(planned.reducer, units[planned.unit]) for planned in plan.units]
 
 
 def gathered_units(

@@ -1,0 +1,362 @@
+"""Models on the meta device: values of a whole init, of which a rank never has more than units."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+from hsdp.errors import MismatchError, StepAbortedError, UsageError
+from hsdp.torch.released_parameter import ReleasedParameter
+from hsdp.zero import ShardedOptimizer
+
+SEED = 5
+
+
+class Rotary(nn.Module):
+    """A module with a buffer that no checkpoint has."""
+
+    inverse: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("inverse", torch.empty(width), persistent=False)
+        self.register_buffer("even", torch.empty(width, dtype=torch.bool), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        places = torch.arange(len(self.inverse))
+        self.inverse.copy_(10.0 ** -places)
+        self.even.copy_(places % 2 == 0)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.inverse * self.even
+
+
+class Layer(nn.Module):
+    """Attention with torch's own init, a norm with statistics, and a bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Any:
+        y, _ = self.attention(self.rotary(x), x, x)
+        return self.norm((x + y).transpose(1, 2)).transpose(1, 2) + self.mix(x)
+
+
+class Model(nn.Module):
+    """Layers between an embedding and a head that are tied, and a recurrent layer."""
+
+    def __init__(self, depth: int = 3, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.recurrent = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.recurrent(x)[0])
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def whole_init(make: Callable[[], nn.Module], seed: int = SEED) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def trained(
+    mesh: hsdp.Mesh, model: nn.Module, steps: int = 0, **options: Any
+) -> dict[str, torch.Tensor]:
+    options = {"lr": 0.01, "persistence_threshold": 0, **options}
+    with hsdp.Reducer(mesh, bucket_bytes=512) as reducer:
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
+        for step in range(steps):
+            tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(step))
+            with reducer.microbatch(last=True):
+                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                loss.backward()
+            optimizer.step()
+        state = optimizer.full_model_state_dict(model)
+        state.update({name: b.clone() for name, b in model.named_buffers()})
+        optimizer.close()
+        return state
+
+
+def require_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+EVERY_STAGE: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 3, "persistence_threshold": 30},
+    {"stage": 3, "persistence_threshold": float("inf")},
+]
+
+
+def compare_with_whole_init(shape: tuple[int, int], cases: list[dict[str, Any]]) -> None:
+    with hsdp.init_mesh(replicate=shape[0], shard=shape[1]) as mesh:
+        for options in cases:
+            want = trained(mesh, whole_init(Model), steps=2, **options)
+            after = torch.get_rng_state()
+            model = on_meta(Model)
+            held = list(model.parameters())
+            torch.manual_seed(SEED)
+            got = trained(mesh, model, steps=2, **options)
+            require_same(got, want)
+            assert torch.equal(torch.get_rng_state(), after)
+            assert [id(p) for p in model.parameters()] == [id(p) for p in held]
+            assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in held)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cases"),
+    [((1, 1), EVERY_STAGE[2:3]), ((1, 2), EVERY_STAGE), ((2, 2), EVERY_STAGE[2:3])],
+    ids=["1x1", "1x2", "2x2"],
+)
+def test_values_are_those_of_a_whole_init(
+    ranks: Launcher, shape: tuple[int, int], cases: list[dict[str, Any]]
+) -> None:
+    ranks(shape[0] * shape[1], compare_with_whole_init, shape, cases)
+
+
+def compare_in_16_bits(mesh: hsdp.Mesh) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 9)).bfloat16()
+
+    want = make()
+    torch.manual_seed(SEED)
+    for layer in want:
+        layer.reset_parameters()
+    model = on_meta(make)
+    torch.manual_seed(SEED)
+    require_same(trained(mesh, model, stage=3, units=[nn.Linear]), want.state_dict())
+
+
+def seed_by_rank(mesh: hsdp.Mesh) -> None:
+    want = whole_init(Model)
+    after = torch.get_rng_state()
+    torch.manual_seed(SEED + mesh.rank)
+    own = torch.get_rng_state()
+    got = trained(mesh, on_meta(Model), stage=3)
+    require_same(got, {**want.state_dict(), **dict(want.named_buffers())})
+    assert torch.equal(torch.get_rng_state(), after if mesh.rank == 0 else own)
+
+
+def live_bytes(model: nn.Module) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta)
+
+
+def watch_memory(mesh: hsdp.Mesh) -> None:
+    model: Any = on_meta(lambda: Model(depth=6))
+    unit = sum(p.nbytes for p in model.layers[0].parameters())
+    root = sum(p.nbytes for p in model.parameters()) - 6 * unit
+    seen: list[int] = []
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(
+            torch.optim.AdamW, model, reducer, stage=3, persistence_threshold=0,
+            param_init_fn=lambda module: seen.append(live_bytes(model)),
+        )
+        # Layers come after the embedding, and before the rest of the root.
+        assert max(seen) == max(root, model.embed.weight.nbytes + unit)
+        assert live_bytes(model) == 0
+        assert all(type(p) is ReleasedParameter for p in model.parameters())
+        optimizer.close()
+
+
+class Plain(nn.Module):
+    """A parameter that nobody sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) @ self.weight
+
+
+def init_plain(module: nn.Module) -> None:
+    if isinstance(module, Plain):
+        module.weight.fill_(2.0)
+    elif isinstance(module, nn.Linear):
+        module.weight.data.normal_()
+
+
+def init_by_function(mesh: hsdp.Mesh) -> None:
+    want = whole_init(Plain)
+    with torch.no_grad():
+        want.apply(init_plain)
+    model = on_meta(Plain)
+    torch.manual_seed(SEED)
+    require_same(trained(mesh, model, stage=3, param_init_fn=init_plain), want.state_dict())
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and what is trained beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.down = nn.Linear(6, 2, bias=False)
+        self.up = nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Adapted(), Adapted())
+
+
+def adapt_frozen(mesh: hsdp.Mesh) -> None:
+    want = whole_init(adapted)
+    model = on_meta(adapted)
+    torch.manual_seed(SEED)
+    require_same(trained(mesh, model, stage=3, units=[Adapted]), want.state_dict())
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in want.parameters()
+    ]
+
+
+def keep_what_has_values(mesh: hsdp.Mesh) -> None:
+    first = whole_init(adapted)
+    before = {f"0.{key}": value.clone() for key, value in first.state_dict().items()}
+    model = nn.Sequential(first, on_meta(lambda: nn.Linear(6, 6)))
+    got = trained(mesh, model, stage=3, units=[nn.Linear])
+    require_same({key: value for key, value in got.items() if key in before}, before)
+
+
+CASES = [
+    compare_in_16_bits,
+    seed_by_rank,
+    watch_memory,
+    init_by_function,
+    adapt_frozen,
+    keep_what_has_values,
+]
+
+
+def run_cases() -> None:
+    with hsdp.init_mesh(replicate=1, shard=2) as mesh:
+        for case in CASES:
+            case(mesh)
+
+
+def test_seeds_dtypes_memory_functions_and_frozen_parameters(ranks: Launcher) -> None:
+    ranks(2, run_cases)
+
+
+def refused(mesh: hsdp.Mesh, **options: Any) -> str:
+    model = on_meta(Plain)
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(model)
+        options = {"stage": 3, "persistence_threshold": 0, **options}
+        with pytest.raises((UsageError, MismatchError, StepAbortedError)) as error:
+            ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
+        assert all(p.is_meta and type(p) is nn.Parameter for p in model.parameters())
+        # And it may be tried again.
+        options = {**options, "param_init_fn": init_plain}
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
+        with reducer.microbatch(last=True):
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def refused_where_one_fails(mesh: hsdp.Mesh) -> str:
+    def fails_on_rank_1(module: nn.Module) -> None:
+        init_plain(module)
+        if mesh.rank == 1 and isinstance(module, Plain):
+            raise UsageError("out of paint")
+
+    return refused(mesh, param_init_fn=fails_on_rank_1)
+
+
+def refused_where_values_differ(mesh: hsdp.Mesh) -> str:
+    def differs(module: nn.Module) -> None:
+        init_plain(module)
+        if isinstance(module, Plain):
+            module.weight.fill_(random.Random(mesh.rank).random())
+
+    return refused(mesh, param_init_fn=differs)
+
+
+def refused_where_one_has_it_elsewhere(mesh: hsdp.Mesh) -> str:
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(on_meta(Plain) if mesh.rank == 1 else Plain(), check_parameters=False)
+        with pytest.raises(MismatchError) as error:
+            model = reducer._attachments[0].model  # type: ignore[attr-defined]
+            ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
+        return str(error.value)
+
+
+def refused_without_an_optimizer(mesh: hsdp.Mesh) -> str:
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(on_meta(Plain))
+        with pytest.raises(UsageError) as error:
+            reducer.begin_microbatch(last=True)
+        return str(error.value)
+
+
+def refused_where_held_weakly(mesh: hsdp.Mesh) -> str:
+    model: Any = on_meta(Plain)
+    reference = weakref.ref(model.inner.weight)
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(model)
+        with pytest.raises(UsageError) as error:
+            ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
+        assert reference() is model.inner.weight and model.inner.weight.is_meta
+        return str(error.value)
+
+
+def refusals() -> list[str]:
+    with hsdp.init_mesh(replicate=1, shard=2) as mesh:
+        return [
+            refused(mesh),
+            refused(mesh, param_init_fn=lambda module: None),
+            refused_where_one_fails(mesh),
+            refused_where_values_differ(mesh),
+            refused_where_one_has_it_elsewhere(mesh),
+            refused_without_an_optimizer(mesh),
+            refused_where_held_weakly(mesh),
+        ]
+
+
+def test_what_gets_no_values_is_refused_and_left_on_the_meta_device(ranks: Launcher) -> None:
+    every = ranks(2, refusals)
+    for without, unset, _, differ, elsewhere, alone, held in every:
+        assert "reset_parameters(), got none in Plain; pass param_init_fn" in without
+        assert "every element of 'weight'" in unset and "Plain and param_init_fn did not" in unset
+        assert differ.startswith("MismatchError") and "'weight' on rank 1 than on rank 0" in differ
+        assert "elsewhere on rank 0 and on the meta device on rank 1" in elsewhere
+        assert "'weight' to have memory" in alone and "ShardedOptimizer" in alone
+        assert "'inner.weight' on the meta device to be held by its model alone" in held
+    assert every[0][2].startswith("StepAbortedError") and "out of paint" in every[0][2]
+    assert every[1][2] == "UsageError: out of paint"

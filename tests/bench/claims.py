@@ -16,6 +16,7 @@ WINDOW_CASES = {"1x2": "1x2", "2x2": "2x2", "busy": "1x2, of 50 ms each"}
 # Those of torch_gather.py that have a long forward, and what messages of 256 Ki elements take.
 GATHER_CASES = {"f32": "1 MiB", "f16": "512 KiB"}
 GATHER_BUCKETS = ("256k", "1m", "4m")
+STAGE3_MESHES = ("1x4", "2x2")
 
 
 @dataclasses.dataclass
@@ -267,6 +268,25 @@ def gather_over_link(samples: Samples) -> Iterator[Claim]:
                         at_most=True)
 
 
+def stage3(samples: Samples) -> Iterator[Claim]:
+    """Six layers of 2048 x 2048 at stage 3, and what is gathered and reduced over a slow link."""
+    for mesh in STAGE3_MESHES:
+        for way, title in (("resharded", ""), ("kept", ", kept after the forward")):
+            ours, theirs = (samples.value(f"torch_stage3_{mesh}_{system}_{way}_added_ms")
+                            for system in ("ours", "fsdp2"))
+            detail = "" if None in (ours, theirs) else f"{ours:.0f} ms, FSDP2 {theirs:.0f} ms"
+            yield Claim(f"stage 3 adds to a step, {mesh}{title}: FSDP2 / ours",
+                        samples.value(f"torch_stage3_{mesh}_{way}_ratio"), 8.0, detail)
+    ours, theirs = (samples.value(f"torch_stage3_1x2_{system}_once_ratio")
+                    for system in ("ours", "fsdp2"))
+    yield Claim("stage 3 over a slow link, 4 passes each reduced / reduced once", ours, 1.3,
+                "" if theirs is None else f"FSDP2 {theirs:.2f}")
+    ours, theirs = (samples.value(f"torch_stage3_1x2_{system}_hidden")
+                    for system in ("ours", "fsdp2"))
+    yield Claim("stage 3 over a slow link: share of gathers hidden", ours, 0.8,
+                "" if theirs is None else f"FSDP2 {theirs:.2f}")
+
+
 def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
     """`has` tells whether a size was asked for."""
     shared = {64 * KIB: 1.5, MIB: 4.0, 16 * MIB: 4.0, 64 * MIB: 4.0, 256 * MIB: 3.5}
@@ -296,4 +316,5 @@ def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
     found += torch_steps(samples)
     found += slow_link(samples)
     found += gather_over_link(samples)
+    found += stage3(samples)
     return found

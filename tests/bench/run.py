@@ -25,6 +25,7 @@ from programs import (IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMP
                       Report)
 from slow_link import SlowLink
 from snapshots import Snapshots
+from stage3 import Stage3
 
 SIZES = {"64K": 64 << 10, "1M": 1 << 20, "16M": 16 << 20, "64M": 64 << 20, "256M": 256 << 20}
 
@@ -50,7 +51,7 @@ STEP_PROGRAMS = [
 ]
 # What measures itself, in a run of its own.
 PARTS = {"snapshots": Snapshots, "torch": BesideTorch, "slow_link": SlowLink,
-         "gather": GatherOverLink}
+         "gather": GatherOverLink, "stage3": Stage3}
 
 
 @dataclasses.dataclass
@@ -162,7 +163,7 @@ def measure(launcher: Launcher, runs: List[Run], rounds: int) -> "tuple[rules.Sa
     return samples, errors
 
 
-def measure_part(name: str, part: "Snapshots | BesideTorch | SlowLink | GatherOverLink",
+def measure_part(name: str, part: "Snapshots | BesideTorch | SlowLink | GatherOverLink | Stage3",
                  rounds: int, samples: rules.Samples, errors: List[str],
                  skipped: Dict[str, str]) -> None:
     reason = part.missing()

@@ -11,6 +11,7 @@ import gather_over_link
 import programs
 import run
 import slow_link
+import stage3
 
 
 def line(system="ours_shared", variant="v", op="all_reduce", dtype="f32", size=1 << 20, ranks=4,
@@ -185,6 +186,29 @@ class Claims(unittest.TestCase):
         self.assertIn("| 88% | 1 | 1 | 0.875 |", lines[2])
         self.assertLessEqual({*claims.GATHER_CASES}, {*gather_over_link.CASES})
         self.assertEqual(claims.GATHER_BUCKETS, tuple(gather_over_link.BUCKETS))
+
+    def test_stage_3(self):
+        name = "stage 3 adds to a step, 2x2, kept after the forward: FSDP2 / ours"
+        for ratio, verdict in ((8.0, "held"), (7.9, "MISSED")):
+            samples = samples_of((f"value torch_stage3_2x2_kept_ratio {ratio}\n"
+                                  "value torch_stage3_1x2_ours_hidden 0.81\n", "torch"))
+            found = self.verdicts(samples)
+            self.assertEqual((ratio, verdict), (found[name].ratio, found[name].verdict))
+            self.assertEqual("held", found["stage 3 over a slow link: share of gathers hidden"].verdict)
+        self.assertEqual(claims.STAGE3_MESHES, tuple(stage3.MESHES))
+
+    def test_tables_of_stage_3(self):
+        class Sevens(dict):
+            def __missing__(self, name):
+                self[name] = 0.5 if name.endswith("_hidden") else 7
+                return self[name]
+
+        values = Sevens()
+        lines = stage3.tables(values).splitlines()
+        self.assertEqual(3 * 3 + 3 * 4 - 1, len(lines))
+        self.assertIn("| 2x2, kept | 7 | 7 | 7.0 |", lines)
+        self.assertIn("| hsdp | 7 | 7 | 7 | 50% |", lines)
+        self.assertTrue(all(name.startswith("torch_stage3_") for name in values))
 
     def test_peer_ratio(self):
         name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"

@@ -1,24 +1,29 @@
 """Steps with sliced parameters: ShardedOptimizer at stage 3 beside FSDP2 over gloo.
 
-Run by hsdp_run, or by stage3_over_link.py over a slow link. A step is one backward pass and AdamW in
-bf16 on fp32 masters. What a system adds is the median over rounds of its step's time less that of the same backward
-pass and of AdamW on this rank's share of the elements, without any exchange; the slowest rank counts.
-All take turns. With --replicate 1 the ranks are one shard group.
+Run by stage3.py, in shared memory and over a slow link. All systems take turns, and each round's
+slowest rank counts. With --replicate 1 the ranks are one shard group.
 
-- `coalesce`: four backward passes, each reduced, or in one window, at stage 3.
-- `prefetch`: how much longer a step is than without any exchange, with gathers ahead and without.
+- `steps`: a step is one backward pass and AdamW in bf16 on fp32 masters. What a system adds is the
+  median over rounds of its step's time less that of the same backward pass and of AdamW on this rank's
+  share of the elements, without any exchange.
+- `coalesce`: steps of four backward passes, each reduced, or all once at the end.
+- `prefetch`: a forward and a backward pass that need all parameters and reduce nothing. Hidden is what
+  of the gathers' own time they do not take longer than without any exchange.
 
 Prints `value NAME NUMBER` lines.
 
-    hsdp_run -n 4 python torch_stage3.py [--replicate R] [--rounds N] [--layers L] [--width W] [--rows N]
+    hsdp_run -n 4 python torch_stage3.py [--part P] [--replicate R] [--rounds N] [--layers L] [--width W]
+        [--rows N]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import pathlib
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +63,7 @@ def alone(asked: argparse.Namespace, inputs: torch.Tensor, share: int, passes: i
 
 def ours(
     mesh: hsdp.Mesh, asked: argparse.Namespace, inputs: torch.Tensor, passes: int = 1,
-    window: bool = False, **options: Any,
+    once: bool = False, **options: Any,
 ) -> example.Step:
     model = make_model(asked, torch.bfloat16)
     reducer = hsdp.Reducer(mesh)
@@ -68,7 +73,7 @@ def ours(
     )
 
     def step() -> None:
-        if window:
+        if once:
             with hsdp.zero.coalesce_grad_reduction(reducer, last=True, backwards=passes):
                 for m in range(passes):
                     example.backward(model, inputs, m)
@@ -82,7 +87,8 @@ def ours(
 
 
 def fsdp2(
-    mesh: hsdp.Mesh, asked: argparse.Namespace, inputs: torch.Tensor, reshards: bool, passes: int = 1
+    mesh: hsdp.Mesh, asked: argparse.Namespace, inputs: torch.Tensor, reshards: bool,
+    passes: int = 1, once: bool = False,
 ) -> example.Step:
     if mesh.replicate_size > 1:
         shape, names = (mesh.replicate_size, mesh.shard_size), ("dp_replicate", "dp_shard")
@@ -99,42 +105,123 @@ def fsdp2(
     def step() -> None:
         optimizer.zero_grad()
         for m in range(passes):
+            model.set_requires_gradient_sync(not once or m == passes - 1)  # type: ignore[attr-defined]
             example.backward(model, inputs, m)
         optimizer.step()
 
     return step
 
 
-def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
+Values = dict[str, float]
+
+
+def median_ms(seconds: list[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+def measure_steps(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
     inputs = torch.randn(asked.rows, asked.width, dtype=torch.bfloat16)
     systems = {"none": alone(asked, inputs, mesh.shard_size)}
     for name, reshards in (("resharded", True), ("kept", False)):
         systems[f"ours_{name}"] = ours(mesh, asked, inputs, reshard_after_forward=reshards)
         systems[f"fsdp2_{name}"] = fsdp2(mesh, asked, inputs, reshards)
-    systems["ours_not_ahead"] = ours(mesh, asked, inputs, prefetch_bytes=0)
     seconds = example.time_steps(systems, asked.rounds)
     added = {name: example.added_ms(seconds, name) for name in systems if name != "none"}
     values = {f"{name}_added_ms": value for name, value in added.items()}
-    values["none_ms"] = 1e3 * statistics.median(seconds["none"])
+    values["none_ms"] = median_ms(seconds["none"])
     for name in ("resharded", "kept"):
         values[f"{name}_ratio"] = added[f"fsdp2_{name}"] / added[f"ours_{name}"]
-    passes = {
-        "each": ours(mesh, asked, inputs, PASSES),
-        "window": ours(mesh, asked, inputs, PASSES, window=True),
-    }
-    seconds = example.time_steps(passes, asked.rounds)
-    for name, each in seconds.items():
-        values[f"{name}_ms"] = 1e3 * statistics.median(each)
-    ratios = [a / b for a, b in zip(seconds["each"], seconds["window"], strict=True)]
-    values["coalesce_ratio"] = statistics.median(ratios)
-    if mesh.rank == 0:
-        shape = f"{mesh.replicate_size}x{mesh.shard_size}"
-        for name, value in values.items():
-            print(f"value torch_stage3_{shape}_{name} {value:.3f}")
+    return values
+
+
+def measure_coalescing(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
+    inputs = torch.randn(asked.rows, asked.width, dtype=torch.bfloat16)
+    systems = {}
+    for name, reshards in (("", True), ("_kept", False)):
+        for times, once in (("each", False), ("once", True)):
+            options: dict[str, Any] = {"passes": PASSES, "once": once}
+            systems[f"ours{name}_{times}"] = ours(
+                mesh, asked, inputs, reshard_after_forward=reshards, **options
+            )
+            systems[f"fsdp2{name}_{times}"] = fsdp2(mesh, asked, inputs, reshards, **options)
+    seconds = example.time_steps(systems, asked.rounds)
+    values = {f"{name}_ms": median_ms(each) for name, each in seconds.items()}
+    for name in ("ours", "ours_kept", "fsdp2", "fsdp2_kept"):
+        pairs = zip(seconds[f"{name}_each"], seconds[f"{name}_once"], strict=True)
+        values[f"{name}_once_ratio"] = statistics.median(each / once for each, once in pairs)
+    return values
+
+
+def frozen_model(asked: argparse.Namespace, dtype: torch.dtype) -> nn.Sequential:
+    """Of layers that only gather: what is trained is one number, beside them."""
+    model = make_model(asked, dtype).requires_grad_(False)
+    model.register_parameter("trained", nn.Parameter(torch.zeros(1, dtype=dtype)))
+    return model
+
+
+def measure_prefetching(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
+    """Of passes that gather for the forward and for the backward pass, and reduce nothing."""
+    inputs = torch.randn(asked.rows, asked.width, dtype=torch.bfloat16, requires_grad=True)
+
+    def passes_of(model: nn.Module) -> example.Step:
+        def passes() -> None:
+            torch.autograd.grad(model(inputs).sum(), inputs)
+
+        return passes
+
+    systems = {"alone": passes_of(make_model(asked, torch.bfloat16).requires_grad_(False))}
+    for name, options in (("ours", {}), ("ours_not_ahead", {"prefetch_bytes": 0})):
+        model = frozen_model(asked, torch.bfloat16)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        optimizer = hsdp.zero.ShardedOptimizer(
+            torch.optim.AdamW, model, reducer, stage=3, units=[nn.Linear], **options
+        )
+        systems[f"{name}_passes"] = passes_of(model)
+        systems[f"{name}_gathers"] = gathers_of(model, optimizer.unshard, optimizer.reshard)
+    torch_mesh = init_device_mesh("cpu", (mesh.shard_size,), mesh_dim_names=("dp_shard",))
+    for name, is_ahead in (("fsdp2", False), ("fsdp2_ahead", True)):
+        model = frozen_model(asked, torch.bfloat16)
+        for layer in model:
+            fully_shard(layer, mesh=torch_mesh)
+        fully_shard(model, mesh=torch_mesh)
+        if is_ahead:
+            layers: list[Any] = list(model)
+            for before, after in itertools.pairwise(layers):
+                before.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([before])
+        systems[f"{name}_passes"] = passes_of(model)
+        systems[f"{name}_gathers"] = gathers_of(model, lambda m: m.unshard(), lambda m: m.reshard())
+    seconds = example.time_steps(systems, asked.rounds)
+    values = {f"{name}_ms": median_ms(each) for name, each in seconds.items()}
+    for name in ("ours", "ours_not_ahead", "fsdp2", "fsdp2_ahead"):
+        rounds = zip(
+            seconds["alone"], seconds[f"{name}_passes"], seconds[f"{name}_gathers"], strict=True
+        )
+        values[f"{name}_hidden"] = statistics.median(1 - (b - a) / gathers for a, b, gathers in rounds)
+    return values
+
+
+def gathers_of(
+    model: nn.Sequential, gather: Callable[[Any], Any], release: Callable[[Any], Any]
+) -> example.Step:
+    """As many gathers as a forward and a backward pass need, which has the last layer still."""
+
+    def gathers() -> None:
+        layers = list(model)
+        for layer in [*layers, *reversed(layers[:-1])]:
+            gather(layer)
+            release(layer)
+
+    return gathers
+
+
+PARTS = {"steps": measure_steps, "coalesce": measure_coalescing, "prefetch": measure_prefetching}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", choices=PARTS, default="steps")
     parser.add_argument("--replicate", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=6)
@@ -145,7 +232,11 @@ def main() -> None:
     shard = hsdp.job_size() // asked.replicate
     with hsdp.init_mesh(replicate=asked.replicate, shard=shard) as mesh:
         example.join_gloo(mesh)
-        measure(mesh, asked)
+        values = PARTS[asked.part](mesh, asked)
+        if mesh.rank == 0:
+            shape = f"{mesh.replicate_size}x{mesh.shard_size}"
+            for name, value in values.items():
+                print(f"value torch_stage3_{shape}_{name} {value:.3f}")
         dist.destroy_process_group()
 
 

@@ -252,6 +252,63 @@ def keep_what_has_values(mesh: hsdp.Mesh) -> None:
     require_same({key: value for key, value in got.items() if key in before}, before)
 
 
+def keep_values_beside_others(mesh: hsdp.Mesh) -> None:
+    """Of a head on an embedding that has values, and of one with a bias that has."""
+    embedding = nn.Embedding(5, 4)
+    head = on_meta(lambda: nn.Linear(4, 5))
+    head.weight = embedding.weight
+    norm = on_meta(lambda: nn.BatchNorm1d(4))
+    norm.register_buffer("running_mean", torch.full((4,), 3.0))
+    before = embedding.weight.detach().clone()
+    model = nn.ModuleDict({"embedding": embedding, "norm": norm, "head": head})
+    hsdp.broadcast_parameters(mesh, embedding)
+    before = embedding.weight.detach().clone()
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.fill_(1.0)
+            module.bias.fill_(2.0)
+
+    got = trained(mesh, model, stage=3, units=[nn.Linear], param_init_fn=init)
+    assert torch.equal(got["embedding.weight"], before)
+    assert got["head.bias"].tolist() == [2.0] * 5 and got["norm.running_mean"].tolist() == [3.0] * 4
+
+
+class Box(nn.Module):
+    """Sets what modules below have, a list of parameters, and a buffer, which it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.rest = nn.ParameterList([torch.empty(3), torch.empty(2)])
+        self.register_buffer("places", torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.inner.weight)
+        for parameter in self.rest:
+            nn.init.normal_(parameter)
+        self.places = torch.arange(4.0)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) + self.places
+
+
+def reset_what_is_below(mesh: hsdp.Mesh) -> None:
+    want = whole_init(Box)
+    model = on_meta(Box)
+    torch.manual_seed(SEED)
+    got = trained(mesh, model, stage=3)
+    require_same(got, want.state_dict())
+    listed = nn.Sequential(on_meta(Box))
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(listed)
+        with pytest.raises(UsageError, match=r"Box.reset_parameters\(\) to set what no unit below"):
+            ShardedOptimizer(
+                torch.optim.AdamW, listed, reducer, stage=3, units=[nn.Linear], persistence_threshold=0
+            )
+
+
 CASES = [
     compare_in_16_bits,
     seed_by_rank,
@@ -259,6 +316,8 @@ CASES = [
     init_by_function,
     adapt_frozen,
     keep_what_has_values,
+    keep_values_beside_others,
+    reset_what_is_below,
 ]
 
 
@@ -336,6 +395,79 @@ def refused_where_held_weakly(mesh: hsdp.Mesh) -> str:
         return str(error.value)
 
 
+class Places(nn.Module):
+    """A buffer of integers, which three share."""
+
+    def __init__(self, places: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.empty(4, dtype=torch.int64) if places is None else places)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * self.places
+
+
+def shared_places() -> nn.Module:
+    places = torch.empty(4, dtype=torch.int64)
+    return nn.Sequential(Places(places), Places(places), Places(places))
+
+
+def refused_and_then_made(mesh: hsdp.Mesh) -> list[str]:
+    """Of a model that is to be as before after each error: also layers with values, and the random state."""
+    valued = nn.Linear(4, 4)
+    hsdp.broadcast_parameters(mesh, valued)
+    before = valued.weight.detach().clone()
+    model: Any = on_meta(shared_places)
+    model.append(valued)
+    state = torch.get_rng_state()
+    texts = []
+
+    def sets(count: int, then: Callable[[Any], Any]) -> Callable[[nn.Module], None]:
+        def init(module: nn.Module) -> None:
+            if isinstance(module, Places):
+                module.places[:count] = 7  # type: ignore[index]
+            then(module)
+
+        return init
+
+    def freeze(module: Any) -> None:
+        if module is model[0]:
+            module.layer.requires_grad_(False)
+
+    def differ(module: Any) -> None:
+        if module is model[1].layer:
+            module.bias = nn.Parameter(torch.full((4,), float(mesh.rank)))
+
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(model)
+        options: dict[str, Any] = {"stage": 3, "units": [nn.Linear], "persistence_threshold": 0}
+        for init in (sets(2, bool), sets(4, freeze), sets(4, differ)):
+            with pytest.raises((UsageError, MismatchError)) as error:
+                ShardedOptimizer(torch.optim.AdamW, model, reducer, **options, param_init_fn=init)
+            texts.append(str(error.value))
+            assert all(one.places.is_meta for one in model[:3])
+            assert torch.equal(model[3].weight, before) and torch.equal(torch.get_rng_state(), state)
+            for p in model[:3].parameters():
+                p.requires_grad_()
+        optimizer = ShardedOptimizer(
+            torch.optim.AdamW, model, reducer, **options, param_init_fn=sets(4, bool)
+        )
+        assert model[0].places is model[2].places and model[0].places.tolist() == [7] * 4
+        optimizer.close()
+        assert torch.equal(model[3].weight, before)
+    return texts
+
+
+def refused_with_hooks(mesh: hsdp.Mesh) -> str:
+    model: Any = on_meta(Plain)
+    model.inner.weight.register_hook(lambda gradient: gradient * 0)
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(model)
+        with pytest.raises(UsageError) as error:
+            ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
+        return str(error.value)
+
+
 def refusals() -> list[str]:
     with hsdp.init_mesh(replicate=1, shard=2) as mesh:
         return [
@@ -346,17 +478,23 @@ def refusals() -> list[str]:
             refused_where_one_has_it_elsewhere(mesh),
             refused_without_an_optimizer(mesh),
             refused_where_held_weakly(mesh),
+            refused_with_hooks(mesh),
+            *refused_and_then_made(mesh),
         ]
 
 
 def test_what_gets_no_values_is_refused_and_left_on_the_meta_device(ranks: Launcher) -> None:
     every = ranks(2, refusals)
-    for without, unset, _, differ, elsewhere, alone, held in every:
+    for without, unset, _, differ, elsewhere, alone, held, hooks, half, frozen, other in every:
         assert "reset_parameters(), got none in Plain; pass param_init_fn" in without
         assert "every element of 'weight'" in unset and "Plain and param_init_fn did not" in unset
         assert differ.startswith("MismatchError") and "'weight' on rank 1 than on rank 0" in differ
         assert "elsewhere on rank 0 and on the meta device on rank 1" in elsewhere
         assert "'weight' to have memory" in alone and "ShardedOptimizer" in alone
         assert "'inner.weight' on the meta device to be held by its model alone" in held
+        assert "'inner.weight' on the meta device without hooks" in hooks
+        assert "every element of '0.places'" in half
+        assert "'0.layer.weight' as it was on the meta device: torch.float32 (4, 4) on cpu, with" in frozen
+        assert "others of '1.layer.bias' on rank 1 than on rank 0" in other
     assert every[0][2].startswith("StepAbortedError") and "out of paint" in every[0][2]
     assert every[1][2] == "UsageError: out of paint"

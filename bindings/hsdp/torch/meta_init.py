@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hsdp.errors import MismatchError
+from hsdp.errors import MismatchError, UsageError
 from hsdp.line_agreement import first_difference
 from hsdp.mesh import Mesh
 from hsdp.same_weights import VALUES
 from hsdp.torch.parameter_slices import refuse
-from hsdp.torch.released_parameter import released
+from hsdp.torch.released_parameter import RELEASED, released
 from hsdp.torch.value_digests import row_major_bytes, value_digests
 
 if TYPE_CHECKING:
     from hsdp.torch.unit_sharding import PlannedUnit
 
 _MARK = 0xA5  # bytes of what nothing has set yet and cannot be NaN
+_SURE_BYTES = 4  # of which no value is just that
 _ACT = "share the random state of rank 0"
 _SHOWN = 5  # names in an error
 
@@ -44,9 +45,10 @@ class _Given(NamedTuple):
 
 class MetaInit:
     """Gives tensors of models on the meta device memory on `device`, and the values of an init of the
-    whole model. Modules come in the order of `Module.apply`, those below first; each runs its
-    `reset_parameters()`, and then `param_init_fn(module)`. Of tied parameters the first module's
-    reset counts, as it does where modules are tied after they were made.
+    whole model. Modules come in the order of `Module.apply`, those below first; each that has, or has
+    below it, what was on the meta device runs its `reset_parameters()`, and then
+    `param_init_fn(module)`. Of tied parameters the first module's reset counts, as it does where
+    modules are tied after they were made. What has values already keeps them.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class MetaInit:
         self._seen: dict[torch.nn.Module, bool] = {}
         self._given: dict[int, _Given] = {}  # by id of the parameter, or of what became a buffer
         self._new_buffers: dict[int, torch.Tensor] = {}  # by id of the one on the meta device
+        self._buffers: list[tuple[torch.nn.Module, str, torch.Tensor]] = []  # on the meta device
         self._unchecked: dict[int, _Given] = {}
         self._lines: list[str] = []
 
@@ -69,27 +72,39 @@ class MetaInit:
         return bool(self._models)
 
     def run(self, units: Sequence[PlannedUnit], done: Callable[[PlannedUnit], None]) -> None:
-        """Of each unit `done` is called when it has its values, and may free it. Raises UsageError for
-        modules that leave something without a value.
+        """Of each unit that had no values `done` is called when it has them, and may free it. Raises
+        UsageError for modules that leave something without a value.
         """
         self._units = {planned.unit.module: planned for planned in units}
         self._done = done
         for model in self._models:
-            self._require_inits(model)
+            without = list(self._without_init(model, "", self._init is not None))
+            if without:
+                more = "" if len(without) <= _SHOWN else f" and {len(without) - _SHOWN} more"
+                refuse(
+                    "modules on the meta device that have reset_parameters()",
+                    f"none in {', '.join(without[:_SHOWN])}{more}; pass param_init_fn, which is called "
+                    "with each module and sets what it has, or make them outside of "
+                    "torch.device('meta')",
+                )
         with torch.no_grad():
             for model in self._models:
                 self._visit(model, "")
             self._check(list(self._unchecked))
+        for given in self._given.values():  # some were released before modules above had their turn
+            self._require_same_kind(given)
 
     def undo(self) -> None:
         """Everything is on the meta device again."""
         for given in reversed(self._given.values()):
             if isinstance(given.tensor, torch.nn.Parameter):
                 released.pop(id(given.tensor), None)
-                given.tensor.__class__ = torch.nn.Parameter
+                kind: Any = type(given.meta)
+                given.tensor.__class__ = kind
+                given.module._parameters[given.key] = given.tensor
                 _swap(given.name, given.module, given.tensor, given.meta)
-            else:
-                given.module._buffers[given.key] = given.meta
+        for module, key, buffer in self._buffers:
+            module._buffers[key] = buffer
         self._given.clear()
 
     def require_same_values(self, mesh: Mesh) -> None:
@@ -109,59 +124,61 @@ class MetaInit:
             ranks,
         )
 
-    def _require_inits(self, model: torch.nn.Module) -> None:
-        if self._init is not None:
-            return
-        without = [
-            f"'{name}' ({type(module).__name__})" if name else type(module).__name__
-            for name, module in model.named_modules()
-            if _has_meta(module) and _reset_of(module) is None
-        ]
-        if without:
-            more = "" if len(without) <= _SHOWN else f" and {len(without) - _SHOWN} more"
-            refuse(
-                "modules on the meta device that have reset_parameters()",
-                f"none in {', '.join(without[:_SHOWN])}{more}; pass param_init_fn, which is called with "
-                "each module and sets what it has, or make them outside of torch.device('meta')",
-            )
+    # Names of modules whose own tensors neither they nor modules above set.
+    def _without_init(self, module: torch.nn.Module, name: str, is_set: bool) -> Iterator[str]:
+        is_set = is_set or _reset_of(module) is not None
+        if not is_set and _has_meta(module):
+            kind = type(module).__name__
+            yield f"'{name}' ({kind})" if name else kind
+        for key, child in module.named_children():
+            yield from self._without_init(child, _joined(name, key), is_set)
 
     # Whether it or something below it has got memory.
     def _visit(self, module: torch.nn.Module, name: str) -> bool:
         if module in self._seen:
             return self._seen[module]
         below = [self._visit(child, _joined(name, key)) for key, child in module.named_children()]
-        tied = self._tied(module)
-        has_own = self._give_memory(module, name) or bool(tied)
+        valued = [t for t in _own(module) if not t.is_meta and id(t) not in self._given]
+        tied = [t for t in _own(module) if id(t) in self._given]
+        is_new = bool(self._give_memory(module, name)) or bool(tied) or any(below)
+        self._seen[module] = is_new
+        if not is_new:
+            return False
         reset = _reset_of(module)
-        if has_own and reset is not None:
-            values = [p.clone() for p in tied]
-            reset()
-            for parameter, before in zip(tied, values, strict=True):
-                parameter.copy_(before)
-        is_new = self._seen[module] = has_own or any(below)
-        if is_new and self._init is not None:
-            self._init(module)
+        if reset is not None:
+            with _kept([*tied, *valued]), _in_its_unit(f"{type(module).__name__}.reset_parameters()"):
+                reset()
+        if self._init is not None:
+            with _kept(valued), _in_its_unit(f"param_init_fn of {name or 'the model'}"):
+                self._init(module)
         planned = self._units.get(module)
         if planned is not None:
-            self._check([id(p) for p in planned.parameters.values()])
-            self._done(planned)
-        return is_new
+            ids = [id(p) for p in planned.parameters.values()]
+            if all(one in self._given for one in ids):
+                self._check(ids)
+                self._done(planned)
+        return True
 
-    def _tied(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        return [p for p in module._parameters.values() if id(p) in self._given and p is not None]
-
-    def _give_memory(self, module: torch.nn.Module, name: str) -> bool:
+    def _give_memory(self, module: torch.nn.Module, name: str) -> list[_Given]:
         given = []
+        own = {id(one) for one in _own(module)}
         for key, parameter in module._parameters.items():
-            if parameter is not None and _is_meta(parameter):
-                fresh = torch.nn.Parameter(
-                    _marked(parameter, self._device), requires_grad=parameter.requires_grad
+            if parameter is not None and parameter.is_meta and id(parameter) in own:
+                path = _joined(name, key)
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    refuse(
+                        f"'{path}' on the meta device without hooks, as they would be lost",
+                        "some; register them when the optimizer is made",
+                    )
+                fresh = torch.Tensor._make_subclass(
+                    type(parameter), _marked(parameter, self._device), parameter.requires_grad
                 )
-                _swap(_joined(name, key), module, parameter, fresh)
-                given.append(_Given(_joined(name, key), module, key, parameter, fresh))
+                _swap(path, module, parameter, fresh)
+                given.append(_Given(path, module, key, parameter, fresh))
         for key, buffer in module._buffers.items():
-            if buffer is None or not _is_meta(buffer):
+            if buffer is None or not buffer.is_meta or id(buffer) not in own:
                 continue
+            self._buffers.append((module, key, buffer))
             if id(buffer) in self._new_buffers:  # another module has it, too
                 module._buffers[key] = self._new_buffers[id(buffer)]
                 continue
@@ -170,12 +187,13 @@ class MetaInit:
             given.append(_Given(_joined(name, key), module, key, fresh_buffer, buffer))
         for one in given:
             self._given[id(one.tensor)] = self._unchecked[id(one.tensor)] = one
-        return bool(given)
+        return given
 
-    # That all of them have values.
+    # That all of them have values, and are what they were otherwise.
     def _check(self, ids: Iterable[int]) -> None:
-        checked = [self._unchecked.pop(key) for key in ids if key in self._unchecked]
+        checked = [_current(self._unchecked.pop(key)) for key in ids if key in self._unchecked]
         for one in checked:
+            self._require_same_kind(one)
             if _is_unset(one.tensor):
                 kind = type(one.module).__name__
                 by = f"{kind}.reset_parameters()" if _reset_of(one.module) else kind
@@ -189,27 +207,79 @@ class MetaInit:
         for one, digest in zip(checked, digests, strict=True):
             self._lines.append(f"'{one.name}'{VALUES}{digest}")
 
+    def _require_same_kind(self, one: _Given) -> None:
+        def kind(tensor: torch.Tensor, device: torch.device) -> str:
+            grad = ", with gradients" if tensor.requires_grad else ""
+            return f"{tensor.dtype} {tuple(tensor.shape)} on {device}{grad}"
+
+        expected, got = kind(one.meta, self._device), kind(one.tensor, one.tensor.device)
+        if got != expected:
+            refuse(
+                f"'{one.name}' as it was on the meta device: {expected}",
+                f"{got} after its init; change the model before attach",
+            )
+
+
+def _own(module: torch.nn.Module) -> list[torch.Tensor]:
+    own = (*module._parameters.values(), *module._buffers.values())
+    uninitialized = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
+    return [one for one in own if one is not None and not isinstance(one, uninitialized)]
+
+
+# Their values, whatever the block writes there.
+@contextlib.contextmanager
+def _kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    values = [one.detach().clone() for one in tensors]
+    try:
+        yield
+    finally:
+        for one, before in zip(tensors, values, strict=True):
+            one.detach().copy_(before)
+
+
+# Units below are sliced by then.
+@contextlib.contextmanager
+def _in_its_unit(init: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if RELEASED not in str(error):
+            raise
+        refuse(
+            f"{init} to set what no unit below has, as those are sliced by then",
+            f"'{str(error).split(chr(39))[1]}'; let units= have the module as one, or set it in the "
+            "module that has it",
+        )
+
+
+# What its module has now. An init may put another buffer there; another parameter gives its values.
+def _current(given: _Given) -> _Given:
+    if not isinstance(given.tensor, torch.nn.Parameter):
+        now = given.module._buffers.get(given.key)
+        return given if now is None else given._replace(tensor=now)
+    other = given.module._parameters.get(given.key)
+    if other is None or other is given.tensor:
+        return given
+    if (other.shape, other.dtype) != (given.tensor.shape, given.tensor.dtype):
+        return given._replace(tensor=other)  # which is refused
+    given.tensor.copy_(other)
+    given.module._parameters[given.key] = given.tensor
+    return given
+
 
 def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    uninitialized = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
-    return tensor.is_meta and not isinstance(tensor, uninitialized)
-
-
 def _has_meta(module: torch.nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(one is not None and _is_meta(one) for one in own)
+    return any(one.is_meta for one in _own(module))
 
 
-# MultiheadAttention hides its own.
+# torch hides some. A wrapper may hand on those of what it wraps, which are called there.
 def _reset_of(module: torch.nn.Module) -> Callable[[], Any] | None:
     for name in ("reset_parameters", "_reset_parameters"):
-        found = getattr(module, name, None)
-        if callable(found):
-            reset: Callable[[], Any] = found
+        if callable(getattr(type(module), name, None)):
+            reset: Callable[[], Any] = getattr(module, name)
             return reset
     return None
 
@@ -243,7 +313,8 @@ def _is_unset(tensor: torch.Tensor) -> bool:
         return False
     if _has_nan(tensor):
         return bool(tensor.isnan().any())
-    return bool((row_major_bytes(tensor) == _MARK).all())
+    marks = (row_major_bytes(tensor) == _MARK).view(tensor.numel(), -1).all(1)
+    return bool(marks.any() if tensor.dtype.itemsize >= _SURE_BYTES else marks.all())
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

@@ -189,6 +189,7 @@ class ModelAttachment:
         if step != self._step:
             if self._step == -1:
                 require_memory(self.model)
+                self.install_hooks()
             self._require_same_parameters()
             self._require_same_world()
             self.result = ResultState(self._loss_scale)

@@ -48,7 +48,7 @@ class ParameterSlice:
         self.stored: torch.Tensor  # of a released one: what gathers read, fp32 or the parameter's dtype
         self.bind()
         if is_released:
-            self.own = self.own.clone()
+            self.own = self.stored = self.own.clone()
             del self.whole
 
     def bind(self) -> None:
@@ -102,6 +102,9 @@ class ParameterSlice:
         """Of a released one: the slice's new values, in the parameter's dtype. What is as it was rounded
         stays as precise as the master is.
         """
+        if not hasattr(self, "master"):  # before all have theirs
+            self.own.copy_(values)
+            return
         master = self.master.detach().reshape(-1)
         if self.is_rounded:
             written = values.view(torch.int16) != self.rounded().view(torch.int16)

@@ -30,6 +30,9 @@ class Released(Protocol):
         ...
 
 
+#: in errors
+RELEASED = "got it released"
+
 #: by id of the parameter, which what it is looked up for keeps alive
 released: dict[int, Released] = {}
 
@@ -93,7 +96,7 @@ def _refuse(func: Any, values: Any) -> NoReturn:
     if what in ("__get__", "__set__"):
         what = getattr(getattr(func, "__self__", None), "__name__", what)
     raise UsageError(
-        f"zero: ShardedOptimizer: expected '{name}' to be whole for '{what}', got it released, as each rank "
+        f"zero: ShardedOptimizer: expected '{name}' to be whole for '{what}', {RELEASED}, as each rank "
         "keeps a slice at stage 3; call optimizer.unshard(module) before and reshard(module) after, take "
         "this rank's slice from optimizer.master(parameter), or let units= have the module whose "
         "forward reads it"

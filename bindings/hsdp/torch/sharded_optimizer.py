@@ -175,38 +175,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         models = [a.model for a in attachments]
         meta = MetaInit(models, first.mesh.device, param_init_fn)
         try:
-            with random_state_of_rank_0(first.mesh, meta.is_needed), first._together(_SET_UP):
-                make = {
-                    id(place[1]): functools.partial(ParameterSlice, *place, states, offloaded)
-                    for of_group, of_states in zip(found, probed, strict=True)
-                    for place, states in zip(of_group, of_states, strict=True)
-                }
-                released, sharded = slice_units(plan, make, meta)
-                slices = [
-                    [released[id(p)] if id(p) in released else make[id(p)]() for _, p, _ in of_group]
-                    for of_group in found
-                ]
-                self._shards = list(itertools.chain.from_iterable(slices))
-                self._parameters = [shard.parameter for shard in self._shards]
-                self._kept = [shard for shard in self._shards if not shard.is_released]
-                self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
-                self._names = {
-                    reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
-                    for reducer in self._reducers
-                }
-                self._note_memory()
-                self._make_masters()
-                self._make_inner = functools.partial(optimizer_class, **options)
-                self._inner = self._make_inner(
-                    [
-                        {**settings(group), "params": [one.master for one in of_group if one.is_here]}
-                        for group, of_group in zip(groups, slices, strict=True)
+            with random_state_of_rank_0(first.mesh, meta.is_needed):
+                with first._together(_SET_UP):
+                    make = {
+                        id(place[1]): functools.partial(ParameterSlice, *place, states, offloaded)
+                        for of_group, of_states in zip(found, probed, strict=True)
+                        for place, states in zip(of_group, of_states, strict=True)
+                    }
+                    released, sharded = slice_units(plan, make, meta)
+                    slices = [
+                        [released[id(p)] if id(p) in released else make[id(p)]() for _, p, _ in of_group]
+                        for of_group in found
                     ]
-                )
-                self._built = False
-                super().__init__(groups, self._inner.defaults)
-                self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-            meta.require_same_values(first.mesh)
+                    self._shards = list(itertools.chain.from_iterable(slices))
+                    self._parameters = [shard.parameter for shard in self._shards]
+                    self._kept = [shard for shard in self._shards if not shard.is_released]
+                    self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
+                    self._names = {
+                        reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
+                        for reducer in self._reducers
+                    }
+                    self._note_memory()
+                    self._make_masters()
+                    self._make_inner = functools.partial(optimizer_class, **options)
+                    self._inner = self._make_inner(
+                        [
+                            {**settings(group), "params": [one.master for one in of_group if one.is_here]}
+                            for group, of_group in zip(groups, slices, strict=True)
+                        ]
+                    )
+                    self._built = False
+                    super().__init__(groups, self._inner.defaults)
+                    self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+                meta.require_same_values(first.mesh)
         except BaseException:
             meta.undo()
             raise

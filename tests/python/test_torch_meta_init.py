@@ -460,11 +460,12 @@ def refused_and_then_made(mesh: hsdp.Mesh) -> list[str]:
 
 def refused_with_hooks(mesh: hsdp.Mesh) -> str:
     model: Any = on_meta(Plain)
-    model.inner.weight.register_hook(lambda gradient: gradient * 0)
+    model.inner.bias.register_hook(lambda gradient: gradient * 0)
     with hsdp.Reducer(mesh) as reducer:
         reducer.attach(model)
         with pytest.raises(UsageError) as error:
             ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
+        assert all(p.is_meta for p in model.parameters())
         return str(error.value)
 
 
@@ -492,7 +493,7 @@ def test_what_gets_no_values_is_refused_and_left_on_the_meta_device(ranks: Launc
         assert "elsewhere on rank 0 and on the meta device on rank 1" in elsewhere
         assert "'weight' to have memory" in alone and "ShardedOptimizer" in alone
         assert "'inner.weight' on the meta device to be held by its model alone" in held
-        assert "'inner.weight' on the meta device without hooks" in hooks
+        assert "'inner.bias' on the meta device without hooks" in hooks
         assert "every element of '0.places'" in half
         assert "'0.layer.weight' as it was on the meta device: torch.float32 (4, 4) on cpu, with" in frozen
         assert "others of '1.layer.bias' on rank 1 than on rank 0" in other

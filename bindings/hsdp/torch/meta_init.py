@@ -140,7 +140,7 @@ class MetaInit:
         below = [self._visit(child, _joined(name, key)) for key, child in module.named_children()]
         valued = [t for t in _own(module) if not t.is_meta and id(t) not in self._given]
         tied = [t for t in _own(module) if id(t) in self._given]
-        is_new = bool(self._give_memory(module, name)) or bool(tied) or any(below)
+        is_new = self._give_memory(module, name) or bool(tied) or any(below)
         self._seen[module] = is_new
         if not is_new:
             return False
@@ -159,8 +159,8 @@ class MetaInit:
                 self._done(planned)
         return True
 
-    def _give_memory(self, module: torch.nn.Module, name: str) -> list[_Given]:
-        given = []
+    def _give_memory(self, module: torch.nn.Module, name: str) -> bool:
+        before = len(self._given)
         own = {id(one) for one in _own(module)}
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and id(parameter) in own:
@@ -174,7 +174,7 @@ class MetaInit:
                     type(parameter), _marked(parameter, self._device), parameter.requires_grad
                 )
                 _swap(path, module, parameter, fresh)
-                given.append(_Given(path, module, key, parameter, fresh))
+                self._note(_Given(path, module, key, parameter, fresh))
         for key, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta or id(buffer) not in own:
                 continue
@@ -184,10 +184,11 @@ class MetaInit:
                 continue
             fresh_buffer = _marked(buffer, self._device)
             module._buffers[key] = self._new_buffers[id(buffer)] = fresh_buffer
-            given.append(_Given(_joined(name, key), module, key, fresh_buffer, buffer))
-        for one in given:
-            self._given[id(one.tensor)] = self._unchecked[id(one.tensor)] = one
-        return given
+            self._note(_Given(_joined(name, key), module, key, fresh_buffer, buffer))
+        return len(self._given) > before
+
+    def _note(self, given: _Given) -> None:
+        self._given[id(given.tensor)] = self._unchecked[id(given.tensor)] = given
 
     # That all of them have values, and are what they were otherwise.
     def _check(self, ids: Iterable[int]) -> None:

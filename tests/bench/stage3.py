@@ -23,7 +23,7 @@ LEAST_ROUNDS = 9
 MESHES = {"1x4": 1, "2x2": 2}  # and the number of replicas
 OVER_LINK = {
     "coalesce": ["--layers=6", "--width=1024", "--rows=8"],
-    "prefetch": ["--layers=12", "--width=1024", "--rows=768"],  # twice as long as the gathers
+    "prefetch": ["--layers=12", "--width=1024", "--rows=4096"],  # twice as long as the gathers
 }
 SYSTEMS = {"ours": "hsdp", "ours_kept": "hsdp, kept", "fsdp2": "FSDP2", "fsdp2_kept": "FSDP2, kept"}
 AHEAD = {"ours": "hsdp", "ours_not_ahead": "hsdp, prefetch_bytes=0", "fsdp2": "FSDP2",

@@ -7,14 +7,12 @@ table of docs/benchmarks.md.
 Usage: gather_over_link.py --build build/bench [--rounds N]
 """
 
-import argparse
-import os
 import pathlib
 import sys
 from typing import Dict, Optional
 
-from programs import PythonPackage, Report, parse
-from shaped_link import ShapedLink, run_ranks, why_not_shaped
+from programs import PythonPackage, Report, parse, run_part
+from shaped_link import ShapedLink, pinned, run_ranks, why_not_shaped
 
 MBIT = 1000
 RANKS = 2
@@ -37,14 +35,11 @@ class GatherOverLink:
 
     def measure(self, rounds: int) -> Report:
         """Values: torch_gather_<case>_<stage>_<bucket>_<name>, as torch_gather.py prints them."""
-        program = ["env", *(f"{name}={value}" for name, value in self._package.variables.items()),
-                   self._package.python, str(pathlib.Path(__file__).with_name("torch_gather.py")),
+        program = [*self._package.command("torch_gather.py", {}),
                    f"--rounds={max(rounds, LEAST_ROUNDS)}"]
-        cores = sorted(os.sched_getaffinity(0))
         with ShapedLink() as link:
             link.shape(MBIT)
-            output, error = run_ranks(link, [["taskset", "-c", str(core), *program]
-                                             for core in (cores * RANKS)[:RANKS]])
+            output, error = run_ranks(link, pinned(program, RANKS))
         report = parse(output, "torch")
         report.error = error and f"torch_gather: {error}"
         return report
@@ -65,20 +60,5 @@ def table(values: Dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
-    parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS)
-    asked = parser.parse_args()
-    part = GatherOverLink(asked.build)
-    reason = part.missing()
-    report = Report(error=reason) if reason else part.measure(asked.rounds)
-    if report.error:
-        print(f"gather_over_link: {report.error}", file=sys.stderr)
-        return 1
-    print(table(report.values))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_part(GatherOverLink, table, LEAST_ROUNDS))

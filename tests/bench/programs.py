@@ -1,5 +1,6 @@
 """Starts the benchmark programs and reads what they report."""
 
+import argparse
 import dataclasses
 import os
 import pathlib
@@ -7,8 +8,9 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 TIMEOUT_S = 600
 
@@ -95,6 +97,13 @@ class PythonPackage:
                               env={**os.environ, **self.variables}, stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=TIMEOUT_S)
         return None if done.returncode == 0 else "torch or hsdp cannot be imported; run make test"
+
+
+    def command(self, script: str, variables: Dict[str, str]) -> List[str]:
+        """Runs a script of this folder with the package's variables and these, in any environment."""
+        every = {**self.variables, **variables}
+        return ["env", *(f"{name}={value}" for name, value in every.items()),
+                self.python, str(pathlib.Path(__file__).with_name(script))]
 
 
 def end(process: subprocess.Popen) -> None:
@@ -184,3 +193,20 @@ class Launcher:
             error = f"{program.system}: status {failed[0]}: {output.strip()[-800:]}"
         report.error = error
         return report
+
+
+def run_part(make: Callable[[pathlib.Path], Any], show: Callable[[Dict[str, float]], str],
+             least_rounds: int) -> int:
+    """As a program of its own: measures, and prints what `show` makes of the values."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
+    parser.add_argument("--rounds", type=int, default=least_rounds)
+    asked = parser.parse_args()
+    part = make(asked.build)
+    reason = part.missing()
+    report = Report(error=reason) if reason else part.measure(asked.rounds)
+    if report.error:
+        print(f"{pathlib.Path(sys.argv[0]).stem}: {report.error}", file=sys.stderr)
+        return 1
+    print(show(report.values))
+    return 0

@@ -69,6 +69,12 @@ class ShapedLink:
                       "HSDP_SECRET": "slow link", "HSDP_TRANSPORT": "tcp"})
 
 
+def pinned(command: List[str], ranks: int) -> List[List[str]]:
+    """The command of each rank, which has a core of its own while there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [["taskset", "-c", str(core), *command] for core in (cores * ranks)[:ranks]]
+
+
 def start(rank: int, ranks: int, command: List[str], variables: Dict[str, str]) -> subprocess.Popen:
     environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
                    "HSDP_JOB": f"slow link {os.getpid()}", **variables}

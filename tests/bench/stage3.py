@@ -7,15 +7,13 @@ own (shaped_link.py). Prints the tables of docs/benchmarks.md.
 Usage: stage3.py --build build/bench [--rounds N]
 """
 
-import argparse
-import os
 import pathlib
 import subprocess
 import sys
 from typing import Dict, List, Optional
 
-from programs import PythonPackage, Report, TIMEOUT_S, parse
-from shaped_link import ShapedLink, run_ranks, why_not_shaped
+from programs import PythonPackage, Report, TIMEOUT_S, parse, run_part
+from shaped_link import ShapedLink, pinned, run_ranks, why_not_shaped
 
 MBIT = 1000
 RANKS, RANKS_ON_LINK = 4, 2
@@ -43,30 +41,26 @@ class Stage3:
 
     def measure(self, rounds: int) -> Report:
         """Values as torch_stage3.py prints them."""
-        variables = {**self._package.variables, "OMP_NUM_THREADS": "1"}
-        program = [self._package.python, str(pathlib.Path(__file__).with_name("torch_stage3.py")),
-                   f"--rounds={max(rounds, LEAST_ROUNDS)}"]
+        asked = f"--rounds={max(rounds, LEAST_ROUNDS)}"
         report = Report()
         for replicas in MESHES.values():
-            command = [str(self._hsdp_run), "-n", str(RANKS), *program, f"--replicate={replicas}"]
+            program = self._package.command("torch_stage3.py", {})
+            command = [str(self._hsdp_run), "-n", str(RANKS), *program, asked,
+                       f"--replicate={replicas}"]
             try:
-                done = subprocess.run(command, env={**os.environ, **variables},
-                                      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
                                       check=False)
             except subprocess.TimeoutExpired:
                 report.error = f"torch_stage3: no end within {TIMEOUT_S} s"
                 return report
             self._add(report, done.stdout, done.returncode and done.stdout.strip()[-800:])
-        variables["GLOO_SOCKET_IFNAME"] = "uplink"
-        program = ["env", *(f"{name}={value}" for name, value in variables.items()), *program]
-        cores = (sorted(os.sched_getaffinity(0)) * RANKS_ON_LINK)[:RANKS_ON_LINK]
+        program = self._package.command("torch_stage3.py", {"GLOO_SOCKET_IFNAME": "uplink"})
         with ShapedLink() as link:
             link.shape(MBIT)
             for part, sizes in OVER_LINK.items():
-                self._add(report, *run_ranks(link, [
-                    ["taskset", "-c", str(core), *program, f"--part={part}", *sizes]
-                    for core in cores]))
+                command = [*program, asked, f"--part={part}", *sizes]
+                self._add(report, *run_ranks(link, pinned(command, RANKS_ON_LINK)))
         return report
 
     @staticmethod
@@ -100,20 +94,5 @@ def tables(values: Dict[str, float]) -> str:
         *table(["passes, ms", "without gathers", "with them", "gathers alone", "hidden"], ahead)])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
-    parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS)
-    asked = parser.parse_args()
-    part = Stage3(asked.build)
-    reason = part.missing()
-    report = Report(error=reason) if reason else part.measure(asked.rounds)
-    if report.error:
-        print(f"stage3: {report.error}", file=sys.stderr)
-        return 1
-    print(tables(report.values))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_part(Stage3, tables, LEAST_ROUNDS))

@@ -112,8 +112,10 @@ TEST(CountedTokens, OnSomeRanksOnlyAreAMismatch) {
     Reducer reducer(mesh);
     register_all(reducer, step);
     if (mesh.rank() == 3) reducer.divide_by_tokens(3);
-    run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
-    EXPECT_TRUE(caught<MismatchError>([&] { static_cast<void>(reducer.shard("w")); }));
+    EXPECT_TRUE(caught<MismatchError>([&] {
+      run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
+      static_cast<void>(reducer.shard("w"));
+    }));
   });
 }
 

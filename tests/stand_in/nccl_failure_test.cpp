@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "cuda_runtime.h"
+#include "cuda_stand_in.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/optional_engines.h"
 #include "hsdp/device/buffer.h"
@@ -111,6 +113,32 @@ bool soon(const std::function<bool()>& holds) {
   const auto end = Clock::now() + std::chrono::seconds(10);
   while (!holds() && Clock::now() < end) std::this_thread::sleep_for(milliseconds(2));
   return holds();
+}
+
+// The rank's sum is enqueued, and waits, when the next call fails.
+TEST(NcclFailure, ACallThatThrowsUsesItsMemoryNoMore) {
+  const auto texts = outcomes(2, [](Communicator& world) {
+    const SharedMemory memory = world.allocate(64, Dtype::kF32);
+    auto* const data = static_cast<float*>(memory.view().data);
+    world.all_reduce(memory.view());
+    if (world.rank() == 1) return world.all_reduce(memory.view());
+    auto nothing_moves = std::make_unique<stand_in::Standstill>();
+    std::thread later([&] {
+      std::this_thread::sleep_for(milliseconds(200));
+      nothing_moves.reset();
+    });
+    stand_in::fail_call(
+        {{.name = "cudaLaunchKernel", .error = cudaErrorInvalidValue, .after = 1, .device = 0}});
+    const std::string text = outcome_of([&] { world.all_reduce(memory.view()); });
+    stand_in::fail_call(std::nullopt);
+    std::fill_n(data, 64, -1.0F);
+    later.join();
+    std::this_thread::sleep_for(milliseconds(20));
+    EXPECT_EQ(std::count(data, data + 64, -1.0F), 64);
+    EXPECT_THAT(text, HasSubstr("cannot start a kernel"));
+  });
+  EXPECT_EQ(texts[0], "nothing");
+  EXPECT_NE(texts[1], "nothing");
 }
 
 TEST(NcclFailure, DifferentCallsAreNamedBeforeDataMoves) {

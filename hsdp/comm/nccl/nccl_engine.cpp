@@ -81,16 +81,31 @@ void NcclEngine::run(Call call, Stream& stream) {
   });
 }
 
-// After what the default stream did so far, and complete when it returns.
+// After what the default stream did so far, and complete when it returns, or throws.
 void NcclEngine::run_on_own_stream(const Call& call) {
-  run_now([&](NcclGroup& group) {
-    if (!own_stream_) own_stream_ = Stream::create(device(), "hsdp-nccl");
-    agree(call, *own_stream_);
-    own_stream_->wait(Stream::borrow(device(), nullptr).record());
-    group.enqueue(*own_stream_, call.result, [&](Stream& on) { call.enqueue(group, on); });
+  bool may_run = false;
+  try {
+    run_now([&](NcclGroup& group) {
+      if (!own_stream_) own_stream_ = Stream::create(device(), "hsdp-nccl");
+      agree(call, *own_stream_);
+      may_run = true;
+      own_stream_->wait(Stream::borrow(device(), nullptr).record());
+      group.enqueue(*own_stream_, call.result, [&](Stream& on) { call.enqueue(group, on); });
+      wait(own_stream_->record());
+      control().throw_if_failed();
+    });
+  } catch (...) {
+    if (may_run) settle_own_stream();
+    throw;
+  }
+}
+
+// What was enqueued before a call failed uses the caller's memory.
+void NcclEngine::settle_own_stream() {
+  try {
     wait(own_stream_->record());
-    control().throw_if_failed();
-  });
+  } catch (const std::exception&) {  // the world's error, which the caller has
+  }
 }
 
 // An aborted communicator lets the GPU go on, with data that nobody sent; one whose abort hangs
@@ -100,8 +115,8 @@ void NcclEngine::wait(const Event& event) {
   using Clock = std::chrono::steady_clock;
   constexpr microseconds kShortest{10};
   constexpr microseconds kLongest{500};
-  constexpr std::chrono::seconds kAbortTime{
-      3};  // for all waits together, and then shortly for each
+  // For all waits together, and then shortly for each.
+  constexpr std::chrono::seconds kAbortTime{3};
   constexpr std::chrono::milliseconds kShortly{100};
   auto pause = kShortest;
   std::optional<Clock::time_point> end;

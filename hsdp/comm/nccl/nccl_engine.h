@@ -75,6 +75,7 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   // Agrees on it with the peers and enqueues, on `stream` or on a stream of its own.
   void run(Call call, Stream& stream);
   void run_on_own_stream(const Call& call);
+  void settle_own_stream();
   void agree(const Call& call, const Stream& stream);
   void reserve(const WorkSizes& most);
   // Alone, and ends the world if it breaks half way.

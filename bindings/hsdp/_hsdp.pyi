@@ -187,12 +187,21 @@ class UnitGather:
     ) -> None: ...
     @staticmethod
     def even_slice(count: int, shard_size: int, shard_rank: int) -> tuple[int, int]: ...
-    def gather(self, unit: int, pointers: list[int], owner: object) -> None: ...
+    def gather(self, unit: int, pointers: list[int], owner: object) -> None:
+        """Fills memory that `owner` keeps alive. Never blocks."""
+
     def wait(self, unit: int) -> None: ...
-    def end(self) -> None: ...
-    def begin_update(self) -> None: ...
-    def abort(self, reason: str) -> None: ...
-    def stats(self) -> dict[str, Any]: ...
+    def end(self) -> None:
+        """Takes part in what other ranks of the shard group ask for until none does."""
+
+    def begin_update(self) -> None:
+        """As `end`, before slices change: until all ranks are here."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the mesh with this text."""
+
+    def stats(self) -> dict[str, Any]:
+        """As GatherStats."""
 
 class HeldBytes:
     """Bytes that count until it is let go of."""

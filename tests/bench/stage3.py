@@ -23,7 +23,9 @@ OVER_LINK = {
     "coalesce": ["--layers=6", "--width=1024", "--rows=8"],
     "prefetch": ["--layers=12", "--width=1024", "--rows=4096"],  # twice as long as the gathers
 }
-SYSTEMS = {"ours": "hsdp", "ours_kept": "hsdp, kept", "fsdp2": "FSDP2", "fsdp2_kept": "FSDP2, kept"}
+SYSTEMS = {f"{system}{way}": name + words
+           for system, name in (("ours", "hsdp"), ("fsdp2", "FSDP2"))
+           for way, words in (("", ""), ("_kept", ", kept"), ("_until_step", ", until the step"))}
 AHEAD = {"ours": "hsdp", "ours_not_ahead": "hsdp, prefetch_bytes=0", "fsdp2": "FSDP2",
          "fsdp2_ahead": "FSDP2, set_modules_to_*_prefetch"}
 

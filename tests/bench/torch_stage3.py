@@ -6,7 +6,8 @@ slowest rank counts. With --replicate 1 the ranks are one shard group.
 - `steps`: a step is one backward pass and AdamW in bf16 on fp32 masters. What a system adds is the
   median over rounds of its step's time less that of the same backward pass and of AdamW on this rank's
   share of the elements, without any exchange.
-- `coalesce`: steps of four backward passes, each reduced, or all once at the end.
+- `coalesce`: steps of four backward passes, each reduced, or all once at the end; with units kept from
+  their forward to their backward pass, and until the step.
 - `prefetch`: a forward and a backward pass that need all parameters and reduce nothing. Hidden is what
   of the gathers' own time they do not take longer than without any exchange.
 
@@ -87,8 +88,8 @@ def ours(
 
 
 def fsdp2(
-    mesh: hsdp.Mesh, asked: argparse.Namespace, inputs: torch.Tensor, reshards: bool,
-    passes: int = 1, once: bool = False,
+    mesh: hsdp.Mesh, asked: argparse.Namespace, inputs: torch.Tensor, passes: int = 1,
+    once: bool = False, reshard_after_forward: bool = True, reshard_after_backward: bool = True,
 ) -> example.Step:
     if mesh.replicate_size > 1:
         shape, names = (mesh.replicate_size, mesh.shard_size), ("dp_replicate", "dp_shard")
@@ -97,20 +98,29 @@ def fsdp2(
     torch_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = make_model(asked, torch.float32)
+    options = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
     for layer in model:
-        fully_shard(layer, mesh=torch_mesh, mp_policy=policy, reshard_after_forward=reshards)
-    fully_shard(model, mesh=torch_mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(layer, mesh=torch_mesh, **options)
+    root: Any = fully_shard(model, mesh=torch_mesh, **options)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
         for m in range(passes):
-            model.set_requires_gradient_sync(not once or m == passes - 1)  # type: ignore[attr-defined]
+            root.set_requires_gradient_sync(not once or m == passes - 1)
+            root.set_reshard_after_backward(reshard_after_backward or m == passes - 1)
             example.backward(model, inputs, m)
         optimizer.step()
 
     return step
 
+
+# When a system lets go of gathered parameters.
+KEPT: dict[str, dict[str, bool]] = {
+    "": {},
+    "_kept": {"reshard_after_forward": False},
+    "_until_step": {"reshard_after_forward": False, "reshard_after_backward": False},
+}
 
 Values = dict[str, float]
 
@@ -122,9 +132,9 @@ def median_ms(seconds: list[float]) -> float:
 def measure_steps(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
     inputs = torch.randn(asked.rows, asked.width, dtype=torch.bfloat16)
     systems = {"none": alone(asked, inputs, mesh.shard_size)}
-    for name, reshards in (("resharded", True), ("kept", False)):
-        systems[f"ours_{name}"] = ours(mesh, asked, inputs, reshard_after_forward=reshards)
-        systems[f"fsdp2_{name}"] = fsdp2(mesh, asked, inputs, reshards)
+    for name, kept in (("resharded", KEPT[""]), ("kept", KEPT["_kept"])):
+        systems[f"ours_{name}"] = ours(mesh, asked, inputs, **kept)
+        systems[f"fsdp2_{name}"] = fsdp2(mesh, asked, inputs, **kept)
     seconds = example.time_steps(systems, asked.rounds)
     added = {name: example.added_ms(seconds, name) for name in systems if name != "none"}
     values = {f"{name}_added_ms": value for name, value in added.items()}
@@ -137,16 +147,14 @@ def measure_steps(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
 def measure_coalescing(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
     inputs = torch.randn(asked.rows, asked.width, dtype=torch.bfloat16)
     systems = {}
-    for name, reshards in (("", True), ("_kept", False)):
+    for name, kept in KEPT.items():
         for times, once in (("each", False), ("once", True)):
-            options: dict[str, Any] = {"passes": PASSES, "once": once}
-            systems[f"ours{name}_{times}"] = ours(
-                mesh, asked, inputs, reshard_after_forward=reshards, **options
-            )
-            systems[f"fsdp2{name}_{times}"] = fsdp2(mesh, asked, inputs, reshards, **options)
+            options: dict[str, Any] = {"passes": PASSES, "once": once, **kept}
+            systems[f"ours{name}_{times}"] = ours(mesh, asked, inputs, **options)
+            systems[f"fsdp2{name}_{times}"] = fsdp2(mesh, asked, inputs, **options)
     seconds = example.time_steps(systems, asked.rounds)
     values = {f"{name}_ms": median_ms(each) for name, each in seconds.items()}
-    for name in ("ours", "ours_kept", "fsdp2", "fsdp2_kept"):
+    for name in (f"{system}{kept}" for system in ("ours", "fsdp2") for kept in KEPT):
         pairs = zip(seconds[f"{name}_each"], seconds[f"{name}_once"], strict=True)
         values[f"{name}_once_ratio"] = statistics.median(each / once for each, once in pairs)
     return values

@@ -289,6 +289,66 @@ def test_windows_and_loss_scales_have_the_bits_of_stage_2(ranks: Launcher, layou
     ranks(4, train_in_windows, layout)
 
 
+def keep_until_step(forward: bool) -> None:
+    model, reference = Tower().bfloat16(), Tower().bfloat16()
+    options: dict[str, Any] = {"reshard_after_forward": forward, "prefetch_bytes": 0}
+    with (
+        training(reference, **options) as (_, its_reducer, its_optimizer),
+        training(model, reshard_after_backward=False, **options) as (mesh, reducer, optimizer),
+    ):
+        released = sum(map(is_released, model.parameters()))
+        for seed in range(3):
+            for one, own, opt in ((reference, its_reducer, its_optimizer), (model, reducer, optimizer)):
+                before = opt.gather_stats().gather_count
+                counts = []
+                for i in range(2):
+                    with own.microbatch(last=i == 1):
+                        one(rows(mesh, 3 * seed + i).bfloat16()).square().mean().backward()
+                    counts.append(opt.gather_stats().gather_count - before)
+                if opt is optimizer:
+                    assert not any(map(is_released, model.parameters()))
+                    # The first forward and backward pass. The root stays between them, and the last
+                    # layer, once it is known that it is needed next.
+                    twice = released - 1 - (seed > 0) if forward else 0
+                    assert counts == [released + twice] * 2, (counts, released, seed)
+                    with torch.no_grad():
+                        model(rows(mesh).bfloat16())
+                    assert opt.gather_stats().gather_count - before == counts[1]
+                with torch.no_grad():
+                    if seed == 1 and opt is optimizer:  # as at stage 2, it is taken over
+                        model.layers[1].weight.mul_(2)
+                    elif seed == 1:
+                        opt.unshard(reference.layers[1])
+                        reference.layers[1].weight.mul_(2)
+                        opt.reshard(reference.layers[1])
+                opt.step()
+                assert sum(map(is_released, one.parameters())) == released
+        for key, value in its_optimizer.full_model_state_dict(reference).items():
+            assert torch.equal(value, optimizer.full_model_state_dict(model)[key]), key
+        # A window is one microbatch, and what is loaded within it is seen at once.
+        before = optimizer.gather_stats().gather_count
+        with coalesce_grad_reduction(reducer, last=True):
+            for i in range(3):
+                model(rows(mesh, i).bfloat16()).square().mean().backward()
+        assert optimizer.gather_stats().gather_count - before == released + twice
+        state = copy.deepcopy(optimizer.state_dict())
+        for one in state["state"].values():
+            one["master"].to_local().zero_()
+        optimizer.load_state_dict(state)
+        seen = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.abs().max().item()))
+        with torch.no_grad():
+            model(rows(mesh).bfloat16())
+        assert seen == [0.0] * 4
+        optimizer.step()
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_units_may_stay_until_the_step(ranks: Launcher, forward: bool) -> None:
+    ranks(2, keep_until_step, forward)
+
+
 def train_by_two() -> None:
     results = []
     for stage in (2, 3):

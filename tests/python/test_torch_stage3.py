@@ -104,15 +104,23 @@ def trained(mesh: hsdp.Mesh, model: nn.Module, passes: int = 1, **options: Any) 
         return result
 
 
+# When units are released.
+RESHARDS: list[dict[str, bool]] = [
+    {"reshard_after_forward": True},
+    {"reshard_after_forward": False},
+    {"reshard_after_backward": False},
+]
+
+
 def compare_with_stage_2(shape: tuple[int, int], dtype_name: str, options: dict[str, Any]) -> None:
     dtype = getattr(torch, dtype_name)
     if "units" in options:
         options["units"] = [getattr(nn, name) for name in options["units"]]
     with hsdp.init_mesh(replicate=shape[0], shard=shape[1]) as mesh:
         want = trained(mesh, Model(dtype), stage=2, **options)
-        for reshard in (True, False):
+        for reshards in RESHARDS:
             model = Model(dtype)
-            require_same(trained(mesh, model, stage=3, reshard_after_forward=reshard, **options), want)
+            require_same(trained(mesh, model, stage=3, **reshards, **options), want)
             assert not released(model), "closed"
 
 
@@ -392,7 +400,7 @@ def run_passes(mesh: hsdp.Mesh, model: Any, run: Any, **options: Any) -> dict[st
         for step in range(3):
             with reducer.microbatch(last=True):
                 run(model, batch(mesh, step))
-            if options["stage"] == 3:
+            if options["stage"] == 3 and options.get("reshard_after_backward", True):
                 assert len(released(model)) == len(list(model.named_parameters()))
             optimizer.step()
         state = whole(optimizer, model)
@@ -407,11 +415,9 @@ def compare_passes(name: str) -> None:
                 continue
             dtype = torch.bfloat16 if run_name == "once" else torch.float32
             want = run_passes(mesh, MODELS[name](dtype), run, stage=2)
-            for reshard in (True, False):
-                got = run_passes(
-                    mesh, MODELS[name](dtype), run, stage=3, reshard_after_forward=reshard
-                )
-                print(name, run_name, reshard, flush=True)
+            for reshards in (RESHARDS[0], {**RESHARDS[1], **RESHARDS[2]}):
+                got = run_passes(mesh, MODELS[name](dtype), run, stage=3, **reshards)
+                print(name, run_name, reshards, flush=True)
                 require_same(got, want)
 
 

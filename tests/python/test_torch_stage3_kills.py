@@ -15,7 +15,7 @@ from conftest import Launcher
 from torch import nn
 
 import hsdp
-from hsdp.torch.sharded_unit import UnitGathers
+from hsdp import _hsdp
 from hsdp.zero import ShardedOptimizer
 
 SEEDS = int(os.environ.get("HSDP_KILL_SEEDS", "12"))
@@ -54,13 +54,13 @@ def place(death: Death, phase: str, model: nn.Sequential, optimizer: ShardedOpti
         optimizer.register_step_pre_hook(death)
         optimizer._inner.register_step_pre_hook(death)
     else:
-        ask = UnitGathers.gather
+        ask = _hsdp.UnitGather.gather
 
         def gather(self: Any, *args: Any) -> None:
             ask(self, *args)
             death()
 
-        UnitGathers.gather = gather  # type: ignore[method-assign]
+        _hsdp.UnitGather.gather = gather  # type: ignore[method-assign]
 
 
 class Layers(nn.ModuleList):

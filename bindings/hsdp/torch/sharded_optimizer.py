@@ -102,6 +102,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
       of which a predicate is true; None: the elements of each ModuleList. The model itself is the
       unit of the rest.
     - `reshard_after_forward`: False keeps units from their forward to their backward pass.
+    - `reshard_after_backward`: False keeps units from their backward pass until `step`, also through
+      further microbatches or passes of a window, which then gather nothing.
     - `prefetch_bytes`: of units that are gathered ahead of use, at most so many; None: one unit.
     - `persistence_threshold`: parameters of at most so many elements stay whole, as at stage 2.
     - `param_init_fn`: of a model on the meta device, called with each module after its
@@ -141,6 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master_dtype: MasterDtype = "f32",
         units: Units = None,
         reshard_after_forward: bool = True,
+        reshard_after_backward: bool = True,
         prefetch_bytes: int | None = None,
         persistence_threshold: float = 1 << 14,
         param_init_fn: ParamInit | None = None,
@@ -221,7 +224,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.register_state_dict_post_hook(_with_slices, prepend=True)
         overlaps = overlap_param_gather and first.mesh.shard_size > 1
         self._gather = OverlappedGather(self._kept, gather_bucket_bytes, models if overlaps else [])
-        self._units = gathered_units(sharded, reshard_after_forward, prefetch_bytes)
+        self._units = gathered_units(
+            sharded, prefetch_bytes, reshard_after_forward, reshard_after_backward
+        )
         weakref.finalize(self, self._units.close)
         # At the end of the process, too: the other ranks need this one for their gathers.
         weakref.finalize(self, self._gather.close_quietly)

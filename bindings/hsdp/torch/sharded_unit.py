@@ -220,47 +220,6 @@ def _is_dense(data: torch.Tensor) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense(data))
 
 
-class UnitGathers:
-    """The gathers of several units' parameters of one Reducer. Construction is collective."""
-
-    def __init__(self, reducer: Reducer, units: Sequence[tuple[str, Sequence[StoredSlice]]]) -> None:
-        self._handle = _hsdp.UnitGather(
-            reducer._handle,
-            [
-                (name, [(s.name, _dtype_name(s), s.parameter.numel(), s.stored.detach()) for s in slices])
-                for name, slices in units
-            ],
-        )
-
-    def gather(self, unit: int, pointers: list[int], owner: object) -> None:
-        """Asks for that unit: fills memory that `owner` keeps alive. Never blocks."""
-        self._handle.gather(unit, pointers, owner)
-
-    def wait(self, unit: int) -> None:
-        """Until that unit is there."""
-        self._handle.wait(unit)
-
-    def end(self) -> None:
-        """Takes part in what other ranks of the shard group ask for until none does."""
-        self._handle.end()
-
-    def begin_update(self) -> None:
-        """As `end`, before slices change: until all ranks are here."""
-        self._handle.begin_update()
-
-    def abort(self, reason: str) -> None:
-        """Ends the mesh with this text."""
-        self._handle.abort(reason)
-
-    def stats(self) -> dict[str, Any]:
-        """As GatherStats."""
-        return self._handle.stats()
-
-
-def _dtype_name(one: StoredSlice) -> str:
-    return str(one.parameter.dtype).removeprefix("torch.")
-
-
 class ShardedUnit:
     """Parameters that are gathered together, and whether they are there.
 
@@ -290,7 +249,7 @@ class ShardedUnit:
         self.is_requested = False
         self.is_pinned = False
 
-    def bind(self, gathers: UnitGathers, number: int) -> None:
+    def bind(self, gathers: _hsdp.UnitGather, number: int) -> None:
         """To what gathers it, under that number there."""
         #: what gathers it
         self.gathers = gathers

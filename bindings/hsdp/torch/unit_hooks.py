@@ -14,8 +14,9 @@ import torch
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from hsdp import _hsdp
 from hsdp.torch.parameter_slices import refuse
-from hsdp.torch.sharded_unit import ShardedUnit, UnitGathers
+from hsdp.torch.sharded_unit import ShardedUnit
 from hsdp.zero.parameter_gather import GatherStats
 
 if TYPE_CHECKING:
@@ -93,26 +94,28 @@ class GatherOrder:
     """
 
     def __init__(self) -> None:
-        self._next: dict[tuple[Any, ...], ShardedUnit] = {}
+        # Mode and the last two -> the next one, and its mode.
+        self._next: dict[tuple[Any, ...], tuple[ShardedUnit, tuple[bool, bool]]] = {}
         self._before: tuple[ShardedUnit | None, ShardedUnit | None] = (None, None)
         self._mode: tuple[bool, bool] = (False, False)
 
     def needed(self, unit: ShardedUnit) -> None:
         """That one is, now."""
+        mode = (torch.is_grad_enabled(), _backward_pass() != -1)
         if self._before[1] is not None:
-            self._next[self._mode, *self._before] = unit
+            self._next[self._mode, *self._before] = unit, mode
         self._before = (self._before[1], unit)
-        self._mode = (torch.is_grad_enabled(), _backward_pass() != -1)
+        self._mode = mode
 
     def following(self) -> Iterator[ShardedUnit]:
         """What will be needed from here on, as far as it is known."""
-        before = self._before
+        key = self._mode, *self._before
         seen = set()
-        while (key := (self._mode, *before)) in self._next and before not in seen:
-            seen.add(before)
-            unit = self._next[key]
+        while key in self._next and key not in seen:
+            seen.add(key)
+            unit, mode = self._next[key]
             yield unit
-            before = (before[1], unit)
+            key = mode, key[-1], unit
 
     def restart(self) -> None:
         """What comes now does not follow from what was."""
@@ -123,8 +126,8 @@ class UnitHooks:
     """Gathers units before the forward and backward passes of their modules, ahead of them where the
     order is known, and releases them after.
 
-    - `reshards`: whether a unit is released after its forward, also where a backward pass will
-      follow. The root never is, then.
+    - `reshards_after_forward`: also where a backward pass will follow. The root never is, then.
+    - `reshards_after_backward`: otherwise a unit stays from there until the next update.
     - `prefetch_bytes`: of units that are gathered ahead, at most so many; None: one unit.
 
     A unit is kept while its module's backward pass is under way, so while a checkpoint recomputes
@@ -134,20 +137,23 @@ class UnitHooks:
     def __init__(
         self,
         units: Sequence[ShardedUnit],
-        gathers: Mapping[Reducer, UnitGathers],
-        reshards: bool,
+        gathers: Mapping[Reducer, _hsdp.UnitGather],
         prefetch_bytes: int | None,
+        reshards_after_forward: bool,
+        reshards_after_backward: bool,
     ) -> None:
         self.units = units
         self._gathers = gathers
-        self._reshards = reshards
         self._prefetch_bytes = prefetch_bytes
+        self._reshards_after_forward = reshards_after_forward
+        self._reshards_after_backward = reshards_after_backward
         self._order = GatherOrder()
         self._in_forward = dict.fromkeys(units, 0)  # how often, one in the other
         self._in_backward: dict[ShardedUnit, dict[int, int]] = {unit: {} for unit in units}
         self._told: set[int] = set()  # backward passes whose end is heard of
-        self._kept: ShardedUnit | None = None  # as it is needed next
+        self._kept: ShardedUnit | None = None  # as it is needed before another one is gathered
         self._held: set[ShardedUnit] = set()  # until all passes are over
+        self._until_update: set[ShardedUnit] = set()
         self._handles: list[Any] = []
         for unit in units:
             self._hook(unit)
@@ -169,9 +175,10 @@ class UnitHooks:
             self._handles.append(above.register_forward_pre_hook(look))
 
     def _need(self, unit: ShardedUnit) -> None:
-        if self._kept is not None and self._kept is not unit:
-            self._kept.release()
-        self._kept = None
+        if self._kept is unit:
+            self._kept = None
+        elif not unit.is_present:
+            self._keep(None)
         self._order.needed(unit)
         unit.gather()
         ahead = 0
@@ -186,12 +193,21 @@ class UnitHooks:
                 break
             following.request()
 
-    # A unit that is needed next stays.
+    def _is_in_use(self, unit: ShardedUnit) -> bool:
+        return bool(unit in self._held or self._in_forward[unit] or self._in_backward[unit])
+
+    def _keep(self, unit: ShardedUnit | None) -> None:
+        if self._kept is not None and self._kept is not unit:
+            self._kept.release()
+        self._kept = unit
+
+    # A unit stays that is needed before any other would have to be gathered.
     def _let_go(self, unit: ShardedUnit) -> None:
-        if unit in self._held or self._in_forward[unit] or self._in_backward[unit]:
+        if self._is_in_use(unit) or unit in self._until_update:
             return
-        if next(self._order.following(), None) is unit:
-            self._kept = unit
+        following = self._order.following()
+        if next((one for one in following if one is unit or not one.is_present), None) is unit:
+            self._keep(unit)
         else:
             unit.release()
 
@@ -229,7 +245,7 @@ class UnitHooks:
             # Of an object that torch cannot look into nobody hears when its backward begins.
             if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
                 self._held.add(unit)
-            keeps = bool(outputs) and (unit.is_root or not self._reshards)
+            keeps = bool(outputs) and (unit.is_root or not self._reshards_after_forward)
         if not keeps:
             self._let_go(unit)
 
@@ -240,6 +256,8 @@ class UnitHooks:
         self._need(unit)
         if torch.is_grad_enabled():  # gradients of gradients read the parameters once more
             self._held.add(unit)
+        if not self._reshards_after_backward:
+            self._until_update.add(unit)
         if backward not in self._told:
             self._told.add(backward)
             engine: Any = Variable._execution_engine
@@ -273,6 +291,7 @@ class UnitHooks:
         """This rank's slices are about to change, and have what was written to parameters. Collective.
         A graph that saved the old values then refuses its backward pass, as torch has it.
         """
+        self._until_update.clear()
         for gathers in self._gathers.values():
             self._release_all(gathers)
             gathers.begin_update()
@@ -289,9 +308,12 @@ class UnitHooks:
                 unit.read_written()
 
     def settle(self) -> None:
-        """Nothing that was gathered ahead is used: slices are about to be written to."""
+        """What is needed next is gathered anew: slices are about to be written to."""
+        self._kept = None
         for unit in self.units:
             unit.drop_request()
+            if not self._is_in_use(unit):
+                unit.release()
 
     def updated(self) -> None:
         """What is pinned gets the new values. Collective."""
@@ -299,7 +321,7 @@ class UnitHooks:
             if unit.is_pinned:
                 unit.refresh()
 
-    def _release_all(self, gathers: UnitGathers) -> None:
+    def _release_all(self, gathers: _hsdp.UnitGather) -> None:
         self._order.restart()
         self._kept = None
         self._told.clear()
@@ -308,7 +330,8 @@ class UnitHooks:
                 self._held.discard(unit)
                 self._in_forward[unit] = 0
                 self._in_backward[unit].clear()
-                unit.release()
+                if unit not in self._until_update:
+                    unit.release()
 
     def pin(self, module: torch.nn.Module) -> None:
         """Gathers what has parameters of that module, to stay. Collective."""

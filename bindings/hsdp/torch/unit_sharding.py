@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.torch.meta_init import MetaInit
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.module_units import ModuleUnit, Units, module_units
 from hsdp.torch.parameter_slices import ParameterSlice
-from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice, UnitGathers
+from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
 from hsdp.torch.unit_hooks import UnitHooks
 
 # Of frozen parameters: what gathers know, and nothing that is packed.
@@ -117,7 +118,10 @@ def slice_units(
 
 
 def gathered_units(
-    units: Sequence[tuple[Reducer, ShardedUnit]], reshards: bool, prefetch_bytes: int | None
+    units: Sequence[tuple[Reducer, ShardedUnit]],
+    prefetch_bytes: int | None,
+    reshards_after_forward: bool,
+    reshards_after_backward: bool,
 ) -> UnitHooks:
     """Their gathers and hooks; they are released from here on. Collective."""
     of_reducer: dict[Reducer, list[ShardedUnit]] = {}
@@ -125,9 +129,25 @@ def gathered_units(
         of_reducer.setdefault(reducer, []).append(unit)
     every = {}
     for reducer, its in of_reducer.items():
-        gathers = UnitGathers(reducer, [(unit.name, unit.slices) for unit in its])
+        gathers = _unit_gather(reducer, its)
         every[reducer] = gathers
         for number, unit in enumerate(its):
             unit.bind(gathers, number)
             unit.release()
-    return UnitHooks([unit for _, unit in units], every, reshards, prefetch_bytes)
+    return UnitHooks(
+        [unit for _, unit in units],
+        every,
+        prefetch_bytes,
+        reshards_after_forward,
+        reshards_after_backward,
+    )
+
+
+def _unit_gather(reducer: Reducer, units: Iterable[ShardedUnit]) -> _hsdp.UnitGather:
+    def told(one: StoredSlice) -> tuple[str, str, int, torch.Tensor]:
+        dtype = str(one.parameter.dtype).removeprefix("torch.")
+        return one.name, dtype, one.parameter.numel(), one.stored.detach()
+
+    return _hsdp.UnitGather(
+        reducer._handle, [(unit.name, [told(one) for one in unit.slices]) for unit in units]
+    )

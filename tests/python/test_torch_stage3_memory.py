@@ -1,0 +1,89 @@
+"""A model of three times the memory that a rank may take is made, trained and read at stage 3."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from typing import Any
+
+import torch
+from conftest import Launcher
+from torch import nn
+
+import hsdp
+from hsdp.zero import ShardedOptimizer
+
+RANKS = 8
+LAYERS, WIDTH = 96, 1024
+MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4  # 400 MB
+ALLOWED_BYTES = MODEL_BYTES // 3
+INTERVAL_S = 0.01
+
+
+class Layer(nn.Module):
+    """Adds something to what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.inner(x) / LAYERS
+
+
+# Of one process: what only it has, and its part of the segments that ranks share.
+def held_bytes() -> int:
+    kb = {}
+    for line in pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, value, *_ = line.split()
+        kb[name] = int(value)
+    return 1024 * (kb["Pss_Anon:"] + kb["Pss_Shmem:"])
+
+
+class Peak:
+    """The most that this process held in a block, beyond what it had at its beginning."""
+
+    def __enter__(self) -> Peak:
+        self._before = held_bytes()
+        self.bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._over.wait(INTERVAL_S):
+            self.bytes = max(self.bytes, held_bytes() - self._before)
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def train_a_large_model() -> list[int]:
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    x = torch.ones(1, WIDTH)
+    with hsdp.init_mesh(shard=RANKS) as mesh, Peak() as peak:
+        reducer = hsdp.Reducer(mesh, bucket_bytes=4 << 20)
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(
+            torch.optim.SGD, model, reducer, stage=3, units=[Layer], prefetch_bytes=0, lr=0.1
+        )
+        losses = []
+        for _ in range(2):
+            with reducer.microbatch(last=True):
+                loss = model(x).square().mean()
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[1] < losses[0], losses
+    print("PEAK", peak.bytes / MODEL_BYTES, losses)
+    return [peak.bytes]
+
+
+def test_a_model_three_times_what_a_rank_may_take(ranks: Launcher) -> None:
+    peaks = [peak for peak, in ranks(RANKS, train_a_large_model)]
+    assert max(peaks) < ALLOWED_BYTES, [f"{peak / MODEL_BYTES:.3f}" for peak in peaks]
+    assert min(peaks) > MODEL_BYTES // RANKS, "or nothing was measured"

@@ -17,7 +17,7 @@ RANKS = 8
 LAYERS, WIDTH = 96, 1024
 MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4  # 400 MB
 ALLOWED_BYTES = MODEL_BYTES // 3
-INTERVAL_S = 0.01
+INTERVAL_S = 0.03
 
 
 class Layer(nn.Module):
@@ -71,19 +71,18 @@ def train_a_large_model() -> list[int]:
         optimizer = ShardedOptimizer(
             torch.optim.SGD, model, reducer, stage=3, units=[Layer], prefetch_bytes=0, lr=0.1
         )
-        losses = []
-        for _ in range(2):
-            with reducer.microbatch(last=True):
-                loss = model(x).square().mean()
-                loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[1] < losses[0], losses
-    print("PEAK", peak.bytes / MODEL_BYTES, losses)
+        with reducer.microbatch(last=True):
+            before = model(x).square().mean()
+            before.backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert model(x).square().mean() < before
     return [peak.bytes]
 
 
+# By itself glibc keeps freed blocks that lie between used ones.
 def test_a_model_three_times_what_a_rank_may_take(ranks: Launcher) -> None:
-    peaks = [peak for peak, in ranks(RANKS, train_a_large_model)]
+    job = ranks.start(RANKS, train_a_large_model, MALLOC_MMAP_THRESHOLD_=str(256 << 10))
+    peaks = [peak for peak, in job.wait()]
     assert max(peaks) < ALLOWED_BYTES, [f"{peak / MODEL_BYTES:.3f}" for peak in peaks]
     assert min(peaks) > MODEL_BYTES // RANKS, "or nothing was measured"

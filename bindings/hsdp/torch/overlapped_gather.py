@@ -161,7 +161,7 @@ class OverlappedGather:
         numbers = {id(one.parameter): number for number, one in enumerate(self._slices)}
         used = [numbers[one] for one in {**self._used, **dict.fromkeys(numbers)}]
         first = self._slices[0]
-        agreed = torch.tensor(used, device=first.own.device)
+        agreed = torch.tensor(used, device=first.reducer.mesh.device)
         first.reducer.mesh.world.broadcast(agreed)
         order = [self._slices[number] for number in agreed.tolist()]
         if order != self._slices:

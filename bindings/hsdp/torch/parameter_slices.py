@@ -34,7 +34,7 @@ class ParameterSlice:
         self.reducer = reducer
         self.states = states  # of its optimizer
         self.offloaded = offloaded
-        #: whether the whole parameter is freed between uses: `own` is a copy then, until it is stored
+        #: whether the whole parameter is freed between uses
         self.is_released = is_released
         place = reducer.slice(name)
         self.offset, self.count = place.offset, place.count
@@ -42,14 +42,12 @@ class ParameterSlice:
         self.is_whole = reducer.layout == "whole"
         #: whether this rank's optimizer has it
         self.is_here = self.count > 0 or not self.is_whole
-        self.own: torch.Tensor  # of the parameter, flat
+        self.own: torch.Tensor  # of the parameter, flat; not of a released one
         self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
         self.gradient: torch.Tensor  # the Reducer's shard, which stays where it is
         self.stored: torch.Tensor  # of a released one: what gathers read, fp32 or the parameter's dtype
-        self.bind()
-        if is_released:
-            self.own = self.stored = self.own.clone()
-            del self.whole
+        if not is_released:
+            self.bind()
 
     def bind(self) -> None:
         """To the parameter's memory as it is now."""
@@ -98,13 +96,17 @@ class ParameterSlice:
         """Of a released one: the slice in the parameter's dtype."""
         return self.stored.detach().to(self.parameter.dtype)
 
+    def take(self) -> None:
+        """Of one that will be released: its first values, of the parameter."""
+        values = self.part_of(self.parameter.data.contiguous())
+        self.master.detach().view(-1).copy_(values)
+        if self.offloaded:
+            self.stored.copy_(values)
+
     def take_over(self, values: torch.Tensor) -> None:
         """Of a released one: the slice's new values, in the parameter's dtype. What is as it was rounded
         stays as precise as the master is.
         """
-        if not hasattr(self, "master"):  # before all have theirs
-            self.own.copy_(values)
-            return
         master = self.master.detach().reshape(-1)
         if self.is_rounded:
             written = values.view(torch.int16) != self.rounded().view(torch.int16)
@@ -138,31 +140,24 @@ def gather_whole(
     return result
 
 
-class Masters:
-    """fp32 masters of all slices of one dtype, and what they were rounded to. Offloaded ones are in
-    pinned host memory, and so are their gradients.
+class SliceMasters:
+    """fp32 masters of all slices of one dtype. Offloaded ones are in pinned host memory, and so are
+    their gradients.
     """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
         self.slices = slices
         self._counts = [one.count for one in slices]
         self._offloaded = slices[0].offloaded
-        self._rounded = self._read()
-        self._flat = self._empty(torch.float32).copy_(self._rounded)
+        self._flat = self._empty(torch.float32)
         for one, part in zip(slices, self._flat.split(self._counts), strict=True):
             one.master = torch.nn.Parameter(one.shaped(part))
 
-    # Where the slices themselves are.
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        own = self.slices[0].own
-        device = torch.device("cpu") if self._offloaded else own.device
-        pinned = self._offloaded and own.is_cuda
-        return torch.empty(sum(self._counts), dtype=dtype, device=device, pin_memory=pinned)
-
-    def _read(self) -> torch.Tensor:
-        now = self._empty(self.slices[0].own.dtype)
-        torch._foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
-        return now
+        device = torch.device("cpu" if self._offloaded else self.slices[0].reducer.mesh.device)
+        return torch.empty(
+            sum(self._counts), dtype=dtype, device=device, pin_memory=self._offloaded
+        )
 
     def offload_gradients(self) -> None:
         """Gives offloaded masters gradients beside them."""
@@ -176,6 +171,20 @@ class Masters:
         if self._offloaded:
             grads: list[Any] = [one.master.grad for one in self.slices]
             torch._foreach_copy_(grads, [one.gradient for one in self.slices])
+
+
+class Masters(SliceMasters):
+    """Of parameters that stay, and what the masters were rounded to."""
+
+    def __init__(self, slices: list[ParameterSlice]) -> None:
+        super().__init__(slices)
+        self._rounded = self._read()
+        self._flat.copy_(self._rounded)
+
+    def _read(self) -> torch.Tensor:
+        now = self._empty(self.slices[0].own.dtype)
+        torch._foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
+        return now
 
     # Elements that somebody has written since they were rounded.
     def _with_written(self, now: torch.Tensor) -> torch.Tensor:
@@ -208,21 +217,21 @@ class Masters:
             torch._foreach_copy_([one.own for one in self.slices], parts)
 
 
-class StoredMasters(Masters):
+class StoredMasters(SliceMasters):
     """Of released parameters: their values are nowhere else. Gathers read them, or, of offloaded ones,
-    what they were rounded to, which stays on the device.
+    what they were rounded to, which stays on the device. They have none before `take` of each slice.
     """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
         super().__init__(slices)
-        stored = self._flat
+        self._stored = self._flat
         if self._offloaded:
-            stored = torch.cat([one.own for one in slices])
-        self._stored = stored
-        for one, part in zip(slices, stored.split(self._counts), strict=True):
+            first = slices[0]
+            self._stored = torch.empty(
+                sum(self._counts), dtype=first.parameter.dtype, device=first.reducer.mesh.device
+            )
+        for one, part in zip(slices, self._stored.split(self._counts), strict=True):
             one.stored = part
-            del one.own
-        del self._rounded
 
     def reread(self) -> None:
         """Nothing: a unit that was written to says so."""

@@ -185,9 +185,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         for of_group, of_states in zip(found, probed, strict=True)
                         for place, states in zip(of_group, of_states, strict=True)
                     }
-                    released, sharded = slice_units(plan, make, meta)
+                    sliced = slice_units(plan, make, meta)
                     slices = [
-                        [released[id(p)] if id(p) in released else make[id(p)]() for _, p, _ in of_group]
+                        [sliced.slices[id(p)] if id(p) in sliced.slices else make[id(p)]() for _, p, _ in of_group]
                         for of_group in found
                     ]
                     self._shards = list(itertools.chain.from_iterable(slices))
@@ -199,7 +199,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         for reducer in self._reducers
                     }
                     self._note_memory()
-                    self._make_masters()
+                    self._masters: list[Masters | StoredMasters] = [
+                        *sliced.masters, *self._make_masters()
+                    ]
                     self._make_inner = functools.partial(optimizer_class, **options)
                     self._inner = self._make_inner(
                         [
@@ -225,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overlaps = overlap_param_gather and first.mesh.shard_size > 1
         self._gather = OverlappedGather(self._kept, gather_bucket_bytes, models if overlaps else [])
         self._units = gathered_units(
-            sharded, prefetch_bytes, reshard_after_forward, reshard_after_backward
+            sliced.units, prefetch_bytes, reshard_after_forward, reshard_after_backward
         )
         weakref.finalize(self, self._units.close)
         # At the end of the process, too: the other ranks need this one for their gathers.
@@ -306,17 +308,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __reduce__(self) -> NoReturn:
         refuse("a state_dict() to be pickled", "the optimizer itself")
 
-    def _make_masters(self) -> None:
-        alike: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
-        for shard in self._shards:
+    # Of parameters that stay.
+    def _make_masters(self) -> list[Masters]:
+        alike: dict[torch.dtype, list[ParameterSlice]] = {}
+        for shard in self._kept:
             if shard.has_own_master:
-                alike.setdefault((shard.own.dtype, shard.is_released), []).append(shard)
+                alike.setdefault(shard.own.dtype, []).append(shard)
             else:
                 shard.master = torch.nn.Parameter(shard.shaped(shard.own))
-        self._masters = [
-            (StoredMasters if is_released else Masters)(shards)
-            for (_, is_released), shards in alike.items()
-        ]
+        return [Masters(shards) for shards in alike.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only: slices and gathers are laid out there."""

@@ -37,6 +37,10 @@ class StoredSlice(Protocol):
         """It in the parameter's dtype: no copy where it has that."""
         ...
 
+    def take(self) -> None:
+        """Its first values, of the parameter."""
+        ...
+
     def take_over(self, values: torch.Tensor) -> None:
         """Its new values, in the parameter's dtype: what is as it was rounded stays more precise."""
         ...
@@ -53,13 +57,17 @@ class FrozenSlice:
         self.offset, self.count = _hsdp.UnitGather.even_slice(
             parameter.numel(), mesh.shard_size, mesh.shard_rank
         )
-        whole = parameter.data.contiguous().reshape(-1)
         #: flat
-        self.stored = whole[self.offset : self.offset + self.count].clone()
+        self.stored = torch.empty(self.count, dtype=parameter.dtype, device=mesh.device)
 
     def rounded(self) -> torch.Tensor:
         """As it is."""
         return self.stored
+
+    def take(self) -> None:
+        """Its first values."""
+        whole = self.parameter.data.contiguous().reshape(-1)
+        self.stored.copy_(whole[self.offset : self.offset + self.count])
 
     def take_over(self, values: torch.Tensor) -> None:
         """Its new values."""

@@ -15,7 +15,7 @@ from hsdp.reducer import Reducer
 from hsdp.torch.meta_init import MetaInit
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.module_units import ModuleUnit, Units, module_units
-from hsdp.torch.parameter_slices import ParameterSlice
+from hsdp.torch.parameter_slices import ParameterSlice, StoredMasters
 from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
 from hsdp.torch.unit_hooks import UnitHooks
 
@@ -88,33 +88,49 @@ def plan_units(
     return plan
 
 
+class SlicedUnits(NamedTuple):
+    """What this rank keeps of released parameters."""
+
+    slices: dict[int, ParameterSlice]  # by id of the parameter; of those that are optimized
+    masters: list[StoredMasters]
+    units: list[tuple[Reducer, ShardedUnit]]
+
+
 def slice_units(
     plan: UnitPlan, make: Mapping[int, Callable[..., ParameterSlice]], meta: MetaInit
-) -> tuple[dict[int, ParameterSlice], list[tuple[Reducer, ShardedUnit]]]:
-    """This rank's slices of what was planned to be released, by id of the parameter, and the units of
-    these. `make`: of those that are optimized. What is on the meta device gets values, and is released
-    at once.
+) -> SlicedUnits:
+    """This rank's slices of what was planned to be released. `make`: of those that are optimized. What
+    is on the meta device gets values, and is released at once.
     """
     slices: dict[int, ParameterSlice] = {}
-    units: dict[ModuleUnit, ShardedUnit] = {}
-
-    def take(planned: PlannedUnit) -> ShardedUnit:
-        reducer, unit, parameters = planned
-        stored: list[StoredSlice] = []
+    alike: dict[torch.dtype, list[ParameterSlice]] = {}
+    stored: dict[ModuleUnit, list[StoredSlice]] = {}
+    # All slices have their memory before a unit has: one in between would keep an allocator from using
+    # that of the unit before again.
+    for reducer, unit, parameters in plan.units:
+        its = stored[unit] = []
         for name, p in parameters.items():
             if id(p) in make:
                 slices[id(p)] = make[id(p)](is_released=True)
-                stored.append(slices[id(p)])
+                alike.setdefault(p.dtype, []).append(slices[id(p)])
+                its.append(slices[id(p)])
             else:
-                stored.append(FrozenSlice(f"{name} (frozen)", p, reducer))
-        units[unit] = ShardedUnit(unit.name, unit.module, unit.is_root, stored, unit.read_above)
+                its.append(FrozenSlice(f"{name} (frozen)", p, reducer))
+    masters = [StoredMasters(listed) for listed in alike.values()]
+    units: dict[ModuleUnit, ShardedUnit] = {}
+
+    def take(planned: PlannedUnit) -> ShardedUnit:
+        unit = planned.unit
+        for one in stored[unit]:
+            one.take()
+        units[unit] = ShardedUnit(unit.name, unit.module, unit.is_root, stored[unit], unit.read_above)
         return units[unit]
 
     meta.run(plan.units, lambda planned: take(planned).release())
     for planned in plan.units:
         if planned.unit not in units:
             take(planned)
-    return slices, [(planned.reducer, units[planned.unit]) for planned in plan.units]
+    return SlicedUnits(slices, masters, [(planned.reducer, units[planned.unit]) for planned in plan.units])
 
 
 def gathered_units(

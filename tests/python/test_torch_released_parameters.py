@@ -17,6 +17,7 @@ from conftest import Launcher
 from torch import nn
 
 import hsdp
+from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.module_units import module_units
 from hsdp.torch.released_parameter import ReleasedParameter
 from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
@@ -347,6 +348,139 @@ def keep_until_step(forward: bool) -> None:
 @pytest.mark.parametrize("forward", [True, False])
 def test_units_may_stay_until_the_step(ranks: Launcher, forward: bool) -> None:
     ranks(2, keep_until_step, forward)
+
+
+# What is written to a unit that stays, before it is asked for as whole, is taken over as at stage 2.
+def write_to_what_stays(how: str) -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        with training(model, stage=stage, reshard_after_backward=False) as (mesh, reducer, optimizer):
+            step(model, mesh, reducer, optimizer)
+            with reducer.microbatch(last=True):
+                model(rows(mesh, 1)).square().mean().backward()
+            with torch.no_grad():
+                model.layers[1].weight.mul_(2)
+            if how == "unshard":
+                optimizer.unshard(model.layers[1])
+                optimizer.reshard(model.layers[1])
+            elif how == "whole":
+                with optimizer.whole_parameters() as whole:
+                    results.append(whole)
+            else:
+                with optimizer.whole_parameters(write_back=True):
+                    pass
+            optimizer.step()
+            results.append(optimizer.full_model_state_dict(model))
+    half = len(results) // 2
+    for left, right in zip(results[:half], results[half:], strict=True):
+        for key in left:
+            assert torch.equal(left[key], right[key]), key
+
+
+@pytest.mark.parametrize("how", ["unshard", "whole", "write back"])
+def test_what_is_written_to_what_stays_counts(ranks: Launcher, how: str) -> None:
+    ranks(2, write_to_what_stays, how)
+
+
+# One rank has its units still, the other has none, when both gather all.
+def gather_after_an_error() -> None:
+    model = Tower()
+    with training(model, reshard_after_backward=False) as (mesh, reducer, optimizer):
+        try:
+            with reducer.microbatch(last=True):
+                loss = model(rows(mesh)).square().mean()
+                if mesh.rank == 1:
+                    raise KeyError("user code")
+                loss.backward()
+            reducer.gather_gradients()  # where it hears of the other's error
+        except (KeyError, hsdp.StepAbortedError):
+            pass
+        whole = optimizer.full_model_state_dict(model)
+        assert all(torch.equal(value, p) for value, p in zip(whole.values(), Tower().state_dict().values()))
+        optimizer.unshard(model)
+        mesh.world.all_reduce(torch.ones(1))
+        optimizer.reshard(model)
+        step(model, mesh, reducer, optimizer)
+
+
+def test_ranks_with_other_units_gather_all(ranks: Launcher) -> None:
+    ranks(2, gather_after_an_error)
+
+
+def skip_and_save() -> None:
+    model = Tower()
+    with training(model, reshard_after_backward=False) as (mesh, reducer, optimizer):
+        released = sum(map(is_released, model.parameters()))
+        with reducer.microbatch(last=True):
+            (model(rows(mesh)).square().mean() * float("inf")).backward()
+        assert not any(map(is_released, model.parameters()))
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        assert sum(map(is_released, model.parameters())) == released
+        with reducer.microbatch(last=True):
+            model(rows(mesh)).square().mean().backward()
+        state = {key: copy.deepcopy(value) for key, value in model.state_dict().items()}
+        assert sum(isinstance(value, FlatSlice) for value in state.values()) == released
+        with torch.no_grad():
+            model(rows(mesh))
+            model(rows(mesh))
+        model.load_state_dict(state)
+        optimizer.step()
+
+
+def test_what_stays_is_given_back_where_nothing_is_updated(ranks: Launcher) -> None:
+    ranks(2, skip_and_save)
+
+
+class Branches(nn.Module):
+    """Goes through one of its layers, or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+
+    def forward(self, x: Any, way: list[int]) -> Any:
+        for number in way:
+            x = self.layers[number](x)
+        return x
+
+
+def evaluate_branches() -> None:
+    model = Branches()
+    layer_bytes = model.layers[0].weight.nbytes
+    persistent = sum(layer.bias.nbytes for layer in model.layers)
+    generator = torch.Generator().manual_seed(1)
+    with training(model) as (mesh, _, _), torch.no_grad():
+        for _ in range(30):
+            model(rows(mesh), torch.randint(0, 12, (4,), generator=generator).tolist())
+            assert held_bytes(model) <= persistent + 3 * layer_bytes
+
+
+def test_wrong_guesses_are_given_back(ranks: Launcher) -> None:
+    ranks(2, evaluate_branches)
+
+
+# The head is used outside of what gathers it, which a pass between forward and backward may do.
+def read_a_master_in_between() -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        with training(model, stage=stage) as (mesh, reducer, optimizer):
+            for seed in range(2):
+                with reducer.microbatch(last=True):
+                    loss = model(rows(mesh, seed)).square().mean()
+                    optimizer.master(model.layers[0].weight)
+                    loss.backward()
+                optimizer.step()
+            results.append(optimizer.full_model_state_dict(model))
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def test_a_master_may_be_read_between_the_passes(ranks: Launcher) -> None:
+    ranks(2, read_a_master_in_between)
 
 
 def train_by_two() -> None:

@@ -331,8 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         somebody else has written to the parameter since the last step is taken over at the next one.
         """
         self._bind_moved()
-        self._units.settle()
-        self._units.read_pinned()
+        self._units.expire()
         one = self._find(parameter)
         master = one.master.detach()
         return master.view(parameter.shape) if one.is_whole and one.is_here else master
@@ -351,7 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._bind_moved()
             self._read_copied()
-            self._units.read_pinned()
+            self._units.read_written()
             parts = {s: s.own for s in self._shards if not s.has_own_master}
             for masters in self._masters:
                 parts.update(zip(masters.slices, masters.current(), strict=True))
@@ -412,8 +411,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._skipped = self._found_inf()
                 if not self._skipped:
                     self._update()
-                elif self._max_grad_norm is not None:
-                    self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
+                else:
+                    self._units.skip_update()
+                    if self._max_grad_norm is not None:
+                        self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
             for reducer, step in zip(self._reducers, steps, strict=True):
                 take(reducer, step, self._names[reducer])
         return loss
@@ -595,6 +596,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for attachment, names in found.items():
             require_scaled(attachment, names)
         self._skipped = self._found_inf()  # a scaler that hears of it calls no step()
+        if self._skipped:
+            self._units.skip_update()
         for attachment, names in found.items():
             unscale_result(attachment, names, inverse_scale)
             attachment.result.skipped = self._skipped
@@ -704,7 +707,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         groups, states = loadable(state_dict, self.param_groups, self._shards, self._example)
         self._gather.wait_all()  # it reads masters
-        self._units.settle()
+        self._units.expire()
         self._are_targets = False
         self.state.clear()
         for shard, state in states:

@@ -256,6 +256,7 @@ class ShardedUnit:
         self.is_present = True
         self.is_requested = False
         self.is_pinned = False
+        self._is_stale = False
 
     def bind(self, gathers: _hsdp.UnitGather, number: int) -> None:
         """To what gathers it, under that number there."""
@@ -271,8 +272,18 @@ class ShardedUnit:
         self.is_requested = True
         self.gathers.gather(self._number, pointers, [array.memory() for array in self._arrays])
 
+    def expire(self) -> None:
+        """Its slices are about to be written to: the next use gathers it anew, unless it is pinned. Until
+        then it stays as it is, as a graph may have saved it.
+        """
+        self.drop_request()
+        self.read_written()
+        self._is_stale = self.is_present and not self.is_pinned
+
     def gather(self) -> None:
-        """It is there when this returns."""
+        """It is there when this returns, as its slices are."""
+        if self._is_stale:
+            self._vanish()
         if self.is_present:
             return
         self.request()
@@ -284,7 +295,7 @@ class ShardedUnit:
 
     def read_written(self) -> None:
         """Its slices get what somebody has written to it: where torch has noticed, or of a pinned one all."""
-        if self.is_present:
+        if self.is_present and not self._is_stale:
             for array in self._arrays:
                 if self.is_pinned or array.was_written():
                     array.read()
@@ -314,7 +325,7 @@ class ShardedUnit:
             self._vanish()
 
     def _vanish(self, moves: bool = False) -> None:
-        self.is_present = False
+        self.is_present = self._is_stale = False
         for array in self._arrays:
             array.vanish(moves)
 
@@ -322,6 +333,7 @@ class ShardedUnit:
         """Gathers it, to stay and to be written to."""
         self.gather()
         if not self.is_pinned:
+            self.read_written()
             self.is_pinned = True
             for array in self._arrays:
                 array.show()

@@ -126,8 +126,10 @@ class UnitHooks:
     """Gathers units before the forward and backward passes of their modules, ahead of them where the
     order is known, and releases them after.
 
-    - `reshards_after_forward`: also where a backward pass will follow. The root never is, then.
-    - `reshards_after_backward`: otherwise a unit stays from there until the next update.
+    - `reshards_after_forward`: whether they are released after it where a backward pass will follow,
+      too. The root never is, then.
+    - `reshards_after_backward`: whether they are released after that. Else they stay until the next
+      update.
     - `prefetch_bytes`: of units that are gathered ahead, at most so many; None: one unit.
 
     A unit is kept while its module's backward pass is under way, so while a checkpoint recomputes
@@ -154,6 +156,7 @@ class UnitHooks:
         self._kept: ShardedUnit | None = None  # as it is needed before another one is gathered
         self._held: set[ShardedUnit] = set()  # until all passes are over
         self._until_update: set[ShardedUnit] = set()
+        self._ahead: set[ShardedUnit] = set()  # asked for before they are needed
         self._handles: list[Any] = []
         for unit in units:
             self._hook(unit)
@@ -170,6 +173,11 @@ class UnitHooks:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
+        give_back = ModuleHook(lambda *args: self._give_back(unit))
+        self._handles += [
+            module.register_state_dict_pre_hook(give_back),
+            module.register_load_state_dict_pre_hook(give_back),
+        ]
         for above in unit.read_above:
             look = ModuleHook(lambda args: self._need(unit))
             self._handles.append(above.register_forward_pre_hook(look))
@@ -181,17 +189,27 @@ class UnitHooks:
             self._keep(None)
         self._order.needed(unit)
         unit.gather()
-        ahead = 0
-        for following in self._order.following():
-            if following.is_present:
-                continue
-            ahead += following.nbytes
-            if self._prefetch_bytes is None:
-                following.request()
-                break
-            if ahead > self._prefetch_bytes:
-                break
+        ahead = self._next_ahead()
+        for wrong in self._ahead.difference(ahead):  # what was needed has come, and is there
+            wrong.drop_request()
+        for following in ahead:
             following.request()
+        self._ahead = set(ahead)
+
+    # What fits into `prefetch_bytes`, in the order in which it will be needed.
+    def _next_ahead(self) -> list[ShardedUnit]:
+        ahead: list[ShardedUnit] = []
+        size = 0
+        for unit in self._order.following():
+            if unit.is_present or unit in ahead:
+                continue
+            size += unit.nbytes
+            if self._prefetch_bytes is not None and size > self._prefetch_bytes:
+                break
+            ahead.append(unit)
+            if self._prefetch_bytes is None:
+                break
+        return ahead
 
     def _is_in_use(self, unit: ShardedUnit) -> bool:
         return bool(unit in self._held or self._in_forward[unit] or self._in_backward[unit])
@@ -209,6 +227,11 @@ class UnitHooks:
         if next((one for one in following if one is unit or not one.is_present), None) is unit:
             self._keep(unit)
         else:
+            unit.release()
+
+    # What only stays for a later use: a state dict has its slices.
+    def _give_back(self, unit: ShardedUnit) -> None:
+        if not self._is_in_use(unit) and (unit is self._kept or unit in self._until_update):
             unit.release()
 
     def _before_forward(self, unit: ShardedUnit, args: Any, kwargs: Any) -> Any:
@@ -295,25 +318,29 @@ class UnitHooks:
         for gathers in self._gathers.values():
             self._release_all(gathers)
             gathers.begin_update()
-        self.read_pinned()
+        self.read_written()
         parameters = [one.parameter for unit in self.units for one in unit.slices]
         torch.autograd.graph.increment_version(parameters)
         for unit in self.units:
             unit.was_read()
 
-    def read_pinned(self) -> None:
+    def read_written(self) -> None:
         """Slices get what was written to parameters that are whole."""
         for unit in self.units:
-            if unit.is_pinned:
-                unit.read_written()
+            unit.read_written()
 
-    def settle(self) -> None:
+    def expire(self) -> None:
         """What is needed next is gathered anew: slices are about to be written to."""
-        self._kept = None
+        self._ahead.clear()
         for unit in self.units:
-            unit.drop_request()
+            unit.expire()
+
+    def skip_update(self) -> None:
+        """There is none: what stayed until then is released."""
+        for unit in self._until_update:
             if not self._is_in_use(unit):
                 unit.release()
+        self._until_update.clear()
 
     def updated(self) -> None:
         """What is pinned gets the new values. Collective."""
@@ -323,7 +350,9 @@ class UnitHooks:
 
     def _release_all(self, gathers: _hsdp.UnitGather) -> None:
         self._order.restart()
-        self._kept = None
+        if self._kept is not None and self._kept.gathers is gathers:
+            self._kept = None
+        self._ahead = {unit for unit in self._ahead if unit.gathers is not gathers}
         self._told.clear()
         for unit in self.units:
             if unit.gathers is gathers:
@@ -337,6 +366,12 @@ class UnitHooks:
         """Gathers what has parameters of that module, to stay. Collective."""
         for unit in self._of(module):
             unit.pin()
+        self._serve()
+
+    # Others may need what this rank has.
+    def _serve(self) -> None:
+        for gathers in self._gathers.values():
+            gathers.end()
 
     def unpin(self, module: torch.nn.Module) -> None:
         """Releases it."""
@@ -354,6 +389,7 @@ class UnitHooks:
         """For good. Collective."""
         for unit in self.units:
             unit.pin()
+        self._serve()
 
     def wrap(self, module: torch.nn.Module, name: str) -> None:
         """A method of a unit's module is a forward, too."""
@@ -401,6 +437,7 @@ class UnitHooks:
                     state[key] = whole
             if not was_present:
                 unit.release()
+        self._serve()
         for keys in of_parameter.values():
             value = state[keys[0]]
             whole = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

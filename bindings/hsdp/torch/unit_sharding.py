@@ -15,7 +15,7 @@ from hsdp.reducer import Reducer
 from hsdp.torch.meta_init import MetaInit
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.module_units import ModuleUnit, Units, module_units
-from hsdp.torch.parameter_slices import ParameterSlice, StoredMasters
+from hsdp.torch.parameter_slices import ParameterSlice, StoredMasters, refuse
 from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
 from hsdp.torch.unit_hooks import UnitHooks
 
@@ -122,6 +122,9 @@ def slice_units(
     def take(planned: PlannedUnit) -> ShardedUnit:
         unit = planned.unit
         for one in stored[unit]:
+            device, own = torch.device(one.reducer.mesh.device), one.parameter.device
+            if own != device:
+                refuse(f"'{one.name}' on {device}, where its Reducer's mesh is", f"it on {own}")
             one.take()
         units[unit] = ShardedUnit(unit.name, unit.module, unit.is_root, stored[unit], unit.read_above)
         return units[unit]

@@ -28,8 +28,8 @@ from gpu_report.lines import OK
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LIMIT_S = 3600
-SCRIPTS = ("run.py", "ranks.py", "check_script.py", "torch_loop.py", "drills.py", "step_times.py",
-           "nccl_ranks.sh", "nccl_trace.py")
+SCRIPTS = ("run.py", "ranks.py", "check_script.py", "torch_loop.py", "sharded_loop.py", "drills.py",
+           "step_times.py", "nccl_ranks.sh", "nccl_trace.py")
 # Of glibc, which must be the machine's own; and of the driver.
 NOT_CARRIED = re.compile(
     r"^(linux-vdso|ld-linux|libc\.so|libm\.so|libdl\.so|libpthread|librt\.so|libresolv|libutil\.so|"

@@ -42,11 +42,12 @@ ROOT = HERE.parents[1]
 # all get less.
 LIMITS_S = {
     "build": 1800, "kernels": 600, "kernel bandwidths": 300, "engine over NCCL": 1500,
-    "rules of NCCL": 1500, "torch loop": 2400, "failure drills": 2400, "step times": 900,
-    "compute-sanitizer": 1200,
+    "rules of NCCL": 1500, "torch loop": 2400, "sharded loop": 2400, "failure drills": 2400,
+    "step times": 900, "compute-sanitizer": 1200,
 }
 MESH_LIMIT_S = 300  # of check_nccl on a mesh
 NOT_REACHED = "not reached"
+SHARING_STAGES = ("engine over NCCL", "torch loop", "sharded loop", "failure drills")
 SHARED_NOTE = ("ranks shared a GPU through the loopback: this says nothing about NVLink, P2P, InfiniBand "
                "or speed")
 STEP_NOTES = {
@@ -237,7 +238,7 @@ class Run:
         for mesh in watched_meshes(self.meshes):
             run = functools.partial(self.run_mesh, stage, mesh)
             self.watch(stage, f"nccl {mesh}", self.why_not("check_nccl"), machine.nccl_file(), run)
-            for script in ("torch_loop", "drills"):
+            for script in ("torch_loop", "sharded_loop", "drills"):
                 why = self.no_gpu or self.no_module
                 real = machine.nccl_file(beside_torch=True)
                 run = functools.partial(self.run_python, stage, f"{script}.py", mesh, 1200)
@@ -283,6 +284,10 @@ class Run:
     def torch_loop(self, stage: Stage) -> None:
         for mesh in ["1x1", *self.meshes]:
             self.run_script(stage, "torch_loop.py", mesh, names_of("torch_loop", mesh), 600)
+
+    def sharded_loop(self, stage: Stage) -> None:
+        for mesh in ["1x1", *self.meshes]:
+            self.run_script(stage, "sharded_loop.py", mesh, names_of("sharded_loop", mesh), 900)
 
     def drills(self, stage: Stage) -> None:
         meshes = [mesh for mesh in ("1x2", "2x2", "2x4") if mesh in self.meshes]
@@ -333,7 +338,8 @@ class Run:
         stages: Dict[str, Callable[[Stage], None]] = {
             "build": self.build, "kernels": self.kernels, "kernel bandwidths": self.bandwidths,
             "engine over NCCL": self.engine, "rules of NCCL": self.rules_of_nccl,
-            "torch loop": self.torch_loop, "failure drills": self.drills,
+            "torch loop": self.torch_loop, "sharded loop": self.sharded_loop,
+            "failure drills": self.drills,
             "step times": self.step_times, "compute-sanitizer": self.sanitizer,
         }
         asked = [name for name in stages if not self.only or name in self.only or name == "build"]
@@ -371,7 +377,7 @@ class Run:
             self.interrupted = signal.number
             command.end_descendants()
             stage.add_not_run([f"{stage.name}: the rest"], f"ended by {signal.name}")
-        if stage.name in ("engine over NCCL", "torch loop", "failure drills") and stage.verdict != NOT_RUN:
+        if stage.name in SHARING_STAGES and stage.verdict != NOT_RUN:
             stage.notes += [SHARED_NOTE] if self.shared else []
 
     def status(self) -> int:

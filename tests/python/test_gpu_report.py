@@ -105,7 +105,8 @@ def test_what_programs_print_is_in_the_report(machine: pathlib.Path) -> None:
     rules = verdicts(report, "rules of NCCL")
     assert rules["nccl 1x2: the rules of NCCL"] == ("not run", "the shim was not built")
     assert {name.split(":")[0] for name in rules} == {
-        "nccl 1x2", "nccl 2x1", "torch_loop 1x2", "torch_loop 2x1", "drills 1x2", "drills 2x1"}
+        "nccl 1x2", "nccl 2x1", "torch_loop 1x2", "torch_loop 2x1", "sharded_loop 1x2",
+        "sharded_loop 2x1", "drills 1x2", "drills 2x1"}
     reason = "the prebuilt folder has no Python module; make gpu-kit makes one that has"
     assert verdicts(report, "torch loop")["torch 1x2: found_inf"] == ("not run", reason)
     assert verdicts(report, "compute-sanitizer")["memcheck"] == ("not run", "compute-sanitizer not found")

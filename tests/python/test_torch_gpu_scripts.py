@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pathlib
 import signal
 import subprocess
@@ -19,6 +20,7 @@ GPU = pathlib.Path(__file__).parents[1] / "gpu"
 sys.path.insert(0, str(GPU))
 import drills  # noqa: E402
 import ranks  # noqa: E402
+import sharded_loop  # noqa: E402
 import torch_loop  # noqa: E402
 from gpu_report.lines import NOT_RUN, OK, checks_in, values_in  # noqa: E402
 from ranks import Outcome  # noqa: E402
@@ -37,6 +39,36 @@ def test_loops_equal_their_references(mesh: str) -> None:
     names = torch_loop.check_names(mesh)
     found = checks_in(run("torch_loop.py", "--device", "cpu", "--mesh", mesh), names)
     assert [(check.name, check.verdict) for check in found] == [(name, OK) for name in names]
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+def test_sharded_loops_agree(mesh: str) -> None:
+    names = sharded_loop.check_names(mesh)
+    found = checks_in(run("sharded_loop.py", "--device", "cpu", "--mesh", mesh), names)
+    verdicts = [NOT_RUN if name in sharded_loop.NEEDS_GPU else OK for name in sharded_loop.CHECKS]
+    assert [(c.name, c.verdict) for c in found] == list(zip(names, verdicts, strict=True))
+
+
+def test_what_the_sharded_loops_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(mesh: Any, device: Any) -> str:
+        raise RuntimeError("no way")
+
+    monkeypatch.setitem(sharded_loop.OTHERS, "AdamW as in one process", fail)
+    monkeypatch.setattr(sharded_loop, "_train", lambda mesh, device, dtype, options: {
+        "w": torch.tensor([float("nan") if options.get("stage") == 3 else 1.0])
+    })
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    done = sharded_loop.all_checks(1, 1, "cpu")
+    assert [name for name, _, _ in done] == [*sharded_loop.PAIRS, "AdamW as in one process"]
+    assert [problem for _, problem, _ in done[1:3]] == ["'w' is off by up to nan"] * 2
+    outcomes = [Outcome(0, json.loads(json.dumps(done)), "")]
+    tell = sharded_loop._check
+    assert tell("t", "gather while step returns", outcomes).verdict == OK
+    assert tell("t", "stage 3 as stage 2, fp32", outcomes).detail == "rank 0: 'w' is off by up to nan"
+    assert tell("t", "AdamW as in one process", outcomes).detail == "rank 0: RuntimeError: no way"
+    assert tell("t", "LoCo as on the host", outcomes).detail == "one before it raised"
+    assert tell("t", "LoCo as on the host", [Outcome(-9, None, "a")]).detail == "rank 0: exit status -9: a"
 
 
 def test_lost_and_stopped_ranks_are_survived() -> None:

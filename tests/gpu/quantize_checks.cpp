@@ -150,7 +150,7 @@ std::string check_call(Quantize args, Quantize on_gpu, const GroupFormat& format
                              device_figures.copy_to(figures_got.data());
   if (!guards.empty()) return guards;
   if (*device_flag != flag) return "the non-finite flags differ";
-  return quant::difference(found, expected, "byte") + difference(got, error) +
+  return quant::message_difference(found, expected, format) + difference(got, error) +
          difference(figures_got, figures);
 }
 

@@ -78,4 +78,21 @@ template <class T>
   return "";
 }
 
+// The same of two messages.
+[[nodiscard]] inline std::string message_difference(Guarded<std::byte>& a, Guarded<std::byte>& b,
+                                                    const GroupFormat& format) {
+  if (format.code == Code::kBf16) {  // elements, which may be NaN
+    for (std::size_t i = 0; i + 2 <= a.size(); i += 2) {
+      Bf16 left;
+      Bf16 right;
+      std::memcpy(&left, &a[i], sizeof(left));
+      std::memcpy(&right, &b[i], sizeof(right));
+      if (std::isnan(to_float(left)) && std::isnan(to_float(right))) {
+        std::memcpy(&a[i], &right, sizeof(right));
+      }
+    }
+  }
+  return difference(a, b, "byte");
+}
+
 }  // namespace hsdp::quant

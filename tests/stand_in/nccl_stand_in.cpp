@@ -274,8 +274,9 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
   if (ending.at_once()) return ending.result;
   member->error = ending.result;
   member->clique->splits[member->splits++][member->rank] = {color, key};
+  *child = nullptr;
   member->child = child;
-  return ncclInProgress;
+  return ncclSuccess;  // as NCCL does, though it has only begun (init.cc)
 }
 
 ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {

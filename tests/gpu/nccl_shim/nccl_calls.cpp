@@ -242,10 +242,16 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* child,
                            ncclConfig_t* config) {
   enter_and_trace(comm, "ncclCommSplit", CallKind::kManage);
+  const std::array<Handle, 1> comms{comm};
   communicators().await_child(comm, color, child);
-  return manage(comm, "ncclCommSplit", [&] {
-    return forward(&ncclCommSplit, "ncclCommSplit", comm, color, key, child, config);
-  });
+  communicators().begin_work(comm);
+  const ncclResult_t result =
+      forward(&ncclCommSplit, "ncclCommSplit", comm, color, key, child, config);
+  // It says success of a split that its threads have still to make (init.cc: it returns the result
+  // of its own checks, not that of the group).
+  const bool goes_on = result == ncclSuccess && *child == nullptr;
+  communicators().end_work(comms, "ncclCommSplit", goes_on ? ncclInProgress : result);
+  return result;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {

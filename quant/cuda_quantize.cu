@@ -20,7 +20,7 @@ void quantize_on_device(const Quantize& args, const Stream& stream) {
   QuantizeBody body;
   body.tiles = args.tiles.data();
   body.tile_count = static_cast<std::int64_t>(args.tiles.size());
-  body.group_size = args.group_size;
+  body.cut = UnitCut(args.group_size);
   body.values = args.values;
   body.factor = args.factor;
   body.received = args.received;
@@ -40,7 +40,7 @@ void dequantize_on_device(const Dequantize& args, const Stream& stream) {
   DequantizeBody body;
   body.tiles = args.tiles.data();
   body.tile_count = static_cast<std::int64_t>(args.tiles.size());
-  body.group_size = args.group_size;
+  body.cut = UnitCut(args.group_size);
   body.in = args.in;
   body.values = args.values;
   body.nonfinite = word_of(args.nonfinite);

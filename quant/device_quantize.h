@@ -23,6 +23,39 @@ using kernels::Block;
 
 constexpr int kUnitElements = kernels::kGroupElements;
 constexpr int kMostTileGroups = kTileElements / kLeastGroupSize;
+constexpr int kMostTileUnits = kTileElements / kUnitElements;
+constexpr int kUnitsAThread = kMostTileUnits / Block::kThreads;
+
+// The units of a group, by which a GPU divides faster where their number is a power of two.
+struct UnitCut {
+  UnitCut() = default;
+  explicit UnitCut(int group_size_) : group_size(group_size_), units(group_size_ / kUnitElements) {
+    const auto number = static_cast<unsigned>(units);
+    if (std::has_single_bit(number)) shift = std::countr_zero(number);
+  }
+  // The group of a tile's unit.
+  [[nodiscard]] HSDP_HOST_DEVICE int group_of(int unit) const {
+    return shift >= 0 ? unit >> shift : unit / units;
+  }
+
+  int group_size = 64;
+  int units = 8;
+  int shift = -1;
+};
+
+// What all units of a tile have in common.
+struct TileCut {
+  HSDP_HOST_DEVICE TileCut(const GroupTile& tile, const UnitCut& cut)
+      : head(head_of(tile, cut.group_size)),
+        count(tile.count),
+        groups(cut.group_of((head + count - 1) / kUnitElements) + 1),
+        first_count(group_after(head, count, cut.group_size, 0).count) {}
+
+  std::int32_t head;
+  std::int32_t count;
+  std::int32_t groups;
+  std::int32_t first_count;
+};
 
 struct Unit {
   TileGroup group;
@@ -31,17 +64,18 @@ struct Unit {
   std::int32_t count = 0;  // none: the group is short
 };
 
-HSDP_HOST_DEVICE inline Unit unit_of(const GroupTile& tile, int group_size, int number) {
-  const int units = group_size / kUnitElements;
+HSDP_HOST_DEVICE inline Unit unit_of(const TileCut& tile, const UnitCut& cut, int number) {
+  const int group = cut.group_of(number);
   Unit unit;
-  unit.group = group_of(tile, group_size, number / units);
-  unit.place = number % units * kUnitElements;
+  unit.group = group_after(tile.head, tile.count, cut.group_size, group);
+  unit.place = (number - group * cut.units) * kUnitElements;
   unit.first = unit.group.begin + unit.place;
   const std::int32_t left = unit.group.count - unit.place;
   unit.count = left < 0 ? 0 : left < kUnitElements ? left : kUnitElements;
   return unit;
 }
 
+// Those behind a unit's count are 0.
 struct UnitValues {
   float values[kUnitElements];
 };
@@ -52,8 +86,11 @@ HSDP_HOST_DEVICE inline UnitValues load_floats(const float* from, std::int32_t c
     const auto raw = kernels::load_raw<4 * kUnitElements>(from);
     HSDP_UNROLL
     for (int k = 0; k < kUnitElements; ++k) result.values[k] = std::bit_cast<float>(raw.words[k]);
-  } else {
-    for (int k = 0; k < count; ++k) result.values[k] = from[k];
+    return result;
+  }
+  HSDP_UNROLL
+  for (int k = 0; k < kUnitElements; ++k) {
+    if (k < count) result.values[k] = from[k];
   }
   return result;
 }
@@ -66,29 +103,40 @@ HSDP_HOST_DEVICE inline void store_floats(const UnitValues& unit, float* to, std
       raw.words[k] = std::bit_cast<std::uint32_t>(unit.values[k]);
     }
     kernels::store_raw(raw, to);
-  } else {
-    for (int k = 0; k < count; ++k) to[k] = unit.values[k];
+    return;
+  }
+  HSDP_UNROLL
+  for (int k = 0; k < kUnitElements; ++k) {
+    if (k < count) to[k] = unit.values[k];
   }
 }
 
 // Bytes at any address.
 HSDP_HOST_DEVICE inline UnitValues decode_bytes(const std::int8_t* codes, float scale,
                                                 std::int32_t count) {
-  UnitValues result{};
   std::uint32_t words[2] = {};
   if (count == kUnitElements && reinterpret_cast<std::uintptr_t>(codes) % 4 == 0) {
     kernels::move_bytes<kernels::AccessOf4, kUnitElements>(codes, words);
   } else {
-    for (int k = 0; k < count; ++k) {
+    HSDP_UNROLL
+    for (int k = 0; k < kUnitElements; ++k) {
+      if (k >= count) continue;
       words[k / 4] |= std::uint32_t{static_cast<std::uint8_t>(codes[k])} << (k % 4 * 8);
     }
   }
+  UnitValues result;
   HSDP_UNROLL
   for (int k = 0; k < kUnitElements; ++k) {
     const auto code = static_cast<std::int8_t>(words[k / 4] >> (k % 4 * 8));
     result.values[k] = k < count ? decoded(code, scale) : 0.0F;
   }
   return result;
+}
+
+// Code `k` of a word of int4 codes, without the conversion of an integer, which takes a GPU longer.
+HSDP_HOST_DEVICE inline float code_in_word(std::uint32_t word, int k) {
+  constexpr std::uint32_t kUnitIsOneBits = 0x4b000000U;  // 2^23
+  return std::bit_cast<float>((word >> (4 * k) & 15U) | kUnitIsOneBits) - (0x1p23F + 8.0F);
 }
 
 HSDP_HOST_DEVICE inline float load_scale(const std::byte* from, Dtype dtype) {
@@ -105,17 +153,23 @@ HSDP_HOST_DEVICE inline void store_scale(float scale, std::byte* to, Dtype dtype
 }
 
 // A unit of a message, decoded.
-HSDP_HOST_DEVICE inline UnitValues decode_unit(const Message& message, const GroupTile& tile,
-                                               const Unit& unit, std::int32_t first_count) {
-  const std::byte* const codes = codes_of(message, tile, unit.group, first_count);
-  const Code code = message.format.code;
+HSDP_HOST_DEVICE inline UnitValues decode_unit(const std::byte* codes, float scale, Code code,
+                                               const Unit& unit) {
   UnitValues result{};
   if (code == Code::kBf16) {
     const std::byte* const from = codes + 2 * static_cast<std::ptrdiff_t>(unit.place);
-    for (int k = 0; k < unit.count; ++k) result.values[k] = kernels::decode(from, k, Dtype::kBf16);
+    if (unit.count == kUnitElements) {
+      const kernels::Group group = kernels::load_group(from, Dtype::kBf16);
+      HSDP_UNROLL
+      for (int k = 0; k < kUnitElements; ++k) result.values[k] = group.values[k];
+      return result;
+    }
+    HSDP_UNROLL
+    for (int k = 0; k < kUnitElements; ++k) {
+      if (k < unit.count) result.values[k] = kernels::decode(from, k, Dtype::kBf16);
+    }
     return result;
   }
-  const float scale = load_scale(scale_of(message, tile, unit.group), message.format.scale_dtype);
   if (code == Code::kInt8) {
     return decode_bytes(reinterpret_cast<const std::int8_t*>(codes) + unit.place, scale,
                         unit.count);
@@ -124,8 +178,8 @@ HSDP_HOST_DEVICE inline UnitValues decode_unit(const Message& message, const Gro
       reinterpret_cast<const kernels::AccessOf4*>(codes + unit.place / 2)->words[0];
   HSDP_UNROLL
   for (int k = 0; k < kUnitElements; ++k) {
-    const auto half = static_cast<std::int32_t>(word >> (4 * k) & 15U);
-    if (k < unit.count) result.values[k] = decoded(half - 8, scale);
+    const float value = code_in_word(word, k) * scale;
+    result.values[k] = k < unit.count ? value : 0.0F;
   }
   return result;
 }
@@ -137,18 +191,26 @@ struct UnitCodes {
 HSDP_HOST_DEVICE inline void store_codes(const UnitCodes& unit, std::int32_t count, Code code,
                                          std::byte* to) {
   auto* const words = reinterpret_cast<kernels::AccessOf4*>(to);
-  std::uint32_t packed[2] = {};
-  HSDP_UNROLL
-  for (int k = 0; k < kUnitElements; ++k) {
-    if (k >= count) continue;
-    if (code == Code::kInt4) {
-      packed[0] |= static_cast<std::uint32_t>(unit.codes[k] + 8) << (4 * k);
-    } else {
-      packed[k / 4] |= static_cast<std::uint32_t>(unit.codes[k] & 0xff) << (k % 4 * 8);
+  if (code == Code::kInt4) {
+    std::uint32_t packed = 0;
+    HSDP_UNROLL
+    for (int k = 0; k < kUnitElements; ++k) {
+      packed |= static_cast<std::uint32_t>(unit.codes[k] + 8) << (4 * k);
     }
+    words[0].words[0] = count < kUnitElements ? packed & ((1U << (4 * count)) - 1U) : packed;
+    return;
   }
-  words[0].words[0] = packed[0];
-  if (code == Code::kInt8 && count > 4) words[1].words[0] = packed[1];
+  HSDP_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    if (count <= 4 * half) continue;
+    std::uint32_t packed = 0;
+    HSDP_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      if (4 * half + k >= count) continue;
+      packed |= static_cast<std::uint32_t>(unit.codes[4 * half + k] & 0xff) << (8 * k);
+    }
+    words[half].words[0] = packed;
+  }
 }
 
 // To any address.
@@ -156,15 +218,19 @@ HSDP_HOST_DEVICE inline void store_bytes(const UnitCodes& unit, std::int32_t cou
                                          std::int8_t* to) {
   if (count == kUnitElements && reinterpret_cast<std::uintptr_t>(to) % 4 == 0) {
     store_codes(unit, count, Code::kInt8, reinterpret_cast<std::byte*>(to));
-  } else {
-    for (int k = 0; k < count; ++k) to[k] = static_cast<std::int8_t>(unit.codes[k]);
+    return;
+  }
+  HSDP_UNROLL
+  for (int k = 0; k < kUnitElements; ++k) {
+    if (k < count) to[k] = static_cast<std::int8_t>(unit.codes[k]);
   }
 }
 
 struct QuantizeBody {
   static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
   struct Shared {
-    float values[kTileElements];          // of unit u from 8 u on
+    // The halves of all units: a warp's accesses of 16 bytes then meet no bank twice.
+    alignas(16) float values[2][kMostTileUnits][kUnitElements / 2];
     std::uint32_t tops[kMostTileGroups];  // magnitude bits
     GroupScaling scalings[kMostTileGroups];
     TileFigures figures;
@@ -172,7 +238,7 @@ struct QuantizeBody {
 
   const GroupTile* tiles = nullptr;
   std::int64_t tile_count = 0;
-  int group_size = 64;
+  UnitCut cut;
   const float* values = nullptr;
   float factor = 1.0F;
   ReceivedMessages received;
@@ -188,21 +254,21 @@ struct QuantizeBody {
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& shared) const {
     for (std::int64_t t = block.index(); t < tile_count; t += block.count()) {
       const GroupTile tile = tiles[t];
-      const int groups = group_count(tile, group_size);
+      const TileCut tile_cut(tile, cut);
       block.each_thread([&](int thread) {
-        if (thread < groups) shared.tops[thread] = 0;
+        if (thread < tile_cut.groups) shared.tops[thread] = 0;
         if (thread == 0) shared.figures = {};
       });
-      each_unit(block, tile, groups,
-                [&](const Unit& unit, int number) { read(block, tile, unit, number, shared); });
+      read(block, tile, tile_cut, shared);
+      const TilePlace to = place_of(out, tile, tile_cut.first_count);
       if (out.format.code == Code::kBf16) {
-        round(block, tile, groups, shared);
+        round(block, to, tile_cut, shared);
       } else {
-        code(block, tile, groups, shared);
+        code(block, tile, to, tile_cut, shared);
       }
       block.each_thread([&](int thread) {
         if (thread != 0) return;
-        write_fillers(out, tile, groups);
+        write_fillers(out, tile, tile_cut.groups);
         if (figures != nullptr) figures[t] = shared.figures;
       });
     }
@@ -210,19 +276,50 @@ struct QuantizeBody {
 
  private:
   template <class Visit>
-  HSDP_HOST_DEVICE void each_unit(const Block& block, const GroupTile& tile, int groups,
+  HSDP_HOST_DEVICE void each_unit(const Block& block, const TileCut& tile,
                                   const Visit& visit) const {
-    const int units = groups * (group_size / kUnitElements);
+    const int units = tile.groups * cut.units;
     block.each_thread([&](int thread) {
       for (int number = thread; number < units; number += Block::kThreads) {
-        const Unit unit = unit_of(tile, group_size, number);
+        const Unit unit = unit_of(tile, cut, number);
         if (unit.count > 0) visit(unit, number);
       }
     });
   }
 
-  [[nodiscard]] HSDP_HOST_DEVICE std::int32_t first_count(const GroupTile& tile) const {
-    return group_of(tile, group_size, 0).count;
+  // h of every unit, and the largest magnitude of each group. A thread's units are read together:
+  // the memory is far.
+  HSDP_HOST_DEVICE void read(const Block& block, const GroupTile& tile, const TileCut& tile_cut,
+                             Shared& shared) const {
+    const int units = tile_cut.groups * cut.units;
+    const bool sums = values == nullptr;
+    const TilePlace from =
+        sums ? place_of(received.first, tile, tile_cut.first_count) : TilePlace{};
+    block.each_thread([&](int thread) {
+      Unit unit[kUnitsAThread];
+      UnitValues h[kUnitsAThread];
+      HSDP_UNROLL
+      for (int i = 0; i < kUnitsAThread; ++i) {
+        const int number = thread + i * Block::kThreads;
+        unit[i] = number < units ? unit_of(tile_cut, cut, number) : Unit{};
+        h[i] = sums ? sum_of(from, unit[i])
+                    : load_floats(values + tile.element + unit[i].first, unit[i].count);
+      }
+      HSDP_UNROLL
+      for (int i = 0; i < kUnitsAThread; ++i) {
+        if (unit[i].count == 0) continue;
+        if (!sums) {
+          HSDP_UNROLL
+          for (float& value : h[i].values) value = value * factor;
+        }
+        if (before.exists()) {
+          const UnitValues e = error_of(tile, unit[i]);
+          HSDP_UNROLL
+          for (int k = 0; k < kUnitElements; ++k) h[i].values[k] = h[i].values[k] + e.values[k];
+        }
+        keep(block, unit[i], thread + i * Block::kThreads, h[i], shared);
+      }
+    });
   }
 
   // Where an element of the tile has its error, and a group its scale.
@@ -245,47 +342,51 @@ struct QuantizeBody {
                         before.scales[scale_place(before, tile, unit.group.number)], unit.count);
   }
 
-  [[nodiscard]] HSDP_HOST_DEVICE UnitValues given(const GroupTile& tile, const Unit& unit) const {
-    if (values != nullptr) {
-      UnitValues result = load_floats(values + tile.element + unit.first, unit.count);
-      HSDP_UNROLL
-      for (float& value : result.values) value = value * factor;
-      return result;
-    }
+  // Of the received messages, in their order.
+  [[nodiscard]] HSDP_HOST_DEVICE UnitValues sum_of(const TilePlace& first, const Unit& unit) const {
+    const GroupFormat& format = received.first.format;
+    const std::byte* codes = first.codes_of(unit.group.number);
+    const std::byte* scale = first.scale_of(unit.group.number);
     UnitValues sum{};
+    if (unit.count == 0) return sum;
+    HSDP_UNROLL_BY(4)
     for (int r = 0; r < received.count; ++r) {
-      const UnitValues row = decode_unit(received.at(r), tile, unit, first_count(tile));
+      const UnitValues row =
+          decode_unit(codes, load_scale(scale, format.scale_dtype), format.code, unit);
       HSDP_UNROLL
       for (int k = 0; k < kUnitElements; ++k) {
         sum.values[k] = r == 0 ? row.values[k] : sum.values[k] + row.values[k];
       }
+      codes += received.distance;
+      scale += received.distance;
     }
     return sum;
   }
 
-  // h, and the largest magnitude of each group.
-  HSDP_HOST_DEVICE void read(const Block& block, const GroupTile& tile, const Unit& unit,
-                             int number, Shared& shared) const {
-    UnitValues h = given(tile, unit);
-    if (before.exists()) {
-      const UnitValues e = error_of(tile, unit);
-      HSDP_UNROLL
-      for (int k = 0; k < kUnitElements; ++k) h.values[k] = h.values[k] + e.values[k];
-    }
-    keep(block, unit, number, h, shared);
-  }
-
   HSDP_HOST_DEVICE static void keep(const Block& block, const Unit& unit, int number,
-                                    const UnitValues& unit_values, Shared& shared) {
+                                    const UnitValues& kept, Shared& shared) {
     std::uint32_t top = 0;
     HSDP_UNROLL
     for (int k = 0; k < kUnitElements; ++k) {
-      if (k >= unit.count) continue;
-      const std::uint32_t magnitude = magnitude_bits(unit_values.values[k]);
+      const std::uint32_t magnitude = magnitude_bits(kept.values[k]);
       top = magnitude > top ? magnitude : top;
-      shared.values[number * kUnitElements + k] = unit_values.values[k];
+    }
+    HSDP_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      kernels::move_bytes<kernels::AccessOf16, 16>(kept.values + 4 * half,
+                                                   shared.values[half][number]);
     }
     block.raise_to(top, &shared.tops[unit.group.number]);
+  }
+
+  [[nodiscard]] HSDP_HOST_DEVICE static UnitValues kept_values(const Shared& shared, int number) {
+    UnitValues kept;
+    HSDP_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      kernels::move_bytes<kernels::AccessOf16, 16>(shared.values[half][number],
+                                                   kept.values + 4 * half);
+    }
+    return kept;
   }
 
   HSDP_HOST_DEVICE void note(const Block& block, double missed, double wanted,
@@ -294,38 +395,49 @@ struct QuantizeBody {
     block.add(wanted, &shared.figures.wanted);
   }
 
-  HSDP_HOST_DEVICE void round(const Block& block, const GroupTile& tile, int groups,
+  HSDP_HOST_DEVICE void round(const Block& block, const TilePlace& to, const TileCut& tile,
                               Shared& shared) const {
-    const int units = groups * (group_size / kUnitElements);
+    const int units = tile.groups * cut.units;
     block.each_thread([&](int thread) {
       bool marked = false;
       for (int number = thread; number < units; number += Block::kThreads) {
-        const Unit unit = unit_of(tile, group_size, number);
-        std::byte* const to =
-            codes_of(out, tile, unit.group, 0) + 2 * static_cast<std::ptrdiff_t>(unit.place);
+        const Unit unit = unit_of(tile, cut, number);
+        if (unit.count == 0) continue;
+        const UnitValues h = kept_values(shared, number);
+        kernels::Group sent;
         double missed = 0.0;
         double wanted = 0.0;
-        for (int k = 0; k < unit.count; ++k) {
-          const float h = shared.values[number * kUnitElements + k];
-          const Bf16 bits = to_bf16(h);
-          reinterpret_cast<kernels::AccessOf2*>(to)[k].half = bits.bits;
-          const float sent = to_float(bits);
-          if (magnitude_bits(sent) >= kInfinityBits) {
+        HSDP_UNROLL
+        for (int k = 0; k < kUnitElements; ++k) {
+          sent.values[k] = kernels::rounded_through(h.values[k], Dtype::kBf16);
+          if (magnitude_bits(sent.values[k]) >= kInfinityBits) {
             marked = true;
             continue;
           }
-          const double gap = static_cast<double>(h) - sent;
+          if (figures == nullptr) continue;
+          const double gap = static_cast<double>(h.values[k]) - sent.values[k];
           missed += gap * gap;
-          wanted += static_cast<double>(h) * h;
+          wanted += static_cast<double>(h.values[k]) * h.values[k];
         }
         if (figures != nullptr) note(block, missed, wanted, shared);
+        store_bf16(sent, unit.count,
+                   to.codes_of(unit.group.number) + 2 * static_cast<std::ptrdiff_t>(unit.place));
       }
       block.raise(marked, nonfinite);
     });
   }
 
+  HSDP_HOST_DEVICE static void store_bf16(const kernels::Group& sent, std::int32_t count,
+                                          std::byte* to) {
+    if (count == kUnitElements) return kernels::store_group(sent, to, Dtype::kBf16);
+    HSDP_UNROLL
+    for (int k = 0; k < kUnitElements; ++k) {
+      if (k < count) kernels::encode(sent.values[k], to, k, Dtype::kBf16);
+    }
+  }
+
   // The scalings of all groups, from their tops.
-  HSDP_HOST_DEVICE void scale(const Block& block, const GroupTile& tile, int groups,
+  HSDP_HOST_DEVICE void scale(const Block& block, const TilePlace& to, int groups,
                               Shared& shared) const {
     const ScalingRule rule = scaling_rule(out.format.code, out.format.scale_dtype);
     block.each_thread([&](int thread) {
@@ -335,55 +447,62 @@ struct QuantizeBody {
         shared.scalings[thread] = scaling_of(top, rule);
         shared.tops[thread] = 0;
         marked = top >= kInfinityBits;
-        store_scale(shared.scalings[thread].scale, scale_of(out, tile, {0, 0, thread}),
-                    out.format.scale_dtype);
+        store_scale(shared.scalings[thread].scale, to.scale_of(thread), out.format.scale_dtype);
       }
       block.raise(marked, nonfinite);
     });
   }
 
-  HSDP_HOST_DEVICE void code(const Block& block, const GroupTile& tile, int groups,
-                             Shared& shared) const {
-    scale(block, tile, groups, shared);
-    each_unit(block, tile, groups,
-              [&](const Unit& unit, int number) { code_unit(block, tile, unit, number, shared); });
+  HSDP_HOST_DEVICE void code(const Block& block, const GroupTile& tile, const TilePlace& to,
+                             const TileCut& tile_cut, Shared& shared) const {
+    scale(block, to, tile_cut.groups, shared);
+    each_unit(block, tile_cut, [&](const Unit& unit, int number) {
+      code_unit(block, tile, to, unit, number, shared);
+    });
     if (!before.exists() || after.values != nullptr) return;
     constexpr ScalingRule kRule = scaling_rule(Code::kInt8, Dtype::kF32);
     block.each_thread([&](int thread) {
-      if (thread >= groups) return;
+      if (thread >= tile_cut.groups) return;
       shared.scalings[thread] = scaling_of(shared.tops[thread], kRule);
       after.scales[scale_place(after, tile, thread)] = shared.scalings[thread].scale;
     });
-    each_unit(block, tile, groups,
+    each_unit(block, tile_cut,
               [&](const Unit& unit, int number) { code_error(tile, unit, number, shared); });
   }
 
-  HSDP_HOST_DEVICE void code_unit(const Block& block, const GroupTile& tile, const Unit& unit,
-                                  int number, Shared& shared) const {
+  HSDP_HOST_DEVICE void code_unit(const Block& block, const GroupTile& tile, const TilePlace& to,
+                                  const Unit& unit, int number, Shared& shared) const {
     const GroupScaling scaling = shared.scalings[unit.group.number];
     const bool marked = magnitude_bits(scaling.scale) >= kInfinityBits;
+    const UnitValues h = kept_values(shared, number);
     UnitCodes codes{};
-    UnitValues gaps{};
-    double missed = 0.0;
-    double wanted = 0.0;
+    if (!marked) {
+      HSDP_UNROLL
+      for (int k = 0; k < kUnitElements; ++k) codes.codes[k] = code_of(h.values[k], scaling);
+    }
+    store_codes(codes, unit.count, out.format.code,
+                to.codes_of(unit.group.number) +
+                    (out.format.code == Code::kInt4 ? unit.place / 2 : unit.place));
+    if (!before.exists() && figures == nullptr) return;
+    UnitValues gaps;
     HSDP_UNROLL
     for (int k = 0; k < kUnitElements; ++k) {
-      if (k >= unit.count) continue;
-      const float h = shared.values[number * kUnitElements + k];
-      if (!marked) codes.codes[k] = code_of(h, scaling);
-      gaps.values[k] = h - decoded(codes.codes[k], scaling.scale);
-      if (figures == nullptr || marked) continue;
-      missed += static_cast<double>(gaps.values[k]) * gaps.values[k];
-      wanted += static_cast<double>(h) * h;
+      gaps.values[k] = h.values[k] - decoded(codes.codes[k], scaling.scale);
     }
-    if (figures != nullptr) note(block, missed, wanted, shared);
-    std::byte* const to = codes_of(out, tile, unit.group, first_count(tile));
-    store_codes(codes, unit.count, out.format.code,
-                to + (out.format.code == Code::kInt4 ? unit.place / 2 : unit.place));
+    if (figures != nullptr && !marked) {
+      double missed = 0.0;
+      double wanted = 0.0;
+      HSDP_UNROLL
+      for (int k = 0; k < kUnitElements; ++k) {
+        missed += static_cast<double>(gaps.values[k]) * gaps.values[k];
+        wanted += static_cast<double>(h.values[k]) * h.values[k];
+      }
+      note(block, missed, wanted, shared);
+    }
     if (!before.exists()) return;
     const UnitValues e = error_of(tile, unit);
     const float take = 1.0F - beta;
-    UnitValues next{};
+    UnitValues next;
     HSDP_UNROLL
     for (int k = 0; k < kUnitElements; ++k) {
       next.values[k] = beta * e.values[k] + take * gaps.values[k];
@@ -399,22 +518,24 @@ struct QuantizeBody {
                                    const Shared& shared) const {
     const GroupScaling scaling = shared.scalings[unit.group.number];
     const bool marked = magnitude_bits(scaling.scale) >= kInfinityBits;
+    const UnitValues error = kept_values(shared, number);
     UnitCodes codes{};
-    PhiloxWords words{};
-    std::int64_t drawn = -1;  // which 16 elements these are for
-    for (int k = 0; k < unit.count; ++k) {
-      const float error = shared.values[number * kUnitElements + k];
-      if (!has_dither) {
-        if (!marked) codes.codes[k] = code_of(error, scaling);
-        continue;
+    if (!marked && !has_dither) {
+      HSDP_UNROLL
+      for (int k = 0; k < kUnitElements; ++k) codes.codes[k] = code_of(error.values[k], scaling);
+    } else if (!marked) {
+      PhiloxWords words{};
+      std::int64_t drawn = -1;  // which 16 elements these are for
+      HSDP_UNROLL
+      for (int k = 0; k < kUnitElements; ++k) {
+        const std::int64_t flat = tile.flat_offset + unit.first + k;
+        if (drawn != flat / kDitherElements) {
+          drawn = flat / kDitherElements;
+          words = dither_words(dither, tile.parameter, flat);
+        }
+        const float shift = dither_of(words, static_cast<int>(flat % kDitherElements));
+        codes.codes[k] = code_of(error.values[k], scaling, shift);
       }
-      const std::int64_t flat = tile.flat_offset + unit.first + k;
-      if (drawn != flat / kDitherElements) {
-        drawn = flat / kDitherElements;
-        words = dither_words(dither, tile.parameter, flat);
-      }
-      const float shift = dither_of(words, static_cast<int>(flat % kDitherElements));
-      if (!marked) codes.codes[k] = code_of(error, scaling, shift);
     }
     store_bytes(codes, unit.count, after.codes + error_place(after, tile, unit.first));
   }
@@ -426,7 +547,7 @@ struct DequantizeBody {
 
   const GroupTile* tiles = nullptr;
   std::int64_t tile_count = 0;
-  int group_size = 64;
+  UnitCut cut;
   Message in;
   float* values = nullptr;
   std::uint32_t* nonfinite = nullptr;
@@ -434,27 +555,36 @@ struct DequantizeBody {
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
     for (std::int64_t t = block.index(); t < tile_count; t += block.count()) {
       const GroupTile tile = tiles[t];
-      const int units = group_count(tile, group_size) * (group_size / kUnitElements);
-      const std::int32_t first = group_of(tile, group_size, 0).count;
+      const TileCut tile_cut(tile, cut);
+      const TilePlace from = place_of(in, tile, tile_cut.first_count);
+      const int units = tile_cut.groups * cut.units;
       block.each_thread([&](int thread) {
         bool marked = false;
         for (int number = thread; number < units; number += Block::kThreads) {
-          const Unit unit = unit_of(tile, group_size, number);
+          const Unit unit = unit_of(tile_cut, cut, number);
           if (unit.count == 0) continue;
-          const UnitValues decoded = decode_unit(in, tile, unit, first);
-          if (in.format.code == Code::kBf16) {
-            for (const float value : decoded.values) {
-              marked |= magnitude_bits(value) >= kInfinityBits;
-            }
-          } else if (unit.place == 0) {
-            const float scale = load_scale(scale_of(in, tile, unit.group), in.format.scale_dtype);
-            marked |= magnitude_bits(scale) >= kInfinityBits;
-          }
-          store_floats(decoded, values + tile.element + unit.first, unit.count);
+          store_floats(decode(from, unit, marked), values + tile.element + unit.first, unit.count);
         }
         block.raise(marked, nonfinite);
       });
     }
+  }
+
+ private:
+  [[nodiscard]] HSDP_HOST_DEVICE UnitValues decode(const TilePlace& from, const Unit& unit,
+                                                   bool& marked) const {
+    float scale = 0.0F;
+    if (in.format.code != Code::kBf16) {
+      scale = load_scale(from.scale_of(unit.group.number), in.format.scale_dtype);
+      marked |= magnitude_bits(scale) >= kInfinityBits;
+    }
+    const UnitValues decoded =
+        decode_unit(from.codes_of(unit.group.number), scale, in.format.code, unit);
+    if (in.format.code == Code::kBf16) {
+      HSDP_UNROLL
+      for (const float value : decoded.values) marked |= magnitude_bits(value) >= kInfinityBits;
+    }
+    return decoded;
   }
 };
 

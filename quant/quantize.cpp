@@ -55,10 +55,6 @@ void store_codes(const std::int32_t* codes, std::int32_t count, Code code, std::
   }
 }
 
-std::int32_t first_count(const GroupTile& tile, int group_size) {
-  return group_of(tile, group_size, 0).count;
-}
-
 // Where a group's error lies.
 struct ErrorGroup {
   ErrorGroup(const ErrorState& state, const GroupTile& tile, const TileGroup& group)
@@ -108,9 +104,9 @@ void read_group(const Quantize& args, const GroupTile& tile, const TileGroup& gr
   }
   for (int r = 0; r < args.received.count; ++r) {
     const Message message = args.received.at(r);
-    const std::byte* const codes =
-        codes_of(message, tile, group, first_count(tile, args.group_size));
-    const float scale = loaded_scale(scale_of(message, tile, group), message.format.scale_dtype);
+    const TilePlace place = place_of(message, tile);
+    const std::byte* const codes = place.codes_of(group.number);
+    const float scale = loaded_scale(place.scale_of(group.number), message.format.scale_dtype);
     for (std::int32_t i = 0; i < group.count; ++i) {
       float& sum = h[static_cast<std::size_t>(i)];
       const float value = decoded(loaded_code(codes, i, message.format.code), scale);
@@ -126,7 +122,8 @@ bool quantize_group(const Quantize& args, const GroupTile& tile, const TileGroup
   GroupValues h;
   read_group(args, tile, group, h);
   const auto count = static_cast<std::size_t>(group.count);
-  std::byte* const out = codes_of(args.out, tile, group, first_count(tile, args.group_size));
+  const TilePlace to = place_of(args.out, tile);
+  std::byte* const out = to.codes_of(group.number);
   const Code code = args.out.format.code;
   const auto note = [figures](double missed, double wanted) {
     if (figures == nullptr) return;
@@ -169,7 +166,7 @@ bool quantize_group(const Quantize& args, const GroupTile& tile, const TileGroup
     dithers[i] = dither_of(dither_words(*args.dither, tile.parameter, flat),
                            static_cast<int>(flat % kDitherElements));
   }
-  store_scale(scaling.scale, scale_of(args.out, tile, group), args.out.format.scale_dtype);
+  store_scale(scaling.scale, to.scale_of(group.number), args.out.format.scale_dtype);
   store_codes(codes.data(), group.count, code, out);
   if (feeds_back) {
     ErrorGroup(args.after, tile, group)
@@ -179,7 +176,8 @@ bool quantize_group(const Quantize& args, const GroupTile& tile, const TileGroup
 }
 
 bool dequantize_group(const Dequantize& args, const GroupTile& tile, const TileGroup& group) {
-  const std::byte* const codes = codes_of(args.in, tile, group, first_count(tile, args.group_size));
+  const TilePlace place = place_of(args.in, tile);
+  const std::byte* const codes = place.codes_of(group.number);
   float* const values = args.values + tile.element + group.begin;
   if (args.in.format.code == Code::kBf16) {
     bool marked = false;
@@ -189,7 +187,7 @@ bool dequantize_group(const Dequantize& args, const GroupTile& tile, const TileG
     }
     return marked;
   }
-  const float scale = loaded_scale(scale_of(args.in, tile, group), args.in.format.scale_dtype);
+  const float scale = loaded_scale(place.scale_of(group.number), args.in.format.scale_dtype);
   for (std::int32_t i = 0; i < group.count; ++i) {
     values[i] = decoded(loaded_code(codes, i, args.in.format.code), scale);
   }

@@ -286,9 +286,9 @@ struct FromReceived {
         distance(static_cast<std::size_t>(args.received.distance)),
         scale_dtype(args.received.first.format.scale_dtype) {
     const TileGroup first = group_of(tile, args.group_size, groups.first);
-    const std::int32_t head = group_of(tile, args.group_size, 0).count;
-    codes = codes_of(args.received.first, tile, first, head);
-    scales = scale_of(args.received.first, tile, first);
+    const TilePlace place = place_of(args.received.first, tile);
+    codes = place.codes_of(first.number);
+    scales = place.scale_of(first.number);
   }
   template <class Visit>
   HWY_INLINE void each_chunk(std::size_t group, std::size_t size, const Visit& visit) const {
@@ -581,8 +581,9 @@ template <Code kCode, class Source, class Error>
 bool quantize_whole(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
                     TileFigures* figures) {
   const TileGroup first = group_of(tile, args.group_size, groups.first);
-  std::byte* codes = codes_of(args.out, tile, first, group_of(tile, args.group_size, 0).count);
-  std::byte* const scales = scale_of(args.out, tile, first);
+  const TilePlace to_place = place_of(args.out, tile);
+  std::byte* codes = to_place.codes_of(first.number);
+  std::byte* const scales = to_place.scale_of(first.number);
   const auto scale_size = static_cast<std::size_t>(scale_bytes(args.out.format));
   const ScalingRule rule = scaling_rule(kCode, args.out.format.scale_dtype);
   const Source source(args, tile, groups);
@@ -634,7 +635,7 @@ template <class Source>
 bool round_whole(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
                  TileFigures* figures) {
   const TileGroup first = group_of(tile, args.group_size, groups.first);
-  auto* out = reinterpret_cast<std::uint16_t*>(codes_of(args.out, tile, first, 0));
+  auto* out = reinterpret_cast<std::uint16_t*>(place_of(args.out, tile).codes_of(first.number));
   const auto size = static_cast<std::size_t>(args.group_size);
   const Source source(args, tile, groups);
   VI largest = hn::Zero(DI());
@@ -709,8 +710,9 @@ HWY_INLINE bool dequantize_whole(const Dequantize& args, const GroupTile& tile,
                                  const WholeGroups& groups) {
   const auto size = static_cast<std::size_t>(args.group_size);
   const TileGroup first = group_of(tile, args.group_size, groups.first);
-  const std::byte* codes = codes_of(args.in, tile, first, group_of(tile, args.group_size, 0).count);
-  const std::byte* const scales = scale_of(args.in, tile, first);
+  const TilePlace place = place_of(args.in, tile);
+  const std::byte* codes = place.codes_of(first.number);
+  const std::byte* const scales = place.scale_of(first.number);
   float* to = args.values + tile.element + groups.begin;
   bool marked = false;
   for (std::size_t g = 0; g < groups.count(); ++g) {
@@ -735,7 +737,7 @@ HWY_INLINE bool widen_whole(const Dequantize& args, const GroupTile& tile,
   const std::size_t count = groups.count() * static_cast<std::size_t>(args.group_size);
   const TileGroup first = group_of(tile, args.group_size, groups.first);
   const auto* const from =
-      reinterpret_cast<const std::uint16_t*>(codes_of(args.in, tile, first, 0));
+      reinterpret_cast<const std::uint16_t*>(place_of(args.in, tile).codes_of(first.number));
   float* const to = args.values + tile.element + groups.begin;
   VI largest = hn::Zero(DI());
   for (std::size_t i = 0; i < count; i += kLanes) {

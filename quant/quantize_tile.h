@@ -15,47 +15,68 @@ struct TileGroup {
   std::int32_t number = 0;  // in the tile
 };
 
+// How many elements of the tile's first group lie before the tile.
+[[nodiscard]] HSDP_HOST_DEVICE inline std::int32_t head_of(const GroupTile& tile, int group_size) {
+  // A GPU has no instruction for a division of 64 bits, and most sizes need none.
+  const bool is_power_of_two = (group_size & (group_size - 1)) == 0;
+  return static_cast<std::int32_t>(is_power_of_two ? tile.flat_offset & (group_size - 1)
+                                                   : tile.flat_offset % group_size);
+}
+
 [[nodiscard]] HSDP_HOST_DEVICE inline std::int32_t group_count(const GroupTile& tile,
                                                                int group_size) {
-  const auto head = static_cast<std::int32_t>(tile.flat_offset % group_size);
-  return (head + tile.count + group_size - 1) / group_size;
+  return (head_of(tile, group_size) + tile.count + group_size - 1) / group_size;
+}
+
+// `head`: head_of() the tile.
+[[nodiscard]] HSDP_HOST_DEVICE inline TileGroup group_after(std::int32_t head,
+                                                            std::int32_t tile_count, int group_size,
+                                                            std::int32_t number) {
+  const std::int32_t begin = number == 0 ? 0 : number * group_size - head;
+  const std::int32_t end = (number + 1) * group_size - head;
+  return {begin, (end < tile_count ? end : tile_count) - begin, number};
 }
 
 [[nodiscard]] HSDP_HOST_DEVICE inline TileGroup group_of(const GroupTile& tile, int group_size,
                                                          std::int32_t number) {
-  const auto head = static_cast<std::int32_t>(tile.flat_offset % group_size);
-  const std::int32_t begin = number == 0 ? 0 : number * group_size - head;
-  const std::int32_t end = (number + 1) * group_size - head;
-  return {begin, (end < tile.count ? end : tile.count) - begin, number};
+  return group_after(head_of(tile, group_size), tile.count, group_size, number);
 }
 
-// The codes of a tile's group in a message: only the first group of a tile may be short and have
-// others after it.
-[[nodiscard]] HSDP_HOST_DEVICE inline std::byte* codes_of(const Message& message,
-                                                          const GroupTile& tile,
-                                                          const TileGroup& group,
-                                                          std::int32_t first_count) {
+// Where a tile's codes and scales lie in a message.
+struct TilePlace {
+  std::byte* codes = nullptr;   // of its first group
+  std::byte* scales = nullptr;  // of its first group
+  // Of its first group, which alone may be short and have others after it, and of the others.
+  std::int32_t first_code_bytes = 0;
+  std::int32_t code_bytes = 0;
+  std::int32_t scale_bytes = 0;
+
+  [[nodiscard]] HSDP_HOST_DEVICE std::byte* codes_of(std::int32_t group) const {
+    return group == 0 ? codes : codes + first_code_bytes + (group - 1) * code_bytes;
+  }
+  [[nodiscard]] HSDP_HOST_DEVICE std::byte* scale_of(std::int32_t group) const {
+    return scales + scale_bytes * group;
+  }
+};
+
+// `first_count`: the elements of the tile's first group.
+[[nodiscard]] HSDP_HOST_DEVICE inline TilePlace place_of(const Message& message,
+                                                         const GroupTile& tile,
+                                                         std::int32_t first_count) {
   const MessageRow& row = message.rows[tile.owner];
-  std::byte* const data = message.data + (row.codes - message.begin);
   const Code code = message.format.code;
-  if (code == Code::kBf16) {
-    return data + 2 * (static_cast<std::int64_t>(tile.position) + group.begin);
-  }
-  const std::int64_t words = code == Code::kInt4 ? tile.int4_words : tile.int8_words;
-  std::int64_t before = 0;
-  if (group.number > 0) {
-    before = code_bytes(code, first_count) +
-             (group.number - 1) * code_bytes(code, message.format.group_size);
-  }
-  return data + 4 * words + before;
+  const std::int64_t before = code == Code::kBf16   ? std::int64_t{2} * tile.position
+                              : code == Code::kInt4 ? std::int64_t{4} * tile.int4_words
+                                                    : std::int64_t{4} * tile.int8_words;
+  const int scale_size = scale_bytes(message.format);
+  return {message.data + (row.codes - message.begin) + before,
+          message.data + (row.scales - message.begin) + std::int64_t{scale_size} * tile.group,
+          static_cast<std::int32_t>(code_bytes(code, first_count)),
+          static_cast<std::int32_t>(code_bytes(code, message.format.group_size)), scale_size};
 }
-
-[[nodiscard]] HSDP_HOST_DEVICE inline std::byte* scale_of(const Message& message,
-                                                          const GroupTile& tile,
-                                                          const TileGroup& group) {
-  const MessageRow& row = message.rows[tile.owner];
-  return message.data + (row.scales - message.begin) +
-         scale_bytes(message.format) * (static_cast<std::int64_t>(tile.group) + group.number);
+[[nodiscard]] HSDP_HOST_DEVICE inline TilePlace place_of(const Message& message,
+                                                         const GroupTile& tile) {
+  return place_of(message, tile, group_of(tile, message.format.group_size, 0).count);
 }
 
 // The fillers behind a row's scales and codes, with the row's last tile.

@@ -33,7 +33,8 @@ HSDP_HOST_DEVICE constexpr float power_of_two(int exponent) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
-// The conversions of dtype.h. A GPU has instructions for those of f16: same bits, but for NaN.
+// The conversions of dtype.h. A GPU has instructions for those of f16 and for rounding to bf16:
+// same bits, but for NaN.
 HSDP_HOST_DEVICE inline float decode_f16(std::uint16_t bits) {
 #if defined(__CUDA_ARCH__)
   float value;
@@ -51,6 +52,17 @@ HSDP_HOST_DEVICE inline std::uint16_t encode_f16(float value) {
   return bits;
 #else
   return to_f16(value).bits;
+#endif
+}
+
+// Two in a word, `low` at the lower address.
+HSDP_HOST_DEVICE inline std::uint32_t encode_two_bf16(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  std::uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+#else
+  return to_bf16(low).bits | static_cast<std::uint32_t>(to_bf16(high).bits) << 16;
 #endif
 }
 

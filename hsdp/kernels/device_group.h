@@ -11,8 +11,12 @@
 // Before a loop over a thread's registers, which have no address: every index must be a constant.
 #if defined(__CUDA_ARCH__)
 #define HSDP_UNROLL _Pragma("unroll")
+// Before a loop whose rounds are to overlap, so many at a time.
+#define HSDP_UNROLL_BY(rounds) HSDP_PRAGMA(unroll rounds)
+#define HSDP_PRAGMA(words) _Pragma(#words)
 #else
 #define HSDP_UNROLL
+#define HSDP_UNROLL_BY(rounds)
 #endif
 
 namespace hsdp::kernels {
@@ -144,11 +148,17 @@ HSDP_HOST_DEVICE inline void store_group(const Group& group, void* to, Dtype dty
     return;
   }
   RawBytes<16> raw;
-  HSDP_UNROLL
-  for (int i = 0; i < kGroupElements / 2; ++i) {
-    const int low = 2 * i;
-    raw.words[i] = encode_half(group.values[low], dtype) |
-                   static_cast<std::uint32_t>(encode_half(group.values[low + 1], dtype)) << 16;
+  if (dtype == Dtype::kBf16) {
+    HSDP_UNROLL
+    for (int i = 0; i < kGroupElements / 2; ++i) {
+      raw.words[i] = encode_two_bf16(group.values[2 * i], group.values[2 * i + 1]);
+    }
+  } else {
+    HSDP_UNROLL
+    for (int i = 0; i < kGroupElements / 2; ++i) {
+      const std::uint32_t high = encode_f16(group.values[2 * i + 1]);
+      raw.words[i] = encode_f16(group.values[2 * i]) | high << 16;
+    }
   }
   store_raw<16>(raw, to);
 }

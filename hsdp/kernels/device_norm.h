@@ -35,7 +35,8 @@ struct ChunkSumBody {
   using Part = LanePart<kElementBytes>;
   static constexpr int kChunks = Block::kThreads / Part::kThreadsAChunk;  // a block at once
   static constexpr int kPitch = static_cast<int>(kNormLaneCount) + 1;     // no bank twice
-  static constexpr int kAtOnce = 8;
+  // Sums of sums keep few threads busy, which then wait for memory more than for anything else.
+  static constexpr int kAtOnce = kElementBytes == 8 ? 16 : 8;
   static constexpr int kRows = static_cast<int>(kNormChunkElements / kNormLaneCount);
   struct Shared {
     double lanes[kChunks * kPitch];

@@ -33,7 +33,7 @@ constexpr int kMostPackItems = 99;  // with the rest, within the 4 KiB of a kern
 
 template <int kElementBytes>
 struct PackListBody {
-  static constexpr int kResident = 3;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
   struct Shared {};
   static constexpr int kAtOnce = 8 / kElementBytes;  // groups that a thread has in flight
   static constexpr int kUnitGroups = kAtOnce * Block::kThreads;

@@ -51,8 +51,36 @@ HSDP_HOST_DEVICE inline std::int64_t group_begin(const DevicePass& pass, std::in
   return group * kGroupElements - (kGroupElements - pass.head) % kGroupElements;
 }
 
+// finish() of every element, without the steps that change nothing: the same for a whole grid.
+HSDP_HOST_DEVICE inline Group finished(Group t, bool has_add, const Group& add,
+                                       const ElementSteps& steps) {
+  const auto scale = [&t](float factor) {
+    if (factor == 1.0F) return;
+    HSDP_UNROLL
+    for (float& value : t.values) value = value * factor;
+  };
+  scale(steps.sum_scale);
+  if (has_add) {
+    HSDP_UNROLL
+    for (int i = 0; i < kGroupElements; ++i) t.values[i] = add.values[i] + t.values[i];
+  }
+  if (steps.total_dtype != Dtype::kF32) {
+    HSDP_UNROLL
+    for (float& value : t.values) {
+      value = rounded_through(value * steps.total_scale, steps.total_dtype);
+    }
+  }
+  scale(steps.result_scale);
+  if (steps.divisor != 1.0F) {
+    HSDP_UNROLL
+    for (float& value : t.values) value = value / steps.divisor;
+  }
+  scale(steps.multiplier);
+  return t;
+}
+
 // From the sums of the rows to the outputs, for the group or the element at `begin`; returns the
-// largest magnitude_bits().
+// largest magnitude_bits() where there is a flag to set.
 HSDP_HOST_DEVICE inline std::uint32_t finish_group(const DevicePass& pass, std::int64_t begin,
                                                    Group sums) {
   Group add{};
@@ -67,13 +95,14 @@ HSDP_HOST_DEVICE inline std::uint32_t finish_group(const DevicePass& pass, std::
     add = load_group(at_element(pass.base, begin, Dtype::kF32), Dtype::kF32);
   }
   const bool has_add = pass.add != nullptr || pass.base != nullptr;
-  Group results;
+  const Group results = finished(sums, has_add, add, pass.steps);
   std::uint32_t largest = 0;
-  HSDP_UNROLL
-  for (int i = 0; i < kGroupElements; ++i) {
-    results.values[i] = finish(sums.values[i], has_add, add.values[i], pass.steps);
-    const std::uint32_t magnitude = magnitude_bits(results.values[i]);
-    largest = magnitude > largest ? magnitude : largest;
+  if (pass.nonfinite != nullptr) {
+    HSDP_UNROLL
+    for (const float result : results.values) {
+      const std::uint32_t magnitude = magnitude_bits(result);
+      largest = magnitude > largest ? magnitude : largest;
+    }
   }
   for (int o = 0; o < pass.out_count; ++o) {
     store_group(results, at_element(pass.outs[o], begin, pass.out_dtype), pass.out_dtype);

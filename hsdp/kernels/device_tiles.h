@@ -96,10 +96,20 @@ struct TileBody {
       const int first = unit % groups * kGroupElements - shift;
       const std::int64_t before = -position;  // elements of the run that the window leaves out
       const std::int64_t end = pass.count - position < length ? pass.count - position : length;
+      if (first >= end || first + kGroupElements <= before) continue;
       const int start = first < 0 ? 0 : first;
       int row = plan.one_run ? start / tile.columns : run;
       int column = plan.one_run ? start % tile.columns : start;
       Group group{};
+      if (first >= 0 && first >= before && first + kGroupElements <= end &&
+          column + kGroupElements <= tile.columns) {
+        HSDP_UNROLL
+        for (int k = 0; k < kGroupElements; ++k) {
+          group.values[k] = get(shared, (column + k) * plan.pitch + row);
+        }
+        finish_group(pass, position + first, group);
+        continue;
+      }
       bool whole = true;
       HSDP_UNROLL
       for (int k = 0; k < kGroupElements; ++k) {

@@ -35,7 +35,7 @@
 // Threads: one at a time.
 // Streams: an update is work of the stream it is given, and must be over before the Reducer's next
 // step begins; on CUDA the stream of Reducer::set_stream is. Nothing waits for the GPU but steps()
-// and set_steps(). Not run on a GPU yet.
+// and set_steps().
 // Collective: construction, which prepares the Reducer.
 // Errors: UsageError for options out of range, slices that do not fit, a stream of another device,
 // and as Reducer::shard; nothing has changed then.

@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `overlap_param_gather`: `step` returns while parameters are gathered, and whoever reads one waits
       for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
-      gradients and new values cross the bus. Not run on a GPU yet.
+      gradients and new values cross the bus.
     - `master_dtype`: "f32", whatever the parameters have; moments of 16 bits make training stall.
     - `units`: at stage 3, what is gathered for its passes and released after: modules of these types, or
       of which a predicate is true; None: the elements of each ModuleList. The model itself is the

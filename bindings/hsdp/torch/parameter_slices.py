@@ -17,6 +17,11 @@ def refuse(expected: str, got: str) -> NoReturn:
     raise UsageError(f"zero: ShardedOptimizer: expected {expected}, got {got}")
 
 
+def flat_part(whole: torch.Tensor, offset: int, count: int) -> torch.Tensor:
+    """Elements of a tensor flattened row-major: a view of it where it lies so."""
+    return whole.contiguous().reshape(-1)[offset : offset + count]
+
+
 class ParameterSlice:
     """This rank's slice of one parameter; with layout "whole" all of it or nothing."""
 
@@ -60,7 +65,7 @@ class ParameterSlice:
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Its elements of a tensor of the parameter's shape, flat."""
-        return whole.reshape(-1)[self.offset : self.offset + self.count]
+        return flat_part(whole, self.offset, self.count)
 
     @property
     def inside_shape(self) -> torch.Size:
@@ -98,7 +103,7 @@ class ParameterSlice:
 
     def take(self) -> None:
         """Of one that will be released: its first values, of the parameter."""
-        values = self.part_of(self.parameter.data.contiguous())
+        values = self.part_of(self.parameter.data)
         self.master.detach().view(-1).copy_(values)
         if self.offloaded:
             self.stored.copy_(values)
@@ -172,6 +177,19 @@ class SliceMasters:
             grads: list[Any] = [one.master.grad for one in self.slices]
             torch._foreach_copy_(grads, [one.gradient for one in self.slices])
 
+    def reread(self) -> None:
+        """Takes over what somebody else has written to the parameters."""
+
+    def current(self) -> list[torch.Tensor]:
+        """What `reread` would make of them, not to be written. They stay as they are."""
+        return list(self._flat.split(self._counts))
+
+    def mark_rounded(self) -> None:
+        """The parameters have the masters' values, or get them from the gather."""
+
+    def load_parameters(self) -> None:
+        """Gives what gathers read the values of offloaded masters."""
+
 
 class Masters(SliceMasters):
     """Of parameters that stay, and what the masters were rounded to."""
@@ -195,7 +213,7 @@ class Masters(SliceMasters):
         return self._flat
 
     def reread(self) -> None:
-        """Takes over elements that somebody else has written since they were rounded."""
+        """Elements that were written since they were rounded."""
         now = self._read()
         current = self._with_written(now)
         if current is not self._flat:
@@ -203,15 +221,15 @@ class Masters(SliceMasters):
             self._rounded = now
 
     def current(self) -> list[torch.Tensor]:
-        """What `reread` would make of them, not to be written. They stay as they are."""
+        """With such elements."""
         return list(self._with_written(self._read()).split(self._counts))
 
     def mark_rounded(self) -> None:
-        """The parameters have the masters' values, or get them from the gather."""
+        """What is written from here on differs from that."""
         self._rounded.copy_(self._flat)
 
     def load_parameters(self) -> None:
-        """Gives the own slices the values of offloaded masters, which the gather cannot read."""
+        """Those are the own slices."""
         if self._offloaded:
             parts = list(self._rounded.split(self._counts))
             torch._foreach_copy_([one.own for one in self.slices], parts)
@@ -219,7 +237,8 @@ class Masters(SliceMasters):
 
 class StoredMasters(SliceMasters):
     """Of released parameters: their values are nowhere else. Gathers read them, or, of offloaded ones,
-    what they were rounded to, which stays on the device. They have none before `take` of each slice.
+    what they were rounded to, which stays on the device. They have none before `take` of each slice. A
+    unit that was written to says so itself.
     """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
@@ -233,17 +252,7 @@ class StoredMasters(SliceMasters):
         for one, part in zip(slices, self._stored.split(self._counts), strict=True):
             one.stored = part
 
-    def reread(self) -> None:
-        """Nothing: a unit that was written to says so."""
-
-    def current(self) -> list[torch.Tensor]:
-        """As they are, not to be written."""
-        return list(self._flat.split(self._counts))
-
-    def mark_rounded(self) -> None:
-        """Nothing: gathers round them."""
-
     def load_parameters(self) -> None:
-        """Rounds offloaded masters to what gathers read."""
+        """Those are rounded copies of them."""
         if self._offloaded:
             self._stored.copy_(self._flat)

@@ -39,7 +39,7 @@ from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
 from hsdp.torch.parameter_slices import (
     Masters,
     ParameterSlice,
-    StoredMasters,
+    SliceMasters,
     gather_whole,
     memory_of,
     refuse,
@@ -199,9 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         for reducer in self._reducers
                     }
                     self._note_memory()
-                    self._masters: list[Masters | StoredMasters] = [
-                        *sliced.masters, *self._make_masters()
-                    ]
+                    self._masters: list[SliceMasters] = [*sliced.masters, *self._make_masters()]
                     self._make_inner = functools.partial(optimizer_class, **options)
                     self._inner = self._make_inner(
                         [

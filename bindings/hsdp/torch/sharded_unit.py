@@ -12,7 +12,7 @@ import torch
 
 from hsdp import _hsdp
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.parameter_slices import flat_part, refuse
 from hsdp.torch.released_parameter import ReleasedParameter, released
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ class FrozenSlice:
 
     def take(self) -> None:
         """Its first values."""
-        whole = self.parameter.data.contiguous().reshape(-1)
-        self.stored.copy_(whole[self.offset : self.offset + self.count])
+        self.stored.copy_(flat_part(self.parameter.data, self.offset, self.count))
 
     def take_over(self, values: torch.Tensor) -> None:
         """Its new values."""
@@ -141,7 +140,7 @@ class ReleasedArray:
                 f"{data.dtype} {tuple(data.shape)} on {data.device}; make the Reducer and the optimizer "
                 "after the model has changed",
             )
-        return data.contiguous().reshape(-1)[self.slice.offset : self.slice.offset + self.slice.count]
+        return flat_part(data, self.slice.offset, self.slice.count)
 
     def show(self) -> None:
         """It is whole, to be written to: what is not written later stays as the slice is."""
@@ -213,7 +212,7 @@ class ReleasedArray:
                     "load through torch.distributed.checkpoint",
                 )
         else:
-            own = values.contiguous().reshape(-1)[offset : offset + count]
+            own = flat_part(values, offset, count)
         self.unit.drop_request()
         stored = self.slice.rounded()
         if own.data_ptr() != stored.data_ptr() or own.dtype != stored.dtype:

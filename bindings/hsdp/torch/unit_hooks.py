@@ -198,6 +198,8 @@ class UnitHooks:
 
     # What fits into `prefetch_bytes`, in the order in which it will be needed.
     def _next_ahead(self) -> list[ShardedUnit]:
+        if all(unit.is_present for unit in self.units):
+            return []
         ahead: list[ShardedUnit] = []
         size = 0
         for unit in self._order.following():

@@ -52,10 +52,11 @@ struct TilePlace {
   std::int32_t scale_bytes = 0;
 
   [[nodiscard]] HSDP_HOST_DEVICE std::byte* codes_of(std::int32_t group) const {
-    return group == 0 ? codes : codes + first_code_bytes + (group - 1) * code_bytes;
+    if (group == 0) return codes;
+    return codes + first_code_bytes + static_cast<std::ptrdiff_t>(group - 1) * code_bytes;
   }
   [[nodiscard]] HSDP_HOST_DEVICE std::byte* scale_of(std::int32_t group) const {
-    return scales + scale_bytes * group;
+    return scales + static_cast<std::ptrdiff_t>(group) * scale_bytes;
   }
 };
 

@@ -150,14 +150,14 @@ HSDP_HOST_DEVICE inline void store_group(const Group& group, void* to, Dtype dty
   RawBytes<16> raw;
   if (dtype == Dtype::kBf16) {
     HSDP_UNROLL
-    for (int i = 0; i < kGroupElements / 2; ++i) {
-      raw.words[i] = encode_two_bf16(group.values[2 * i], group.values[2 * i + 1]);
+    for (int i = 0; i < kGroupElements; i += 2) {
+      raw.words[i / 2] = encode_two_bf16(group.values[i], group.values[i + 1]);
     }
   } else {
     HSDP_UNROLL
-    for (int i = 0; i < kGroupElements / 2; ++i) {
-      const std::uint32_t high = encode_f16(group.values[2 * i + 1]);
-      raw.words[i] = encode_f16(group.values[2 * i]) | high << 16;
+    for (int i = 0; i < kGroupElements; i += 2) {
+      const std::uint32_t high = encode_f16(group.values[i + 1]);
+      raw.words[i / 2] = encode_f16(group.values[i]) | high << 16;
     }
   }
   store_raw<16>(raw, to);

@@ -447,6 +447,27 @@ class Branches(nn.Module):
         return x
 
 
+# Guesses do not reach beyond what will have been released by then.
+def gather_once_a_pass(forward: bool) -> None:
+    model = Tower(depth=6)
+    with training(model, reshard_after_forward=forward) as (_, reducer, optimizer):
+        mesh = reducer.mesh
+        released = sum(map(is_released, (p for p in model.parameters() if p.dim() > 1)))
+        for _ in range(3):
+            before = optimizer.gather_stats().gather_count
+            with coalesce_grad_reduction(reducer):
+                for seed in range(4):
+                    model(rows(mesh, seed)).square().mean().backward()
+            gathers = optimizer.gather_stats().gather_count - before
+            optimizer.step()
+        assert gathers <= 4 * released * (2 if forward else 1), (gathers, released)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_units_are_gathered_once_a_pass(ranks: Launcher, forward: bool) -> None:
+    ranks(2, gather_once_a_pass, forward)
+
+
 def evaluate_branches() -> None:
     model = Branches()
     layer_bytes = model.layers[0].weight.nbytes

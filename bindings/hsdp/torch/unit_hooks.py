@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,7 +153,8 @@ class UnitHooks:
         self._in_forward = dict.fromkeys(units, 0)  # how often, one in the other
         self._in_backward: dict[ShardedUnit, dict[int, int]] = {unit: {} for unit in units}
         self._told: set[int] = set()  # backward passes whose end is heard of
-        self._kept: ShardedUnit | None = None  # as it is needed before another one is gathered
+        # As they are needed before others are gathered: the root, and one more.
+        self._kept: set[ShardedUnit] = set()
         self._held: set[ShardedUnit] = set()  # until all passes are over
         self._until_update: set[ShardedUnit] = set()
         self._ahead: set[ShardedUnit] = set()  # asked for before they are needed
@@ -183,10 +184,9 @@ class UnitHooks:
             self._handles.append(above.register_forward_pre_hook(look))
 
     def _need(self, unit: ShardedUnit) -> None:
-        if self._kept is unit:
-            self._kept = None
-        elif not unit.is_present:
-            self._keep(None)
+        if not unit.is_present:  # a guess was wrong, or another one is over
+            self._release(self._kept)
+        self._kept.discard(unit)
         self._order.needed(unit)
         unit.gather()
         ahead = self._next_ahead()
@@ -196,13 +196,22 @@ class UnitHooks:
             following.request()
         self._ahead = set(ahead)
 
+    # What is needed from here on, up to a unit that is there now and will have been released by then.
+    def _coming(self) -> Iterator[ShardedUnit]:
+        passed = set()
+        for unit in self._order.following():
+            if unit in passed and unit.is_present and not (unit.is_pinned or unit.is_root):
+                return
+            passed.add(unit)
+            yield unit
+
     # What fits into `prefetch_bytes`, in the order in which it will be needed.
     def _next_ahead(self) -> list[ShardedUnit]:
         if all(unit.is_present for unit in self.units):
             return []
         ahead: list[ShardedUnit] = []
         size = 0
-        for unit in self._order.following():
+        for unit in self._coming():
             if unit.is_present or unit in ahead:
                 continue
             size += unit.nbytes
@@ -216,25 +225,28 @@ class UnitHooks:
     def _is_in_use(self, unit: ShardedUnit) -> bool:
         return bool(unit in self._held or self._in_forward[unit] or self._in_backward[unit])
 
-    def _keep(self, unit: ShardedUnit | None) -> None:
-        if self._kept is not None and self._kept is not unit:
-            self._kept.release()
-        self._kept = unit
+    def _release(self, units: Iterable[ShardedUnit]) -> None:
+        for unit in list(units):
+            self._kept.discard(unit)
+            unit.release()
 
     # A unit stays that is needed before any other would have to be gathered.
     def _let_go(self, unit: ShardedUnit) -> None:
         if self._is_in_use(unit) or unit in self._until_update:
             return
-        following = self._order.following()
-        if next((one for one in following if one is unit or not one.is_present), None) is unit:
-            self._keep(unit)
+        coming = self._coming()
+        if next((one for one in coming if one is unit or not one.is_present), None) is unit:
+            if not unit.is_root:
+                self._release(one for one in self._kept if one is not unit and not one.is_root)
+            self._kept.add(unit)
         else:
+            self._kept.discard(unit)
             unit.release()
 
     # What only stays for a later use: a state dict has its slices.
     def _give_back(self, unit: ShardedUnit) -> None:
-        if not self._is_in_use(unit) and (unit is self._kept or unit in self._until_update):
-            unit.release()
+        if not self._is_in_use(unit) and (unit in self._kept or unit in self._until_update):
+            self._release([unit])
 
     def _before_forward(self, unit: ShardedUnit, args: Any, kwargs: Any) -> Any:
         self._in_forward[unit] += 1
@@ -352,8 +364,7 @@ class UnitHooks:
 
     def _release_all(self, gathers: _hsdp.UnitGather) -> None:
         self._order.restart()
-        if self._kept is not None and self._kept.gathers is gathers:
-            self._kept = None
+        self._kept = {unit for unit in self._kept if unit.gathers is not gathers}
         self._ahead = {unit for unit in self._ahead if unit.gathers is not gathers}
         self._told.clear()
         for unit in self.units:

@@ -504,6 +504,35 @@ def test_a_master_may_be_read_between_the_passes(ranks: Launcher) -> None:
     ranks(2, read_a_master_in_between)
 
 
+# After a forward pass without a backward pass the root is there still, and its slices were replaced.
+def write_to_what_expired(how: str) -> None:
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        with training(model, stage=stage) as (mesh, reducer, optimizer):
+            step(model, mesh, reducer, optimizer)
+            optimizer_state = optimizer.state_dict()
+            whole = optimizer.full_model_state_dict(model)
+            step(model, mesh, reducer, optimizer, 1)
+            model(rows(mesh))
+            if how == "load":
+                optimizer.load_state_dict(optimizer_state)
+                model.load_state_dict({key: value * 2 for key, value in whole.items()})
+            else:
+                optimizer.master(model.first.weight)
+                with torch.no_grad():
+                    model.first.weight[3:].mul_(2)
+            step(model, mesh, reducer, optimizer, 2)
+            results.append(optimizer.full_model_state_dict(model))
+    for key in results[0]:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+@pytest.mark.parametrize("how", ["load", "write"])
+def test_what_is_written_to_what_expired_counts(ranks: Launcher, how: str) -> None:
+    ranks(2, write_to_what_expired, how)
+
+
 def train_by_two() -> None:
     results = []
     for stage in (2, 3):

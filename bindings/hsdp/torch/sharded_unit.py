@@ -99,7 +99,7 @@ class ReleasedArray:
         self._is_copied = not data.is_contiguous()
         self._row_major: torch.Tensor | None = None
         self._version: int = self.parameter._version
-        self._shown: torch.Tensor | None = None  # of a pinned one: what the slice was
+        self._shown: torch.Tensor | None = None  # of a pinned or a stale one: what the slice was
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +174,7 @@ class ReleasedArray:
             self._move()
         released[id(self.parameter)] = self
         self.parameter.__class__ = ReleasedParameter
+        self._shown = None
         self.free()
 
     def memory(self) -> object:
@@ -273,15 +274,19 @@ class ShardedUnit:
 
     def expire(self) -> None:
         """Its slices are about to be written to: the next use gathers it anew, unless it is pinned. Until
-        then it stays as it is, as a graph may have saved it.
+        then it stays as it is, as a graph may have saved it, and what is written to it counts.
         """
         self.drop_request()
         self.read_written()
-        self._is_stale = self.is_present and not self.is_pinned
+        if self.is_present and not self.is_pinned:
+            self._is_stale = True
+            for array in self._arrays:
+                array.show()
 
     def gather(self) -> None:
         """It is there when this returns, as its slices are."""
         if self._is_stale:
+            self.read_written()
             self._vanish()
         if self.is_present:
             return
@@ -294,7 +299,7 @@ class ShardedUnit:
 
     def read_written(self) -> None:
         """Its slices get what somebody has written to it: where torch has noticed, or of a pinned one all."""
-        if self.is_present and not self._is_stale:
+        if self.is_present:
             for array in self._arrays:
                 if self.is_pinned or array.was_written():
                     array.read()

@@ -25,6 +25,7 @@ constexpr int kUnitElements = kernels::kGroupElements;
 constexpr int kMostTileGroups = kTileElements / kLeastGroupSize;
 constexpr int kMostTileUnits = kTileElements / kUnitElements;
 constexpr int kUnitsAThread = kMostTileUnits / Block::kThreads;
+static_assert(kMostTileUnits % Block::kThreads == 0);
 
 // The units of a group, by which a GPU divides faster where their number is a power of two.
 struct UnitCut {
@@ -75,8 +76,8 @@ HSDP_HOST_DEVICE inline Unit unit_of(const TileCut& tile, const UnitCut& cut, in
   return unit;
 }
 
-// Those behind a unit's count are 0.
-struct UnitValues {
+// Those behind a unit's count are 0. Moved 16 bytes at a time.
+struct alignas(16) UnitValues {
   float values[kUnitElements];
 };
 

@@ -247,10 +247,9 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
   communicators().begin_work(comm);
   const ncclResult_t result =
       forward(&ncclCommSplit, "ncclCommSplit", comm, color, key, child, config);
-  // It says success of a split that its threads have still to make (init.cc: it returns the result
-  // of its own checks, not that of the group).
-  const bool goes_on = result == ncclSuccess && *child == nullptr;
-  communicators().end_work(comms, "ncclCommSplit", goes_on ? ncclInProgress : result);
+  // Of a communicator that does not block it says success, though threads of NCCL have still to
+  // make the child (init.cc: it returns the result of its own checks, not that of the group).
+  communicators().end_work(comms, "ncclCommSplit", result == ncclSuccess ? ncclInProgress : result);
   return result;
 }
 

@@ -278,7 +278,7 @@ class ShardedUnit:
         """
         self.drop_request()
         self.read_written()
-        if self.is_present and not self.is_pinned:
+        if self.is_present and not self.is_pinned and not self._is_stale:
             self._is_stale = True
             for array in self._arrays:
                 array.show()
@@ -286,8 +286,7 @@ class ShardedUnit:
     def gather(self) -> None:
         """It is there when this returns, as its slices are."""
         if self._is_stale:
-            self.read_written()
-            self._vanish()
+            self.release()
         if self.is_present:
             return
         self.request()

@@ -157,7 +157,6 @@ class UnitHooks:
         self._kept: set[ShardedUnit] = set()
         self._held: set[ShardedUnit] = set()  # until all passes are over
         self._until_update: set[ShardedUnit] = set()
-        self._ahead: set[ShardedUnit] = set()  # asked for before they are needed
         self._handles: list[Any] = []
         for unit in units:
             self._hook(unit)
@@ -190,11 +189,11 @@ class UnitHooks:
         self._order.needed(unit)
         unit.gather()
         ahead = self._next_ahead()
-        for wrong in self._ahead.difference(ahead):  # what was needed has come, and is there
-            wrong.drop_request()
+        for other in self.units:
+            if other.is_requested and other not in ahead:
+                other.drop_request()  # a wrong guess
         for following in ahead:
             following.request()
-        self._ahead = set(ahead)
 
     # What is needed from here on, up to a unit that is there now and will have been released by then.
     def _coming(self) -> Iterator[ShardedUnit]:
@@ -240,8 +239,7 @@ class UnitHooks:
                 self._release(one for one in self._kept if one is not unit and not one.is_root)
             self._kept.add(unit)
         else:
-            self._kept.discard(unit)
-            unit.release()
+            self._release([unit])
 
     # What only stays for a later use: a state dict has its slices.
     def _give_back(self, unit: ShardedUnit) -> None:
@@ -345,15 +343,12 @@ class UnitHooks:
 
     def expire(self) -> None:
         """What is needed next is gathered anew: slices are about to be written to."""
-        self._ahead.clear()
         for unit in self.units:
             unit.expire()
 
     def skip_update(self) -> None:
         """There is none: what stayed until then is released."""
-        for unit in self._until_update:
-            if not self._is_in_use(unit):
-                unit.release()
+        self._release(unit for unit in self._until_update if not self._is_in_use(unit))
         self._until_update.clear()
 
     def updated(self) -> None:
@@ -365,7 +360,6 @@ class UnitHooks:
     def _release_all(self, gathers: _hsdp.UnitGather) -> None:
         self._order.restart()
         self._kept = {unit for unit in self._kept if unit.gathers is not gathers}
-        self._ahead = {unit for unit in self._ahead if unit.gathers is not gathers}
         self._told.clear()
         for unit in self.units:
             if unit.gathers is gathers:

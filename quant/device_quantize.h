@@ -29,8 +29,8 @@ static_assert(kMostTileUnits % Block::kThreads == 0);
 
 // The units of a group, by which a GPU divides faster where their number is a power of two.
 struct UnitCut {
-  UnitCut() = default;
-  explicit UnitCut(int group_size_) : group_size(group_size_), units(group_size_ / kUnitElements) {
+  explicit UnitCut(int group_size_ = 64)
+      : group_size(group_size_), units(group_size_ / kUnitElements) {
     const auto number = static_cast<unsigned>(units);
     if (std::has_single_bit(number)) shift = std::countr_zero(number);
   }
@@ -39,8 +39,8 @@ struct UnitCut {
     return shift >= 0 ? unit >> shift : unit / units;
   }
 
-  int group_size = 64;
-  int units = 8;
+  int group_size;
+  int units;
   int shift = -1;
 };
 
@@ -484,18 +484,13 @@ struct QuantizeBody {
     store_codes(codes, unit.count, out.format.code,
                 to.codes_of(unit.group.number) +
                     (out.format.code == Code::kInt4 ? unit.place / 2 : unit.place));
-    if (!before.exists() && figures == nullptr) return;
-    UnitValues gaps;
-    HSDP_UNROLL
-    for (int k = 0; k < kUnitElements; ++k) {
-      gaps.values[k] = h.values[k] - decoded(codes.codes[k], scaling.scale);
-    }
     if (figures != nullptr && !marked) {
       double missed = 0.0;
       double wanted = 0.0;
       HSDP_UNROLL
       for (int k = 0; k < kUnitElements; ++k) {
-        missed += static_cast<double>(gaps.values[k]) * gaps.values[k];
+        const float gap = h.values[k] - decoded(codes.codes[k], scaling.scale);
+        missed += static_cast<double>(gap) * gap;
         wanted += static_cast<double>(h.values[k]) * h.values[k];
       }
       note(block, missed, wanted, shared);
@@ -506,7 +501,8 @@ struct QuantizeBody {
     UnitValues next;
     HSDP_UNROLL
     for (int k = 0; k < kUnitElements; ++k) {
-      next.values[k] = beta * e.values[k] + take * gaps.values[k];
+      next.values[k] =
+          next_error(e.values[k], h.values[k], decoded(codes.codes[k], scaling.scale), beta, take);
     }
     if (after.values != nullptr) {
       store_floats(next, after.values + error_place(after, tile, unit.first), unit.count);

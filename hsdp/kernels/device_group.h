@@ -61,10 +61,9 @@ HSDP_HOST_DEVICE inline void move_bytes(const void* from, void* to) {
   }
 }
 
-// One end is registers; `memory` decides on the width. In passes over
-// whole arrays all threads of a grid take the same branch, since they lie multiples of 16 bytes
-// apart. A host needs no widths, and its compiler may take branches that differ in alignment only
-// for the same.
+// One end is registers; `memory` decides on the width. In passes over whole arrays all threads of a
+// grid take the same branch, since they lie multiples of 16 bytes apart. A host needs no widths,
+// and its compiler may take branches that differ in alignment only for the same.
 template <int kBytes>
 HSDP_HOST_DEVICE inline void move_group(const void* from, void* to,
                                         [[maybe_unused]] const void* memory) {

@@ -74,6 +74,12 @@ def _loss(model: Any, mesh: Any, device: Any, dtype: Any, step: int, microbatch:
     return model(x).float().square().mean()
 
 
+def _run_step(reducer: Any, model: Any, device: Any, dtype: Any, step: int) -> None:
+    for m in range(MICROBATCHES):
+        with reducer.microbatch(last=m == MICROBATCHES - 1):
+            _loss(model, reducer.mesh, device, dtype, step, m).backward()
+
+
 def _train(mesh: Any, device: Any, dtype: Any, options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
@@ -84,9 +90,7 @@ def _train(mesh: Any, device: Any, dtype: Any, options: dict[str, Any]) -> dict[
         reducer.attach(model)
         optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, model, reducer, lr=1e-2, **options)
         for step in range(STEPS):
-            for m in range(MICROBATCHES):
-                with reducer.microbatch(last=m == MICROBATCHES - 1):
-                    _loss(model, mesh, device, dtype, step, m).backward()
+            _run_step(reducer, model, device, dtype, step)
             optimizer.step()
         state = optimizer.full_model_state_dict(model)
         optimizer.close()
@@ -129,9 +133,7 @@ def _one_process(mesh: Any, device: Any) -> str:
         reducer.attach(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(STEPS):
-            for m in range(MICROBATCHES):
-                with reducer.microbatch(last=m == MICROBATCHES - 1):
-                    _loss(model, mesh, device, torch.float32, step, m).backward()
+            _run_step(reducer, model, device, torch.float32, step)
             reducer.gather_gradients()
             optimizer.step()
     return _difference(found, {name: value.detach().cpu() for name, value in model.state_dict().items()})

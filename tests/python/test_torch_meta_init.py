@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher
+from same_tensors import require_same
 from torch import nn
 
 import hsdp
@@ -100,12 +101,6 @@ def trained(
         state.update({name: b.clone() for name, b in model.named_buffers()})
         optimizer.close()
         return state
-
-
-def require_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        assert torch.equal(value, right[key]), key
 
 
 EVERY_STAGE: list[dict[str, Any]] = [

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher
+from same_tensors import require_same
 from torch import nn
 
 import hsdp
@@ -191,8 +192,7 @@ def write_unsharded(write: bool) -> None:
             step(one, mesh, reducer, optimizer, 3)
             results.append(optimizer.full_model_state_dict(one))
     assert results[0].keys() == results[1].keys() == like.state_dict().keys()
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 @pytest.mark.parametrize("write", [True, False])
@@ -216,8 +216,7 @@ def call_other_methods() -> None:
                     model.last(model.encode(rows(mesh, seed))).sum().backward()
                 optimizer.step()
             results.append(optimizer.full_model_state_dict(model))
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 def test_other_methods_may_be_forwards(ranks: Launcher) -> None:
@@ -254,8 +253,7 @@ def go_different_ways() -> None:
                     assert seed == 2 and mesh.rank == 0
                     assert list(error.ranks) == [1]
             results.append(optimizer.full_model_state_dict(model))
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 def test_ranks_may_go_different_ways(ranks: Launcher) -> None:
@@ -281,8 +279,7 @@ def train_in_windows(layout: str) -> None:
                 scaler.step(optimizer)
                 scaler.update()
             results.append(optimizer.full_model_state_dict(model))
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 @pytest.mark.parametrize("layout", ["flat", "dim0", "whole"])
@@ -374,8 +371,7 @@ def write_to_what_stays(how: str) -> None:
             results.append(optimizer.full_model_state_dict(model))
     half = len(results) // 2
     for left, right in zip(results[:half], results[half:], strict=True):
-        for key in left:
-            assert torch.equal(left[key], right[key]), key
+        require_same(left, right)
 
 
 @pytest.mark.parametrize("how", ["unshard", "whole", "write back"])
@@ -496,8 +492,7 @@ def read_a_master_in_between() -> None:
                     loss.backward()
                 optimizer.step()
             results.append(optimizer.full_model_state_dict(model))
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 def test_a_master_may_be_read_between_the_passes(ranks: Launcher) -> None:
@@ -524,8 +519,7 @@ def write_to_what_expired(how: str) -> None:
                     model.first.weight[3:].mul_(2)
             step(model, mesh, reducer, optimizer, 2)
             results.append(optimizer.full_model_state_dict(model))
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 @pytest.mark.parametrize("how", ["load", "write"])
@@ -555,8 +549,7 @@ def train_by_two() -> None:
             muon.close()
             adamw.close()
         results.append(model.state_dict())
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 def test_two_optimizers_may_share_a_module(ranks: Launcher) -> None:
@@ -586,8 +579,7 @@ def order_memory() -> None:
             results.append(optimizer.full_model_state_dict(model))
             strides = [p.stride() for p in model.parameters()]
             assert strides[2] == (27, 1, 9, 3)
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 def test_memory_of_any_order(ranks: Launcher) -> None:
@@ -744,8 +736,7 @@ def run_containers() -> None:
                 optimizer.step()
             whole = optimizer.full_model_state_dict(model)
             results.append({**whole, **{f"output {i}": one for i, one in enumerate(outputs)}})
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 def test_containers_of_modules(ranks: Launcher) -> None:
@@ -762,8 +753,7 @@ def parametrize() -> None:
             for seed in range(3):
                 step(model, mesh, reducer, optimizer, seed)
             results.append(optimizer.full_model_state_dict(model))
-    for key in results[0]:
-        assert torch.equal(results[0][key], results[1][key]), key
+    require_same(*results)
 
 
 def test_parametrized_layers(ranks: Launcher) -> None:

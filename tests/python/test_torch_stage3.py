@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher
+from same_tensors import require_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -73,12 +74,6 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> Any:
 
 def whole(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     return optimizer.full_model_state_dict(model)
-
-
-def require_same(left: Any, right: Any) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        assert torch.equal(value, right[key]), key
 
 
 def released(model: nn.Module) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Launcher
 from fsdp2_model import start_torch
+from same_tensors import require_same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -102,12 +103,6 @@ class Run:
     def close(self) -> None:
         self.optimizer.close()
         self.reducer.close()
-
-
-def require_same(left: dict[str, Any], right: dict[str, Any]) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        assert torch.equal(value, right[key]), key
 
 
 def save_all(folder: str, shard: int) -> None:

@@ -1,9 +1,12 @@
-"""`pip install .` into a fresh environment gives the package and both commands."""
+"""`pip install .` into a fresh environment gives the package and both commands, and says what it is at."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import pty
+import re
 import subprocess
 import sys
 import zipfile
@@ -44,20 +47,37 @@ def test_what_is_in_it(wheel: pathlib.Path) -> None:
     assert strangers == [] and not [name for name in names if "tests" in name or "include" in name]
 
 
-STEP = """
-import numpy as np, hsdp
-with hsdp.init_mesh(shard=2) as mesh:
-    x = np.full(3, mesh.rank + 1, np.float32)
-    assert mesh.world.all_reduce(x).tolist() == [3] * 3
-print("hsdp", hsdp.__version__)
-"""
-
-
 def test_it_installs_and_runs(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"), cwd=tmp_path)
     there = tmp_path / "venv" / "bin"
     run(str(there / "python"), "-m", "pip", "install", "-q", str(wheel), cwd=tmp_path)
-    (tmp_path / "step.py").write_text(STEP)
-    command = [str(there / "hsdp_run"), "-n", "2", str(there / "python"), "step.py"]
-    version = run(str(there / "hsdp_check"), "--version", cwd=tmp_path).split()[-1]
-    assert f"hsdp {version}" in run(*command, cwd=tmp_path)
+    command = ["env", f"PATH={there}", str(there / "python"), str(ROOT / "tests/package/try_installed.py")]
+    assert re.match(r"hsdp [0-9.]+, Python 3.*: sound", run(*command, cwd=tmp_path))
+
+
+# Ninja's lines, behind the back of Python's own sys.stdout as CMake's are.
+BUILD = """
+import subprocess, build_backend
+with build_backend._progress():
+    subprocess.run(["sh", "-c", "echo start; for i in $(seq 0 40); do echo [$i/40] x; done; echo [1/2] y; echo [2/2] z"])
+print("done")
+"""
+
+
+def test_a_terminal_is_told_each_tenth_of_a_build(tmp_path: pathlib.Path) -> None:
+    """pip, whose part the test takes, reads the build's output."""
+    kept = tmp_path / "kept"
+    child, terminal = pty.fork()
+    if child == 0:
+        os.dup2(os.open(kept, os.O_CREAT | os.O_WRONLY), 1)
+        os.execve(sys.executable, [sys.executable, "-c", BUILD], {**os.environ, "PYTHONPATH": str(ROOT / "cmake")})
+    told = b""
+    with contextlib.suppress(OSError):  # EIO: the child has closed it
+        while part := os.read(terminal, 1000):
+            told += part
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    lines = [line.strip() for line in told.decode().replace("\r", "").split("\n  hsdp: ")]
+    assert lines[1].startswith("compiling on ") and "pip install -v . shows all" in lines[1]
+    assert lines[2:] == [f"{n} of 40 compiled" for n in range(4, 41, 4)] + ["2 of 2 compiled"]
+    assert kept.read_text() == "start\n" + "".join(f"[{n}/40] x\n" for n in range(41)) + "[1/2] y\n[2/2] z\ndone\n"

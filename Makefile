@@ -1,13 +1,13 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
-.PHONY: help demo test build nightly bench gpu gpu-kit format format-check lint fuzz clean venv \
+.PHONY: help demo test build nightly bench gpu gpu-kit wheel format format-check lint fuzz clean venv \
         dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
         bench-dependencies
 .DEFAULT_GOAL := help
 
 # make test PRESET=dev: another preset; make test ARGS="-R Mesh": more arguments for ctest;
 # make test TORCH=0: without PyTorch and its tests; CMAKE_ARGS: more arguments for the configuration.
-# PYTHON names another interpreter than python3.
+# PYTHON names another interpreter than python3; make wheel takes several.
 PYTHON ?= python3
 PRESET ?= release
 TEST_PRESET ?= $(PRESET)
@@ -60,6 +60,9 @@ gpu:  ## check and measure this machine's GPUs and write a report; docs/gpu.md s
 
 gpu-kit: dependencies venv nccl-dependencies  ## pack what `gpu` needs for a machine without compilers and network
 	@build/venv/bin/python tests/gpu/make_kit.py $(ARGS)
+
+wheel: dependencies  ## make a wheel of PYTHON with its libraries inside, and try it without compilers
+	@sh cmake/make_wheel.sh build/wheels $(PYTHON)
 
 fuzz: fuzz-dependencies build/fuzz/build.ninja  ## feed hostile files to the snapshot reader for FUZZ_SECONDS
 	@cmake --build --preset fuzz -j $(JOBS) --target snapshot_fuzzer

@@ -18,6 +18,7 @@ class CurrentStream:
     def __init__(self, device: str) -> None:
         self._index = int(device.partition(":")[2])
         self._source: Callable[[], int] | None = None
+        self._raw: Callable[[int], int] | None = None  # asked for every gradient
 
     def set(self, stream: Any) -> None:
         """Follows `stream` from now on, as `Mesh.set_stream` says."""
@@ -32,13 +33,15 @@ class CurrentStream:
     def __call__(self) -> int:
         if self._source is not None:
             return self._source()
-        torch = sys.modules.get("torch")
-        cuda = getattr(torch, "cuda", None)
-        if cuda is None or not cuda.is_initialized():
-            return LEGACY_DEFAULT
-        raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # asked for every gradient
-        handle: int = raw(self._index) if raw else cuda.current_stream(self._index).cuda_stream
-        return handle
+        if self._raw is None:
+            cuda = getattr(sys.modules.get("torch"), "cuda", None)
+            if cuda is None or not cuda.is_initialized():
+                return LEGACY_DEFAULT
+            self._raw = getattr(sys.modules.get("hsdp.torch.private_torch"), "current_raw_stream", None)
+            if self._raw is None:
+                handle: int = cuda.current_stream(self._index).cuda_stream
+                return handle
+        return self._raw(self._index)
 
 
 # An int, or what torch (cuda_stream), CuPy (ptr) and others (handle) call it.

@@ -15,6 +15,7 @@ import torch
 from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError
 from hsdp.line_agreement import digest_of, first_difference
 from hsdp.mesh import Mesh
+from hsdp.torch import private_torch
 from hsdp.torch.trainable_parameters import is_dtensor
 from hsdp.torch.value_digests import row_major_bytes, value_digests
 
@@ -40,13 +41,13 @@ class _Place(NamedTuple):
     @property
     def of_norm(self) -> bool:
         """Whether F.batch_norm may write to it, which counts no version."""
-        return "running_mean" in self.module._buffers
+        return "running_mean" in private_torch.buffers_of(self.module)
 
     @property
     def state(self) -> tuple[Any, ...] | None:
         """Changes when somebody writes to it or replaces it."""
         tensor = self.tensor
-        return None if tensor is None else (tensor.data_ptr(), tensor._version)
+        return None if tensor is None else (tensor.data_ptr(), private_torch.version(tensor))
 
 
 class BufferSync:
@@ -207,7 +208,7 @@ def _places(model: torch.nn.Module, without: Collection[str]) -> Iterable[_Place
     found: dict[int, _Place] = {}
     names = set()
     for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in private_torch.buffers_of(module).items():
             name = f"{prefix}.{key}" if prefix else key
             names.add(name)
             if buffer is not None and name not in without:

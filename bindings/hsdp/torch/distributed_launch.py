@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hsdp import _hsdp
 from hsdp.errors import MismatchError, UsageError
+from hsdp.torch import private_torch
 from hsdp.torch.meeting_store import MeetingStore
 from hsdp.torch.store_rendezvous import address_of_rank_0, address_of_store
 
@@ -77,7 +78,7 @@ def _variables(timeout_s: float) -> dict[str, str]:
     known = _agreed.get(group)
     if known is not None and not fault:
         return known
-    store = dist.distributed_c10d._get_default_store()
+    store = private_torch.default_store()
     if store is None:  # MPI's, which has its launcher's variables
         if fault or place is None:
             raise UsageError(fault or "launch: expected a store of torch.distributed's default "

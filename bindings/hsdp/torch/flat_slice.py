@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from hsdp.errors import UsageError
+from hsdp.torch import private_torch
 
 _aten = torch.ops.aten
 # What copies or moves a tensor of any shape.
 _COPIES = frozenset({
     _aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.empty_like.default,
-    _aten.lift_fresh.default, _aten._to_copy.default,
+    _aten.lift_fresh.default, private_torch.to_copy,
 })
 
 
@@ -39,7 +40,7 @@ class FlatSlice(torch.Tensor):
     _offset: int
 
     def __new__(cls, local: torch.Tensor, shape: Sequence[int], offset: int) -> FlatSlice:
-        made: FlatSlice = torch.Tensor._make_wrapper_subclass(
+        made: FlatSlice = private_torch.make_wrapper_subclass(
             cls, tuple(shape), dtype=local.dtype, device=local.device
         )
         made._local = local

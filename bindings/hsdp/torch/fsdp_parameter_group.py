@@ -1,6 +1,6 @@
 """The parameters of one FSDPModule, which FSDP2 reduces together as one flat tensor.
 
-All that hsdp knows of FSDP2's inside stands here: FSDP2 has no public way to list these groups.
+FSDP2 has no public way to list these groups; private_torch.py has what it takes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from hsdp.errors import UsageError
+from hsdp.torch import private_torch
 
 
 class FsdpParameterGroup:
@@ -40,7 +39,7 @@ class FsdpParameterGroup:
     def mesh_text(self) -> str | None:
         """What keeps a replica hook out; None: a one-dimensional shard mesh, as it should be."""
         info = self._group.mesh_info
-        if isinstance(info, DDPMeshInfo) or not isinstance(info, FSDPMeshInfo):
+        if private_torch.fsdp_has_replicas(info):
             return f"a {info.mesh.ndim}-D mesh {tuple(info.mesh.shape)}, which has replicas"
         return None
 
@@ -78,7 +77,7 @@ class FsdpParameterGroup:
     @property
     def hook(self) -> Any:
         """What set_all_reduce_hook set."""
-        return self._group._all_reduce_hook
+        return private_torch.fsdp_all_reduce_hook(self._group)
 
     def set_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
         """As FSDPModule.set_all_reduce_hook; None takes the hook out."""
@@ -99,8 +98,12 @@ class FsdpParameterGroup:
     @property
     def in_backward(self) -> bool:
         """Whether FSDP2 is in a backward of the model, however deep."""
-        state = self._module._get_fsdp_state()._state_ctx
-        return bool(state.post_backward_final_callback_queued)
+        return bool(private_torch.fsdp_root(self._module).post_backward_final_callback_queued)
+
+    @property
+    def root(self) -> int:
+        """Which model of FSDPModules it is in."""
+        return id(private_torch.fsdp_root(self._module))
 
     def trainable_ids(self) -> tuple[int, ...]:
         """Which parameters the flat tensor has."""
@@ -116,11 +119,11 @@ class FsdpParameterGroup:
         offset = 0
         for i, p in enumerate(self._trainable()):
             padded = p.padded_sharded_param_size.numel()
-            begin = min(self._group.mesh_info.shard_mesh_rank * padded, p._orig_size.numel())
+            begin = min(self._group.mesh_info.shard_mesh_rank * padded, private_torch.fsdp_size(p).numel())
             name = names.get(id(p.sharded_param), f"{self.name}, parameter {i}")
             dtype = str(self.dtype).removeprefix("torch.")
             count = p.sharded_size.numel()
-            places.append((name, tuple(p._orig_size), dtype, offset, count, begin))
+            places.append((name, tuple(private_torch.fsdp_size(p)), dtype, offset, count, begin))
             offset += padded
         return places
 
@@ -128,11 +131,7 @@ class FsdpParameterGroup:
         """What FSDP2 does with the flat tensor after its hook: divides, casts, and sets or adds to
         the gradients.
         """
-        group = self._group
-        _, divide_after, _, _ = _get_gradient_divide_factors(
-            group._reduce_scatter_process_group, None, self.reduce_dtype, self.device.type,
-            group.gradient_divide_factor, group.force_sum_reduction_for_comms,
-        )
+        divide_after = private_torch.fsdp_divisor_after(self._group, self.reduce_dtype, self.device.type)
         if divide_after is not None and divide_after != 1:
             flat = flat / divide_after
         flat = flat.to(self.dtype)
@@ -149,7 +148,7 @@ class FsdpParameterGroup:
             parameter.grad = fsdp_param.to_sharded_dtensor(part)
         else:
             parameter.grad.to_local().add_(part)
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in private_torch.post_accumulate_grad_hooks(parameter).values():
             hook(parameter)
 
 
@@ -160,11 +159,11 @@ def fsdp_parameter_groups(model: torch.nn.Module) -> list[FsdpParameterGroup]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        state = module._get_fsdp_state()
-        if id(state) in seen:
+        state = id(private_torch.fsdp_state(module))
+        if state in seen:
             continue
-        seen.add(id(state))
-        groups = state._fsdp_param_groups
+        seen.add(state)
+        groups = private_torch.fsdp_groups(module)
         if len(groups) > 1:
             raise UsageError(
                 f"replica_hook: expected one mesh for all parameters of {title(name)}, got "
@@ -192,8 +191,8 @@ def places_within(
             f"got an object of type {type(module).__name__}; pass one that fully_shard was called on"
         )
     modules = module.modules() if recurse else [module]
-    states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
-    theirs = {id(group) for state in states for group in state._fsdp_param_groups}
+    within = [m for m in modules if isinstance(m, FSDPModule)]
+    theirs = {id(group) for m in within for group in private_torch.fsdp_groups(m)}
     places = [place for place, group in enumerate(groups) if group.identity in theirs]
     if not places:
         raise UsageError(

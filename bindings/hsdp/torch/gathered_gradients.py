@@ -6,6 +6,8 @@ import sys
 
 import torch
 
+from hsdp.torch import private_torch
+
 
 class GatheredGradients:
     """One tensor for each parameter, as long as nobody else holds the last one's memory.
@@ -41,7 +43,7 @@ def _fits(kept: torch.Tensor, parameter: torch.Tensor) -> bool:
 # Of tensors (NumPy's arrays over them, too), and of Python's object for the storage.
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    return private_torch.storage_holders(storage), sys.getrefcount(storage)
 
 
 _ALONE = _holders(torch.empty(1))

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
+from hsdp.torch import private_torch
 from hsdp.torch import unreduced_gradient_guard as guard
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor, done: Collectio
     left = {t.data_ptr(): t for t in tensors if t.data_ptr() not in done}
     if left:
         listed = list(left.values())
-        torch._foreach_mul_(listed, factor.to(listed[0].device))
+        private_torch.foreach_mul_(listed, factor.to(listed[0].device))
 
 
 def require_scaled(attachment: ModelAttachment, names: Iterable[str]) -> None:
@@ -84,7 +85,7 @@ def require_scaled(attachment: ModelAttachment, names: Iterable[str]) -> None:
 
 def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
     scaled = _torch_scale(self, outputs)
-    if self._enabled and not torch.compiler.is_compiling() and guard.attachments():
+    if private_torch.is_enabled(self) and not torch.compiler.is_compiling() and guard.attachments():
         _note(self, scaled)
     return scaled
 
@@ -104,7 +105,7 @@ def _note(self: torch.amp.GradScaler, scaled: Any) -> None:
 def _mark(scaler: Any) -> None:
     for attachment in guard.attachments():
         if attachment.is_collecting():
-            attachment.result.scale = scaler._scale.clone()  # update() changes it
+            attachment.result.scale = private_torch.scale_of(scaler).clone()  # update() changes it
 
 
 def _unscale_grads(
@@ -133,9 +134,8 @@ def _unscale_grads(
     only_looks = allow_fp16
     if only_looks and any(attachment.result.loss_scale != 1.0 for attachment, _ in results):
         only_looks = False
-        scale: Any = self._scale
-        inv_scale = scale.double().reciprocal().float()
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+        inv_scale = private_torch.scale_of(self).double().reciprocal().float()
+        private_torch.optimizer_state(self, optimizer)["stage"] = OptState.UNSCALED
     founds = []
     done: set[int] = set()
     for divisor, part in _by_divisor(parameters, slices, takes_shards).items():

@@ -17,6 +17,7 @@ from hsdp.errors import MismatchError, UsageError
 from hsdp.line_agreement import first_difference
 from hsdp.mesh import Mesh
 from hsdp.same_weights import VALUES
+from hsdp.torch import private_torch
 from hsdp.torch.parameter_slices import refuse
 from hsdp.torch.released_parameter import RELEASED, released
 from hsdp.torch.value_digests import row_major_bytes, value_digests
@@ -162,15 +163,15 @@ class MetaInit:
     def _give_memory(self, module: torch.nn.Module, name: str) -> bool:
         before = len(self._given)
         own = {id(one) for one in _own(module)}
-        for key, parameter in module._parameters.items():
+        for key, parameter in private_torch.parameters_of(module).items():
             if parameter is not None and parameter.is_meta and id(parameter) in own:
                 path = _joined(name, key)
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                if private_torch.backward_hooks(parameter) or private_torch.post_accumulate_grad_hooks(parameter):
                     refuse(
                         f"'{path}' on the meta device without hooks, as they would be lost",
                         "some; register them when the optimizer is made",
                     )
-                fresh = torch.Tensor._make_subclass(
+                fresh = private_torch.make_subclass(
                     type(parameter), _marked(parameter, self._device), parameter.requires_grad
                 )
                 _swap(path, module, parameter, fresh)
@@ -278,7 +279,7 @@ def _has_meta(module: torch.nn.Module) -> bool:
 
 # torch hides some. A wrapper may hand on those of what it wraps, which are called there.
 def _reset_of(module: torch.nn.Module) -> Callable[[], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
+    for name in private_torch.RESETS:
         if callable(getattr(type(module), name, None)):
             reset: Callable[[], Any] = getattr(module, name)
             return reset
@@ -291,14 +292,14 @@ def _swap(name: str, module: torch.nn.Module, one: torch.Tensor, other: torch.Te
     vars(other).update(vars(one))
     is_rnn = isinstance(module, torch.nn.RNNBase)
     if is_rnn:
-        module._flat_weight_refs = []  # weak ones, which would be in the way
+        private_torch.forget_flat_weights(module)
     try:
         torch.utils.swap_tensors(one, other)
     except RuntimeError as error:
         refuse(f"'{name}' on the meta device to be held by its model alone", f"more: {error}")
     finally:
         if is_rnn:
-            module._init_flat_weights()
+            private_torch.make_flat_weights(module)
 
 
 # What shows where nothing is set.

@@ -14,6 +14,7 @@ from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
 from hsdp.torch import unreduced_gradient_guard
+from hsdp.torch import private_torch
 from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.gathered_gradients import GatheredGradients
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
@@ -332,7 +333,7 @@ class ModelAttachment:
             return
         norm = torch.as_tensor(norm, device=grads[0].device, dtype=torch.float64)
         factor = max_norm / (norm + EPSILON)
-        torch._foreach_mul_(grads, torch.where(factor < 1, factor, 1.0).float())
+        private_torch.foreach_mul_(grads, torch.where(factor < 1, factor, 1.0).float())
 
     def gather_parameters(self) -> None:
         """Completes every parameter, of which this rank updated its own slice."""
@@ -427,4 +428,4 @@ class ModelAttachment:
             hook = keeping_hook(hook, name, self._fresh)
         self._hooks[name] = hook
         number = parameter.register_post_accumulate_grad_hook(hook).id
-        self._installed.append((parameter._post_accumulate_grad_hooks, number))
+        self._installed.append((private_torch.post_accumulate_grad_hooks(parameter), number))

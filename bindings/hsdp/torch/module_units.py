@@ -8,6 +8,7 @@ from typing import Any, Union
 import torch
 import torch.nn.utils.parametrize
 
+from hsdp.torch import private_torch
 from hsdp.torch.parameter_slices import refuse
 
 #: types of modules, or a predicate; None: the elements of each ModuleList
@@ -77,11 +78,11 @@ class _Walk:
                 owner = self.units.setdefault(module, root)
             elif may_be and self._chosen(module, listed):
                 owner = self.units.setdefault(module, ModuleUnit(name, module, owner.root))
-        for key, parameter in module._parameters.items():
+        for key, parameter in private_torch.parameters_of(module).items():
             if parameter is not None:
                 self._note(f"{name}.{key}" if name else key, parameter, owner)
         may_be = may_be and not isinstance(module, _READS_BELOW)
-        for key, child in module._modules.items():
+        for key, child in private_torch.children_of(module).items():
             if child is not None:
                 self._walk(child, f"{name}.{key}" if name else key, owner, may_be, _is_list(module))
         if isinstance(module, torch.nn.TransformerEncoder) and module.layers[0] in self.units:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hsdp.torch import private_torch
 from hsdp.torch.parameter_slices import ParameterSlice
 from hsdp.zero.parameter_gather import ParameterGather
 
@@ -139,10 +140,10 @@ class ParameterInFlight(torch.nn.Parameter):
             tell_of_compiler()
         elif func is torch.Tensor.detach and _is_made_a_parameter(sys._getframe(1)):
             _wait_for_all(args)
-            return torch.Tensor._make_subclass(torch.nn.Parameter, args[0], args[0].requires_grad)
+            return private_torch.make_subclass(torch.nn.Parameter, args[0], args[0].requires_grad)
         elif func not in WITHOUT_VALUES and _wait_for_all(args) & _wait_for_all(kwargs.values()):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with private_torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     # The only method that asks no class.
@@ -179,10 +180,10 @@ WITHOUT_VALUES = {
         "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta",
         "is_mkldnn", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu",
         "itemsize", "layout", "name", "nbytes", "ndim", "output_nr", "requires_grad",
-        "retains_grad", "shape", "_backward_hooks", "_post_accumulate_grad_hooks", "_version",
+        "retains_grad", "shape", *private_torch.ATTRIBUTES_WITHOUT_VALUES,
     )),
     *(getattr(torch.Tensor, name).__set__ for name in (
-        "grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "grad", "requires_grad", *private_torch.SETTABLE_WITHOUT_VALUES,
     )),
     getattr(torch.Tensor, "grad").__delete__,  # noqa: B009 - a descriptor, not a tensor
     *(getattr(torch.Tensor, name) for name in (

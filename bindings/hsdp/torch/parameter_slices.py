@@ -9,6 +9,7 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
+from hsdp.torch import private_torch
 from hsdp.torch.optimizer_probe import ProbedStates
 
 
@@ -175,7 +176,7 @@ class SliceMasters:
         """Before an update."""
         if self._offloaded:
             grads: list[Any] = [one.master.grad for one in self.slices]
-            torch._foreach_copy_(grads, [one.gradient for one in self.slices])
+            private_torch.foreach_copy_(grads, [one.gradient for one in self.slices])
 
     def reread(self) -> None:
         """Takes over what somebody else has written to the parameters."""
@@ -201,7 +202,7 @@ class Masters(SliceMasters):
 
     def _read(self) -> torch.Tensor:
         now = self._empty(self.slices[0].own.dtype)
-        torch._foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
+        private_torch.foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
         return now
 
     # Elements that somebody has written since they were rounded.
@@ -232,7 +233,7 @@ class Masters(SliceMasters):
         """Those are the own slices."""
         if self._offloaded:
             parts = list(self._rounded.split(self._counts))
-            torch._foreach_copy_([one.own for one in self.slices], parts)
+            private_torch.foreach_copy_([one.own for one in self.slices], parts)
 
 
 class StoredMasters(SliceMasters):

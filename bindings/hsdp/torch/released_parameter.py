@@ -9,10 +9,9 @@ import sys
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.distributed.checkpoint import state_dict
-from torch.utils import _pytree as pytree
 
 from hsdp.errors import UsageError
+from hsdp.torch import private_torch
 from hsdp.torch.parameter_in_flight import WITHOUT_VALUES
 
 
@@ -52,15 +51,15 @@ class ReleasedParameter(torch.nn.Parameter):
     ) -> Any:
         if func not in WITHOUT_VALUES and func not in _PASSES:
             one = released.get(id(args[0])) if args else None
-            if one is not None and func is torch.Tensor.detach and _called_by(_SAVES):
+            if one is not None and func is torch.Tensor.detach and _called_by(private_torch.SAVES):
                 return one.saved()
-            if one is not None and func is torch.Tensor.copy_ and _called_by(_LOADS):
+            if one is not None and func is torch.Tensor.copy_ and _called_by(private_torch.LOADS):
                 one.load(args[1])
                 return args[0]
             if func is torch.zeros_like and _called_by(_INITIALISES):
                 return torch.zeros((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             _refuse(func, (*args, *(kwargs or {}).values()))
-        with torch._C.DisableTorchFunctionSubclass():
+        with private_torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     # The only method that asks no class.
@@ -72,11 +71,8 @@ class ReleasedParameter(torch.nn.Parameter):
 # In which its unit is gathered.
 _PASSES = {torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward}
 
-_SAVES = torch.nn.Module._save_to_state_dict.__code__
-_LOADS = torch.nn.Module._load_from_state_dict.__code__
-
-# Of torch.distributed.checkpoint: gradients of zeros, whole ones, for a step that makes states.
-_INITIALISES = state_dict._init_optim_state.__code__
+# Whose gradients of zeros are whole.
+_INITIALISES = private_torch.initialising_code()
 
 
 # Below __torch_function__ and what looked for it.
@@ -85,7 +81,7 @@ def _called_by(code: Any) -> bool:
 
 
 def _refuse(func: Any, values: Any) -> NoReturn:
-    flat = pytree.tree_leaves(values)
+    flat = private_torch.tree_leaves(values)
     name = next((released[id(v)].name for v in flat if id(v) in released), None)
     if name is None:
         raise UsageError(

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.torch import unreduced_gradient_guard
+from hsdp.torch import private_torch
 from hsdp.torch.fsdp_parameter_group import fsdp_parameter_groups, places_within
 from hsdp.torch.hook_requirements import WIRES, require_usable
 
@@ -174,11 +174,11 @@ class ReplicaHookHandle:
         if total is not flat:
             flat.data = total  # fp32: FSDP2 casts to the parameters' dtype, which rounds once
         # FSDP2 queues a callback for each root, and ours comes after that root's.
-        root = id(self._groups[index]._module._get_fsdp_state()._state_ctx)
-        backward = (torch._C._current_graph_task_id(), root)
+        root = self._groups[index].root
+        backward = (private_torch.current_graph_task_id(), root)
         if self._backward != backward:
             self._backward = backward
-            Variable._execution_engine.queue_callback(self._end_backward)
+            private_torch.at_end_of_backward(self._end_backward)
 
     def _reduce(self, index: int, flat: torch.Tensor | None, total: torch.Tensor) -> None:
         shard_size = self._mesh.shard_size if self._groups[index].sums else 1

@@ -23,6 +23,7 @@ from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import unreduced_gradient_guard
+from hsdp.torch import private_torch
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.module_units import Units
@@ -432,7 +433,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Fused optimizers clip and skip on their way.
     def _is_fused(self) -> bool:
-        supports = getattr(self._inner, "_step_supports_amp_scaling", False)
+        supports = private_torch.skips_by_itself(self._inner)
         return supports and all(group.get("fused") for group in self.param_groups)
 
     # So that the host need not wait for a GPU to know; the gather then has unchanged values.
@@ -701,7 +702,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         any, or the state dict of the unsharded optimizer. Raises UsageError, and loads nothing,
         where this rank's slices are not in it.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in private_torch.load_state_dict_pre_hooks(self):
             state_dict = hook(self, state_dict) or state_dict
         groups, states = loadable(state_dict, self.param_groups, self._shards, self._example)
         self._gather.wait_all()  # it reads masters
@@ -720,7 +721,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(copy.deepcopy(settings(saved)))
         self._begin_unused(self._shards if self.state else ())
         self._count_memory()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
+        for hook in private_torch.load_state_dict_post_hooks(self):
             hook(self)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hsdp import _hsdp
+from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.parameter_slices import flat_part, refuse
 from hsdp.torch.released_parameter import ReleasedParameter, released
@@ -98,7 +99,7 @@ class ReleasedArray:
         # Gathers fill row-major memory.
         self._is_copied = not data.is_contiguous()
         self._row_major: torch.Tensor | None = None
-        self._version: int = self.parameter._version
+        self._version: int = private_torch.version(self.parameter)
         self._shown: torch.Tensor | None = None  # of a pinned or a stale one: what the slice was
 
     @property
@@ -123,11 +124,11 @@ class ReleasedArray:
         if self._row_major is not None:
             self.parameter.data.copy_(self._row_major)
             self._row_major = None
-        self._version = self.parameter._version
+        self._version = private_torch.version(self.parameter)
 
     def was_written(self) -> bool:
         """Whether somebody has, in a way that torch notices."""
-        return self.parameter._version != self._version or not self._is_same_memory()
+        return private_torch.version(self.parameter) != self._version or not self._is_same_memory()
 
     def _is_same_memory(self) -> bool:
         return bool(self.parameter.untyped_storage().data_ptr() == self._storage.data_ptr())
@@ -157,7 +158,7 @@ class ReleasedArray:
 
     def was_read(self) -> None:
         """What was written before is no news."""
-        self._version = self.parameter._version
+        self._version = private_torch.version(self.parameter)
 
     # What others hold of the old memory stays.
     def _move(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hsdp.errors import TimeoutError, UsageError
+from hsdp.torch import private_torch
 from hsdp.torch.meeting_store import MeetingStore
 
 _PROBE_S = 5.0
@@ -93,7 +94,7 @@ def _reached_address(host: str, port: int) -> str | None:
 
 def _open_store(host: str, port: int, timeout_s: float) -> Any:
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return private_torch.default_store()
     limit = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
 

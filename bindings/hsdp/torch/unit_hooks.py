@@ -11,22 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 
 from hsdp import _hsdp
+from hsdp.torch import private_torch
 from hsdp.torch.parameter_slices import refuse
 from hsdp.torch.sharded_unit import ShardedUnit
 from hsdp.zero.parameter_gather import GatherStats
 
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
-
-
-# -1 outside of a backward pass.
-def _backward_pass() -> int:
-    number: int = torch._C._current_graph_task_id()
-    return number
 
 
 # A graph of torch.compile ends before it, and another one begins after it.
@@ -82,7 +75,7 @@ class _BeforeBackward:
         self._told = -1
 
     def __call__(self, grads: Any) -> None:
-        backward = _backward_pass()
+        backward = private_torch.current_graph_task_id()
         if self._told != backward:
             self._told = backward
             self._begin()
@@ -101,7 +94,7 @@ class GatherOrder:
 
     def needed(self, unit: ShardedUnit) -> None:
         """That one is, now."""
-        mode = (torch.is_grad_enabled(), _backward_pass() != -1)
+        mode = (torch.is_grad_enabled(), private_torch.current_graph_task_id() != -1)
         if self._before[1] is not None:
             self._next[self._mode, *self._before] = unit, mode
         self._before = (self._before[1], unit)
@@ -266,10 +259,10 @@ class UnitHooks:
     # Also where the forward has raised.
     def _after_forward(self, unit: ShardedUnit, output: Any) -> None:
         self._in_forward[unit] = max(0, self._in_forward[unit] - 1)
-        if _backward_pass() == -1:  # what a backward pass that failed has left
+        if private_torch.current_graph_task_id() == -1:  # what a backward pass that failed has left
             self._in_backward[unit].clear()
         keeps = False
-        leaves = pytree.tree_leaves(output)
+        leaves = private_torch.tree_leaves(output)
         if unit.has_memory_of(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
             self._held.add(unit)
         if torch.is_grad_enabled():
@@ -285,7 +278,7 @@ class UnitHooks:
             self._let_go(unit)
 
     def _backward_begins(self, unit: ShardedUnit) -> None:
-        backward = _backward_pass()
+        backward = private_torch.current_graph_task_id()
         count = self._in_backward[unit]
         count[backward] = count.get(backward, 0) + 1
         self._need(unit)
@@ -295,11 +288,10 @@ class UnitHooks:
             self._until_update.add(unit)
         if backward not in self._told:
             self._told.add(backward)
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(lambda: self._backward_ended(backward))
+            private_torch.at_end_of_backward(lambda: self._backward_ended(backward))
 
     def _backward_over(self, unit: ShardedUnit) -> None:
-        backward = _backward_pass()
+        backward = private_torch.current_graph_task_id()
         count = self._in_backward[unit]
         if count.get(backward, 0) > 1:
             count[backward] -= 1
@@ -486,5 +478,5 @@ def _has_gradient(leaf: Any) -> bool:
 
 # A view that is written to in place gets another one; what made its base stays.
 def _maker(output: torch.Tensor) -> Any:
-    base = output._base
+    base = private_torch.base(output)
     return (output if base is None else base).grad_fn

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
 from hsdp.torch import zero_grad_guard
+from hsdp.torch import private_torch
 from hsdp.torch.ddp_guard import guard_ddp
 from hsdp.torch.result_state import refuse_zeroed
 
@@ -212,7 +213,7 @@ def _then(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[],
 @functools.cache
 def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
+    for name in ("clip_grad_norm_", "clip_grad_value_", private_torch.CLIP_WITH_NORM):
         _guard_function(name)
     guard_ddp(is_watched, lambda: _attach_count)
     zero_grad_guard.install(_attachments)

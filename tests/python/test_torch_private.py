@@ -1,0 +1,342 @@
+"""What hsdp uses of torch's private parts works as it takes for granted, and stands in one file."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.metadata
+import inspect
+import pathlib
+import sys
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Launcher
+from torch.distributed.fsdp import fully_shard
+
+import hsdp
+from hsdp.torch import private_torch
+
+PACKAGE = pathlib.Path(hsdp.__file__).parent
+HERE = pathlib.Path(private_torch.__file__).resolve()
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_foreach_writes_into_the_first_tensors() -> None:
+    tensors = [torch.full((2,), 3.0), torch.full((3, 2), 5.0)]
+    private_torch.foreach_mul_(tensors, torch.tensor(2.0))
+    assert [one.unique().tolist() for one in tensors] == [[6.0], [10.0]]
+    private_torch.foreach_copy_(tensors, [torch.ones(2), torch.zeros(3, 2, dtype=torch.bfloat16)])
+    assert [one.unique().tolist() for one in tensors] == [[1.0], [0.0]]
+
+
+class Seen(torch.Tensor):
+    """A tensor without memory, which notes the operators that it is given to."""
+
+    seen: list[Any] = []
+
+    def __new__(cls, shape: tuple[int, ...]) -> Any:
+        return private_torch.make_wrapper_subclass(cls, shape, dtype=torch.float32, device="cpu")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        return args[0]
+
+
+def test_a_wrapper_has_a_shape_and_sees_operators() -> None:
+    wrapper: Any = Seen((1 << 20, 1 << 20))  # more than there is memory
+    assert wrapper.shape == (1 << 20, 1 << 20) and wrapper.dtype == torch.float32
+    Seen.seen.clear()
+    wrapper.to(torch.float64)
+    assert Seen.seen == [private_torch.to_copy]
+
+
+class Asked(torch.nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("asked")
+
+
+def test_a_subclass_is_made_and_passed_by() -> None:
+    plain = torch.ones(2)
+    made: Any = private_torch.make_subclass(Asked, plain, True)
+    with private_torch.DisableTorchFunctionSubclass():
+        assert type(made) is Asked and made.requires_grad and made.data_ptr() == plain.data_ptr()
+        assert made.add(1).tolist() == [2, 2]
+    with pytest.raises(AssertionError, match="asked"):
+        made.add(1)
+
+
+def test_leaves_of_a_tree() -> None:
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert [*map(id, private_torch.tree_leaves({"a": (a, [b]), "c": c}))] == [id(a), id(b), id(c)]
+
+
+def test_versions_and_bases() -> None:
+    whole = torch.zeros(4)
+    part = whole[1:]
+    before = private_torch.version(whole)
+    part.add_(1)
+    assert private_torch.version(whole) == private_torch.version(part) == before + 1
+    assert private_torch.base(part) is whole and private_torch.base(whole) is None
+
+
+def test_attributes_are_descriptors() -> None:
+    for name in private_torch.ATTRIBUTES_WITHOUT_VALUES:
+        assert callable(getattr(torch.Tensor, name).__get__)
+    for name in private_torch.SETTABLE_WITHOUT_VALUES:
+        assert callable(getattr(torch.Tensor, name).__set__)
+
+
+def test_holders_of_a_storage() -> None:
+    tensor = torch.zeros(4)
+    alone = private_torch.storage_holders(tensor.untyped_storage())
+    other = tensor[:2]
+    assert private_torch.storage_holders(tensor.untyped_storage()) == alone + 1
+    del other
+    assert private_torch.storage_holders(tensor.untyped_storage()) == alone
+
+
+def test_hooks_of_a_tensor() -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    assert not private_torch.backward_hooks(tensor) and not private_torch.post_accumulate_grad_hooks(tensor)
+    handles = [
+        tensor.register_hook(lambda gradient: None),
+        tensor.register_post_accumulate_grad_hook(lambda parameter: None),
+    ]
+    found = [private_torch.backward_hooks(tensor), private_torch.post_accumulate_grad_hooks(tensor)]
+    assert [[*hooks] for hooks in found] == [[handle.id] for handle in handles]
+    del found[1][handles[1].id]  # torch's own dict
+    assert not private_torch.post_accumulate_grad_hooks(tensor)
+
+
+def test_a_backward_pass_has_a_number_and_an_end() -> None:
+    numbers: list[int] = []
+    events: list[str] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        numbers.append(private_torch.current_graph_task_id())
+        private_torch.at_end_of_backward(lambda: events.append("end"))
+        events.append("hook")
+
+    for _ in range(2):
+        one, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+        one.register_hook(hook)
+        other.register_hook(hook)
+        (one * other).backward()
+    assert private_torch.current_graph_task_id() == -1
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3] and min(numbers) >= 0
+    assert events == ["hook", "hook", "end", "end"] * 2
+
+
+def test_the_raw_stream_is_a_function_of_the_device() -> None:
+    raw = private_torch.current_raw_stream
+    if not torch.cuda.is_available():
+        assert raw is None or callable(raw)
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert raw is not None and raw(0) == stream.cuda_stream
+
+
+def test_who_asks_a_parameter_for_its_values() -> None:
+    """For `_called_by` of released_parameter.py: right below __torch_function__."""
+    asked: list[tuple[str, Any]] = []
+
+    class Asks(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append((getattr(func, "__name__", ""), sys._getframe(1).f_code))
+            with private_torch.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight = Asks(torch.ones(1, 1))
+    state = module.state_dict()
+    assert ("detach", private_torch.SAVES) in asked
+    module.load_state_dict({"weight": torch.zeros(1, 1)})
+    assert ("copy_", private_torch.LOADS) in asked and ("copy_", private_torch.SAVES) not in asked
+    assert state["weight"].shape == (1, 1)
+    asked.clear()
+    optimizer = torch.optim.AdamW([module.weight])
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    get_optimizer_state_dict(module, optimizer)
+    assert ("zeros_like", private_torch.initialising_code()) in asked
+
+
+def test_a_modules_own() -> None:
+    norm = torch.nn.BatchNorm1d(2, affine=True)
+    outer = torch.nn.Sequential(norm, norm)
+    assert [*private_torch.parameters_of(norm)] == ["weight", "bias"]
+    assert [*private_torch.buffers_of(norm)] == ["running_mean", "running_var", "num_batches_tracked"]
+    assert [*private_torch.children_of(outer).items()] == [("0", norm), ("1", norm)]
+    private_torch.parameters_of(norm)["weight"] = torch.nn.Parameter(torch.zeros(2))
+    assert norm.weight.tolist() == [0, 0]
+
+
+def test_resets() -> None:
+    public, private = private_torch.RESETS
+    assert callable(getattr(torch.nn.Linear, public))
+    assert callable(getattr(torch.nn.MultiheadAttention, private))
+
+
+def test_parameters_of_an_rnn_are_swapped() -> None:
+    rnn = torch.nn.GRU(2, 2)
+    fresh = torch.nn.Parameter(torch.zeros_like(rnn.weight_ih_l0))
+    with pytest.raises(RuntimeError):
+        torch.utils.swap_tensors(rnn.weight_ih_l0, fresh)  # what forget_flat_weights is for
+    private_torch.forget_flat_weights(rnn)
+    torch.utils.swap_tensors(rnn.weight_ih_l0, fresh)
+    private_torch.make_flat_weights(rnn)
+    assert rnn(torch.ones(1, 1, 2))[0].isfinite().all()
+    assert rnn.weight_ih_l0.abs().sum() == 0
+
+
+def test_clipping_goes_through_the_private_function() -> None:
+    function = getattr(torch.nn.utils.clip_grad, private_torch.CLIP_WITH_NORM)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3.0)
+    function([parameter], 1.0, torch.tensor(6.0))
+    assert parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-5)
+    assert "max_norm" in inspect.signature(function).parameters
+
+
+def test_optimizers_that_skip_and_their_hooks() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    fused = torch.optim.AdamW([parameter], fused=True)
+    plain = torch.optim.SGD([parameter], lr=1.0)
+    assert private_torch.skips_by_itself(fused) and not private_torch.skips_by_itself(plain)
+
+    def before(optimizer: Any, state_dict: Any) -> None: ...
+    def after(optimizer: Any) -> None: ...
+
+    plain.register_load_state_dict_pre_hook(before)
+    plain.register_load_state_dict_post_hook(after)
+    assert [*private_torch.load_state_dict_pre_hooks(plain)] == [before]
+    assert [*private_torch.load_state_dict_post_hooks(plain)] == [after]
+
+
+def test_what_a_scaler_keeps() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert private_torch.is_enabled(scaler)
+    assert not private_torch.is_enabled(torch.amp.GradScaler("cpu", enabled=False))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    assert private_torch.scale_of(scaler).item() == 8.0
+    assert private_torch.optimizer_state(scaler, optimizer)["stage"].name == "READY"
+    scaler.unscale_(optimizer)
+    assert private_torch.optimizer_state(scaler, optimizer)["stage"].name == "UNSCALED"
+
+
+def fsdp() -> None:
+    dist.init_process_group("gloo")
+    try:
+        rank = dist.get_rank()
+        store = private_torch.default_store()
+        store.set(f"rank{rank}", "here")
+        assert store.get(f"rank{1 - rank}") == b"here"
+        mesh = dist.init_device_mesh("cpu", (2,))
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+        groups = [private_torch.fsdp_groups(module) for module in (model[0], model)]
+        assert [len(of) for of in groups] == [1, 1] and groups[0][0] is not groups[1][0]
+        assert private_torch.fsdp_state(model) is not private_torch.fsdp_state(model[0])
+        (group,) = groups[0]
+        assert [private_torch.fsdp_size(p) for p in group.fsdp_params] == [(5, 3), (5,)]
+        assert not private_torch.fsdp_has_replicas(group.mesh_info)
+        assert private_torch.fsdp_all_reduce_hook(group) is None
+
+        def hook(flat: torch.Tensor) -> None:
+            root = private_torch.fsdp_root(model)
+            assert root is private_torch.fsdp_root(model[0])
+            queued.append(root.post_backward_final_callback_queued)
+
+        queued: list[bool] = []
+        model[0].set_all_reduce_hook(hook)
+        assert private_torch.fsdp_all_reduce_hook(group) is hook
+        model(torch.ones(2, 3)).sum().backward()
+        assert queued == [True]
+        assert not private_torch.fsdp_root(model).post_backward_final_callback_queued
+        # In f32 the collective divides; f16 is divided before and after.
+        model[0].set_gradient_divide_factor(8.0)
+        assert private_torch.fsdp_divisor_after(group, torch.float32, "cpu") is None
+        assert private_torch.fsdp_divisor_after(group, torch.float16, "cpu") == 2
+        two = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        hybrid = torch.nn.Linear(3, 5)
+        fully_shard(hybrid, mesh=two)
+        assert private_torch.fsdp_has_replicas(private_torch.fsdp_groups(hybrid)[0].mesh_info)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp2(ranks: Launcher) -> None:
+    ranks(2, fsdp)
+
+
+def own_names() -> set[str]:
+    """What is defined anywhere in hsdp."""
+    found = set(dir(builtins))
+    for file in PACKAGE.rglob("*.py"):
+        if file.resolve() == HERE:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return found - {"_version"}  # torch's own, too
+
+
+def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr == "_version"
+            if node.attr.startswith("_") and not node.attr.startswith("__") and not of_self:
+                if node.attr not in own:
+                    yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(name.startswith("_") for name in names):
+                yield node.lineno, ast.unparse(node)
+
+
+#: of Python, and of the compiled module
+NOT_TORCH = {"sys._getframe", "given._replace"}
+
+
+def test_no_other_file_uses_private_parts() -> None:
+    own = own_names()
+    found = [
+        f"{file.relative_to(PACKAGE)}:{line}: {text}"
+        for file in sorted(PACKAGE.rglob("*.py")) if file.resolve() != HERE
+        for line, text in private_uses(ast.parse(file.read_text()), own)
+        if text not in NOT_TORCH
+    ]
+    assert found == [], "move them to torch/private_torch.py, with a check here"
+
+
+def test_what_is_found_to_be_private() -> None:
+    text = "from torch.utils import _pytree\nx._base\nself._version\np._version\nx._mine\nx.public\n"
+    assert [line for line, _ in private_uses(ast.parse(text), {"_mine"})] == [1, 2, 4]
+
+
+def test_every_use_has_a_check_and_torch_is_bounded() -> None:
+    public = {name for name, value in vars(private_torch).items() if not name.startswith("_")
+              and not inspect.ismodule(value) and getattr(value, "__module__", "") != "typing"
+              and name not in ("annotations", "CodeType", "Callable", "Variable", "attrgetter")}
+    checked = pathlib.Path(__file__).read_text()
+    assert [name for name in sorted(public) if f"private_torch.{name}" not in checked] == []
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["torch"]
+    minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
+    below = f"{minor.split('.')[0]}.{int(minor.split('.')[1]) + 1}"
+    assert extra == [f"torch>={minor},<{below}"]

@@ -6,6 +6,7 @@ keeps such uses out of other files.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from types import CodeType
@@ -154,12 +155,12 @@ def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
 
 
-def initialising_code() -> CodeType:
-    """Of what makes an optimizer's states, with gradients of zeros, for a checkpoint to be loaded into."""
-    from torch.distributed.checkpoint import state_dict
-
-    code: CodeType = state_dict._init_optim_state.__code__
-    return code
+def initialises(code: CodeType) -> bool:
+    """Whether it is what makes an optimizer's states, with gradients of zeros, for a checkpoint to be
+    loaded into.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")  # a second to import
+    return module is not None and code is module._init_optim_state.__code__
 
 
 # FSDP2, which has no public way to list what it reduces together.

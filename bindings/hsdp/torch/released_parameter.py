@@ -51,12 +51,12 @@ class ReleasedParameter(torch.nn.Parameter):
     ) -> Any:
         if func not in WITHOUT_VALUES and func not in _PASSES:
             one = released.get(id(args[0])) if args else None
-            if one is not None and func is torch.Tensor.detach and _called_by(private_torch.SAVES):
+            if one is not None and func is torch.Tensor.detach and _caller() is private_torch.SAVES:
                 return one.saved()
-            if one is not None and func is torch.Tensor.copy_ and _called_by(private_torch.LOADS):
+            if one is not None and func is torch.Tensor.copy_ and _caller() is private_torch.LOADS:
                 one.load(args[1])
                 return args[0]
-            if func is torch.zeros_like and _called_by(_INITIALISES):
+            if func is torch.zeros_like and private_torch.initialises(_caller()):  # whole gradients
                 return torch.zeros((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             _refuse(func, (*args, *(kwargs or {}).values()))
         with private_torch.DisableTorchFunctionSubclass():
@@ -71,13 +71,10 @@ class ReleasedParameter(torch.nn.Parameter):
 # In which its unit is gathered.
 _PASSES = {torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward}
 
-# Whose gradients of zeros are whole.
-_INITIALISES = private_torch.initialising_code()
 
-
-# Below __torch_function__ and what looked for it.
-def _called_by(code: Any) -> bool:
-    return sys._getframe(2).f_code is code
+# Of what is below __torch_function__.
+def _caller() -> Any:
+    return sys._getframe(2).f_code
 
 
 def _refuse(func: Any, values: Any) -> NoReturn:

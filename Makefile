@@ -1,8 +1,8 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
-.PHONY: help demo test build nightly bench gpu gpu-kit wheel format format-check lint fuzz clean venv \
-        dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
-        bench-dependencies
+.PHONY: help demo test build nightly bench gpu gpu-kit wheel docs format format-check lint fuzz clean \
+        venv dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
+        bench-dependencies docs-dependencies
 .DEFAULT_GOAL := help
 
 # make test PRESET=dev: another preset; make test ARGS="-R Mesh": more arguments for ctest;
@@ -64,6 +64,11 @@ gpu-kit: dependencies venv nccl-dependencies  ## pack what `gpu` needs for a mac
 wheel: dependencies  ## make a wheel of PYTHON with its libraries inside, and try it without compilers
 	@sh cmake/make_wheel.sh build/wheels $(PYTHON)
 
+docs: WITH_DOCS = 1
+docs: docs-dependencies venv  ## build the documentation site, strictly: no link leads nowhere
+	@NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 build/venv/bin/mkdocs build --strict
+	@echo "make: built the site; to read it, open build/site/index.html in a browser"
+
 fuzz: fuzz-dependencies build/fuzz/build.ninja  ## feed hostile files to the snapshot reader for FUZZ_SECONDS
 	@cmake --build --preset fuzz -j $(JOBS) --target snapshot_fuzzer
 	@mkdir -p build/fuzz/corpus
@@ -92,12 +97,14 @@ dependencies:
 mpi-dependencies: dependencies
 	@$(INSTALL) mpi
 venv: dependencies
-	@sh cmake/make_venv.sh build/venv $(or $(WITH_TORCH),0)
+	@sh cmake/make_venv.sh build/venv $(or $(WITH_TORCH),0) $(or $(WITH_DOCS),0)
 build/cuda/build.ninja: | nccl-dependencies
 nccl-dependencies: venv
 	@PYTHON=build/venv/bin/python sh cmake/install_nccl.sh build/nccl || echo "make: without NCCL's headers: no NCCL engine"
 lint-dependencies: dependencies
 	@$(INSTALL) lint
+docs-dependencies: dependencies
+	@$(INSTALL) docs
 fuzz-dependencies: dependencies
 	@$(INSTALL) fuzz
 bench-dependencies: dependencies venv

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs what the project needs on Debian and Ubuntu, if it is not there yet.
-# Usage: install_dependencies.sh GROUP...   with GROUP one of: build mpi lint fuzz bench
+# Usage: install_dependencies.sh GROUP...   with GROUP one of: build mpi lint fuzz bench docs
 # Needs root or sudo only when a package is missing. Elsewhere it prints the list and goes on.
 set -eu
 
@@ -15,7 +15,8 @@ for group in "$@"; do
     mpi) packages="$packages openmpi-bin libopenmpi-dev mpich libmpich-dev" ;;
     bench) packages="$packages openmpi-bin libopenmpi-dev mpich libmpich-dev libgloo-dev
       hdf5-tools iproute2" ;;
-    *) echo "install_dependencies: unknown group '$group': use build, mpi, lint, fuzz or bench" >&2
+    docs) packages="$packages doxygen" ;;
+    *) echo "install_dependencies: unknown group '$group': use build, mpi, lint, fuzz, bench or docs" >&2
        exit 2 ;;
   esac
 done

@@ -1,12 +1,14 @@
 #!/bin/sh
 # Makes the virtual environment in which the Python package is built and tested, once: a second run
 # with the same Python and requirements does nothing.
-# Usage: make_venv.sh FOLDER [WITH_TORCH]   with WITH_TORCH 1 (the default) or 0
+# Usage: make_venv.sh FOLDER [WITH_TORCH [WITH_DOCS]]
+# WITH_TORCH is 1 (the default) or 0; WITH_DOCS, for the documentation site, 0 (the default) or 1.
 # PYTHON names the interpreter, else python3.
 set -eu
 
-folder=${1:?usage: make_venv.sh FOLDER [WITH_TORCH]}
+folder=${1:?usage: make_venv.sh FOLDER [WITH_TORCH [WITH_DOCS]]}
 with_torch=${2:-1}
+with_docs=${3:-0}
 python=${PYTHON:-python3}
 here=$(dirname "$0")/../bindings
 
@@ -50,4 +52,7 @@ fi
 install "$folder/.requirements" "$here/requirements-test.txt"
 if [ "$with_torch" != 0 ]; then
   install "$folder/.torch" "$here/requirements-torch.txt"
+fi
+if [ "$with_docs" != 0 ]; then
+  install "$folder/.docs" "$here/requirements-docs.txt"
 fi

@@ -1,0 +1,59 @@
+"""What the site has beside the pages in docs: the README as its first page, the files that pages link to,
+and the C++ reference.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cpp_reference import FOLDER, Reference, page_of  # noqa: E402
+from repository_links import PAGES, ROOT, linked_sources, source_page, with_site_links  # noqa: E402
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    def add(page: str, content: str) -> None:
+        files.append(File.generated(config, page, content=content))
+
+    for page, source in PAGES.items():
+        add(page, (ROOT / source).read_text(encoding="utf-8"))
+    sources = set[str]().union(
+        *(linked_sources(file.content_string, file.src_uri) for file in files.documentation_pages())
+    )
+    for path in sources:
+        add(f"source/{path}.md", source_page(path))
+
+    reference = Reference(ROOT)
+    for header in reference.headers:
+        add(page_of(header), reference.page(header))
+    add(f"{FOLDER}/index.md", reference.index())
+    add_to_navigation(config.nav or [], reference.headers)
+    return files
+
+
+def add_to_navigation(nav: list[Any], headers: list[str]) -> None:
+    """The headers stand below the entry of their list."""
+    index = f"{FOLDER}/index.md"
+    folders = [
+        {folder: [{header.partition("/")[2]: page_of(header)} for header in group]}
+        for folder, group in groupby(headers, lambda header: header.partition("/")[0])
+    ]
+    for section in nav:
+        for entries in section.values():
+            for entry in entries:
+                for title, page in entry.items():
+                    if page == index:
+                        entry[title] = [index, *folders]
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    made_here = page.file.src_uri.startswith((f"{FOLDER}/", "source/"))
+    return markdown if made_here else with_site_links(markdown, page.file.src_uri)

@@ -174,6 +174,8 @@ class Reference:
     def signature(self, member: ET.Element, header: str) -> str:
         kind, name = member.get("kind"), text_of(member.find("name"))
         kind_text = self.code(member.find("type"), header)
+        if member.get("constexpr") == "yes":  # newer versions of Doxygen say it apart
+            kind_text = "constexpr " + kind_text.removeprefix("constexpr ")
         shown_name = f"<b>{html.escape(name)}</b>"
         if kind == "typedef":
             return f"using {shown_name} = {kind_text}"
@@ -192,7 +194,6 @@ class Reference:
         before = "static " if member.get("static") == "yes" else ""
         before += "virtual " if member.get("virt") in ("virtual", "pure-virtual") else ""
         before += "explicit " if member.get("explicit") == "yes" else ""
-        kind_text = kind_text.replace("HSDP_HOST_DEVICE ", "")
         before += f"{kind_text} " if kind_text and not name.startswith("operator bool") else ""
         after = text_of(member.find("argsstring")).rpartition(")")[2].replace("=0", " = 0")
         after = f" {html.escape(after.strip())}" if after.strip() else ""

@@ -40,19 +40,18 @@ def paragraphs(block: list[str]) -> Iterator[str]:
             if in_code:
                 yield ""
             in_code = False
-            starts = False
-            if label is not None and (not before or before.endswith((".", ":", ";"))):
-                starts = True
+            if label is not None and (not before or before.endswith(".")):
+                in_label = True
                 yield ""
                 yield f"**{label[1]}:** {escaped(line[label.end():])}"
             else:
+                in_label = in_label and line != ""
                 yield escaped(line.strip())
-            in_label = bool(line) and (in_label or starts)
         before = line
 
 
 def filtered(lines: list[str]) -> Iterator[str]:
-    index, behind = 0, -1  # behind: the column of the comment behind the last line's code
+    index, behind = 0, -1  # behind: the column of the comment behind the code of the line before
     while index < len(lines):
         line = lines[index]
         whole = WHOLE_LINE.fullmatch(line)

@@ -11,31 +11,20 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from doxygen_filter import filtered
-
-# Where a page lies within docs.
-FOLDER = "cpp"
+from doxygen_comments import with_doxygen_comments
+from repository_links import ROOT, header_page, public_headers
 
 
-def public_headers(root: Path) -> list[str]:
-    listed = (root / "cmake/public_headers.cmake").read_text(encoding="utf-8")
-    return re.findall(r"^\s+(\S+\.h)", listed, re.MULTILINE)
-
-
-def page_of(header: str) -> str:
-    return f"{FOLDER}/{header}.md"
-
-
-def run_doxygen(root: Path, headers: list[str]) -> Path:
+def run_doxygen(headers: list[str]) -> Path:
     """The folder of its XML. It reads copies of the headers, whose comments are Doxygen's."""
-    work = root / "build/doxygen"
+    work = ROOT / "build/doxygen"
     shutil.rmtree(work, ignore_errors=True)
     for header in headers:
-        lines = (root / header).read_text(encoding="utf-8").splitlines()
+        lines = (ROOT / header).read_text(encoding="utf-8").splitlines()
         copy = work / "headers" / header
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text("\n".join(filtered(lines)) + "\n", encoding="utf-8")
-    options = (root / "docs/site/Doxyfile").read_text(encoding="utf-8")
+        copy.write_text("\n".join(with_doxygen_comments(lines)) + "\n", encoding="utf-8")
+    options = (ROOT / "docs/site/Doxyfile").read_text(encoding="utf-8")
     try:
         ran = subprocess.run(
             ["doxygen", "-"], input=options, cwd=work, text=True, capture_output=True, check=False
@@ -61,12 +50,12 @@ def escaped(text: str) -> str:
 class Reference:
     """All public declarations, and where each is described."""
 
-    def __init__(self, root: Path) -> None:
-        self.headers = public_headers(root)
+    def __init__(self) -> None:
+        self.headers = public_headers()
         self.compounds: dict[str, ET.Element] = {}
         self.members: dict[str, list[ET.Element]] = {}  # of namespaces, by header
         self.places: dict[str, tuple[str, str]] = {}  # header and anchor, by Doxygen's id
-        for file in sorted(run_doxygen(root, self.headers).glob("*.xml")):
+        for file in sorted(run_doxygen(self.headers).glob("*.xml")):
             for compound in ET.parse(file).getroot().findall("compounddef"):
                 self._take(compound)
 
@@ -95,7 +84,7 @@ class Reference:
 
     def link(self, target: str, header: str) -> str:
         """From a header's page to another in docs."""
-        return "../" * page_of(header).count("/") + target
+        return "../" * header_page(header).count("/") + target
 
     def inline(self, element: ET.Element, header: str) -> str:
         """What a paragraph holds, as Markdown."""
@@ -104,7 +93,7 @@ class Reference:
             match child.tag:
                 case "ref" if child.attrib["refid"] in self.places:
                     there, anchor = self.places[child.attrib["refid"]]
-                    target = self.link(page_of(there), header)
+                    target = self.link(header_page(there), header)
                     parts.append(f"[{escaped(text_of(child))}]({target}#{anchor})")
                 case "ref":
                     parts.append(escaped(text_of(child)))
@@ -306,7 +295,7 @@ class Reference:
         for folder, headers in groupby(self.headers, lambda header: header.partition("/")[0]):
             lines += [f"## {folder}", ""]
             for header in headers:
-                page = page_of(header).removeprefix(f"{FOLDER}/")
+                page = header_page(header).removeprefix("cpp/")
                 lines.append(f"- [`{header}`]({page}): {self.first_sentence(header)}")
             lines.append("")
         return "\n".join(lines)

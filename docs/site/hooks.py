@@ -15,8 +15,17 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cpp_reference import FOLDER, Reference, page_of  # noqa: E402
-from repository_links import PAGES, ROOT, linked_sources, source_page, with_site_links  # noqa: E402
+from cpp_reference import Reference  # noqa: E402
+from repository_links import (  # noqa: E402
+    PAGES,
+    ROOT,
+    header_page,
+    linked_sources,
+    source_page,
+    with_site_links,
+)
+
+HEADERS = "cpp/index.md"  # the list of the public headers
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -31,29 +40,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sources:
         add(f"source/{path}.md", source_page(path))
 
-    reference = Reference(ROOT)
+    reference = Reference()
     for header in reference.headers:
-        add(page_of(header), reference.page(header))
-    add(f"{FOLDER}/index.md", reference.index())
+        add(header_page(header), reference.page(header))
+    add(HEADERS, reference.index())
     add_to_navigation(config.nav or [], reference.headers)
     return files
 
 
 def add_to_navigation(nav: list[Any], headers: list[str]) -> None:
     """The headers stand below the entry of their list."""
-    index = f"{FOLDER}/index.md"
     folders = [
-        {folder: [{header.partition("/")[2]: page_of(header)} for header in group]}
+        {folder: [{header.partition("/")[2]: header_page(header)} for header in group]}
         for folder, group in groupby(headers, lambda header: header.partition("/")[0])
     ]
     for section in nav:
         for entries in section.values():
             for entry in entries:
                 for title, page in entry.items():
-                    if page == index:
-                        entry[title] = [index, *folders]
+                    if page == HEADERS:
+                        entry[title] = [HEADERS, *folders]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    made_here = page.file.src_uri.startswith((f"{FOLDER}/", "source/"))
+    made_here = page.file.src_uri.startswith(("cpp/", "source/"))
     return markdown if made_here else with_site_links(markdown, page.file.src_uri)

@@ -1,7 +1,7 @@
 """Links that work in the repository, and where they lead in the site.
 
-A page in docs links to `../examples/x.py`. The site has a page for each such file; the README is its
-first page.
+A page in docs links to `../examples/x.py`. The site has a page for each such file; a public header's is
+its reference, and the README is the first page.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cuda", ".sh": 
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
 
+def public_headers() -> list[str]:
+    listed = (ROOT / "cmake/public_headers.cmake").read_text(encoding="utf-8")
+    return re.findall(r"^\s+(\S+\.h)", listed, re.MULTILINE)
+
+
+def header_page(header: str) -> str:
+    return f"cpp/{header}.md"
+
+
 def site_page(path: str) -> str | None:
     """The page that shows a file or folder of the repository; None where there is no such file."""
     for page, source in PAGES.items():
@@ -26,6 +35,8 @@ def site_page(path: str) -> str | None:
             return page
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path in public_headers():
+        return header_page(path)
     if path.startswith(("build/", "../")) or not (ROOT / path).exists():
         return None
     return f"source/{path}.md"

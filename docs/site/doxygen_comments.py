@@ -1,6 +1,4 @@
-"""Turns the plain comments of a header into Doxygen's, for Doxygen's INPUT_FILTER.
-
-Usage: doxygen_filter.py HEADER
+"""Turns the plain comments of a header into Doxygen's.
 
 A block of `//` above a declaration becomes `///`, a comment behind one `///<`, and the block at the top
 of the header describes the file. Text is taken as it is written: only lists, backticks and indented
@@ -10,9 +8,7 @@ code mean something.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 WHOLE_LINE = re.compile(r"( *)// ?(.*)")
 BEHIND_CODE = re.compile(r"(.*\S)(  +)// (.*)")
@@ -50,7 +46,8 @@ def paragraphs(block: list[str]) -> Iterator[str]:
         before = line
 
 
-def filtered(lines: list[str]) -> Iterator[str]:
+def with_doxygen_comments(lines: list[str]) -> Iterator[str]:
+    """The lines of a header."""
     index, behind = 0, -1  # behind: the column of the comment behind the code of the line before
     while index < len(lines):
         line = lines[index]
@@ -78,7 +75,3 @@ def filtered(lines: list[str]) -> Iterator[str]:
             if index == 0 or (end < len(lines) and lines[end]):
                 yield from (f"{whole[1]}/// {text}".rstrip() for text in paragraphs(block))
             index = end
-
-
-if __name__ == "__main__":
-    print("\n".join(filtered(Path(sys.argv[1]).read_text(encoding="utf-8").splitlines())))

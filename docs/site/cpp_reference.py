@@ -120,9 +120,8 @@ class Reference:
             elif name.startswith("docs/"):
                 found[at] = f"[{escaped(name)}]({self.link(name.removeprefix('docs/'), header)})"
             else:
-                title = name[1:-1]
-                anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-                found[at] = f"[{escaped(title)}]({self.link('design.md', header)}#{anchor})"
+                anchor = re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
+                found[at] = f"[{escaped(name)}]({self.link('design.md', header)}#{anchor})"
         return "".join(found)
 
     def prose(self, thing: ET.Element, header: str) -> list[str]:

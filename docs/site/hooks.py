@@ -56,7 +56,7 @@ def add_to_navigation(nav: list[Any], headers: list[str]) -> None:
     ]
     for section in nav:
         for entries in section.values():
-            for entry in entries:
+            for entry in entries if isinstance(entries, list) else []:
                 for title, page in entry.items():
                     if page == HEADERS:
                         entry[title] = [HEADERS, *folders]

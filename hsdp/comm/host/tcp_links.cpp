@@ -253,7 +253,8 @@ void Linker::call_later(Callee& callee, const std::string& reason) {
     const int member = links_.members[static_cast<std::size_t>(callee.rank)];
     std::ostringstream message;
     message << "tcp: cannot connect to rank " << member << " of " << control_.size() << " at "
-            << callee.address << ": " << reason;
+            << callee.address << ": " << reason
+            << "; let the hosts connect to each other at any port, or use engine 'mpi'";
     give_up({.kind = FailureKind::kPeerLost, .message = message.str(), .ranks = {member}});
   }
   callee.handshake.reset();

@@ -145,7 +145,10 @@ std::optional<JobSocket> JobSocket::claim(const std::filesystem::path& path, int
     }
     return JobSocket(path, std::move(*lock), std::move(listener));
   }
-  throw Error("rendezvous: " + directory.string() + " keeps vanishing");
+  throw Error({.where = "rendezvous: " + directory.string(),
+               .expected = "a directory that stays",
+               .got = "one that is removed again and again",
+               .remedy = "set HSDP_JOB to a name that no other job has"});
 }
 
 UniqueFd JobSocket::take_listener() {

@@ -197,12 +197,18 @@ std::optional<std::string> read_secret(const Variables& variables) {
   auto contents = read_file(*path);
   if (!contents) {
     throw_if_descriptor_limit("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
-    throw UsageError("launch: HSDP_SECRET_FILE: cannot read '" + *path + "'");
+    throw UsageError({.where = "launch: HSDP_SECRET_FILE",
+                      .expected = "the path of a file that this rank can read",
+                      .got = "'" + *path + "'"});
   }
   while (!contents->empty() && (contents->back() == '\n' || contents->back() == '\r')) {
     contents->pop_back();
   }
-  if (contents->empty()) throw UsageError("launch: HSDP_SECRET_FILE: '" + *path + "' is empty");
+  if (contents->empty()) {
+    throw UsageError({.where = "launch: HSDP_SECRET_FILE",
+                      .expected = "a file with a secret",
+                      .got = "'" + *path + "', which is empty"});
+  }
   return contents;
 }
 

@@ -120,7 +120,8 @@ std::string own_address(int socket) {
   char host[NI_MAXHOST] = {};
   if (::getsockname(socket, generic, &length) != 0 ||
       ::getnameinfo(generic, length, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0) {
-    throw Error("rendezvous: cannot tell this host's address");
+    throw Error(
+        "rendezvous: cannot tell this host's address; set HSDP_ADDR and HSDP_PORT on every rank");
   }
   return host;
 }

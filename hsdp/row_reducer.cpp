@@ -252,7 +252,7 @@ void RowReducer::set_groups(std::vector<RowGroup> groups) {
   if (!parts_->steps.begins_step() || groups.size() != parts_->groups.size()) {
     throw UsageError({.where = "replica_hook",
                       .expected = "parameters frozen or thawed between steps, in the same modules",
-                      .got = "it within a step, or other modules",
+                      .got = "a change within a step, or in other modules",
                       .remedy = "change requires_grad between steps only, or close() the handle "
                                 "and make a new replica_hook"});
   }

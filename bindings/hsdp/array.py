@@ -94,7 +94,10 @@ class Array(NDArrayOperatorsMixin):
         copy: bool | None = None,
     ) -> Any:
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(f"array: expected the device of this memory, {self.device}")
+            raise BufferError(
+                f"array: expected dl_device to be that of this memory, {self.__dlpack_device__()}, got "
+                f"{tuple(dl_device)}; copy the result"
+            )
         if copy:
             raise BufferError("array: expected copy=None or False, got True; copy the result")
         return self._hsdp_memory.dlpack(max_version is not None and max_version[0] >= 1, stream)

@@ -74,7 +74,11 @@ class UnitGatherHandle {
   // `pointers`: to the whole arrays of the unit, which `owner` keeps alive.
   void gather(int unit, const std::vector<std::uintptr_t>& pointers, py::object owner) {
     const std::vector<UnitParameter>& parts = parts_.at(static_cast<std::size_t>(unit));
-    if (pointers.size() != parts.size()) throw UsageError("zero: unit gather: other arrays");
+    if (pointers.size() != parts.size()) {
+      throw UsageError({.where = "zero: unit gather",
+                        .expected = std::to_string(parts.size()) + " arrays",
+                        .got = std::to_string(pointers.size())});
+    }
     std::vector<TensorView> arrays;
     for (std::size_t p = 0; p < parts.size(); ++p) {
       // NOLINTNEXTLINE(performance-no-int-to-ptr): as torch gives it

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <cstring>
 #include <exception>
 #include <iostream>
 #include <string>
@@ -86,7 +87,7 @@ int run(const std::vector<std::string>& arguments) {
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) ::sigaddset(&forwarded, number);
   ::sigprocmask(SIG_BLOCK, &forwarded, &before);
   const pid_t pid = ::fork();
-  if (pid < 0) throw Error("hsdp_run: cannot fork");
+  if (pid < 0) throw Error(std::string("hsdp_run: cannot fork: ") + std::strerror(errno));
   if (pid == 0) ::_exit(launch(options, job, parent));
   launcher = pid;
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) ::signal(number, pass_on);

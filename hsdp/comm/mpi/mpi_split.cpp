@@ -72,7 +72,7 @@ SharedMemory allocate_private(MpiGroup& group, std::int64_t count, Dtype dtype) 
     memory = {::operator new(std::max<std::size_t>(size, 1), kAlignment),
               [](void* data) { ::operator delete(data, kAlignment); }};
   } catch (const std::bad_alloc&) {
-    reason = "mpi: allocate: no memory for " + std::to_string(size) + " bytes";
+    reason = "mpi: allocate: no memory for " + std::to_string(size) + " bytes; free memory";
   }
   throw_agreed(group.exchange("allocate", reason), group.members(), group.control());
   std::memset(memory.get(), 0, size);

@@ -1,0 +1,458 @@
+"""HsdpTrainer beside transformers' own Trainer, which wraps the model in DistributedDataParallel: the
+same losses and weights. Models are made from small configs; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Launcher
+from page_program import run_program_of_page
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hsdp
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")  # the ranks inherit it
+
+import accelerate  # noqa: E402
+import transformers  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+
+from hsdp.integrations.transformers import HsdpTrainer  # noqa: E402
+
+NEAR = 1e-6
+WORDS, LENGTH = 32, 8
+
+
+def make_gpt2() -> Any:
+    torch.manual_seed(1)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2,
+            bos_token_id=0, eos_token_id=0,
+        )
+    )
+
+
+def make_adapted_gpt2() -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+    return peft.get_peft_model(make_gpt2(), config)
+
+
+class TwoBranches(nn.Module):
+    """A batch uses one branch or the other, and never the third; with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.branches = nn.ModuleList(nn.Linear(LENGTH, 1) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        branch = self.branches[int(input_ids[0, 0]) % 2]
+        values = branch(self.norm(input_ids / WORDS))
+        return {"loss": (values.squeeze(1) - labels.float().mean(1) / WORDS).square().mean()}
+
+
+def make_data(count: int, seed: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Sequences of which different numbers of tokens count."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(1, WORDS, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: i % 5] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+def make_args(folder: str, **changed: Any) -> Any:
+    options: dict[str, Any] = {
+        "output_dir": folder, "use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 5,
+        "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
+        "learning_rate": 0.05, "optim": "sgd", "num_train_epochs": 1,
+    }
+    return transformers.TrainingArguments(**{**options, **changed})
+
+
+class OwnTrainer(transformers.Trainer):
+    """As somebody has one already."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.own_steps = getattr(self, "own_steps", 0) + 1
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"] + 0.1 * outputs["logits"].square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnHsdpTrainer(HsdpTrainer, OwnTrainer):
+    pass
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+def logged(trainer: Any) -> list[tuple[str, float]]:
+    """All losses and norms of a training, in order."""
+    names = ("loss", "grad_norm", "eval_loss")
+    return [(k, float(row[k])) for row in trainer.state.log_history for k in names if k in row]
+
+
+def differences(one: Any, other: Any) -> dict[str, Any]:
+    left, right = logged(one), logged(other)
+    assert [key for key, _ in left] == [key for key, _ in right] and len(left) > 4
+    return {
+        "weights": max_difference(state(one.model), state(other.model)),
+        "logged": max(abs(a - b) for (_, a), (_, b) in zip(left, right, strict=True)),
+    }
+
+
+def differing_ranks(model: nn.Module) -> int:
+    """How many ranks have other parameters than rank 0."""
+    mine = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(mine).hexdigest())
+    return sum(digest != digests[0] for digest in digests)
+
+
+def make_trainer(
+    kind: Any,
+    folder: str,
+    make_model: Callable[[], nn.Module] = make_gpt2,
+    options: Any = None,
+    **changed: Any,
+) -> Any:
+    return kind(
+        make_model(), make_args(folder, **changed), train_dataset=make_data(20),
+        eval_dataset=make_data(6, seed=4), **(options or {}),
+    )
+
+
+def train_both(
+    make_model: Callable[[], nn.Module] = make_gpt2,
+    prepare: Callable[[Any], None] = lambda trainer: None,
+    kinds: tuple[Any, Any] = (transformers.Trainer, HsdpTrainer),
+    options: dict[str, Any] | None = None,
+    folder: str = "unused",
+    **changed: Any,
+) -> tuple[dict[str, Any], Any]:
+    """How far a training by hsdp is from one by DDP; and its trainer."""
+    trainers = []
+    for kind, more in zip(kinds, ({}, options), strict=True):
+        trainer = make_trainer(kind, f"{folder}/{kind.__name__}", make_model, more, **changed)
+        prepare(trainer)
+        trainer.train()
+        trainers.append(trainer)
+    ddp, ours = trainers
+    assert isinstance(ddp.model_wrapped, nn.parallel.DistributedDataParallel)
+    assert ours.model_wrapped is ours.model
+    assert ours.reducer.closed
+    found = {
+        **differences(ddp, ours),
+        "moved": max_difference(parameters(make_model()), parameters(ours.model)),
+        "differing ranks": differing_ranks(ours.model),
+        "steps": ours.reducer.stats().step_count,
+    }
+    return found, ours
+
+
+def accumulated_and_resumed(folder: str) -> dict[str, Any]:
+    """Five batches an epoch, two a step: the third step of an epoch has one. Clipped, evaluated, saved."""
+    changed = {
+        "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "num_train_epochs": 2,
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4,
+    }
+    found, whole = train_both(folder=folder, **changed)
+    kept = f"{folder}/HsdpTrainer"
+    resumed = make_trainer(HsdpTrainer, kept, **changed)
+    resumed.train(resume_from_checkpoint=f"{kept}/checkpoint-4")
+    resumed_steps = resumed.reducer.stats().step_count
+    found["resumed"] = [differences(whole, resumed), resumed_steps]
+    ddp = [make_trainer(transformers.Trainer, f"{folder}/Trainer", **changed) for _ in range(2)]
+    ddp[0].train()
+    ddp[1].train(resume_from_checkpoint=f"{folder}/Trainer/checkpoint-4")
+    found["DDP resumed"] = differences(*ddp)
+    return found
+
+
+def with_loss_scaling() -> dict[str, Any]:
+    """As on a GPU, where accelerate has a GradScaler for fp16; the first scale overflows."""
+
+    def prepare(trainer: Any) -> None:
+        accelerator = trainer.accelerator
+        accelerator.state._mixed_precision = "fp16"
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+
+    try:
+        found, ours = train_both(prepare=prepare, max_grad_norm=0.1, learning_rate=0.1)
+        found["scale"] = ours.accelerator.scaler.get_scale()
+    finally:
+        AcceleratorState._reset_state(True)
+    return found
+
+
+def trained_twice() -> dict[str, Any]:
+    """Evaluated before, trained twice; then a Trainer of the same model has DDP as ever."""
+    ours = make_trainer(HsdpTrainer, "unused")
+    ours.evaluate()
+    other = make_trainer(transformers.Trainer, "unused")
+    for trainer in (other, ours):
+        transformers.set_seed(7)  # for dropout
+        trainer.train()
+        trainer.train()
+    found = differences(other, ours)
+    plain = make_trainer(transformers.Trainer, "unused", lambda: ours.model)
+    plain.train()
+    found["DDP again"] = isinstance(plain.model_wrapped, nn.parallel.DistributedDataParallel)
+    return found
+
+
+class Failing(HsdpTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.process_index == 1 and self.state.global_step == 2:
+            raise ValueError("a bad batch")
+        return super().compute_loss(*args, **kwargs)
+
+
+def one_rank_fails() -> str:
+    trainer = make_trainer(Failing, "unused")
+    try:
+        trainer.train()
+    except (ValueError, hsdp.StepAbortedError) as error:
+        assert trainer.reducer.closed
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def with_own_mesh() -> dict[str, Any]:
+    with hsdp.init_mesh(replicate=2) as mesh:
+        found, trainer = train_both(options={"mesh": mesh, "reducer_options": {"reduce_dtype": "bf16"}})
+        found["open"] = not mesh.closed
+    found["bytes"] = trainer.reducer.stats().replica_hop_bytes
+    return found
+
+
+def accelerate_loop(with_hsdp: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """A loop around an Accelerator: five batches a rank and epoch, two a step. Its weights and steps."""
+    torch.manual_seed(8)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    x = torch.randn(20, 6)
+    loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2, shuffle=True)
+    optimizer, loader, scheduler = accelerator.prepare(optimizer, loader, scheduler)
+    reducer = None
+    if with_hsdp:
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        mesh = hsdp.init_mesh(shard=accelerator.num_processes)
+        hsdp.broadcast_parameters(mesh, model)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+    else:
+        model = accelerator.prepare_model(model)
+    steps = 0
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                last = accelerator.sync_gradients
+                with contextlib.nullcontext() if reducer is None else reducer.microbatch(last=last):
+                    accelerator.backward((model(x) - y).square().mean())
+                if last:
+                    if reducer is not None:
+                        reducer.gather_gradients()
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    steps += 1
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    if reducer is not None:
+        reducer.close()
+        mesh.close()
+    return state(accelerator.unwrap_model(model)), steps
+
+
+def accelerate_loops() -> list[float]:
+    theirs, ours = accelerate_loop(False), accelerate_loop(True)
+    assert theirs[1] == ours[1]
+    return [max_difference(theirs[0], ours[0]), ours[1]]
+
+
+def train_on_two(folder: str) -> dict[str, Any]:
+    transformers.logging.set_verbosity_error()
+    found: dict[str, Any] = {
+        "whole": train_both(max_grad_norm=0.0, optim="adamw_torch", learning_rate=1e-3),
+        "bf16, checkpointing": train_both(bf16=True, gradient_checkpointing=True),
+        "LoRA": train_both(make_adapted_gpt2),
+        "unused parameters": train_both(TwoBranches),
+        "own Trainer": train_both(kinds=(OwnTrainer, OwnHsdpTrainer), options={"shard": 1}),
+    }
+    # One host shares gradients by default.
+    stats = {name: trainer.reducer.stats() for name, (_, trainer) in found.items()}
+    assert stats["whole"].reduce_scatter_count == 5 and stats["whole"].all_reduce_count == 0
+    assert stats["own Trainer"].reduce_scatter_count == 0
+    assert stats["own Trainer"].all_reduce_count == 5
+    assert found["own Trainer"][1].own_steps == 5
+    found = {name: row for name, (row, _) in found.items()}
+    found["accumulated"] = accumulated_and_resumed(folder)
+    found["twice"] = trained_twice()
+    found["own mesh"] = with_own_mesh()
+    found["scaled"] = with_loss_scaling()
+    found["failed"] = one_rank_fails()
+    found["loop of accelerate"] = accelerate_loops()
+    return found
+
+
+def train_on_four(folder: str) -> dict[str, Any]:
+    transformers.logging.set_verbosity_error()
+    return train_both(
+        options={"replicate": 2}, gradient_accumulation_steps=2, max_grad_norm=0.1,
+        num_train_epochs=2, folder=folder,
+    )[0]
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path_factory.mktemp("jobs"))
+    yield launcher
+    for job in launcher.jobs:
+        job.kill()
+
+
+@pytest.fixture(scope="module")
+def on_two(launcher: Launcher) -> list[dict[str, Any]]:
+    return launcher(2, train_on_two, str(launcher.folder / "output"))
+
+
+# With two ranks and no accumulation both add the same two numbers, so bits are equal.
+@pytest.mark.parametrize(
+    "name", ["whole", "bf16, checkpointing", "LoRA", "unused parameters", "own Trainer", "scaled"]
+)
+def test_the_same_bits_as_ddp(on_two: list[dict[str, Any]], name: str) -> None:
+    for found in on_two:
+        row = found[name]
+        assert (row["weights"], row["logged"], row["differing ranks"]) == (0, 0, 0)
+        assert row["moved"] > 1e-3
+
+
+def test_accumulation_clipping_and_evaluation_are_ddps(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        row = found["accumulated"]
+        assert row["weights"] <= NEAR and row["logged"] <= NEAR and row["differing ranks"] == 0
+        assert row["steps"] == 6 and row["moved"] > 1e-3
+
+
+def test_a_resumed_training_has_the_bits_of_a_whole_one(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        same = {"weights": 0, "logged": 0}
+        assert found["accumulated"]["DDP resumed"] == same
+        assert found["accumulated"]["resumed"] == [same, 2]
+
+
+def test_it_trains_again(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert found["twice"] == {"weights": 0, "logged": 0, "DDP again": True}
+
+
+def test_a_mesh_and_options_are_taken(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        row = found["own mesh"]
+        assert row["open"] and row["differing ranks"] == 0
+        assert 0 < row["weights"] < 1e-2  # bf16 on the wire
+
+
+def test_a_step_is_skipped_where_the_scale_overflows(on_two: list[dict[str, Any]]) -> None:
+    assert [found["scaled"]["scale"] < 2.0**18 for found in on_two] == [True, True]
+
+
+def test_a_rank_that_fails_is_named(on_two: list[dict[str, Any]]) -> None:
+    assert on_two[1]["failed"] == "ValueError: a bad batch"
+    assert re.match("StepAbortedError.*rank 1 of 2.*a bad batch", on_two[0]["failed"])
+
+
+def test_a_loop_of_accelerate(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        difference, steps = found["loop of accelerate"]
+        assert difference <= NEAR and steps == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [("trainer.py", r"40 steps, loss (\d.\d\d)"), ("accelerate_loop.py", r"loss (\d.\d\d)")],
+)
+def test_the_programs_of_the_page(tmp_path: pathlib.Path, name: str, printed: str) -> None:
+    output = run_program_of_page(tmp_path, name)
+    found = re.findall(rf"^\[0\] {printed}$", output, re.MULTILINE)
+    assert len(found) == 1 and float(found[0]) < 0.8, output
+
+
+def test_a_mesh_of_two_by_two(launcher: Launcher) -> None:
+    for row in launcher(4, train_on_four, str(launcher.folder / "four")):
+        assert row["weights"] <= NEAR and row["logged"] <= NEAR and row["differing ranks"] == 0
+        assert row["moved"] > 1e-3
+
+
+def test_what_is_not_supported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(**options: Any) -> Any:
+        return make_trainer(HsdpTrainer, str(tmp_path), options=options)
+
+    with pytest.raises(hsdp.UsageError, match="got both; leave one out"):
+        make(mesh=1, shard=2)
+    with pytest.raises(hsdp.UsageError, match="expected divide_by='ranks'"):
+        make(reducer_options={"divide_by": "ranks*microbatches"})
+    with pytest.raises(hsdp.UsageError, match="training step within training"):
+        make().training_step(None, {})
+    with pytest.raises(hsdp.UsageError, match="expected an hsdp.Mesh"):
+        make(mesh="2x2").train()
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(hsdp.UsageError, match="got one with 2 GPUs .DataParallel"):
+        make()
+    kind = accelerate.utils.DistributedType.FSDP
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kind))
+    with pytest.raises(hsdp.UsageError, match="got accelerate's distributed type FSDP; leave fsdp"):
+        make()
+
+
+def test_packages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import sys, hsdp, hsdp.integrations\n"
+        "print({'torch', 'transformers', 'lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+    monkeypatch.delitem(sys.modules, "hsdp.integrations.transformers")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r"got no accelerate; .* pip install hsdp\[transformers\]"):
+        importlib.import_module("hsdp.integrations.transformers")

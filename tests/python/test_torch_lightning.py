@@ -33,6 +33,7 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from hsdp.integrations.lightning import HsdpStrategy  # noqa: E402
 
 NEAR = 1e-6
+RANK = int(os.environ.get("RANK", "0"))
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning takes it out of the environment after a fit()
 
 
@@ -45,7 +46,7 @@ class Model(pl.LightningModule):
         spare: bool = False,
     ) -> None:
         super().__init__()
-        torch.manual_seed(1)
+        torch.manual_seed(RANK)  # rank 0's weights count
         self.first = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh())
         self.middle = nn.Sequential(nn.Linear(12, 12), nn.Dropout(dropout), nn.Tanh())
         self.last = nn.Linear(12, 1)

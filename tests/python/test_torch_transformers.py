@@ -38,10 +38,11 @@ from hsdp.integrations.transformers import HsdpTrainer  # noqa: E402
 
 NEAR = 1e-6
 WORDS, LENGTH = 32, 8
+RANK = int(os.environ.get("RANK", "0"))
 
 
 def make_gpt2() -> Any:
-    torch.manual_seed(1)
+    torch.manual_seed(RANK)  # rank 0's weights count
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2,
@@ -62,7 +63,7 @@ class TwoBranches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(2)
+        torch.manual_seed(RANK)
         self.norm = nn.BatchNorm1d(LENGTH)
         self.branches = nn.ModuleList(nn.Linear(LENGTH, 1) for _ in range(3))
 

@@ -247,12 +247,21 @@ class Failing(HsdpTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def one_rank_fails() -> str:
-    trainer = make_trainer(Failing, "unused")
+class WithoutSuper(HsdpTrainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def error_of(kind: Any, **changed: Any) -> str:
+    """What a training raises."""
+    trainer = None
     try:
+        trainer = make_trainer(kind, "unused", **changed)
         trainer.train()
     except (ValueError, hsdp.StepAbortedError) as error:
-        assert trainer.reducer.closed
+        assert trainer is None or trainer.reducer.closed
         return f"{type(error).__name__}: {error}"
     return "none"
 
@@ -331,8 +340,9 @@ def train_on_two(folder: str) -> dict[str, Any]:
     found["twice"] = trained_twice()
     found["own mesh"] = with_own_mesh()
     found["scaled"] = with_loss_scaling()
-    found["failed"] = one_rank_fails()
+    found["failed"], found["without super"] = error_of(Failing), error_of(WithoutSuper)
     found["loop of accelerate"] = accelerate_loops()
+    found["FSDP"] = error_of(HsdpTrainer, fsdp=True)
     return found
 
 
@@ -387,6 +397,16 @@ def test_it_trains_again(on_two: list[dict[str, Any]]) -> None:
         assert found["twice"] == {"weights": 0, "logged": 0, "DDP again": True}
 
 
+def test_fsdp_is_refused(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert re.match("UsageError: .*got fsdp in the arguments; leave fsdp", found["FSDP"])
+
+
+def test_a_training_step_calls_super(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert re.match("UsageError: .*a backward pass outside of one", found["without super"])
+
+
 def test_a_mesh_and_options_are_taken(on_two: list[dict[str, Any]]) -> None:
     for found in on_two:
         row = found["own mesh"]
@@ -437,6 +457,20 @@ def test_what_is_not_supported(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
         make().training_step(None, {})
     with pytest.raises(hsdp.UsageError, match="expected an hsdp.Mesh"):
         make(mesh="2x2").train()
+    args = make_args(str(tmp_path))
+    args.deepspeed = "deepspeed.json"
+    with pytest.raises(hsdp.UsageError, match="got deepspeed in the arguments; leave fsdp, deepspeed"):
+        HsdpTrainer(make_gpt2(), args)
+    with monkeypatch.context() as patch:
+        spread = property(lambda self: True)
+        patch.setattr(transformers.GPT2LMHeadModel, "is_distributed_loading_by_transformers", spread)
+        with pytest.raises(hsdp.UsageError, match="got a model that from_pretrained has spread"):
+            make()
+    with monkeypatch.context() as patch:
+        config = accelerate.ParallelismConfig()
+        patch.setattr(accelerate.Accelerator, "parallelism_config", config, raising=False)
+        with pytest.raises(hsdp.UsageError, match="got a parallelism_config; leave"):
+            make()
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(hsdp.UsageError, match="got one with 2 GPUs .DataParallel"):
         make()

@@ -102,7 +102,10 @@ class HsdpTrainer(transformers.Trainer):
 
     def _require_data_parallel(self) -> None:
         kind = self.accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        others = [name for name in ("fsdp", "deepspeed") if getattr(self.args, name, None)]
+        if others:  # which accelerate leaves aside on CPUs
+            what = f"{others[0]} in the arguments"
+        elif kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             what = f"accelerate's distributed type {kind}"
         elif self.args.n_gpu > 1:
             what = f"one with {self.args.n_gpu} GPUs (DataParallel)"

@@ -348,10 +348,14 @@ def train_on_two(folder: str) -> dict[str, Any]:
 
 def train_on_four(folder: str) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
-    return train_both(
+    found, trainer = train_both(
         options={"replicate": 2}, gradient_accumulation_steps=2, max_grad_norm=0.1,
         num_train_epochs=2, folder=folder,
-    )[0]
+    )
+    stats = trainer.reducer.stats()
+    # Three batches a rank and epoch, two a step: six to the shard group, four steps to the replicas.
+    found["hops"] = [stats.reduce_scatter_count, stats.all_reduce_count]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +446,7 @@ def test_the_programs_of_the_page(tmp_path: pathlib.Path, name: str, printed: st
 def test_a_mesh_of_two_by_two(launcher: Launcher) -> None:
     for row in launcher(4, train_on_four, str(launcher.folder / "four")):
         assert row["weights"] <= NEAR and row["logged"] <= NEAR and row["differing ranks"] == 0
-        assert row["moved"] > 1e-3
+        assert row["moved"] > 1e-3 and row["hops"] == [6, 4]
 
 
 def test_what_is_not_supported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

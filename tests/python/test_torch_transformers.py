@@ -320,8 +320,15 @@ def accelerate_loops() -> list[float]:
     return [max_difference(theirs[0], ours[0]), ours[1]]
 
 
-def train_on_two(folder: str) -> dict[str, Any]:
+def begin_in(folder: str) -> None:
+    """Trainer makes its output folder even where nothing is saved."""
     transformers.logging.set_verbosity_error()
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+
+
+def train_on_two(folder: str) -> dict[str, Any]:
+    begin_in(folder)
     found: dict[str, Any] = {
         "whole": train_both(max_grad_norm=0.0, optim="adamw_torch", learning_rate=1e-3),
         "bf16, checkpointing": train_both(bf16=True, gradient_checkpointing=True),
@@ -347,7 +354,7 @@ def train_on_two(folder: str) -> dict[str, Any]:
 
 
 def train_on_four(folder: str) -> dict[str, Any]:
-    transformers.logging.set_verbosity_error()
+    begin_in(folder)
     found, trainer = train_both(
         options={"replicate": 2}, gradient_accumulation_steps=2, max_grad_norm=0.1,
         num_train_epochs=2, folder=folder,

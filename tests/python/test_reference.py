@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pathlib
 import re
@@ -23,6 +24,9 @@ def public_things() -> dict[str, Any]:
     for package in ("torch", "quant", "zero"):
         part = getattr(hsdp, package)
         found |= {f"{package}.{name}": getattr(part, name) for name in part.__all__}
+    for name in ("lightning", "transformers"):
+        part = importlib.import_module(f"hsdp.integrations.{name}")
+        found |= {f"integrations.{name}.{key}": getattr(part, key) for key in part.__all__}
     return {f"hsdp.{name}": thing for name, thing in found.items()}
 
 

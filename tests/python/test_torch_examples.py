@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shutil
 
 import pytest
 from test_examples import EXAMPLES, run
@@ -46,6 +47,20 @@ def test_train_gpt_zero(tmp_path: pathlib.Path) -> None:
     for one, other in zip(killed, whole, strict=True):
         assert abs(one - other) < 1e-3
     assert whole[-1] < 0.8 * whole[0]
+
+
+def test_resume(tmp_path: pathlib.Path) -> None:
+    """Killed and gone on with, a training has the bits of one that was not."""
+    program = EXAMPLES / "resume.py"
+    whole = run(4, program, "--folder", str(tmp_path / "whole"))
+    folder = str(tmp_path / "killed")
+    with pytest.raises(AssertionError, match="rank 3 of 4 was ended by signal 9"):
+        run(4, program, "--folder", folder, "--die-at", "9")
+    again = run(4, program, "--folder", folder)
+    assert "steps 0 to 12 on 2x2 ranks" in whole and "steps 8 to 12 on 2x2 ranks" in again
+    assert whole.rpartition(" ")[2] == again.rpartition(" ")[2]
+    shutil.rmtree(tmp_path / "killed" / "12")
+    assert "steps 8 to 12 on 2x1 ranks" in run(2, program, "--folder", folder)
 
 
 def test_overlap_gather(tmp_path: pathlib.Path) -> None:

@@ -96,7 +96,9 @@ class Page:
 
     def _type(self, commands: str) -> None:
         here = [str(pathlib.Path(program("hsdp_run")).parent), str(pathlib.Path(sys.executable).parent)]
-        env = {**os.environ, "PATH": ":".join([*here, os.environ["PATH"]]), "OMP_NUM_THREADS": "1"}
+        path = ":".join([*here, os.environ["PATH"]])
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        env = {**os.environ, **root, "PATH": path, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             ["bash", "-e", "-o", "pipefail", "-c", commands], cwd=self._folder, env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,

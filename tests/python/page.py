@@ -4,6 +4,7 @@ A fenced block says by its language and title what it is:
 
     ```python title="train.py"   a file, in any language
     ```diff title="train.py"     a change to that file; between @@ lines, what is there once
+    ```diff                      a sketch of one
     ```sh                        what is typed in the folder with these files; it has to succeed
     ```text                      what that printed: each line, wherever it came; … is anything
     ```python                    a part of a file of the page, or of one in examples/ that it links to
@@ -87,7 +88,7 @@ class Page:
             self._type(block.text)
         elif block.language == "text":
             self._expect(block.text)
-        elif block.language == "diff":
+        elif block.language == "diff" and block.title:
             self._change(block)
         elif block.title:
             (self._folder / block.title).parent.mkdir(parents=True, exist_ok=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import pathlib
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Launcher
-from page_program import program_of_page, run_program_of_page
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -315,19 +312,3 @@ def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", None)
     with pytest.raises(ImportError, match=r"pip install hsdp\[lightning\]"):
         importlib.import_module("hsdp.integrations.lightning")
-
-
-@pytest.mark.parametrize("launched_by", ["hsdp_run", "Lightning"])
-def test_the_program_of_the_page(tmp_path: pathlib.Path, launched_by: str) -> None:
-    if launched_by == "hsdp_run":
-        output = run_program_of_page(tmp_path, "lightning_fit.py")
-    else:
-        command = [sys.executable, str(program_of_page(tmp_path, "lightning_fit.py"))]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=100,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        output = done.stdout
-    found = re.findall(r"40 steps, loss (\d.\d\d)$", output, re.MULTILINE)
-    assert len(found) == 1 and float(found[0]) < 0.8, output

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Launcher
-from page_program import run_program_of_page
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -438,16 +437,6 @@ def test_a_loop_of_accelerate(on_two: list[dict[str, Any]]) -> None:
     for found in on_two:
         difference, steps = found["loop of accelerate"]
         assert difference <= NEAR and steps == 6
-
-
-@pytest.mark.parametrize(
-    ("name", "printed"),
-    [("trainer.py", r"40 steps, loss (\d.\d\d)"), ("accelerate_loop.py", r"loss (\d.\d\d)")],
-)
-def test_the_programs_of_the_page(tmp_path: pathlib.Path, name: str, printed: str) -> None:
-    output = run_program_of_page(tmp_path, name)
-    found = re.findall(rf"^\[0\] {printed}$", output, re.MULTILINE)
-    assert len(found) == 1 and float(found[0]) < 0.8, output
 
 
 def test_a_mesh_of_two_by_two(launcher: Launcher) -> None:

@@ -80,60 +80,6 @@ def test_beside_fsdp2() -> None:
     assert "ok  bf16, beside FSDP2" in output
 
 
-# What the pages for newcomers take for granted, before each of their pieces.
-AROUND = """
-import os, sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-import hsdp
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x):
-        return self.blocks[1](self.blocks[0](x))
-
-def loss(output):
-    return output.square().mean()
-
-microbatches = [torch.full((2, 4), float(m)) for m in range(3)]
-torch.set_num_threads(1)
-os.chdir(sys.argv[1])
-dist.init_process_group("gloo")
-"""
-FRESH = """
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-"""
-SAME = """
-reducer.flush()
-mesh.world.barrier()
-found = hsdp.compare_snapshots("fsdp2", "hsdp", bitwise=True)
-assert found.verdict == "same", found
-dist.destroy_process_group()
-print("fine")
-"""
-
-
-def test_the_pages_for_newcomers(tmp_path: pathlib.Path) -> None:
-    source = AROUND
-    for page in ("from_deepspeed.md", "from_fsdp2.md"):
-        text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
-        for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-            source += (FRESH if "hsdp.init_mesh" in block else "") + block
-    assert source.count(FRESH) == 3 and "shard=4" in source and "write_snapshot" in source
-    program = tmp_path / "program.py"
-    program.write_text(source.replace("shard=4", "shard=2") + SAME)
-    output = run(4, program, str(tmp_path))
-    assert output.count("fine") == 4
-
-
 def test_the_loop_in_the_readme(tmp_path: pathlib.Path) -> None:
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)

@@ -9,7 +9,8 @@ A fenced block says by its language and title what it is:
     ```text                      what that printed: each line, wherever it came; … is anything
     ```python                    a part of a file of the page, or of one in examples/ that it links to
 
-Where a title says "not run here" the block's syntax is looked at, if Python or a shell know it.
+Where a title says "not run here" the block's syntax is looked at, if Python or a shell know it. A page with
+a CMakeLists.txt finds the build under test installed.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class Page:
         path = ":".join([*here, os.environ["PATH"]])
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         env = {**os.environ, **root, "PATH": path, "OMP_NUM_THREADS": "1"}
+        if "CMakeLists.txt" in self._files and "HSDP_TOOLS" in os.environ:
+            env["CMAKE_PREFIX_PATH"] = str(self._install())
         done = subprocess.run(
             ["bash", "-e", "-o", "pipefail", "-c", commands], cwd=self._folder, env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,
@@ -107,6 +110,16 @@ class Page:
         self._printed = done.stdout
         if done.returncode != 0:
             raise PageError(f"exit status {done.returncode}\n{commands}{done.stdout}")
+
+    def _install(self) -> pathlib.Path:
+        prefix = self._folder / "installed"
+        if not prefix.exists():
+            build = pathlib.Path(os.environ["HSDP_TOOLS"]).parents[1]
+            command = ["cmake", "--install", str(build), "--prefix", str(prefix)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+            if done.returncode != 0:
+                raise PageError(f"the build could not be installed\n{done.stdout}{done.stderr}")
+        return prefix
 
     def _expect(self, text: str) -> None:
         if self._printed is None:

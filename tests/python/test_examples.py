@@ -33,7 +33,7 @@ def test_jax_loop() -> None:
     if importlib.util.find_spec("jax") is None:
         assert output.count("skipped: JAX is not installed") == 2
     else:
-        assert "after 60 steps on 2 ranks" in output
+        assert "after 40 steps on 2 ranks" in output
 
 
 def test_the_loop_in_the_readme(tmp_path: pathlib.Path) -> None:

@@ -100,7 +100,8 @@ class Page:
         here = [str(pathlib.Path(program("hsdp_run")).parent), str(pathlib.Path(sys.executable).parent)]
         path = ":".join([*here, os.environ["PATH"]])
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        env = {**os.environ, **root, "PATH": path, "OMP_NUM_THREADS": "1"}
+        # Unbuffered, processes that share an output write their lines and the ends of these in turn.
+        env = {**os.environ, **root, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
         if "CMakeLists.txt" in self._files and "HSDP_TOOLS" in os.environ:
             env["CMAKE_PREFIX_PATH"] = str(self._install())
         done = subprocess.run(

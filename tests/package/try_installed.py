@@ -39,8 +39,9 @@ def main() -> None:
         (folder / "rank.py").write_text(RANK)
         run("hsdp_run", "-n", "4", sys.executable, "rank.py", "snapshot")
         verdict = run("hsdp_check", "snapshot")
-    version = run("hsdp_check", "--version").split()[-1]
-    where = run(sys.executable, "-c", "import hsdp; print(hsdp.__version__, hsdp.__file__)").split()
+        version = run("hsdp_check", "--version").split()[-1]
+        where = run(sys.executable, "-c", "import hsdp; print(hsdp.__version__, hsdp.__file__)").split()
+        os.chdir("/")
     assert where[0] == version, (where, version)
     assert where[1].startswith(sys.prefix), f"expected hsdp of {sys.prefix}, got {where[1]}"
     print(f"hsdp {version}, Python {sys.version.split()[0]}: {verdict.splitlines()[-1].strip()}")

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from conftest import Launcher
 from torch.distributed.fsdp import fully_shard
 
-import hsdp
 from hsdp.torch import private_torch
 
-PACKAGE = pathlib.Path(hsdp.__file__).parent
 HERE = pathlib.Path(private_torch.__file__).resolve()
+PACKAGE = HERE.parents[1]  # the sources: a build has links to its folders, which rglob passes over
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -286,7 +285,7 @@ def own_names() -> set[str]:
     """What is defined anywhere in hsdp."""
     found = set(dir(builtins))
     for file in PACKAGE.rglob("*.py"):
-        if file.resolve() == HERE:
+        if file == HERE:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -313,16 +312,19 @@ def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
 
 #: of Python, and of the compiled module
 NOT_TORCH = {"sys._getframe", "given._replace"}
+#: what it uses of transformers and Lightning is bounded by the extras of those
+OF_OTHERS = PACKAGE / "integrations"
 
 
 def test_no_other_file_uses_private_parts() -> None:
     own = own_names()
     found = [
         f"{file.relative_to(PACKAGE)}:{line}: {text}"
-        for file in sorted(PACKAGE.rglob("*.py")) if file.resolve() != HERE
+        for file in sorted(PACKAGE.rglob("*.py")) if file != HERE and OF_OTHERS not in file.parents
         for line, text in private_uses(ast.parse(file.read_text()), own)
         if text not in NOT_TORCH
     ]
+    assert (PACKAGE / "torch" / "sharded_optimizer.py").is_file()
     assert found == [], "move them to torch/private_torch.py, with a check here"
 
 

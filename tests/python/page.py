@@ -51,6 +51,11 @@ def blocks_of(text: str) -> list[_Block]:
     ]
 
 
+def python_blocks(text: str) -> list[str]:
+    """Those without a title."""
+    return [block.text for block in blocks_of(text) if block.language == "python" and not block.title]
+
+
 class Page:
     """A page, and the folder in which it is followed."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
 import pytest
 from conftest import program
+from page import python_blocks
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -38,8 +38,6 @@ def test_jax_loop() -> None:
 
 def test_the_loop_in_the_readme(tmp_path: pathlib.Path) -> None:
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert block is not None
-    (tmp_path / "program.py").write_text(block[1])
+    (tmp_path / "program.py").write_text(python_blocks(readme)[0])
     lines = run(4, tmp_path / "program.py").splitlines()
     assert sorted(lines) == [f"[{rank}] rank {rank}: 6" for rank in range(4)]

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+from page import python_blocks
 from test_examples import EXAMPLES, run
 
 
@@ -82,8 +83,7 @@ def test_beside_fsdp2() -> None:
 
 def test_the_loop_in_the_readme(tmp_path: pathlib.Path) -> None:
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    (block,) = [block for block in blocks if "import torch" in block]
+    (block,) = [block for block in python_blocks(readme) if "import torch" in block]
     (tmp_path / "program.py").write_text(block)
     lines = sorted(run(4, tmp_path / "program.py").splitlines())
     losses = {line.rpartition(" ")[2] for line in lines}

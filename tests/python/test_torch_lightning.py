@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import re
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import Launcher
+from same_tensors import differing_ranks, max_difference, parameters_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -136,33 +135,14 @@ def fit(
     return trainer
 
 
-def max_difference(one: nn.Module, other: nn.Module) -> float:
-    theirs = other.state_dict()
-    pairs = [(value.double(), theirs[name].double()) for name, value in one.state_dict().items()]
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
-def moved(start: nn.Module, end: nn.Module) -> float:
-    pairs = zip(start.parameters(), end.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
-
-
 def differences(one: pl.Trainer, other: pl.Trainer) -> dict[str, float]:
     left: Any = one.lightning_module
     right: Any = other.lightning_module
     assert len(left.losses) == len(right.losses) > 4
     return {
-        "weights": max_difference(left, right),
+        "weights": max_difference(left.state_dict(), right.state_dict()),
         "losses": max(abs(a - b) for a, b in zip(left.losses, right.losses, strict=True)),
     }
-
-
-def differing_ranks(model: nn.Module) -> int:
-    """How many ranks have other parameters than rank 0."""
-    mine = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(mine).hexdigest())
-    return sum(digest != digests[0] for digest in digests)
 
 
 def fit_both(
@@ -176,7 +156,7 @@ def fit_both(
     assert trainer.strategy.reducer.closed
     found = {
         **differences(theirs, trainer),
-        "moved": moved(make_model(), trainer.lightning_module),
+        "moved": max_difference(parameters_of(make_model()), parameters_of(trainer.lightning_module)),
         "differing ranks": differing_ranks(trainer.lightning_module),
         "steps": trainer.strategy.reducer.stats().step_count,
     }
@@ -196,7 +176,7 @@ def accumulated_and_resumed(folder: str) -> dict[str, Any]:
     resumed: Any = fit(HsdpStrategy(), make_model, f"{folder}/HsdpStrategy/step=3.ckpt", **options)
     losses = whole.lightning_module.losses
     found["resumed"] = [
-        max_difference(whole.lightning_module, resumed.lightning_module),
+        max_difference(whole.lightning_module.state_dict(), resumed.lightning_module.state_dict()),
         resumed.lightning_module.losses == losses[len(losses) // 2 :],
         resumed.strategy.reducer.stats().step_count,
     ]

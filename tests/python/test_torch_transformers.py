@@ -5,7 +5,6 @@ same losses and weights. Models are made from small configs; nothing is download
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import os
 import pathlib
@@ -17,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import Launcher
+from same_tensors import differing_ranks, max_difference, parameters_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -114,15 +113,6 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach() for name, value in model.named_parameters()}
-
-
-def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
-
-
 def logged(trainer: Any) -> list[tuple[str, float]]:
     """All losses and norms of a training, in order."""
     names = ("loss", "grad_norm", "eval_loss")
@@ -136,14 +126,6 @@ def differences(one: Any, other: Any) -> dict[str, Any]:
         "weights": max_difference(state(one.model), state(other.model)),
         "logged": max(abs(a - b) for (_, a), (_, b) in zip(left, right, strict=True)),
     }
-
-
-def differing_ranks(model: nn.Module) -> int:
-    """How many ranks have other parameters than rank 0."""
-    mine = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(mine).hexdigest())
-    return sum(digest != digests[0] for digest in digests)
 
 
 def make_trainer(
@@ -180,7 +162,7 @@ def train_both(
     assert ours.reducer.closed
     found = {
         **differences(ddp, ours),
-        "moved": max_difference(parameters(make_model()), parameters(ours.model)),
+        "moved": max_difference(parameters_of(make_model()), parameters_of(ours.model)),
         "differing ranks": differing_ranks(ours.model),
         "steps": ours.reducer.stats().step_count,
     }

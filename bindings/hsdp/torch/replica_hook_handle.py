@@ -11,8 +11,7 @@ import torch.distributed as dist
 from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.mesh import Mesh, as_mesh
-from hsdp.torch import unreduced_gradient_guard
-from hsdp.torch import private_torch
+from hsdp.torch import private_torch, unreduced_gradient_guard
 from hsdp.torch.fsdp_parameter_group import fsdp_parameter_groups, places_within
 from hsdp.torch.hook_requirements import WIRES, require_usable
 

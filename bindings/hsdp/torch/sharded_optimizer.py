@@ -22,8 +22,7 @@ from hsdp.options import MasterDtype, Offload, Stage
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
-from hsdp.torch import unreduced_gradient_guard
-from hsdp.torch import private_torch
+from hsdp.torch import private_torch, unreduced_gradient_guard
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.module_units import Units

@@ -24,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
-from hsdp.torch import zero_grad_guard
-from hsdp.torch import private_torch
+from hsdp.torch import private_torch, zero_grad_guard
 from hsdp.torch.ddp_guard import guard_ddp
 from hsdp.torch.result_state import refuse_zeroed
 

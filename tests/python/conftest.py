@@ -1,15 +1,16 @@
-"""Runs functions of a test file as the ranks of a job: real processes, started by hsdp_run."""
+"""Runs functions of a test file as the ranks of a job: real processes."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -27,65 +28,117 @@ def program(name: str) -> str:
 class Job:
     """A started job. `wait` gives what each rank returned."""
 
-    def __init__(self, process: subprocess.Popen[str], folder: pathlib.Path, size: int) -> None:
-        self.process = process
+    def __init__(self, leader: int, folder: pathlib.Path, size: int) -> None:
+        self.leader = leader
         self.folder = folder
         self.size = size
+        try:
+            self.end: int | None = os.pidfd_open(leader)
+        except ProcessLookupError:
+            self.end = None  # it was faster
 
     def wait(self, limit_s: float = LIMIT_S, may_fail: bool = False) -> list[Any]:
-        try:
-            output, _ = self.process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
+        if not self._ended(limit_s):
             self.kill()
-            output, _ = self.process.communicate()
-            pytest.fail(f"the job did not end within {limit_s} s:\n{output}")
-        if self.process.returncode != 0 and not may_fail:
-            pytest.fail(f"the job ended with {self.process.returncode}:\n{output}")
+            pytest.fail(f"the job did not end within {limit_s} s:\n{self.output}")
+        status = self.folder / "status"
+        if not may_fail and (code := status.read_text() if status.exists() else "none") != "0":
+            pytest.fail(f"the job ended with {code}:\n{self.output}")
         return [self._result(rank) for rank in range(self.size)]
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text(errors="replace")
+
+    def _ended(self, limit_s: float) -> bool:
+        return self.end is None or bool(select.select([self.end], [], [], limit_s)[0])
 
     def _result(self, rank: int) -> Any:
         path = self.folder / f"{rank}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+        if not self._ended(0):
+            os.killpg(self.leader, signal.SIGKILL)
+            self._ended(20)
+        if self.end is not None:
+            os.close(self.end)
+            self.end = None
+
+
+class Forks:
+    """The process that forks the ranks of a test file's jobs."""
+
+    def __init__(self, file: pathlib.Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", str(HERE / "fork_ranks.py"), str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, job: dict[str, Any]) -> int:
+        """The process id of the job's leader."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            pytest.fail(f"fork_ranks.py ended with {self.process.wait()}")
+        return int(answer)
+
+    def close(self) -> None:
+        self.process.communicate()
 
 
 class Launcher:
     """Starts `function(*arguments)` of a test file on `size` ranks."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, forks: Forks, folder: pathlib.Path) -> None:
+        self.forks = forks
         self.folder = folder
         self.jobs: list[Job] = []
 
     def start(self, size: int, function: Callable[..., Any], *arguments: Any, **env: str) -> Job:
         folder = self.folder / f"job{len(self.jobs)}"
         folder.mkdir()
-        where = [inspect.getfile(function), function.__name__, json.dumps(arguments), str(folder)]
-        command = [program("hsdp_run"), "-n", str(size), "--grace-s", "5", sys.executable]
-        process = subprocess.Popen(
-            [*command, str(HERE / "run_rank.py"), *where],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        )
-        self.jobs.append(Job(process, folder, size))
+        job = {
+            "size": size,
+            "function": function.__name__,
+            "arguments": arguments,
+            "folder": str(folder),
+            "cwd": str(pathlib.Path.cwd()),
+            "environment": {**os.environ, "OMP_NUM_THREADS": "1", **env},
+        }
+        self.jobs.append(Job(self.forks.start(job), folder, size))
         return self.jobs[-1]
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return self.start(size, function, *arguments).wait()
 
+    def close(self) -> None:
+        for job in self.jobs:
+            job.kill()
+
+
+@pytest.fixture(scope="module")
+def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
+    with closing(Forks(request.path)) as forks:
+        yield forks
+
 
 @pytest.fixture
-def ranks(tmp_path: pathlib.Path) -> Iterator[Launcher]:
+def ranks(forks: Forks, tmp_path: pathlib.Path) -> Iterator[Launcher]:
     """`ranks(4, function, *arguments)`: what the function returned on each of 4 ranks."""
-    launcher = Launcher(tmp_path)
-    yield launcher
-    for job in launcher.jobs:
-        job.kill()
+    with closing(Launcher(forks, tmp_path)) as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def module_ranks(
+    forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launcher]:
+    """The same for jobs of which several tests look at the result."""
+    with closing(Launcher(forks, tmp_path_factory.mktemp("jobs"))) as launcher:
+        yield launcher

@@ -211,17 +211,12 @@ def run_meshes(*meshes: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=JOBS, ids=["2 ranks", "4 ranks"])
 def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[list[dict[str, Any]]]]:
-    """By mesh and rank. The package takes most of the time to import, so that all share a job."""
+    request: pytest.FixtureRequest, module_ranks: Launcher
+) -> list[list[dict[str, Any]]]:
+    """By mesh and rank."""
     meshes = request.param
-    launcher = Launcher(tmp_path_factory.mktemp("ranks"))
-    try:
-        by_rank = launcher(meshes[0][0] * meshes[0][1], run_meshes, *meshes)
-        yield [list(mesh) for mesh in zip(*by_rank, strict=True)]
-    finally:
-        for job in launcher.jobs:
-            job.kill()
+    by_rank = module_ranks(meshes[0][0] * meshes[0][1], run_meshes, *meshes)
+    return [list(mesh) for mesh in zip(*by_rank, strict=True)]
 
 
 def test_gradients_are_those_of_the_whole_batch(found: list[list[dict[str, Any]]]) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -234,11 +234,8 @@ def fit_on_two(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    launcher = Launcher(tmp_path_factory.mktemp("jobs"))
-    yield launcher(2, fit_on_two, str(launcher.folder / "output"))
-    for job in launcher.jobs:
-        job.kill()
+def on_two(module_ranks: Launcher) -> list[dict[str, Any]]:
+    return module_ranks(2, fit_on_two, str(module_ranks.folder / "output"))
 
 
 # With two ranks and no accumulation both add the same two numbers, so bits are equal.

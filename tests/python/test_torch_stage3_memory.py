@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pathlib
 import threading
 from typing import Any
@@ -18,6 +19,7 @@ LAYERS, WIDTH = 96, 1024
 MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4  # 400 MB
 ALLOWED_BYTES = MODEL_BYTES // 3
 INTERVAL_S = 0.03
+M_MMAP_THRESHOLD = -3
 
 
 class Layer(nn.Module):
@@ -61,6 +63,8 @@ class Peak:
 
 
 def train_a_large_model() -> list[int]:
+    # By itself glibc keeps freed blocks that lie between used ones.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10) == 1
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
@@ -80,9 +84,7 @@ def train_a_large_model() -> list[int]:
     return [peak.bytes]
 
 
-# By itself glibc keeps freed blocks that lie between used ones.
 def test_a_model_three_times_what_a_rank_may_take(ranks: Launcher) -> None:
-    job = ranks.start(RANKS, train_a_large_model, MALLOC_MMAP_THRESHOLD_=str(256 << 10))
-    peaks = [peak for peak, in job.wait()]
+    peaks = [peak for peak, in ranks(RANKS, train_a_large_model)]
     assert max(peaks) < ALLOWED_BYTES, [f"{peak / MODEL_BYTES:.3f}" for peak in peaks]
     assert min(peaks) > MODEL_BYTES // RANKS, "or nothing was measured"

@@ -11,7 +11,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -347,16 +347,8 @@ def train_on_four(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path_factory.mktemp("jobs"))
-    yield launcher
-    for job in launcher.jobs:
-        job.kill()
-
-
-@pytest.fixture(scope="module")
-def on_two(launcher: Launcher) -> list[dict[str, Any]]:
-    return launcher(2, train_on_two, str(launcher.folder / "output"))
+def on_two(module_ranks: Launcher) -> list[dict[str, Any]]:
+    return module_ranks(2, train_on_two, str(module_ranks.folder / "output"))
 
 
 # With two ranks and no accumulation both add the same two numbers, so bits are equal.
@@ -421,8 +413,8 @@ def test_a_loop_of_accelerate(on_two: list[dict[str, Any]]) -> None:
         assert difference <= NEAR and steps == 6
 
 
-def test_a_mesh_of_two_by_two(launcher: Launcher) -> None:
-    for row in launcher(4, train_on_four, str(launcher.folder / "four")):
+def test_a_mesh_of_two_by_two(module_ranks: Launcher) -> None:
+    for row in module_ranks(4, train_on_four, str(module_ranks.folder / "four")):
         assert row["weights"] <= NEAR and row["logged"] <= NEAR and row["differing ranks"] == 0
         assert row["moved"] > 1e-3 and row["hops"] == [6, 4]
 

@@ -1,0 +1,124 @@
+"""Runs jobs of a test file: fork_ranks.py FILE, and then one job in each line of standard input.
+
+FILE is imported once, as that takes longer than most jobs. For each job a fork leads it, whose forks are the
+ranks; its process id is answered. A job leaves in its folder what was printed (`output`), what the function
+returned on each rank (`0.json`) and, at its end, the first status that is not 0 (`status`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import pathlib
+import secrets
+import signal
+import socket
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+GRACE_S = 5.0  # for the others, when a rank has failed
+PR_SET_PDEATHSIG = 1
+
+
+def load(file: pathlib.Path) -> ModuleType:
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # an optimizer's first step would import it
+    return module
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def prepare_leader(job: dict[str, Any]) -> None:
+    die_with_parent()
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.chdir(job["cwd"])
+    output = os.open(f"{job['folder']}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ |= job["environment"]
+    os.environ |= {
+        "WORLD_SIZE": str(job["size"]),
+        "LOCAL_WORLD_SIZE": str(job["size"]),
+        "HSDP_JOB": secrets.token_hex(8),
+        "HSDP_SECRET": secrets.token_hex(16),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+def lead(children: set[int]) -> int:
+    """Waits for the ranks. When one has failed the others have GRACE_S to end by themselves."""
+    first = 0
+    deadline = float("inf")
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child != 0:
+            children.remove(child)
+            code = os.waitstatus_to_exitcode(status)
+            if code != 0 and first == 0:
+                first, deadline = code, time.monotonic() + GRACE_S
+        elif time.monotonic() > deadline:
+            for late in children:
+                os.kill(late, signal.SIGKILL)
+            deadline = float("inf")
+        else:
+            time.sleep(0.01)
+    return first
+
+
+def run_rank(module: ModuleType, job: dict[str, Any], rank: int) -> None:
+    """All ranks make the same torch models, but where the test seeds them otherwise."""
+    die_with_parent()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    result = getattr(module, job["function"])(*job["arguments"])
+    pathlib.Path(job["folder"], f"{rank}.json").write_text(json.dumps(result))
+
+
+def run_job(module: ModuleType, job: dict[str, Any]) -> None:
+    """Returns on a rank alone, to end as a program does: with all that is done at its exit."""
+    prepare_leader(job)
+    children: set[int] = set()
+    for rank in range(job["size"]):
+        child = os.fork()
+        if child == 0:
+            return run_rank(module, job, rank)
+        children.add(child)
+    status = lead(children)
+    pathlib.Path(job["folder"], "status").write_text(str(status))
+    os._exit(0)
+
+
+def main() -> None:
+    module = load(pathlib.Path(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for leaders
+    for line in sys.stdin:
+        leader = os.fork()
+        if leader == 0:
+            return run_job(module, json.loads(line))
+        print(leader, flush=True)
+
+
+main()

@@ -36,11 +36,10 @@ from hsdp.integrations.transformers import HsdpTrainer  # noqa: E402
 
 NEAR = 1e-6
 WORDS, LENGTH = 32, 8
-RANK = int(os.environ.get("RANK", "0"))
 
 
 def make_gpt2() -> Any:
-    torch.manual_seed(RANK)  # rank 0's weights count
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # rank 0's weights count
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2,
@@ -61,7 +60,7 @@ class TwoBranches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(RANK)
+        torch.manual_seed(int(os.environ.get("RANK", "0")))
         self.norm = nn.BatchNorm1d(LENGTH)
         self.branches = nn.ModuleList(nn.Linear(LENGTH, 1) for _ in range(3))
 

@@ -642,12 +642,23 @@ class Reducer(ReducerResults, Closing):
 
         Safe to call twice. Arrays that `shard` returned keep their memory.
         """
+        self._detach()
+        self._handle.close()
+        open_reducers.discard(self)
+
+    def _is_in_step(self) -> bool:
+        return self._handle.step_begun() or self._handle.step_dropped()
+
+    def _leave(self, reason: str, grace_s: float) -> None:
+        self._detach()
+        self._handle.leave(reason, grace_s)
+        open_reducers.discard(self)
+
+    def _detach(self) -> None:
         self._is_agreed = True
         while self._attachments:  # what was attached last may rest on the others
             self._attachments.pop().close()
         self._closed = True
-        self._handle.close()
-        open_reducers.discard(self)
 
     # A copy of what holds it, or what is loaded of its pickle, has None there.
     def __reduce__(self) -> Any:

@@ -318,6 +318,7 @@ void bind_settings(Class& bound) {
       .def("has_gradient", [](const Handle& self, int p) { return self.reducer().has_gradient(p); })
       .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
+      .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("window_open", [](const Handle& self) { return self.reducer().state().window_open; })
       .def("is_collecting", [](const Handle& self) {
         return self.reducer().state().phase == ReducerState::Phase::kCollecting;
@@ -365,7 +366,8 @@ void bind_step(Class& bound) {
            })
       .def("finish", [](Handle& self) { self.call([](Reducer& reducer) { reducer.finish(); }); })
       .def("discard", [](Handle& self) { self.call([](Reducer& reducer) { reducer.discard(); }); })
-      .def("close", [](Handle& self) { self.call([](Reducer& reducer) { reducer.close(); }); });
+      .def("close", [](Handle& self) { self.call([](Reducer& reducer) { reducer.close(); }); })
+      .def("leave", &Handle::leave, py::arg("reason"), py::arg("grace_s"));
 }
 
 void bind_results(Class& bound) {

@@ -52,7 +52,7 @@ class OptimizerProbe:
             raise UsageError(
                 "zero: ShardedOptimizer: expected a class of torch optimizers and its options, as in "
                 "ShardedOptimizer(torch.optim.AdamW, model, reducer, lr=1e-3), got "
-                + (f"an optimizer, of {kind}" if is_one else f"{optimizer_class!r}")
+                + (f"an instance of {kind}" if is_one else f"{optimizer_class!r}")
             )
 
     def on_slices(self, settings: Settings) -> ProbedStates:

@@ -132,7 +132,7 @@ JoinFrame ProcessControl::own_frame(const LaunchEnvironment& launch) const {
   JoinFrame frame;
   frame.rank = rank_;
   frame.size = size_;
-  frame.restart_count = launch.restart_count;
+  frame.restart_count = launch.common_restart_count();
   frame.job = launch.job;
   frame.host = host_;
   frame.address = address_;

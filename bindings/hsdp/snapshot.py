@@ -30,20 +30,28 @@ class SnapshotInfo:
     id: str
     #: the name that the Reducer was given, or ""
     reducer: str
+    #: as given to `save_snapshot`
     step: int
+    #: of the mesh
     replicate_size: int
+    #: of the mesh
     shard_size: int
+    #: in the sums
     microbatch_count: int
+    #: what sums were divided by, beside the loss scale
     divide_factor: float
+    #: what the losses were multiplied by, and sums divided by
     loss_scale: float
     #: what travelled between replicas; "own": for each parameter the same as in its shard group
     replica_dtype: str
     replica_hop: str
     #: the replica hop has quantized, so that comparisons report and do not judge
     quantizes: bool
+    #: "exact" or "native"
     reduction: str
     #: "flat", "dim0", "whole", or "full" for plain named arrays
     layout: str
+    #: which reduced it: "host", "nccl" or "mpi"
     engine: str
     #: written before the replica hop: a mean over the shard group only
     partial: bool
@@ -63,6 +71,7 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
         self._index = {row[0]: i for i, row in enumerate(rows)}
         self._shapes = {row[0]: row[1] for row in rows}
         self._dtypes = {row[0]: row[2] for row in rows}
+        #: what it says about the run
         self.info = SnapshotInfo(**handle.info())
 
     @property

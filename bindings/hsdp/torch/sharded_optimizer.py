@@ -127,7 +127,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     others get its text.
     """
 
-    takes_shards = True  # of torch's optimizers: needs no p.grad
+    #: its step reads slices, and needs no `p.grad`
+    takes_shards = True
 
     @hinting(OPTIMIZER)
     def __init__(
@@ -317,7 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [Masters(shards) for shards in alike.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """At construction only: slices and gathers are laid out there."""
+        """At construction only, where slices and gathers are laid out; later a UsageError."""
         if self.__dict__.get("_built", False):
             refuse("all parameter groups at construction", "another one")
         super().add_param_group(param_group)

@@ -286,6 +286,19 @@ def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
     assert "frozen" not in str(caught.value)
 
 
+@pytest.mark.parametrize("window", [False, True])
+def test_a_forgotten_backward_pass(mesh: hsdp.Mesh, window: bool) -> None:
+    reducer, model = hsdp.Reducer(mesh), linear()
+    reducer.attach(model)
+    block: Any = (
+        hsdp.zero.coalesce_grad_reduction(reducer, last=True) if window
+        else reducer.microbatch(last=True)
+    )
+    with pytest.raises(hsdp.UsageError, match=r"got none at all \(rank 0 of 1\); .*loss.backward\(\)"):
+        with block:
+            model(torch.ones(1, 3)).sum()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph(mesh: hsdp.Mesh) -> None:
     model = linear()

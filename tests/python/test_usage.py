@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_a_second_an_unknown_and_a_missing_gradient(reducer: hsdp.Reducer) -> No
     refused(lambda: unknown("v"), "'v'")
     refused(lambda: unknown(1), "index below 1", "got 1")
     refused(lambda: unknown(-1), "index below 1", "got -1")
-    refused(missing, "'w'", 'missing="zero"', "rank 0 of 1")
+    refused(missing, r"got none at all \(rank 0 of 1\)", "loss.backward.*or call gradient_ready")
     refused(lambda: unknown(1 << 70), "index below 1")
     refused(lambda: unknown(1.5), "name or index", "type float")
     refused(lambda: unknown([]), "name or index", "type list")
@@ -364,8 +365,8 @@ def test_a_fault_on_one_rank_is_heard_on_all(ranks: Launcher) -> None:
     other, own = ranks(2, wrong_alone)
     assert own[0].startswith("UsageError [] ") and "(5,)" in own[0]
     assert other[0].startswith("StepAbortedError [1] ") and "(5,)" in other[0]
-    assert own[1].startswith("UsageError [] ") and "'w'" in own[1]
-    assert other[1].startswith("StepAbortedError [1] ") and "'w'" in other[1]
+    assert own[1].startswith("UsageError [] ") and "none at all" in own[1]
+    assert other[1].startswith("StepAbortedError [1] ") and "none at all" in other[1]
     assert own[2] == other[2] == "nothing"
     assert own[3] == "KeyError('user code')"
     assert "StepAbortedError [1] " in other[3] and "KeyError: 'user code'" in other[3]
@@ -494,7 +495,7 @@ def test_errors_name_the_reducer(mesh: hsdp.Mesh) -> None:
             refused(lambda: reducer.begin_microbatch(last=True), named + "begin_microbatch")
         reducer.begin_microbatch()
         refused(lambda: reducer.no_sync().__enter__(), named + "no_sync")
-        refused(reducer.end_microbatch, named + ".*'w'")
+        refused(reducer.end_microbatch, named + ".*none at all")
     refused(lambda: hsdp.Reducer(mesh, name="critic", layout="rows"), named + "layout")
     for name, expected in [("a\nb", "one line"), ("x" * 128, "128 bytes"), (3, "a string")]:
         refused(lambda: hsdp.Reducer(mesh, name=name), "name: expected", expected)
@@ -533,6 +534,30 @@ def test_numbers_are_numbers(mesh: hsdp.Mesh) -> None:
 
 def test_a_model_is_no_mesh(mesh: hsdp.Mesh) -> None:
     refused(lambda: hsdp.Reducer(np.ones(2)), "hsdp.Mesh", r"reducer.attach\(model\)")
+
+
+def test_nothing_to_reduce(mesh: hsdp.Mesh) -> None:
+    refused(hsdp.Reducer(mesh).begin_microbatch, "got none; attach a model or register parameters")
+
+
+def left_by_rank_1() -> str:
+    """What rank 0 meets as it ends a step while rank 1 leaves."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 2)
+        with reducer.microbatch(last=False):
+            reducer.gradient_ready("w", np.ones(2, F32))
+        reducer.partial_shard("w")
+        if mesh.rank == 1:
+            time.sleep(1)  # until rank 0 waits
+            os._exit(0)
+        with pytest.raises(hsdp.PeerLostError) as caught:
+            reducer.finish()
+        return str(caught.value)
+
+
+def test_a_rank_that_left_within_a_step(ranks: Launcher) -> None:
+    assert ranks(2, left_by_rank_1)[0].startswith("end of a microbatch: rank 1 of 2 was lost")
 
 
 def fail_one_of_two() -> tuple[list[str], list[str]]:

@@ -401,12 +401,14 @@ class Reducer(ReducerResults, Closing):
         """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
         drops the step on every rank when the block raises. `last` and `sync` as there.
         """
+    @hinting({})
         return Microbatch(self, last, sync)
 
     def begin_microbatch(self, last: bool | None = None, sync: Sync | None = None) -> None:
         """Opens a microbatch; the previous result is over.
 
         `last=True` ends the step: the gradients are reduced over the replicas as well. `last=False`
+    @hinting({})
         leaves it pending. Without `last` the flags decide, which by default end the step.
 
         `sync` says the same in full, whatever the flags: "none" adds locally, "shard"

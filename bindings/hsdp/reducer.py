@@ -114,7 +114,9 @@ class Reducer(ReducerResults, Closing):
     ) -> None:
         self._name = name or None
         self._who = who_of([name])
-        self._mesh = as_mesh(mesh)
+        self._mesh = as_mesh(
+            mesh, "reducer: mesh", "it comes first, and a model goes to reducer.attach(model)"
+        )
         self._closed = False
         self._wires = Wires(wire_text(reduce_dtype), wire_text(replica_dtype), replica_hop)
         options = {

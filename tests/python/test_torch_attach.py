@@ -361,8 +361,8 @@ def test_one_reducer_per_model(mesh: hsdp.Mesh) -> None:
     model = linear()
     first, second = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
     first.attach(model)
-    for reducer in (first, second):
-        with pytest.raises(hsdp.UsageError, match="'weight' to be attached once.*other Reducer"):
+    for reducer, which in ((first, "this Reducer already; call attach once"), (second, "another Reducer; close")):
+        with pytest.raises(hsdp.UsageError, match=f"'weight' to be attached once, got it attached to {which}"):
             reducer.attach(model)
     first.close()
     second.attach(model)
@@ -379,6 +379,12 @@ def two_models() -> nn.ModuleDict:
 def run_two(models: nn.ModuleDict, seed: int) -> None:
     torch.manual_seed(seed)
     models["second"](models["first"](torch.randn(5, 3))).square().mean().backward()
+def test_the_mesh_comes_before_the_model(mesh: hsdp.Mesh) -> None:
+    message = "^broadcast_parameters: mesh: expected an hsdp.Mesh.*got an object of type Linear; the mesh comes"
+    with pytest.raises(hsdp.UsageError, match=message):
+        hsdp.broadcast_parameters(linear(), mesh)
+
+
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])

@@ -532,8 +532,24 @@ def test_numbers_are_numbers(mesh: hsdp.Mesh) -> None:
     assert float(mesh.world.allocate(1, "f32")) == 0.0
 
 
-def test_a_model_is_no_mesh(mesh: hsdp.Mesh) -> None:
-    refused(lambda: hsdp.Reducer(np.ones(2)), "hsdp.Mesh", r"reducer.attach\(model\)")
+def test_what_is_no_mesh(tmp_path: Path) -> None:
+    array = np.ones(2)
+    refused(lambda: hsdp.Reducer(array), "^reducer: mesh: expected an hsdp.Mesh", "type ndarray; it comes "
+            r"first.*reducer.attach\(model\)")
+    refused(lambda: hsdp.write_snapshot(tmp_path, {}, {"w": array}),  # type: ignore[arg-type]
+            "^write_snapshot: mesh: expected an hsdp.Mesh", "type dict; the mesh comes third")
+
+
+def test_a_mesh_says_where_it_has_what_process_groups_have(mesh: hsdp.Mesh) -> None:
+    for name, place in [
+        ("barrier", r"world.barrier\(\)"), ("all_reduce", r"world.all_reduce\(\)"), ("world_size", "size"),
+        ("get_rank", "rank"),
+    ]:
+        with pytest.raises(AttributeError, match=f"^'Mesh' object has no attribute '{name}'; it is mesh.{place}$"):
+            getattr(mesh, name)
+    with pytest.raises(AttributeError, match="^'Mesh' object has no attribute 'colour'$"):
+        getattr(mesh, "colour")  # noqa: B009 - checkers know that it is not there
+    assert not hasattr(mesh, "mesh_dim_names")
 
 
 def test_nothing_to_reduce(mesh: hsdp.Mesh) -> None:

@@ -224,6 +224,9 @@ class Reducer:
 
     def step_number(self) -> int: ...
     def step_begun(self) -> bool: ...
+    def pending(self) -> bool:
+        """Whether microbatches have ended that are not in a result yet."""
+
     def has_gradient(self, parameter: int) -> bool:
         """Whether one was handed over in the step that is begun and not ended."""
 

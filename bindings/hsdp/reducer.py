@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
 from hsdp.array import as_shape
+from hsdp.caller_warning import warn_caller
 from hsdp.closing import Closing
 from hsdp.dtypes import DtypeLike, dtype_text, wire_text
 from hsdp.errors import Error, StepAbortedError, UsageError
@@ -399,18 +401,18 @@ class Reducer(ReducerResults, Closing):
         self._begin()
         self._hearing_of_drops(self._handle.begin_step)
 
+    @hinting({})
     def microbatch(self, last: bool | None = None, sync: Sync | None = None) -> Microbatch:
         """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
         drops the step on every rank when the block raises. `last` and `sync` as there.
         """
-    @hinting({})
         return Microbatch(self, last, sync)
 
+    @hinting({})
     def begin_microbatch(self, last: bool | None = None, sync: Sync | None = None) -> None:
         """Opens a microbatch; the previous result is over.
 
         `last=True` ends the step: the gradients are reduced over the replicas as well. `last=False`
-    @hinting({})
         leaves it pending. Without `last` the flags decide, which by default end the step.
 
         `sync` says the same in full, whatever the flags: "none" adds locally, "shard"
@@ -644,14 +646,32 @@ class Reducer(ReducerResults, Closing):
         """Waits for own work and snapshots; then every call that reduces or reads a result is a
         UsageError.
 
-        Safe to call twice. Arrays that `shard` returned keep their memory.
+        Safe to call twice. Arrays that `shard` returned keep their memory. A RuntimeWarning says so when
+        microbatches of a step that has not ended are dropped, unless an exception is in flight or the
+        mesh has failed.
         """
+        drops = self._step_is_left()
         self._is_agreed = True
         while self._attachments:  # what was attached last may rest on the others
             self._attachments.pop().close()
         self._closed = True
         self._handle.close()
         open_reducers.discard(self)
+        if drops:
+            warn_caller(
+                f"{self._who or 'reducer'}: close: expected no step under way, got one with microbatches "
+                "pending, whose gradients are dropped; end it with last=True or reducer.finish(), or drop "
+                "it with reducer.discard()"
+            )
+
+    # By nobody's intention.
+    def _step_is_left(self) -> bool:
+        if self._closed or sys.exc_info()[0] is not None:
+            return False
+        try:
+            return self._handle.pending() and not self._handle.failed()
+        except Error:  # of a forked child
+            return False
 
     # A copy of what holds it, or what is loaded of its pickle, has None there.
     def __reduce__(self) -> Any:

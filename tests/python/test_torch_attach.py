@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -299,6 +300,27 @@ def test_a_forgotten_backward_pass(mesh: hsdp.Mesh, window: bool) -> None:
             model(torch.ones(1, 3)).sum()
 
 
+NOTHING_CAME = r": expected a gradient in the step, got none at all on any rank.*loss.backward\(\)"
+
+
+def test_a_forgotten_backward_pass_where_holes_are_zeros(mesh: hsdp.Mesh) -> None:
+    reducer, model = hsdp.Reducer(mesh, missing="zero"), linear()
+    reducer.attach(model)
+    optimizer = hsdp.zero.ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+    for call, name in ((reducer.gather_gradients, "gather_gradients"), (optimizer.step, "step")):
+        with reducer.microbatch(last=True):
+            model(torch.ones(1, 3)).sum()
+        with pytest.warns(RuntimeWarning, match=name + NOTHING_CAME) as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__]
+    with reducer.microbatch(last=True):
+        model.bias.sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reducer.gather_gradients()
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph(mesh: hsdp.Mesh) -> None:
     model = linear()
@@ -357,6 +379,12 @@ def test_wrong_models(mesh: hsdp.Mesh, kind: str) -> None:
     reducer.attach(linear())
 
 
+def test_the_mesh_comes_before_the_model(mesh: hsdp.Mesh) -> None:
+    message = "^broadcast_parameters: mesh: expected an hsdp.Mesh.*got an object of type Linear; the mesh comes"
+    with pytest.raises(hsdp.UsageError, match=message):
+        hsdp.broadcast_parameters(linear(), mesh)
+
+
 def test_one_reducer_per_model(mesh: hsdp.Mesh) -> None:
     model = linear()
     first, second = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
@@ -379,12 +407,6 @@ def two_models() -> nn.ModuleDict:
 def run_two(models: nn.ModuleDict, seed: int) -> None:
     torch.manual_seed(seed)
     models["second"](models["first"](torch.randn(5, 3))).square().mean().backward()
-def test_the_mesh_comes_before_the_model(mesh: hsdp.Mesh) -> None:
-    message = "^broadcast_parameters: mesh: expected an hsdp.Mesh.*got an object of type Linear; the mesh comes"
-    with pytest.raises(hsdp.UsageError, match=message):
-        hsdp.broadcast_parameters(linear(), mesh)
-
-
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def test_calls_in_the_wrong_order(reducer: hsdp.Reducer) -> None:
     reducer.end_microbatch()
     refused(lambda: reducer.shard("w"), "finish")
     refused(lambda: reducer.gather_gradients(), "{name: array}")
+    reducer.discard()
 
 
 def test_wrong_options(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> None:
@@ -556,8 +558,37 @@ def test_nothing_to_reduce(mesh: hsdp.Mesh) -> None:
     refused(hsdp.Reducer(mesh).begin_microbatch, "got none; attach a model or register parameters")
 
 
+LEFT = "^reducer: close: expected no step under way, got one with microbatches pending"
+
+
+def test_closing_says_so_where_it_drops_microbatches(mesh: hsdp.Mesh) -> None:
+    def pending() -> hsdp.Reducer:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 2)
+        with reducer.microbatch(last=False):
+            reducer.gradient_ready("w", np.ones(2, F32))
+        return reducer
+
+    with pytest.warns(RuntimeWarning, match=LEFT) as caught:
+        pending().close()
+        with pending():
+            pass
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for end in (hsdp.Reducer.finish, hsdp.Reducer.discard, hsdp.Reducer.abandon_step):
+            with pending() as reducer:
+                end(reducer)
+        with pytest.raises(KeyError), pending():
+            raise KeyError
+        reducer = pending()
+        with pytest.raises(RuntimeWarning):
+            reducer.close()
+        assert reducer.closed
+
+
 def left_by_rank_1() -> str:
-    """What rank 0 meets as it ends a step while rank 1 leaves."""
+    """What rank 0 meets as it ends a step while rank 1 leaves; closing has nothing to say then."""
     with hsdp.init_mesh(1, 2) as mesh:
         reducer = hsdp.Reducer(mesh)
         reducer.register("w", 2)
@@ -569,6 +600,9 @@ def left_by_rank_1() -> str:
             os._exit(0)
         with pytest.raises(hsdp.PeerLostError) as caught:
             reducer.finish()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            reducer.close()
         return str(caught.value)
 
 

@@ -1,7 +1,7 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
 .PHONY: help demo test build nightly bench gpu gpu-kit wheel docs format format-check lint fuzz clean \
-        venv dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
+        configure-again venv dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
         bench-dependencies docs-dependencies
 .DEFAULT_GOAL := help
 
@@ -88,8 +88,9 @@ lint: format-check build/dev/build.ninja  ## layout, then clang-tidy of what cha
 clean:  ## remove everything that was built
 	rm -rf build
 
-# Ninja configures again by itself when a CMake file changes.
-build/%/build.ninja: | dependencies venv
+# Ninja configures again by itself when a CMake file changes, but does not know of other CMAKE_ARGS.
+configure-again:
+build/%/build.ninja: $(if $(CMAKE_ARGS),configure-again) | dependencies venv
 	@mkdir -p build && cmake --preset $* $(CMAKE_ARGS) >build/$*.log 2>&1 || { cat build/$*.log; exit 1; }
 
 dependencies:

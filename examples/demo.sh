@@ -18,7 +18,7 @@ status=0
 python=$build/../venv/bin/python
 export PYTHONPATH="$build/python" OMP_NUM_THREADS=1
 if ! "$python" -c "import torch, hsdp" 2>/dev/null; then
-  echo "PyTorch is not installed (make test installs it): its part of the demo is left out"
+  echo "PyTorch is not installed (make venv WITH_TORCH=1 installs it): its part of the demo is left out"
   finish
 fi
 # on_mesh SCRIPT OPTION...: without the ranks in front of the lines

@@ -29,7 +29,7 @@ def load_jax() -> Any:
     try:
         jax = importlib.import_module("jax")
     except ImportError:
-        print("skipped: JAX is not installed (pip install hsdp[jax])")
+        print("skipped: JAX is not installed (pip install jax ml_dtypes)")
         sys.exit(0)
     return jax
 

@@ -12,6 +12,7 @@
 
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
+#include "hsdp/comm/rendezvous/launch_environment.h"
 #include "hsdp/comm/timeout_range.h"
 #include "hsdp/error.h"
 
@@ -221,7 +222,15 @@ Mesh init_mesh(const MeshOptions& options) {
   world.device = options.device;
   world.timeout = std::chrono::milliseconds(std::llround(options.timeout_s * 1000));
   world.transport = options.transport;
-  return {connect_world(world), options};
+  const Communicator job = connect_world(world);
+  try {
+    return {job, options};
+  } catch (const UsageError& error) {
+    if (std::int64_t{options.replicate} * options.shard == job.size()) throw;
+    // A stale set of another launcher's variables may have been believed.
+    throw UsageError(std::string(error.what()) + " (the job's size is " +
+                     comm::size_source(comm::detect_launch()) + ")");
+  }
 }
 
 }  // namespace hsdp

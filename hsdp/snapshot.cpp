@@ -61,7 +61,8 @@ void check_complete(const std::filesystem::path& directory,
   if (missing_count != 0) {
     if (missing_count > kMaxNamedMissing) missing += ", ...";
     fail(directory, "incomplete: expected " + std::to_string(file_count) + " files, missing " +
-                        std::to_string(missing_count) + " (rank " + missing + ")");
+                        std::to_string(missing_count) + " (rank " + missing +
+                        "); the folder has to be on a file system that all hosts share");
   }
   if (found.rbegin()->first >= file_count) {
     fail(directory, "mixed: " + found.rbegin()->second.filename().string() +

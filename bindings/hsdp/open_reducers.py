@@ -1,4 +1,4 @@
-"""Reducers that may still have snapshots to write when the program ends."""
+"""Reducers of a program that ends: their snapshots are written, and nobody waits for their steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,31 @@ from hsdp.errors import Error, UsageError
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
 
-# Snapshots are written in the background: a program that just ends still gets them.
+GRACE_S = 10.0
+
 open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
+def leave(reducer: Reducer, reason: str) -> None:
+    """Closes it on a rank that will not go on. The others hear that its step is dropped. Where one
+    does not within GRACE_S, as it waits for this rank elsewhere, in torch.distributed say, the mesh
+    ends on every rank.
+    """
+    try:
+        reducer._leave(reason, GRACE_S)
+    except Error:  # why this rank leaves matters more
+        pass
+
+
+# Snapshots are written in the background: a program that just ends still gets them.
 @atexit.register
-def _flush_open_reducers() -> None:
+def _end_open_reducers() -> None:
     for reducer in list(open_reducers):
         try:
             reducer.flush()
         except UsageError:  # a forked child, or a call that was left behind
-            pass
+            continue
         except Error as error:
             print(f"hsdp: a snapshot was lost: {error}", file=sys.stderr)
+        if reducer._is_in_step():
+            leave(reducer, "its program ended within a step")

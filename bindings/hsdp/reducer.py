@@ -651,10 +651,7 @@ class Reducer(ReducerResults, Closing):
         mesh has failed.
         """
         drops = self._step_is_left()
-        self._is_agreed = True
-        while self._attachments:  # what was attached last may rest on the others
-            self._attachments.pop().close()
-        self._closed = True
+        self._detach()
         self._handle.close()
         open_reducers.discard(self)
         if drops:
@@ -672,6 +669,20 @@ class Reducer(ReducerResults, Closing):
             return self._handle.pending() and not self._handle.failed()
         except Error:  # of a forked child
             return False
+
+    def _is_in_step(self) -> bool:
+        return self._handle.step_begun() or self._handle.step_dropped()
+
+    def _leave(self, reason: str, grace_s: float) -> None:
+        self._detach()
+        self._handle.leave(reason, grace_s)
+        open_reducers.discard(self)
+
+    def _detach(self) -> None:
+        self._is_agreed = True
+        while self._attachments:  # what was attached last may rest on the others
+            self._attachments.pop().close()
+        self._closed = True
 
     # A copy of what holds it, or what is loaded of its pickle, has None there.
     def __reduce__(self) -> Any:

@@ -316,9 +316,9 @@ void bind_settings(Class& bound) {
       .def("hold_optimizer_bytes", hold_optimizer_bytes)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
       .def("has_gradient", [](const Handle& self, int p) { return self.reducer().has_gradient(p); })
-      .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
       .def("pending", [](const Handle& self) { return self.reducer().state().pending; })
+      .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("window_open", [](const Handle& self) { return self.reducer().state().window_open; })
       .def("is_collecting", [](const Handle& self) {
         return self.reducer().state().phase == ReducerState::Phase::kCollecting;
@@ -366,7 +366,8 @@ void bind_step(Class& bound) {
            })
       .def("finish", [](Handle& self) { self.call([](Reducer& reducer) { reducer.finish(); }); })
       .def("discard", [](Handle& self) { self.call([](Reducer& reducer) { reducer.discard(); }); })
-      .def("close", [](Handle& self) { self.call([](Reducer& reducer) { reducer.close(); }); });
+      .def("close", [](Handle& self) { self.call([](Reducer& reducer) { reducer.close(); }); })
+      .def("leave", &Handle::leave, py::arg("reason"), py::arg("grace_s"));
 }
 
 void bind_results(Class& bound) {

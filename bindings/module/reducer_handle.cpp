@@ -1,7 +1,12 @@
 #include "bindings/module/reducer_handle.h"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
+#include <mutex>
+#include <stop_token>
+#include <thread>
 
 #include "bindings/module/held_object.h"
 #include "bindings/module/text_argument.h"
@@ -138,6 +143,20 @@ void ReducerHandle::end_microbatch() {
 void ReducerHandle::end_window(std::int64_t backwards) {
   call([backwards](Reducer& its) { its.end_window(backwards); });
   if (overwritable_.exchange(false)) wait_packed();
+}
+
+void ReducerHandle::leave(const std::string& reason, double grace_s) {
+  const std::jthread timer([&](const std::stop_token& over) {
+    std::mutex mutex;
+    std::unique_lock lock(mutex);
+    std::condition_variable_any changed;
+    changed.wait_for(lock, over, std::chrono::duration<double>(grace_s), [] { return false; });
+    if (!over.stop_requested()) interrupt_(reason);
+  });
+  call([reason](Reducer& reducer) {
+    reducer.abandon_step(reason);
+    reducer.close();
+  });
 }
 
 void ReducerHandle::wait_packed() {

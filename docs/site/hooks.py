@@ -4,6 +4,7 @@ and the C++ reference.
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -64,4 +65,9 @@ def add_to_navigation(nav: list[Any], headers: list[str]) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     made_here = page.file.src_uri.startswith(("cpp/", "source/"))
-    return markdown if made_here else with_site_links(markdown, page.file.src_uri)
+    return markdown if made_here else with_site_links(for_readers(markdown), page.file.src_uri)
+
+
+def for_readers(markdown: str) -> str:
+    """Titles of blocks that the tests leave out say so in a reader's words."""
+    return re.sub(r"^(```.*)not run here", r"\1not run by the tests", markdown, flags=re.MULTILINE)

@@ -217,10 +217,31 @@ TEST(LaunchEnvironmentTest, TheJobIsNamedByWhatAllItsRanksShare) {
   EXPECT_EQ(detect(kTorchrunMap).job, "run7@node0:29500");
   EXPECT_EQ(detect(merged({{"HSDP_JOB", "mine"}}, kTorchrunMap)).job, "mine");
   EXPECT_EQ(detect(kOpenMpiMap).job, "1234.1");
-  EXPECT_EQ(detect(kSlurmMap).job, "77.0");
+  EXPECT_EQ(detect(kSlurmMap).job, "Slurm step 77.0");
+  EXPECT_EQ(detect(merged({{"HSDP_JOB", "mine"}}, kSlurmMap)).job, "mine, Slurm step 0");
   EXPECT_EQ(detect(kTorchrunMap).restart_count, 2);
   EXPECT_EQ(detect(kTorchrunMap).master_address, "node0");
   EXPECT_EQ(detect(kTorchrunMap).master_port, 29500);
+}
+
+TEST(LaunchEnvironmentTest, WhatIsSurelyOnSeveralHosts) {
+  EXPECT_TRUE(detect(kSlurmMap).surely_several_hosts());
+  Map one_node = kSlurmMap;
+  one_node["SLURM_STEP_TASKS_PER_NODE"] = "6";
+  one_node["SLURM_NODEID"] = "0";
+  EXPECT_FALSE(detect(one_node).surely_several_hosts());
+  EXPECT_FALSE(detect(kTorchrunMap).surely_several_hosts());
+}
+
+TEST(LaunchEnvironmentTest, AgentsOfTorchrunHaveNoCommonRestartCount) {
+  EXPECT_EQ(detect(kTorchrunMap).common_restart_count(), 0);
+  EXPECT_EQ(detect(merged({{"SLURM_RESTART_COUNT", "3"}}, kSlurmMap)).common_restart_count(), 3);
+}
+
+TEST(LaunchEnvironmentTest, WhoSaysTheSizeIsNamed) {
+  EXPECT_EQ(size_source(detect(kSlurmMap)), "6 by SLURM_NTASKS of Slurm");
+  EXPECT_EQ(size_source(detect(merged(kTorchrunMap, kSlurmMap))), "8 by WORLD_SIZE of torchrun");
+  EXPECT_EQ(size_source(detect({})), "1, without a launcher's variables");
 }
 
 TEST(LaunchEnvironmentTest, WithoutANameTheParentNamesTheJob) {

@@ -18,6 +18,8 @@ struct Stage {
   std::string secret;
   // Sees the addresses that ranks tell each other before they connect.
   std::function<void(const std::string& address)> on_address;
+  // What a rank tells the others in place of its address.
+  std::function<std::string(int rank, const std::string& address)> told_address;
   // Sees them all on each rank, before it connects and listens.
   std::function<void(int rank, const std::vector<std::string>& addresses)> before_connecting;
 };
@@ -41,6 +43,9 @@ class StageControl : public comm::Control {
   [[nodiscard]] const std::string& secret() const override { return stage_.secret; }
   void post(std::string_view key, std::span<const int> members, std::string_view message) override {
     if (stage_.on_address && key.ends_with("/tcp")) stage_.on_address(std::string(message));
+    if (stage_.told_address && key.ends_with("/tcp")) {
+      return inner_->post(key, members, stage_.told_address(rank(), std::string(message)));
+    }
     inner_->post(key, members, message);
   }
   [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,

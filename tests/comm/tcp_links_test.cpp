@@ -177,6 +177,56 @@ TEST(TcpLinks, AnotherSecretIsRefused) {
   EXPECT_EQ(messages[0], messages[1]);
 }
 
+// A port at which packets are dropped: the queue of its listener is full.
+class SilentPort {
+ public:
+  SilentPort() {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* const generic = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_EQ(::bind(listener_.get(), generic, size), 0);
+    EXPECT_EQ(::listen(listener_.get(), 0), 0);
+    EXPECT_EQ(::getsockname(listener_.get(), generic, &size), 0);
+    port_ = ntohs(address.sin_port);
+    for (int i = 0; i < 16; ++i) {
+      callers_.emplace_back(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+      static_cast<void>(::connect(callers_.back().get(), generic, size));
+    }
+  }
+  [[nodiscard]] std::string number() const { return std::to_string(port_); }
+
+ private:
+  comm::UniqueFd listener_{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  std::vector<comm::UniqueFd> callers_;
+  int port_ = 0;
+};
+
+TEST(TcpLinks, ThatAreDroppedNameTheAddress) {
+  const SilentPort silent;
+  const auto controls = comm::in_process_control(2, std::chrono::seconds(4));
+  const Stage stage{.told_address = [&](int rank, const std::string& address) {
+    return rank == 0 ? "127.0.0.1 " + silent.number() + " token" : address;
+  }};
+  std::vector<std::string> messages(2);
+  run_each(2, [&](std::size_t r) {
+    Communicator world =
+        comm::host_world(std::make_shared<StageControl>(controls[r], stage), TransportChoice::kTcp);
+    std::vector<float> data(1'000);
+    try {
+      world.all_reduce(TensorView{data.data(), 1'000});
+    } catch (const TimeoutError& error) {
+      messages[r] = error.what();
+    }
+  });
+  EXPECT_THAT(messages[0],
+              AllOf(HasSubstr("tcp: cannot connect to rank 0 of 2 at 127.0.0.1:" + silent.number() +
+                              ": no answer within "),
+                    HasSubstr("drops packets; let the hosts connect to each other at any port")));
+  EXPECT_EQ(messages[0], messages[1]);
+}
+
 TEST(TcpLinks, AreMadeByTheFirstCallThatMovesData) {
   constexpr int kSize = 4;
   const std::size_t before = open_sockets().size();

@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstdlib>
@@ -207,8 +208,87 @@ TEST_F(TcpRendezvousTest, AWrongSecretNamesTheVariable) {
     if (rank == 1) ::setenv("HSDP_SECRET", "a guess", 1);
     return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
   });
-  expect_failure(outcomes[0], kTimedOut, {"rank 1 of 2 did not join within"});
-  expect_failure(outcomes[1], kTimedOut, {"HSDP_SECRET"});
+  expect_failure(outcomes[0], kTimedOut,
+                 {"rank 1 of 2 did not join within",
+                  "callers from 127.0.0.1 did not prove this job's secret: compare HSDP_SECRET"});
+  expect_failure(
+      outcomes[1], kTimedOut,
+      {"does not prove this job's secret: compare HSDP_SECRET", "another job, step or program"});
+}
+
+TEST_F(TcpRendezvousTest, WhyRank0IsNotReachedIsSaid) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    if (rank == 0) return 0;
+    return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
+  });
+  expect_failure(outcomes[1], kTimedOut, {"(Connection refused, and HSDP_ADDR is a loopback here"});
+}
+
+TEST_F(TcpRendezvousTest, AgentsOfTorchrunMayCountRestartsApart) {
+  const auto outcomes = run_processes(3, hosts(), [](int rank) {
+    ::setenv("TORCHELASTIC_RESTART_COUNT", std::to_string(rank).c_str(), 1);
+    return exchange_twice(milliseconds(20'000), 3);
+  });
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
+}
+
+// One rank on each node.
+void be_in_slurm_step(const std::string& step, int rank, int size) {
+  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
+    ::unsetenv(name);
+  }
+  const std::string number = std::to_string(rank);
+  ::setenv("SLURM_JOB_ID", "12", 1);
+  ::setenv("SLURM_STEP_ID", step.c_str(), 1);
+  ::setenv("SLURM_PROCID", number.c_str(), 1);
+  ::setenv("SLURM_NODEID", number.c_str(), 1);
+  ::setenv("SLURM_NTASKS", std::to_string(size).c_str(), 1);
+  ::setenv("SLURM_STEP_TASKS_PER_NODE", ("1(x" + std::to_string(size) + ")").c_str(), 1);
+}
+
+// Addresses of this host alone are refused to Slurm's nodes, so these ranks do not say where they
+// are.
+void forget_nodes() { ::unsetenv("SLURM_STEP_TASKS_PER_NODE"); }
+
+TEST_F(TcpRendezvousTest, StepsWithOneNameDoNotMix) {
+  ProcessRanks ranks(3, hosts(), [](int rank) {
+    be_in_slurm_step(rank == 2 ? "1" : "0", std::min(rank, 1), 2);
+    forget_nodes();
+    if (rank == 1) ::raise(SIGSTOP);
+    if (rank != 2) return exchange_twice(milliseconds(20'000), 2);
+    return outcome_of([] { static_cast<void>(connect(milliseconds(10'000))); });
+  });
+  ASSERT_TRUE(ranks.wait_until_stopped(1));
+  EXPECT_TRUE(ranks.wait_for_end(2));
+  ranks.signal(1, SIGCONT);
+  const auto outcomes = ranks.finish();
+  EXPECT_EQ(outcomes[0].exit_code, 0) << outcomes[0].error;
+  EXPECT_EQ(outcomes[1].exit_code, 0) << outcomes[1].error;
+  expect_failure(outcomes[2], kMismatched,
+                 {", Slurm step 0'", ", Slurm step 1'", "HSDP_PORT, give each its own"});
+  EXPECT_THAT(outcomes[2].notes, ::testing::Each(::testing::Not(HasSubstr("HSDP_JOB"))));
+}
+
+TEST_F(TcpRendezvousTest, Rank0SaysThatAnotherJobCalled) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    if (rank == 1) ::setenv("HSDP_JOB", "the other", 1);
+    return outcome_of([] { static_cast<void>(connect(milliseconds(1'000))); });
+  });
+  expect_failure(outcomes[0], kTimedOut, {"ranks of job 'the other' called here", "HSDP_PORT"});
+  expect_failure(outcomes[1], kMismatched,
+                 {"give each its own", "set HSDP_JOB to one name on all of its ranks"});
+}
+
+TEST_F(TcpRendezvousTest, NodesOfSlurmDoNotMeetAtALoopback) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    be_in_slurm_step("0", rank, 2);
+    return outcome_of([] { static_cast<void>(connect(milliseconds(20'000))); });
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.exit_code, kUsage) << outcome.error;
+    EXPECT_THAT(outcome.notes,
+                ::testing::Contains(HasSubstr("got '127.0.0.1', which means a loopback")));
+  }
 }
 
 TEST_F(TcpRendezvousTest, WhatIsNotSetIsNamed) {
@@ -246,7 +326,17 @@ TEST_F(TcpRendezvousTest, ATakenPortIsAClearError) {
     return 0;
   });
   EXPECT_THAT(outcomes[0].error,
-              AllOf(HasSubstr("HSDP_ADDR:HSDP_PORT"), HasSubstr(std::to_string(port_))));
+              AllOf(HasSubstr("HSDP_ADDR:HSDP_PORT"), HasSubstr(std::to_string(port_)),
+                    HasSubstr("set HSDP_PORT to a free one")));
+}
+
+TEST_F(TcpRendezvousTest, AnAddressOfAnotherHostIsAClearError) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    ::setenv("HSDP_ADDR", "192.0.2.1", 1);  // for documentation: nobody's
+    if (rank == 0) static_cast<void>(connect());
+    return 0;
+  });
+  EXPECT_THAT(outcomes[0].error, HasSubstr("HSDP_ADDR is not an address of this host"));
 }
 
 // An idle stranger that stays connected is cut off, so that it holds nothing.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 from conftest import program
+
+from hsdp.torch.meeting_store import MeetingStore
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "device_mesh.py"
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,6 +48,23 @@ with hsdp.init_mesh(replicate=2, shard=1, timeout_s=60) as mesh:
     print(f"rank {mesh.rank}: {x.sum():g}", flush=True)
 with hsdp.init_mesh(replicate=1, shard=2) as again:
     assert again.shard_size == 2
+"""
+
+# Rank 1 is killed when the job has met for the first time.
+RESTARTED = """
+import os, pathlib, signal, sys, time, hsdp
+killed = pathlib.Path(sys.argv[1])
+restarted = killed.exists()
+with hsdp.init_mesh(replicate=2, shard=1, timeout_s=60) as mesh:
+    mesh.world.barrier()
+    if restarted:
+        count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(f"rank {mesh.rank}: met after restart {count}", flush=True)
+    elif mesh.rank == 1:
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        time.sleep(60)  # until torchrun ends it: its agent does not count this restart
 """
 
 # Started by hand: only torch.distributed is told who is who.
@@ -119,17 +142,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_two_hosts(script: pathlib.Path, **variables: str) -> list[tuple[int, str]]:
+def run_two_hosts(
+    script: pathlib.Path, *arguments: str, restarts: int = 0,
+    of_one_host: dict[str, str] | None = None, **variables: str,
+) -> list[tuple[int, str]]:
     """One torchrun a "host", joined by torch's store alone."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
-        "--rdzv-id", "job", "--local-addr", "127.0.0.1", str(script),
+        "--rdzv-id", "job", "--local-addr", "127.0.0.1", "--max-restarts", str(restarts), str(script),
+        *arguments,
     ]
     hosts = [
-        subprocess.Popen(command, env={**environment(), **variables}, stdout=subprocess.PIPE,
+        subprocess.Popen(command, env={**environment(), **variables, **own}, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
+        for own in (of_one_host or {}, {})
     ]
     try:
         outputs = [host.communicate(timeout=120)[0] for host in hosts]
@@ -149,11 +176,62 @@ def test_several_hosts_meet_at_the_store_of_torchrun(tmp_path: pathlib.Path) -> 
         assert "rank 0: 3000" in text and "rank 1: 3000" in text, text
 
 
+@pytest.mark.parametrize("meets_at_store", [True, False])
+def test_a_job_that_torchrun_restarts_meets_again(tmp_path: pathlib.Path, meets_at_store: bool) -> None:
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    address = {} if meets_at_store else {"HSDP_ADDR": "127.0.0.1", "HSDP_PORT": str(free_port())}
+    ended = run_two_hosts(
+        script, str(tmp_path / "killed"), restarts=1, HSDP_SECRET="same on both", **address
+    )
+    assert [status for status, _ in ended] == [0, 0], ended
+    text = ended[0][1] + ended[1][1]
+    assert "rank 0: met after restart 0" in text and "rank 1: met after restart 1" in text, text
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_what_an_ended_start_left_in_the_store_is_passed_over(answered: bool) -> None:
+    store = dist.HashStore()
+    left = dist.PrefixStore("meet", store)
+    left.set("attempt", "old")
+    if answered:
+        left.set("old/all", json.dumps([["nonce"], "stale"]))
+
+    def exchange(rank: int) -> str:
+        meeting = MeetingStore(store, "meet", 2, 60)
+        return str(meeting.exchange(rank, f"word {rank}", lambda words: " and ".join(words)))
+
+    with ThreadPoolExecutor(2) as ranks:
+        first = ranks.submit(exchange, 1)
+        while not left.check(["old/rank 1"]):  # it came to what is stale
+            time.sleep(0.001)
+        said = [ranks.submit(exchange, 0).result(), first.result()]
+    assert said == ["word 0 and word 1"] * 2
+
+
 def test_the_store_carries_no_secret_unasked(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "two_hosts.py"
     script.write_text(TWO_HOSTS)
     for status, output in run_two_hosts(script):
         assert status != 0 and "set HSDP_SECRET" in output and "HSDP_TRUST_STORE=1" in output, output
+
+
+@pytest.mark.parametrize("faulty, named", [
+    ({"HSDP_SECRET_FILE": "/nowhere/secret"}, "an HSDP_SECRET_FILE that cannot be read on rank"),
+    ({"HSDP_TRUST_STORE": "1"}, "HSDP_TRUST_STORE on rank"),
+    ({}, "none on rank"),
+])
+def test_no_rank_waits_for_one_without_the_secret(
+    tmp_path: pathlib.Path, faulty: dict[str, str], named: str
+) -> None:
+    script = tmp_path / "two_hosts.py"
+    script.write_text(TWO_HOSTS.replace("timeout_s=60", "timeout_s=1000"))  # longer than the test
+    ours = {"HSDP_SECRET": "", "HSDP_SECRET_FILE": str(tmp_path / "secret")}
+    (tmp_path / "secret").write_text("same on both")
+    of_one_host = {**ours, "HSDP_SECRET_FILE": "", **faulty}
+    for status, output in run_two_hosts(script, of_one_host=of_one_host, **ours):
+        assert status != 0 and "expected one source of the secret on every rank" in output, output
+        assert named in output, output
 
 
 def test_without_a_store_the_variables_are_named() -> None:

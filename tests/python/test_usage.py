@@ -17,6 +17,7 @@ from conftest import Launcher
 from dlpack_only import DlpackOnly, Handmade
 
 import hsdp
+from hsdp import open_reducers
 
 F32 = np.float32
 
@@ -634,6 +635,30 @@ def test_what_ended_a_mesh_keeps_the_name_of_where_it_was(ranks: Launcher) -> No
             assert text.startswith("reducer 'critic': end of microbatch 0 of step 0: "), text
         for name in names:
             assert ", failed in step 0, " in name, name
+
+
+def leave_in_a_microbatch() -> str:
+    """What rank 0 meets that waits, not for hsdp, until rank 1 is gone, whose program fails in a step."""
+    open_reducers.GRACE_S = 0.5
+    with hsdp.init_mesh(2, 1) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 2)
+        other = Path(f"/proc/{mesh.world.all_reduce(mesh.rank * os.getpid())}")
+        with pytest.raises(hsdp.Error) as caught, reducer.microbatch(last=True):
+            if mesh.rank == 1:
+                raise ValueError("a bad batch")
+            deadline = time.monotonic() + 60
+            while other.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            reducer.gradient_ready("w", np.ones(2, F32))
+            reducer.shard("w")
+        return str(caught.value)
+
+
+def test_a_rank_that_ends_within_a_step_is_soon_gone(ranks: Launcher) -> None:
+    message, _ = ranks.start(2, leave_in_a_microbatch).wait(may_fail=True)
+    assert "rank 1" in message and "its program ended within a step" in message, message
 
 
 def test_a_snapshot_has_the_name_of_its_reducer(mesh: hsdp.Mesh, tmp_path: Path) -> None:

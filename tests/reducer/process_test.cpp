@@ -234,9 +234,10 @@ TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
     Communicator job = connect_world();
     bool told = false;
     if (rank == 1) {
-      told = caught<UsageError>([] {
-               const Mesh mesh = init_mesh({.replicate = 0, .shard = 2});
-             }).has_value();
+      const auto error =
+          caught<UsageError>([] { const Mesh mesh = init_mesh({.replicate = 0, .shard = 2}); });
+      const std::string source = "(the job's size is 2 by WORLD_SIZE of torchrun)";
+      told = error && std::string(error->what()).ends_with(source);
     } else {
       const auto error = caught<MismatchError>([] { const Mesh mesh = init_mesh({.shard = 2}); });
       told = error && error->ranks() == std::vector<int>{1};

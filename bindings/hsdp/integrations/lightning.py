@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch.distributed.constants import default_pg_timeout
-
 try:
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "hsdp.integrations.lightning: expected the package lightning, got none; install it with pip "
-        "install hsdp[lightning]",
+        "hsdp.integrations.lightning: expected the package lightning, got no "
+        f"{error.name}; install it with pip install lightning",
         name=error.name,
     ) from error
+
+import torch
+from torch.distributed.constants import default_pg_timeout
 
 import hsdp
 from hsdp.errors import UsageError
@@ -132,8 +132,7 @@ class HsdpStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Drops the step on all ranks, so that none waits for this one."""
-        if self._hsdp.is_open:
-            self._hsdp.opened().abandon_step(f"{type(exception).__name__}: {exception}")
+        self._hsdp.close(exception)
 
     def teardown(self) -> None:
         """As DDPStrategy's."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import hsdp
 from hsdp.errors import UsageError
 from hsdp.mesh import as_mesh
+from hsdp.open_reducers import leave
 
 if TYPE_CHECKING:
     import torch
@@ -86,9 +87,15 @@ class TrainedModel:
             )
         return self.reducer
 
-    def close(self) -> None:
-        """Drops what is pending. Safe to call twice; `reducer.stats()` can be read after."""
-        if self.reducer is not None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Drops what is pending. Safe to call twice; `reducer.stats()` can be read after.
+
+        `error`: what ends the training on this rank. Others that wait for it in torch.distributed
+        are not waited for.
+        """
+        if self.reducer is not None and error is not None:
+            leave(self.reducer, f"{type(error).__name__}: {error}")
+        elif self.reducer is not None:
             self.reducer.close()
         if self._own_mesh is not None:
             self._own_mesh.close()

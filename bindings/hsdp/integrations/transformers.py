@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "hsdp.integrations.transformers: expected the packages transformers and accelerate, got no "
-        f"{error.name}; install them with pip install hsdp[transformers]",
+        f"{error.name}; install them with pip install accelerate transformers",
         name=error.name,
     ) from error
 
@@ -71,6 +71,9 @@ class HsdpTrainer(transformers.Trainer):
         """As Trainer's."""
         try:
             return super().train(*args, **kwargs)
+        except BaseException as error:
+            self._hsdp.close(error)
+            raise
         finally:
             self._hsdp.close()
             # Else accelerate takes it for prepared, and a Trainer without hsdp would leave out DDP.

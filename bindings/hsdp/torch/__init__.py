@@ -13,7 +13,7 @@ try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "hsdp.torch: expected the package torch, got none; install it with pip install hsdp[torch]",
+        "hsdp.torch: expected the package torch, got none; install it with pip install 'torch==2.13.*'",
         name=error.name,
     ) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import secrets
@@ -135,26 +134,11 @@ def _contradiction(place: tuple[int, int] | None) -> str:
 def _agree(
     store: Any, rank: int, size: int, mine: dict[str, Any], timeout_s: float
 ) -> _Said:
-    """What each rank says, and a name for the job that no other has.
-
-    Leaves nothing in the store, which may outlive the group, and no rank before all have read: the
-    next may come at once.
-    """
+    """What each rank says, and a name for the job that no other has."""
     meeting = MeetingStore(store, "hsdp/launch", size, timeout_s)
-    try:
-        meeting.put(f"rank {rank}", json.dumps(mine))
-        if rank == 0:
-            words = [json.loads(meeting.get(f"rank {other}", other)) for other in range(size)]
-            meeting.put("all", json.dumps([f"torch-{secrets.token_hex(16)}", words]))
-        said = _Said(*json.loads(meeting.get("all", 0)))
-    finally:
-        meeting.remove(f"rank {rank}")
-    if meeting.count("read") == size:
-        meeting.remove("read")
-        meeting.remove("all")
-    else:
-        meeting.wait_until_removed("all")
-    return said
+    return _Said(*meeting.exchange(
+        rank, mine, lambda words: [f"torch-{secrets.token_hex(16)}", words]
+    ))
 
 
 def _place_by_torch(store: Any, rank: int, said: _Said, timeout_s: float) -> dict[str, str]:

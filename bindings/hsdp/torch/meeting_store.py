@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +19,8 @@ _LONGEST_PAUSE_S = 0.05
 class MeetingStore:
     """Keys under `prefix`, for at most `timeout_s` from now on.
 
-    Waits by looking again: so Ctrl-C ends it, and the limit is ours, not the store's.
+    Waits by looking again: so Ctrl-C ends it, and the limit is ours, not the store's. The store may hold
+    words of ranks that have ended: of a restarted job, or of a group that was destroyed.
     """
 
     def __init__(self, store: Any, prefix: str, size: int, timeout_s: float) -> None:
@@ -25,6 +28,54 @@ class MeetingStore:
         self._size = size
         self._timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
+
+    def exchange(self, rank: int, word: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """Each rank says a word, rank 0 makes an answer of all of them, and every rank gets that.
+
+        Each call of rank 0 is a new attempt, under a name of its own: no counter of a launcher says on
+        all hosts which attempt it is. A rank looks until an attempt has heard its own word, and takes
+        the newest. TimeoutError, naming a rank, when it does not come.
+        """
+        nonce = secrets.token_hex(8)
+        if rank == 0:
+            attempt = secrets.token_hex(8)
+            self.put("attempt", attempt)
+            others = range(1, self._size)
+            said = [json.loads(self.get(f"{attempt}/rank {other}", other)) for other in others]
+            answered = answer([word, *(theirs for _, theirs in said)])
+            self.put(f"{attempt}/all", json.dumps([[heard for heard, _ in said], answered]))
+        else:
+            attempt, answered = self._heard_by_rank_0(rank, nonce, word)
+            self.remove(f"{attempt}/rank {rank}")
+        if self.count(f"{attempt}/read") == self._size:
+            self.remove(f"{attempt}/read")
+            self.remove(f"{attempt}/all")
+        elif rank == 0:  # which may keep the store, and end
+            self._wait_until_removed(f"{attempt}/all")
+        return answered
+
+    def _heard_by_rank_0(self, rank: int, nonce: str, word: Any) -> tuple[str, Any]:
+        attempt, answers = "", list[Any]()
+
+        def is_answered() -> bool:
+            nonlocal attempt
+            if not attempt and not self._store.check(["attempt"]):
+                return False
+            # Read before the answer: once rank 0 begins its next attempt, its answer in this one is there.
+            newest = self._store.get("attempt").decode()
+            if attempt and self._store.check([f"{attempt}/all"]):
+                heard, answer = json.loads(self._store.get(f"{attempt}/all"))
+                if heard[rank - 1] == nonce:
+                    answers.append(answer)
+                    return True
+            if newest != attempt:
+                attempt = newest
+                self._store.set(f"{attempt}/rank {rank}", json.dumps([nonce, word]))
+            return False
+
+        if not self._comes_true(is_answered):
+            raise self._timeout("rank 0", [0])
+        return attempt, answers[0]
 
     def put(self, key: str, text: str) -> None:
         self._asked(lambda: self._store.set(key, text))
@@ -35,7 +86,7 @@ class MeetingStore:
             raise self._timeout(f"rank {rank}", [rank])
         return str(self._asked(lambda: self._store.get(key)).decode())
 
-    def wait_until_removed(self, key: str) -> None:
+    def _wait_until_removed(self, key: str) -> None:
         if not self._comes_true(lambda: not self._store.check([key])):
             raise self._timeout("all ranks", [])
 

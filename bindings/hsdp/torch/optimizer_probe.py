@@ -47,8 +47,12 @@ class OptimizerProbe:
         if not (
             isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
         ):
+            is_one = isinstance(optimizer_class, torch.optim.Optimizer)
+            kind = type(optimizer_class).__name__
             raise UsageError(
-                f"zero: ShardedOptimizer: expected a class of torch optimizers, got {optimizer_class!r}"
+                "zero: ShardedOptimizer: expected a class of torch optimizers and its options, as in "
+                "ShardedOptimizer(torch.optim.AdamW, model, reducer, lr=1e-3), got "
+                + (f"an instance of {kind}" if is_one else f"{optimizer_class!r}")
             )
 
     def on_slices(self, settings: Settings) -> ProbedStates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import pathlib
 import secrets
 import socket
 from datetime import timedelta
@@ -11,11 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hsdp.errors import TimeoutError, UsageError
+from hsdp.errors import MismatchError, TimeoutError, UsageError
 from hsdp.torch import private_torch
 from hsdp.torch.meeting_store import MeetingStore
 
 _PROBE_S = 5.0
+_NONE = "none"
+_UNREADABLE = "an HSDP_SECRET_FILE that cannot be read"
 
 
 def meet_at_store(rank: int, size: int, timeout_s: float) -> None:
@@ -26,13 +29,12 @@ def meet_at_store(rank: int, size: int, timeout_s: float) -> None:
     authenticated: it carries a secret, into HSDP_SECRET, only with HSDP_TRUST_STORE=1.
 
     Raises UsageError, on every rank, when rank 0 has not the address that others know it by;
-    TimeoutError when a rank does not come.
+    MismatchError when not all ranks have a secret; TimeoutError when a rank does not come.
     """
     master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     reached = _reached_address(*master)
     if reached is None:
         return
-    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         opened = _open_store(*master, timeout_s)
     except dist.DistError as error:
@@ -41,7 +43,12 @@ def meet_at_store(rank: int, size: int, timeout_s: float) -> None:
             f"{error}; check that the launcher still runs, or set HSDP_ADDR and HSDP_PORT on every "
             "rank"
         ) from error
-    store = MeetingStore(opened, f"hsdp/{run}", size, timeout_s)
+    # A name of its own for this start: the store has what earlier starts of a restarted job left.
+    start, sources = MeetingStore(opened, "hsdp/meet", size, timeout_s).exchange(
+        rank, _secret_source(), lambda words: [secrets.token_hex(8), words]
+    )
+    _require_one_source(sources)
+    store = MeetingStore(opened, f"hsdp/{start}", size, timeout_s)
     # Names may lead a host to its own loopback; the last rank is on another host than rank 0.
     os.environ.update(address_of_rank_0(store, rank, size - 1, reached))
 
@@ -122,12 +129,45 @@ def _named_address() -> str:
     return ""
 
 
+def _secret_source() -> str:
+    file = os.environ.get("HSDP_SECRET_FILE")
+    if file and not _is_readable(file):
+        return _UNREADABLE
+    if _has_secret():
+        return "HSDP_SECRET"
+    return "HSDP_TRUST_STORE" if _trusted() else _NONE
+
+
+def _is_readable(file: str) -> bool:
+    try:
+        return bool(pathlib.Path(file).read_bytes())
+    except OSError:
+        return False
+
+
+def _require_one_source(sources: list[str]) -> None:
+    """Nobody waits for a rank that has no secret, or another one. Where none has, each says so itself."""
+    if len(set(sources)) == 1:
+        return
+    without = [rank for rank, source in enumerate(sources) if source in (_NONE, _UNREADABLE)]
+    odd = without[0] if without else next(
+        rank for rank, source in enumerate(sources) if source != sources[0]
+    )
+    other = next(rank for rank, source in enumerate(sources) if source != sources[odd])
+    raise MismatchError(
+        f"rendezvous: expected one source of the secret on every rank, got {sources[odd]} on rank {odd} "
+        f"and {sources[other]} on rank {other} of {len(sources)}; set HSDP_SECRET, HSDP_SECRET_FILE or "
+        "HSDP_TRUST_STORE alike on all ranks",
+        [odd],
+    )
+
+
 def _trusted() -> bool:
     return os.environ.get("HSDP_TRUST_STORE") == "1"
 
 
 def _has_secret() -> bool:
-    return "HSDP_SECRET" in os.environ or "HSDP_SECRET_FILE" in os.environ
+    return bool(os.environ.get("HSDP_SECRET") or os.environ.get("HSDP_SECRET_FILE"))
 
 
 def _offered_secret() -> str:

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
+#include "hsdp/comm/rendezvous/launch_environment.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -20,6 +21,8 @@ bool is_valid_group(const std::vector<int>& members, int rank, int size) {
 bool same_job(const std::string& a, const std::string& b) {
   return a == b || a.starts_with("parent-") || b.starts_with("parent-");
 }
+
+bool is_slurm_step(const std::string& job) { return job.find(kSlurmStepMark) != std::string::npos; }
 
 FrameBytes unanswered(const std::string& exchange) {
   AnswerFrame answer;
@@ -81,6 +84,10 @@ void ControlHub::refuse(std::shared_ptr<ControlLink> link, const WorldEnd& probl
   if (!alone) end(problem);
 }
 
+bool ControlHub::is_of_this_job(const JoinFrame& join) const {
+  return same_job(join.job, options_.own.job) && join.restart_count == options_.own.restart_count;
+}
+
 // A message without ranks refuses the newcomer alone; with ranks it ends the world.
 std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   const JoinFrame& own = options_.own;
@@ -92,14 +99,19 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
                                        .remedy = "use one build of hsdp for all ranks"}
                                    .text());
   }
-  if (!same_job(join.job, own.job) || join.restart_count != own.restart_count) {
+  if (!is_of_this_job(join)) {
+    // Names of steps are Slurm's: one name for both would make one mesh of two programs.
+    const std::string ports = "where two jobs or steps meet at one HSDP_PORT, give each its own";
+    const bool steps = is_slurm_step(own.job) && is_slurm_step(join.job);
     WorldEnd alone = mismatch(
         join.rank,
         Message{.where = "rendezvous",
                 .expected = "job '" + own.job + "' restart " + std::to_string(own.restart_count) +
                             " on every rank",
                 .got = "'" + join.job + "' restart " + std::to_string(join.restart_count) + who,
-                .remedy = "set HSDP_JOB to one name on all ranks of a job"}
+                .remedy = steps ? ports
+                                : ports + "; where it is one job, set HSDP_JOB to one name on all "
+                                          "of its ranks"}
             .text());
     alone.failure.ranks.clear();
     return alone;
@@ -128,7 +140,10 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
 }
 
 void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) {
-  if (const auto problem = objection(join)) return refuse(std::move(link), *problem);
+  if (const auto problem = objection(join)) {
+    if (!is_of_this_job(join)) other_job_ = join.job;
+    return refuse(std::move(link), *problem);
+  }
   const int rank = join.rank;
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   if (peer.link) peer.link->close();  // of an earlier attempt of this process

@@ -82,6 +82,7 @@ class ControlHub {
   };
 
   [[nodiscard]] std::optional<WorldEnd> objection(const JoinFrame& join) const;
+  [[nodiscard]] bool is_of_this_job(const JoinFrame& join) const;
   void refuse(std::shared_ptr<ControlLink> link, const WorldEnd& problem);
   void post(int rank, std::string_view body);
   void close(int rank);
@@ -105,6 +106,7 @@ class ControlHub {
   std::optional<WorldEnd> ended_;
   std::vector<Peer> peers_;
   std::deque<std::shared_ptr<ControlLink>> refused_;  // until they have read why
+  std::string other_job_;                             // whose ranks called here last
   std::map<std::string, Exchange, std::less<>> exchanges_;
   std::map<std::uint64_t, std::string> exchange_names_;  // by hash
   // (waiting rank, wait id) -> since which of its beats it has waited for a rank that said goodbye.

@@ -10,6 +10,7 @@
 
 #include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/descriptor_limit.h"
+#include "hsdp/comm/rendezvous/tcp_rendezvous.h"
 
 namespace hsdp::comm {
 namespace asio = boost::asio;
@@ -28,9 +29,7 @@ void ControlLoop::start_as_hub(int listener, const std::string& secret,
                                const std::string& welcome_secret) {
   hub_ = std::make_unique<ControlHub>(
       io_, state_->clock(),
-      ControlHub::Options{
-          own_, welcome_secret, timeout_,
-          [this] { return state_->at_descriptor_limit() ? descriptor_limit_text() : ""; }},
+      ControlHub::Options{own_, welcome_secret, timeout_, [this] { return trouble_at_door(); }},
       [this](FrameType type, std::string_view body) { from_hub(type, body); });
   if (listener >= 0) {
     constexpr Millis kProofDeadline{5'000};
@@ -46,6 +45,24 @@ void ControlLoop::start_as_hub(int listener, const std::string& secret,
     hub_->welcome_if_complete();
   }
   start_thread();
+}
+
+std::string ControlLoop::trouble_at_door() const {
+  if (state_->at_descriptor_limit()) return descriptor_limit_text();
+  std::string callers;
+  if (listener_) {
+    for (const std::string& caller : listener_->unproven()) {
+      callers += (callers.empty() ? "" : ", ") + caller;
+    }
+  }
+  if (!callers.empty()) {
+    return "callers from " + callers + " did not prove this job's secret: compare HSDP_SECRET";
+  }
+  if (!own_.address.empty() && is_loopback(own_.address)) {
+    return "set HSDP_ADDR, if they are on other hosts, to an address that these reach: " +
+           own_.address + " is a loopback; check that all ranks were started and still run";
+  }
+  return "";
 }
 
 void ControlLoop::start_as_rank(UniqueFd socket) {

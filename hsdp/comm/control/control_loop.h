@@ -66,6 +66,7 @@ class ControlLoop {
   void end(const WorldEnd& world_end);
   void tell_process_end(int rank);
   [[nodiscard]] BeatFrame own_beat() const;
+  [[nodiscard]] std::string trouble_at_door() const;
   void begin_stop();
   void continue_stop();
   [[nodiscard]] bool may_stop_sending() const;

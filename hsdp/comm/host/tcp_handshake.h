@@ -35,6 +35,9 @@ class TcpHandshake {
   State advance();
   [[nodiscard]] pollfd awaited() const { return {socket_.get(), events_, 0}; }
 
+  // The other side has answered.
+  [[nodiscard]] bool is_connected() const { return greeted_ || done_ > 0; }
+
   // The caller's group rank, once proven.
   [[nodiscard]] int caller() const { return static_cast<int>(hello_.caller); }
   [[nodiscard]] UniqueFd take_socket();

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "hsdp/comm/agreed_error.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/host/host_wait.h"
@@ -63,6 +64,7 @@ class Linker {
     ip::tcp::endpoint address;
     std::string token;
     std::optional<TcpHandshake> handshake;  // none between two calls
+    Clock::time_point called;
     Clock::time_point next_call;
     Millis pause{10};
     std::optional<Clock::time_point> first_refusal;
@@ -77,6 +79,8 @@ class Linker {
   void wait_and_advance();
   void advance(Callee& callee);
   void call_later(Callee& callee, const std::string& reason);
+  void judge_silence(const Callee& callee);
+  [[noreturn]] void give_up_on(const Callee& callee, FailureKind kind, const std::string& reason);
   void accept_new();
   void advance_caller(std::list<TcpHandshake>::iterator caller);
   void keep(int rank, UniqueFd socket);
@@ -237,6 +241,7 @@ void Linker::call_those_due() {
       continue;
     }
     tune(socket.get());
+    callee.called = Clock::now();
     callee.handshake.emplace(std::move(socket), rank_,
                              proof(HandshakeRole::kConnecting, rank_, callee.rank, callee.token));
   }
@@ -250,16 +255,32 @@ void Linker::call_later(Callee& callee, const std::string& reason) {
   const auto now = Clock::now();
   if (!callee.first_refusal) callee.first_refusal = now;
   if (now - *callee.first_refusal >= std::min(kPatience, control_.timeout() / 2)) {
-    const int member = links_.members[static_cast<std::size_t>(callee.rank)];
-    std::ostringstream message;
-    message << "tcp: cannot connect to rank " << member << " of " << control_.size() << " at "
-            << callee.address << ": " << reason
-            << "; let the hosts connect to each other at any port, or use engine 'mpi'";
-    give_up({.kind = FailureKind::kPeerLost, .message = message.str(), .ranks = {member}});
+    give_up_on(callee, FailureKind::kPeerLost, reason);
   }
   callee.handshake.reset();
   callee.next_call = now + callee.pause;
   callee.pause = std::min(2 * callee.pause, kLongestPause);
+}
+
+// A kernel answers for its processes, stopped ones too: silence is the network's. This comes before
+// the world's timeout, which knows no address.
+void Linker::judge_silence(const Callee& callee) {
+  constexpr Millis kPatience{30'000};  // as with a dead control link
+  const auto patience = std::min(kPatience, control_.timeout() * 3 / 4);
+  if (!callee.handshake || callee.handshake->is_connected()) return;
+  const auto silent = std::chrono::duration_cast<Millis>(Clock::now() - callee.called);
+  if (silent < patience) return;
+  give_up_on(callee, FailureKind::kTimeout,
+             "no answer within " + seconds_text(silent) + ", as where a firewall drops packets");
+}
+
+void Linker::give_up_on(const Callee& callee, FailureKind kind, const std::string& reason) {
+  const int member = links_.members[static_cast<std::size_t>(callee.rank)];
+  std::ostringstream message;
+  message << "tcp: cannot connect to rank " << member << " of " << control_.size() << " at "
+          << callee.address << ": " << reason
+          << "; let the hosts connect to each other at any port, or use engine 'mpi'";
+  give_up({.kind = kind, .message = message.str(), .ranks = {member}});
 }
 
 void Linker::advance(Callee& callee) {
@@ -334,6 +355,7 @@ void Linker::connect() {
     announced.waits_for(links_.members[static_cast<std::size_t>(missing)]);
     call_those_due();
     wait_and_advance();
+    for (const Callee& callee : callees_) judge_silence(callee);
     control_.throw_if_failed();
   }
 }

@@ -132,7 +132,7 @@ JoinFrame ProcessControl::own_frame(const LaunchEnvironment& launch) const {
   JoinFrame frame;
   frame.rank = rank_;
   frame.size = size_;
-  frame.restart_count = launch.restart_count;
+  frame.restart_count = launch.common_restart_count();
   frame.job = launch.job;
   frame.host = host_;
   frame.address = address_;
@@ -166,7 +166,7 @@ void ProcessControl::join_one_host(const LaunchEnvironment& launch, Clock::time_
 }
 
 void ProcessControl::join_hosts(const LaunchEnvironment& launch, Clock::time_point end) {
-  require_tcp_settings(launch);
+  wait_out_limit(end, [&] { require_tcp_settings(launch); });
   if (rank_ != 0) return knock_until_welcomed(launch, end);
   const UniqueFd door =
       wait_out_limit(end, [&] { return listen_tcp_hub(*launch.address, *launch.port); });
@@ -192,13 +192,19 @@ void ProcessControl::welcome_all(int door, const std::string& secret,
 // A connection that ends before the welcome is made again, for as long as rank 0 listens.
 void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock::time_point end) {
   constexpr Millis kPatienceWithAbsent{1'000};
+  constexpr Millis kTimeToAnswer{200};
   const std::string where = *launch.address + ":" + std::to_string(*launch.port);
   std::exception_ptr lost;
   for (;;) {
     Clock::time_point listened = Clock::now();
+    std::string problem;
     bool was_refused = false;
     Knock knock = retry_until(end, [&] {
-      Knock one = connect_tcp_hub(*launch.address, *launch.port, secret_, left_until(end));
+      const Millis left = left_until(end);
+      Knock one = connect_tcp_hub(*launch.address, *launch.port, secret_, left);
+      // The last try may have too little time for an answer, and who answered once is there.
+      const bool tells = left >= kTimeToAnswer || problem.empty();
+      if (one.somebody_listens || (tells && !was_refused)) problem = one.problem;
       was_refused = was_refused || one.somebody_listens;
       if (one.somebody_listens) listened = Clock::now();
       if (lost && Clock::now() - listened > kPatienceWithAbsent) std::rethrow_exception(lost);
@@ -206,10 +212,10 @@ void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock
     });
     if (!knock) {
       if (lost) std::rethrow_exception(lost);
-      throw_hub_absent(where, timeout_, rank_, size_,
-                       was_refused ? " (it answers, but does not prove this job's secret: compare "
-                                     "HSDP_SECRET)"
-                                   : "");
+      if (is_loopback(*launch.address)) {
+        problem += ", and HSDP_ADDR is a loopback here, which leads to no other host";
+      }
+      throw_hub_absent(where, timeout_, rank_, size_, " (" + problem + ")");
     }
     address_ = own_address(knock.socket.get());
     make_loop(launch, end);

@@ -13,6 +13,7 @@
 
 #include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/secret_proof.h"
+#include "hsdp/comm/rendezvous/tcp_rendezvous.h"
 
 namespace hsdp::comm {
 namespace asio = boost::asio;
@@ -23,6 +24,7 @@ class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
  public:
   struct Handlers {
     std::function<void(std::shared_ptr<ControlLink>, const JoinFrame&)> on_join;
+    std::function<void(int socket)> on_unproven;  // it greeted, but has another secret
     std::function<void(const std::shared_ptr<Pending>&)> on_end;  // joined or not
   };
 
@@ -64,6 +66,9 @@ class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
       case SecretProof::Step::kProven:
         return read_join();
       case SecretProof::Step::kRefused:
+        if (proof_->is_greeted() && handlers_.on_unproven) {
+          handlers_.on_unproven(socket_.native_handle());
+        }
         return end();
       case SecretProof::Step::kSend: {
         const auto bytes = proof_->outgoing();
@@ -183,6 +188,12 @@ void JoinListener::admit(UniqueFd socket) {
   make_room();
   Pending::Handlers handlers;
   handlers.on_join = handlers_.on_join;
+  handlers.on_unproven = [this, alive = alive_](int caller) {
+    constexpr std::size_t kMostNamed = 8;
+    const std::string address = peer_address(caller);
+    if (!*alive || address.empty() || unproven_.size() >= kMostNamed) return;
+    unproven_.insert(address);
+  };
   handlers.on_end = [this, alive = alive_](const std::shared_ptr<Pending>& pending) {
     if (*alive) forget(pending);
   };

@@ -15,6 +15,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <set>
 #include <string>
 
 #include "hsdp/comm/control/control_frames.h"
@@ -42,6 +43,9 @@ class JoinListener {
   JoinListener(const JoinListener&) = delete;
   JoinListener& operator=(const JoinListener&) = delete;
 
+  // Where ranks of hsdp called from that have another secret; not all, if they are many.
+  [[nodiscard]] const std::set<std::string>& unproven() const { return unproven_; }
+
  private:
   class Pending;
   void accept_next();
@@ -56,6 +60,7 @@ class JoinListener {
   Options options_;
   Handlers handlers_;
   std::list<std::shared_ptr<Pending>> pending_;
+  std::set<std::string> unproven_;
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
 };
 

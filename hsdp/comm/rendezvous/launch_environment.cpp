@@ -174,13 +174,19 @@ void read_family(const FamilyVariables& names, const Variables& variables,
 
 std::string job_name(const FamilyVariables* names, const Variables& variables,
                      const LaunchEnvironment& launch) {
-  if (const auto job = variables.text("HSDP_JOB")) return *job;
+  const bool is_step = names != nullptr && names->family == LaunchFamily::kSlurm;
+  if (const auto job = variables.text("HSDP_JOB")) {
+    // Without the job's id: parts of a heterogeneous job differ in that.
+    return is_step ? *job + ", " + kSlurmStepMark + variables.text("SLURM_STEP_ID").value_or("")
+                   : *job;
+  }
   std::string run;
   if (names != nullptr) {
     for (const char* name : names->run_id) {
       if (const auto part = variables.text(name)) run += (run.empty() ? "" : ".") + *part;
     }
   }
+  if (is_step) run = kSlurmStepMark + run;
   if (launch.master_address) {
     run += "@" + *launch.master_address + ":" + std::to_string(launch.master_port.value_or(0));
   }
@@ -256,6 +262,23 @@ std::string parent_name() {
 bool LaunchEnvironment::one_host() const {
   if (local_size) return *local_size == size;
   return size == 1 || !address.has_value();
+}
+
+bool LaunchEnvironment::surely_several_hosts() const {
+  return family == LaunchFamily::kSlurm && local_size && *local_size < size;
+}
+
+int LaunchEnvironment::common_restart_count() const {
+  return family == LaunchFamily::kTorchrun ? 0 : restart_count;
+}
+
+std::string size_source(const LaunchEnvironment& launch) {
+  for (const FamilyVariables& names : kFamilies) {
+    if (names.family == launch.family) {
+      return std::to_string(launch.size) + " by " + names.size + " of " + names.launcher;
+    }
+  }
+  return std::to_string(launch.size) + ", without a launcher's variables";
 }
 
 LaunchEnvironment detect_launch(const EnvironmentLookup& lookup) {

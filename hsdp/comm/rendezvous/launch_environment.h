@@ -19,8 +19,10 @@ struct LaunchEnvironment {
   int size = 1;
   std::optional<int> local_rank;
   std::optional<int> local_size;
-  std::string job;        // HSDP_JOB, else run id + master address, else parent pid + start time
-  int restart_count = 0;  // TORCHELASTIC_RESTART_COUNT and the like
+  // HSDP_JOB, else run id + master address, else parent pid + start time. Of a Slurm step always
+  // with the step, so that two steps never take each other for one job.
+  std::string job;
+  int restart_count = 0;                      // TORCHELASTIC_RESTART_COUNT and the like
   std::optional<std::string> address;         // HSDP_ADDR
   std::optional<int> port;                    // HSDP_PORT
   std::optional<std::string> secret;          // HSDP_SECRET, or the contents of HSDP_SECRET_FILE
@@ -28,9 +30,19 @@ struct LaunchEnvironment {
   std::optional<int> master_port;             // MASTER_PORT: never bound
   // One host: local size equals world size; when unknown, unless HSDP_ADDR is set.
   [[nodiscard]] bool one_host() const;
+  // Slurm's nodes are hosts of their own. Several agents of torchrun may be on one host.
+  [[nodiscard]] bool surely_several_hosts() const;
+  // The restart as all hosts count it: an agent of torchrun counts only what failed on its own.
+  [[nodiscard]] int common_restart_count() const;
 };
 
+// Marks the name of a job that is a Slurm step.
+constexpr const char* kSlurmStepMark = "Slurm step ";
+
 using EnvironmentLookup = std::function<std::optional<std::string>(const std::string&)>;
+
+// Who says how many ranks there are, for messages.
+[[nodiscard]] std::string size_source(const LaunchEnvironment& launch);
 
 [[nodiscard]] LaunchEnvironment detect_launch(const EnvironmentLookup& lookup);
 [[nodiscard]] LaunchEnvironment detect_launch();  // from the process environment

@@ -61,10 +61,9 @@ void SecretProof::received(std::span<const std::uint8_t> bytes) {
     return;
   }
   if (!have_their_hello_) {
-    have_their_hello_ = true;
+    have_their_hello_ = std::equal(kMagic.begin(), kMagic.end(), bytes.begin());
     std::copy(bytes.begin() + kMagic.size(), bytes.end(), their_nonce_.begin());
-    const bool greeted = std::equal(kMagic.begin(), kMagic.end(), bytes.begin());
-    if (!greeted) {
+    if (!have_their_hello_) {
       step_ = Step::kRefused;
     } else if (role_ == HandshakeRole::kConnecting) {
       prepare_proof();

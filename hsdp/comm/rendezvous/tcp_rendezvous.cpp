@@ -1,11 +1,13 @@
 #include "hsdp/comm/rendezvous/tcp_rendezvous.h"
 
 #include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -42,12 +44,52 @@ UniqueFd open_socket(const addrinfo& address) {
   return fd;
 }
 
-bool finish_connect(int socket, Millis limit) {
+// Why it failed, "" when it is connected.
+std::string connect_socket(int socket, const addrinfo& address, Millis limit) {
+  if (::connect(socket, address.ai_addr, address.ai_addrlen) == 0) return {};
+  if (errno != EINPROGRESS) return std::strerror(errno);
   pollfd ready{socket, POLLOUT, 0};
-  if (::poll(&ready, 1, static_cast<int>(limit.count())) <= 0) return false;
+  if (::poll(&ready, 1, static_cast<int>(limit.count())) <= 0) return "no answer to packets";
   int error = 0;
   socklen_t length = sizeof error;
-  return ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0;
+  ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length);
+  return error == 0 ? "" : std::strerror(error);
+}
+
+// Empty where the system does not tell.
+using SocketName = int (*)(int, sockaddr*, socklen_t*);
+std::string numeric_address(int socket, SocketName name) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);  // NOLINT: the sockets interface
+  char host[NI_MAXHOST] = {};
+  if (name(socket, generic, &length) != 0 ||
+      ::getnameinfo(generic, length, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0) {
+    return {};
+  }
+  return host;
+}
+
+bool is_loopback(const sockaddr& address) {
+  constexpr std::uint32_t kLoopbackNet = 127;
+  if (address.sa_family == AF_INET) {
+    const auto& in = reinterpret_cast<const sockaddr_in&>(address);  // NOLINT
+    return ntohl(in.sin_addr.s_addr) >> 24U == kLoopbackNet;
+  }
+  if (address.sa_family != AF_INET6) return false;
+  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);  // NOLINT
+}
+
+std::string remedy_for_door(int error) {
+  if (error == EADDRINUSE) {
+    return "; another job or step, or a program, has that port: set HSDP_PORT to a free one of "
+           "rank 0's host on every rank";
+  }
+  if (error == EADDRNOTAVAIL) {
+    return "; HSDP_ADDR is not an address of this host, where rank 0 runs: set it to one that the "
+           "other hosts reach on every rank";
+  }
+  return "; set HSDP_ADDR and HSDP_PORT to another address and port of rank 0's host on every rank";
 }
 
 }  // namespace
@@ -64,6 +106,13 @@ void require_tcp_settings(const LaunchEnvironment& launch) {
         "rendezvous: HSDP_ADDR:HSDP_PORT is MASTER_ADDR:MASTER_PORT, which belongs to the "
         "launcher; set HSDP_PORT to another port");
   }
+  if (launch.surely_several_hosts() && is_loopback(*launch.address)) {
+    throw UsageError(
+        {.where = "rendezvous: HSDP_ADDR",
+         .expected = "an address of rank 0's host that the other hosts reach",
+         .got = "'" + *launch.address + "', which means a loopback",
+         .remedy = "set it to another one on every rank, as the first of hostname -I"});
+  }
   if (!launch.secret) {
     throw UsageError(
         "rendezvous: the ranks are on several hosts: set HSDP_SECRET, or HSDP_SECRET_FILE to a "
@@ -76,7 +125,7 @@ UniqueFd listen_tcp_hub(const std::string& address, int port) {
   const std::string where = address + ":" + std::to_string(port);
   const Addresses addresses = resolve(address, port);
   if (!addresses) throw UsageError("rendezvous: HSDP_ADDR: cannot resolve '" + address + "'");
-  std::string problem;
+  int problem = 0;
   for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) {
     UniqueFd socket = open_socket(*one);
     const int yes = 1;
@@ -85,10 +134,10 @@ UniqueFd listen_tcp_hub(const std::string& address, int port) {
         ::listen(socket.get(), SOMAXCONN) == 0) {
       return socket;
     }
-    problem = std::strerror(errno);
+    problem = errno;
   }
   throw Error("rendezvous: rank 0 cannot listen at " + where +
-              " (HSDP_ADDR:HSDP_PORT): " + problem);
+              " (HSDP_ADDR:HSDP_PORT): " + std::strerror(problem) + remedy_for_door(problem));
 }
 
 Knock connect_tcp_hub(const std::string& address, int port, const std::string& secret,
@@ -97,33 +146,37 @@ Knock connect_tcp_hub(const std::string& address, int port, const std::string& s
   limit = std::clamp(limit, Millis(1), kLongestAttempt);
   const Addresses addresses = resolve(address, port);
   Knock knock;
+  if (!addresses) knock.problem = "cannot resolve '" + address + "'";
   for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) {
     UniqueFd socket = open_socket(*one);
-    if (!socket) continue;
-    if (::connect(socket.get(), one->ai_addr, one->ai_addrlen) != 0 &&
-        (errno != EINPROGRESS || !finish_connect(socket.get(), limit))) {
-      continue;
-    }
+    knock.problem = socket ? connect_socket(socket.get(), *one, limit) : std::strerror(errno);
+    if (!knock.problem.empty()) continue;
     knock.somebody_listens = true;
     if (prove_secret(socket.get(), HandshakeRole::kConnecting, secret, kControlContext, limit)) {
       knock.socket = std::move(socket);
       break;
     }
+    knock.problem =
+        "it answers, but does not prove this job's secret: compare HSDP_SECRET, and see whether "
+        "another job, step or program has the port";
   }
   return knock;
 }
 
 std::string own_address(int socket) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);  // NOLINT: the sockets interface
-  char host[NI_MAXHOST] = {};
-  if (::getsockname(socket, generic, &length) != 0 ||
-      ::getnameinfo(generic, length, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0) {
-    throw Error(
-        "rendezvous: cannot tell this host's address; set HSDP_ADDR and HSDP_PORT on every rank");
-  }
-  return host;
+  std::string address = numeric_address(socket, ::getsockname);
+  if (!address.empty()) return address;
+  throw Error(
+      "rendezvous: cannot tell this host's address; set HSDP_ADDR and HSDP_PORT on every rank");
+}
+
+std::string peer_address(int socket) { return numeric_address(socket, ::getpeername); }
+
+bool is_loopback(const std::string& address) {
+  const Addresses addresses = resolve(address, 1);
+  const addrinfo* one = addresses.get();
+  while (one != nullptr && is_loopback(*one->ai_addr)) one = one->ai_next;
+  return addresses && one == nullptr;
 }
 
 }  // namespace hsdp::comm

@@ -19,6 +19,7 @@ void require_tcp_settings(const LaunchEnvironment& launch);
 struct Knock {
   UniqueFd socket;                // once both sides have proven the secret
   bool somebody_listens = false;  // though the proof may have failed
+  std::string problem;            // why there is no socket
   explicit operator bool() const { return static_cast<bool>(socket); }
 };
 
@@ -28,5 +29,10 @@ struct Knock {
 
 // The numeric address of this end.
 [[nodiscard]] std::string own_address(int socket);
+// Of the other end, "" where it is gone.
+[[nodiscard]] std::string peer_address(int socket);
+
+// All that the name or address means is of this host alone.
+[[nodiscard]] bool is_loopback(const std::string& address);
 
 }  // namespace hsdp::comm

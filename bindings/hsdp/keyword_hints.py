@@ -1,12 +1,13 @@
 """Keyword arguments that other libraries have, and what says the same here.
 
 One that is not known here is Python's TypeError; one that is known from DDP, FSDP, DeepSpeed or
-torch's ZeroRedundancyOptimizer is the same TypeError with a hint. Type checkers see the signatures
-as they are, and refuse both.
+torch's ZeroRedundancyOptimizer, or is much like one that the function takes, is the same TypeError with
+a hint. Type checkers see the signatures as they are, and refuse all of them.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -97,15 +98,22 @@ def hinting(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, 
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         own = inspect.signature(function).parameters
-        foreign = {word: hint for word, hint in hints.items() if word not in own}
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values())
+
+        def hint_for(word: str) -> str | None:
+            if word in hints or takes_any:
+                return hints.get(word)
+            near = difflib.get_close_matches(word, own.keys() - {"self"}, 1)
+            return f"did you mean {near[0]}=?" if near else None
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             for word in kwargs:
-                if word in foreign:
+                hint = None if word in own else hint_for(word)
+                if hint is not None:
                     raise TypeError(
                         f"{function.__qualname__.removesuffix('.__init__')}() got an unexpected "
-                        f"keyword argument '{word}'; {foreign[word]}"
+                        f"keyword argument '{word}'; {hint}"
                     )
             return function(*args, **kwargs)
 

@@ -8,7 +8,7 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
 from hsdp.closing import Closing
@@ -17,6 +17,19 @@ from hsdp.current_stream import CurrentStream
 from hsdp.errors import Error, UsageError
 from hsdp.keyword_hints import MESH, hinting
 from hsdp.options import Engine
+
+
+# What those who know torch.distributed look for on a mesh, and where it is.
+_ELSEWHERE = {
+    "get_rank": "rank",
+    "get_world_size": "size",
+    "world_size": "size",
+    "all_gather": "world.all_gather()",
+    "all_reduce": "world.all_reduce()",
+    "barrier": "world.barrier()",
+    "broadcast": "world.broadcast()",
+    "reduce_scatter": "world.reduce_scatter()",
+}
 
 
 class Mesh(Closing):
@@ -124,6 +137,14 @@ class Mesh(Closing):
         """
         self._handle.close()
 
+    if not TYPE_CHECKING:  # checkers know all that it has
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"'Mesh' object has no attribute '{name}'"
+            if name in _ELSEWHERE:
+                text += f"; it is mesh.{_ELSEWHERE[name]}"
+            raise AttributeError(text, name=name, obj=self)
+
     def __repr__(self) -> str:
         try:
             return (
@@ -218,14 +239,16 @@ def _current_device() -> str:
     return f"cuda:{index}"
 
 
-def as_mesh(mesh: Any) -> Mesh:
-    """A Mesh from whatever is accepted as one: a Mesh, or torch's DeviceMesh."""
+def as_mesh(mesh: Any, call: str, remedy: str) -> Mesh:
+    """A Mesh from whatever is accepted as one: a Mesh, or torch's DeviceMesh. `call` and `remedy`: of the
+    UsageError for anything else.
+    """
     if isinstance(mesh, Mesh):
         return mesh
     if hasattr(mesh, "mesh_dim_names"):
         adapted: Mesh = importlib.import_module("hsdp.torch").mesh_from_torch(mesh)
         return adapted
     raise UsageError(
-        "mesh: expected an hsdp.Mesh (hsdp.init_mesh) or a torch DeviceMesh, got an object of type "
-        f"{type(mesh).__name__}; a model goes to reducer.attach(model)"
+        f"{call}: expected an hsdp.Mesh (hsdp.init_mesh) or a torch DeviceMesh, got an object of type "
+        f"{type(mesh).__name__}; {remedy}"
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from hsdp import _hsdp
 from hsdp.array import as_shape
+from hsdp.caller_warning import warn_caller
 from hsdp.closing import Closing
 from hsdp.dtypes import DtypeLike, dtype_text, wire_text
 from hsdp.errors import Error, StepAbortedError, UsageError
@@ -114,7 +116,9 @@ class Reducer(ReducerResults, Closing):
     ) -> None:
         self._name = name or None
         self._who = who_of([name])
-        self._mesh = as_mesh(mesh)
+        self._mesh = as_mesh(
+            mesh, "reducer: mesh", "it comes first, and a model goes to reducer.attach(model)"
+        )
         self._closed = False
         self._wires = Wires(wire_text(reduce_dtype), wire_text(replica_dtype), replica_hop)
         options = {
@@ -397,12 +401,14 @@ class Reducer(ReducerResults, Closing):
         self._begin()
         self._hearing_of_drops(self._handle.begin_step)
 
+    @hinting({})
     def microbatch(self, last: bool | None = None, sync: Sync | None = None) -> Microbatch:
         """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
         drops the step on every rank when the block raises. `last` and `sync` as there.
         """
         return Microbatch(self, last, sync)
 
+    @hinting({})
     def begin_microbatch(self, last: bool | None = None, sync: Sync | None = None) -> None:
         """Opens a microbatch; the previous result is over.
 
@@ -640,11 +646,29 @@ class Reducer(ReducerResults, Closing):
         """Waits for own work and snapshots; then every call that reduces or reads a result is a
         UsageError.
 
-        Safe to call twice. Arrays that `shard` returned keep their memory.
+        Safe to call twice. Arrays that `shard` returned keep their memory. A RuntimeWarning says so when
+        microbatches of a step that has not ended are dropped, unless an exception is in flight or the
+        mesh has failed.
         """
+        drops = self._step_is_left()
         self._detach()
         self._handle.close()
         open_reducers.discard(self)
+        if drops:
+            warn_caller(
+                f"{self._who or 'reducer'}: close: expected no step under way, got one with microbatches "
+                "pending, whose gradients are dropped; end it with last=True or reducer.finish(), or drop "
+                "it with reducer.discard()"
+            )
+
+    # By nobody's intention.
+    def _step_is_left(self) -> bool:
+        if self._closed or sys.exc_info()[0] is not None:
+            return False
+        try:
+            return self._handle.pending() and not self._handle.failed()
+        except Error:  # of a forked child
+            return False
 
     def _is_in_step(self) -> bool:
         return self._handle.step_begun() or self._handle.step_dropped()

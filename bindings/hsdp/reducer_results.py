@@ -13,7 +13,7 @@ from hsdp import _hsdp, gradient_norm
 from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming, naming_itself, who_of
-from hsdp.parameter import Balance, Slice
+from hsdp.parameter import Balance, Slice, warn_of_no_gradients
 from hsdp.reducer_stats import ReducerStats
 
 if TYPE_CHECKING:
@@ -108,14 +108,16 @@ class ReducerResults:
         `arrays` are f32, bf16 or f16, writable and contiguous, of the parameters' shapes, by name;
         the same names on every rank. Without it the gradients of the attached models are
         set (`p.grad`); with missing="zero" that of a parameter which no rank used stays None, and
-        optimizers leave it as it is. On the host that memory is used again in the next step, unless
-        somebody keeps a gradient or anything made of it; `release_memory` frees it.
+        optimizers leave it as it is; a RuntimeWarning says so of a step without any gradient. On the
+        host that memory is used again in the next step, unless somebody keeps a gradient or anything
+        made of it; `release_memory` frees it.
         """
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))
             return
         for attachment in self._attached("gather_gradients"):
             attachment.gather_gradients()
+        warn_of_no_gradients([self._handle], "gather_gradients")
 
     def _attached(self, call: str) -> list[Attachment]:
         if not self._attachments:

@@ -176,7 +176,8 @@ def write_snapshot(
     stored, SnapshotError when it cannot be written, also by another rank, and MismatchError when
     the ranks' names differ.
     """
-    own_mesh = None if mesh is None else as_mesh(mesh)
+    remedy = "the mesh comes third: hsdp.write_snapshot(path, named_gradients, mesh)"
+    own_mesh = None if mesh is None else as_mesh(mesh, "write_snapshot: mesh", remedy)
     try:
         entries, layout = _entries(named_gradients, own_mesh)
         info: dict[str, Any] = {"step": _step_number(step), "layout": layout}

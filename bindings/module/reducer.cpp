@@ -316,8 +316,8 @@ void bind_settings(Class& bound) {
       .def("hold_optimizer_bytes", hold_optimizer_bytes)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
       .def("has_gradient", [](const Handle& self, int p) { return self.reducer().has_gradient(p); })
-      .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
+      .def("pending", [](const Handle& self) { return self.reducer().state().pending; })
       .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
       .def("window_open", [](const Handle& self) { return self.reducer().state().window_open; })
       .def("is_collecting", [](const Handle& self) {

@@ -30,10 +30,11 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
       compare_lines(world, parameters.describe(), "compare its registered parameters");
   if (!difference) {
     if (parameters.size() > 0) return;
-    throw UsageError({.where = "reducer: begin_microbatch",
-                      .expected = "registered parameters",
-                      .got = "none",
-                      .remedy = "register them before the first microbatch"});
+    throw UsageError(
+        {.where = "reducer: begin_microbatch",
+         .expected = "registered parameters",
+         .got = "none",
+         .remedy = "attach a model or register parameters before the first microbatch"});
   }
   const std::string rank = comm::ranks_text({difference->rank}, world.size());
   const std::vector<int> ranks{world.world_rank(difference->rank)};

@@ -24,6 +24,10 @@ struct Field {
 constexpr const char* kPartyRemedy =
     "give it the same settings and make the same calls on every rank (# is a digest of more that "
     "has to be the same)";
+// Most callers have said `last`.
+constexpr const char* kSyncRemedy =
+    "give the same last= (True is sync 'all', False 'shard' or 'none') or the same sync= on every "
+    "rank; ranks with different numbers of batches need hsdp.uneven, or has_batch in C++";
 constexpr const char* kUnnamedParty = "an optimizer or replica hop";
 
 std::string sync_text(Sync sync) {
@@ -138,7 +142,7 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
                      return g < w.groups.size() ? sync_text(w.groups[g].sync) : "nothing";
                    }});
   }
-  all.push_back({"sync", [](const StatusWord& w) { return sync_text(w); }});
+  all.push_back({"sync", [](const StatusWord& w) { return sync_text(w); }, kSyncRemedy});
   return all;
 }
 

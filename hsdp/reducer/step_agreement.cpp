@@ -11,8 +11,6 @@
 namespace hsdp::reducer {
 namespace {
 
-constexpr std::string_view kOperation = "status word";
-
 StepAgreement::Words decode(const std::vector<std::string>& messages) {
   StepAgreement::Words words;
   words.reserve(messages.size());
@@ -23,7 +21,10 @@ StepAgreement::Words decode(const std::vector<std::string>& messages) {
 }  // namespace
 
 StepAgreement::StepAgreement(Communicator world, std::string id, WordNames names)
-    : world_(std::move(world)), id_(std::move(id)), names_(std::move(names)) {}
+    : world_(std::move(world)),
+      id_(std::move(id)),
+      names_(std::move(names)),
+      operation_("end of a " + names_.microbatch) {}
 
 std::string StepAgreement::key(std::string_view kind, std::int64_t number) const {
   return id_ + "/" + std::string(kind) + "/" + std::to_string(number);
@@ -100,14 +101,14 @@ std::int64_t StepAgreement::post(const StatusWord& word) {
 }
 
 StepAgreement::Words StepAgreement::collect(std::int64_t number) {
-  return decode(world_.collect(key("word", number), kOperation));
+  return decode(world_.collect(key("word", number), operation_));
 }
 
 std::optional<StepAgreement::Words> StepAgreement::collect_patiently(std::int64_t number) {
   constexpr std::chrono::milliseconds kBetweenLooks{100};  // at whether to give up
   while (std::chrono::steady_clock::now() < give_up_.load()) {
     if (const auto messages =
-            world_.collect_within(key("word", number), kOperation, kBetweenLooks)) {
+            world_.collect_within(key("word", number), operation_, kBetweenLooks)) {
       return decode(*messages);
     }
   }

@@ -460,14 +460,20 @@ std::string Steps::missing_message() const {
   if (options_.missing != Missing::kError) return {};
   const std::vector<int> missing = frozen_->collector().missing();
   if (missing.empty()) return {};
-  std::string names = "'" + parameters_.spec(missing.front()).name + "'";
-  if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";
   const std::string rank = comm::ranks_text({groups_.world.rank()}, groups_.world.size());
-  return Message{.where = ledger_.in_window() ? "reducer: end_window" : "reducer: end_microbatch",
-                 .expected = "a gradient for every parameter",
-                 .got = "none for " + names + " (" + rank + ")",
-                 .remedy = "use missing=\"zero\" when parameters may go unused"}
-      .text();
+  Message message{.where = ledger_.in_window() ? "reducer: end_window" : "reducer: end_microbatch",
+                  .expected = "a gradient for every parameter",
+                  .got = "none at all (" + rank + ")",
+                  .remedy =
+                      "run the backward pass (loss.backward()), or call gradient_ready, inside "
+                      "the microbatch"};
+  if (std::ssize(missing) < parameters_.size()) {
+    std::string names = "'" + parameters_.spec(missing.front()).name + "'";
+    if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";
+    message.got = "none for " + names + " (" + rank + ")";
+    message.remedy = "use missing=\"zero\" when parameters may go unused";
+  }
+  return message.text();
 }
 
 std::string Steps::unexpected_message() const {
@@ -704,7 +710,7 @@ void Steps::forget_step() {
 // speak about the microbatch that followed.
 void Steps::wait_until_judged() {
   frozen_->collector().pack_until([this] { return !agreement_.under_way() || outcome_.failed(); });
-  raise_failure("status word");
+  raise_failure("end of a microbatch");
 }
 
 void Steps::wait_for_words() {

@@ -38,6 +38,17 @@ def test_a_mesh() -> None:
         hsdp.init_mesh(backend="nccl")
 
 
+@pytest.mark.parametrize(("call", "text"), [
+    (lambda _: hsdp.init_mesh(replicates=2), r"init_mesh\(\) got.*'replicates'; did you mean replicate="),
+    (lambda mesh: hsdp.Reducer(mesh, bucket_mb=1), r"Reducer\(\) got.*; did you mean bucket_bytes="),
+    (lambda mesh: hsdp.Reducer(mesh).microbatch(lst=True), r"microbatch\(\) got.*; did you mean last="),
+    (lambda mesh: hsdp.Reducer(mesh).begin_microbatch(snyc="all"), r"; did you mean sync="),
+])
+def test_a_word_with_a_mistake(mesh: hsdp.Mesh, call: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call(mesh)
+
+
 def test_a_word_that_nobody_has(mesh: hsdp.Mesh) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'$"):
         hsdp.Reducer(mesh, colour="red")

@@ -19,6 +19,7 @@ def reducer() -> Iterator[hsdp.Reducer]:
     with hsdp.init_mesh() as mesh, hsdp.Reducer(mesh) as reducer:
         reducer.register("w", 4)
         yield reducer
+        reducer.discard()
 
 
 def add(reducer: hsdp.Reducer, value: float, **how: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -286,6 +287,40 @@ def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
     assert "frozen" not in str(caught.value)
 
 
+@pytest.mark.parametrize("window", [False, True])
+def test_a_forgotten_backward_pass(mesh: hsdp.Mesh, window: bool) -> None:
+    reducer, model = hsdp.Reducer(mesh), linear()
+    reducer.attach(model)
+    block: Any = (
+        hsdp.zero.coalesce_grad_reduction(reducer, last=True) if window
+        else reducer.microbatch(last=True)
+    )
+    with pytest.raises(hsdp.UsageError, match=r"got none at all \(rank 0 of 1\); .*loss.backward\(\)"):
+        with block:
+            model(torch.ones(1, 3)).sum()
+
+
+NOTHING_CAME = r": expected a gradient in the step, got none at all on any rank.*loss.backward\(\)"
+
+
+def test_a_forgotten_backward_pass_where_holes_are_zeros(mesh: hsdp.Mesh) -> None:
+    reducer, model = hsdp.Reducer(mesh, missing="zero"), linear()
+    reducer.attach(model)
+    optimizer = hsdp.zero.ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+    for call, name in ((reducer.gather_gradients, "gather_gradients"), (optimizer.step, "step")):
+        with reducer.microbatch(last=True):
+            model(torch.ones(1, 3)).sum()
+        with pytest.warns(RuntimeWarning, match=name + NOTHING_CAME) as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__]
+    with reducer.microbatch(last=True):
+        model.bias.sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reducer.gather_gradients()
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph(mesh: hsdp.Mesh) -> None:
     model = linear()
@@ -344,12 +379,18 @@ def test_wrong_models(mesh: hsdp.Mesh, kind: str) -> None:
     reducer.attach(linear())
 
 
+def test_the_mesh_comes_before_the_model(mesh: hsdp.Mesh) -> None:
+    message = "^broadcast_parameters: mesh: expected an hsdp.Mesh.*got an object of type Linear; the mesh comes"
+    with pytest.raises(hsdp.UsageError, match=message):
+        hsdp.broadcast_parameters(linear(), mesh)
+
+
 def test_one_reducer_per_model(mesh: hsdp.Mesh) -> None:
     model = linear()
     first, second = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
     first.attach(model)
-    for reducer in (first, second):
-        with pytest.raises(hsdp.UsageError, match="'weight' to be attached once.*other Reducer"):
+    for reducer, which in ((first, "this Reducer already; call attach once"), (second, "another Reducer; close")):
+        with pytest.raises(hsdp.UsageError, match=f"'weight' to be attached once, got it attached to {which}"):
             reducer.attach(model)
     first.close()
     second.attach(model)

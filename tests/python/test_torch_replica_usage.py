@@ -31,7 +31,7 @@ def use_wrongly(folder: str) -> None:
         refused("2-D mesh .1, 2.*dp_shard", fully_shard(nn.Linear(2, 2), mesh=mesh_2d), mesh)
         good = fully_shard(nn.Linear(2, 2), mesh=mesh_2d["shard"])
         refused(r"hop: expected.*got.*str.*PlainHop", good, mesh, "bf16")
-        refused("expected an hsdp.Mesh", good, "mesh")
+        refused("^replica_hook: mesh: expected an hsdp.Mesh.*the model comes first", good, "mesh")
         alone = fully_shard(nn.Linear(2, 2), mesh=flat["shard"])
         refused(r"ranks \[0, 1\].*got ranks \[[01]\].*init_device_mesh", alone, mesh)
         refused("got torch.float64.*MixedPrecision",

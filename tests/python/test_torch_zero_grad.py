@@ -50,7 +50,7 @@ def who(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> Callab
     return model.zero_grad if kind == "model" else optimizer.zero_grad
 
 
-PENDING = r"zero_grad: expected.*'(weight|bias)'.*reducer.discard\(\).*reducer.abandon_step\(\)"
+PENDING = r"zero_grad: expected.*'(weight|bias)'.*reducer.finish\(\).*reducer.discard\(\).*reducer.abandon_step\(\)"
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
@@ -83,7 +83,8 @@ def test_pending_microbatches(
     assert stepped(model, 2.0)
     with reducer.microbatch(last=False):
         backward(model)
-    reducer.close()
+    with pytest.warns(RuntimeWarning, match="reducer: close: "):
+        reducer.close()
     zero_grad(set_to_none)
 
 
@@ -282,6 +283,7 @@ def test_two_models_of_one_reducer_are_told_apart(mesh: hsdp.Mesh) -> None:
         backward(second)
         with pytest.raises(hsdp.UsageError, match=r"'second\..*\(reducer 'gan'\)$"):
             optimizer.zero_grad()
+    reducer.discard()
     reducer.close()
 
 
@@ -336,6 +338,7 @@ def test_an_optimizer_with_a_zero_grad_of_its_own(mesh: hsdp.Mesh) -> None:
         backward(model)
     with pytest.raises(hsdp.UsageError, match=PENDING.replace("zero_grad", "Derived.zero_grad")):
         optimizer.zero_grad()
+    reducer.discard()
     reducer.close()
 
 

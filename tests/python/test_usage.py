@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_a_second_an_unknown_and_a_missing_gradient(reducer: hsdp.Reducer) -> No
     refused(lambda: unknown("v"), "'v'")
     refused(lambda: unknown(1), "index below 1", "got 1")
     refused(lambda: unknown(-1), "index below 1", "got -1")
-    refused(missing, "'w'", 'missing="zero"', "rank 0 of 1")
+    refused(missing, r"got none at all \(rank 0 of 1\)", "loss.backward.*or call gradient_ready")
     refused(lambda: unknown(1 << 70), "index below 1")
     refused(lambda: unknown(1.5), "name or index", "type float")
     refused(lambda: unknown([]), "name or index", "type list")
@@ -141,6 +142,7 @@ def test_calls_in_the_wrong_order(reducer: hsdp.Reducer) -> None:
     reducer.end_microbatch()
     refused(lambda: reducer.shard("w"), "finish")
     refused(lambda: reducer.gather_gradients(), "{name: array}")
+    reducer.discard()
 
 
 def test_wrong_options(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> None:
@@ -366,8 +368,8 @@ def test_a_fault_on_one_rank_is_heard_on_all(ranks: Launcher) -> None:
     other, own = ranks(2, wrong_alone)
     assert own[0].startswith("UsageError [] ") and "(5,)" in own[0]
     assert other[0].startswith("StepAbortedError [1] ") and "(5,)" in other[0]
-    assert own[1].startswith("UsageError [] ") and "'w'" in own[1]
-    assert other[1].startswith("StepAbortedError [1] ") and "'w'" in other[1]
+    assert own[1].startswith("UsageError [] ") and "none at all" in own[1]
+    assert other[1].startswith("StepAbortedError [1] ") and "none at all" in other[1]
     assert own[2] == other[2] == "nothing"
     assert own[3] == "KeyError('user code')"
     assert "StepAbortedError [1] " in other[3] and "KeyError: 'user code'" in other[3]
@@ -496,7 +498,7 @@ def test_errors_name_the_reducer(mesh: hsdp.Mesh) -> None:
             refused(lambda: reducer.begin_microbatch(last=True), named + "begin_microbatch")
         reducer.begin_microbatch()
         refused(lambda: reducer.no_sync().__enter__(), named + "no_sync")
-        refused(reducer.end_microbatch, named + ".*'w'")
+        refused(reducer.end_microbatch, named + ".*none at all")
     refused(lambda: hsdp.Reducer(mesh, name="critic", layout="rows"), named + "layout")
     for name, expected in [("a\nb", "one line"), ("x" * 128, "128 bytes"), (3, "a string")]:
         refused(lambda: hsdp.Reducer(mesh, name=name), "name: expected", expected)
@@ -533,8 +535,80 @@ def test_numbers_are_numbers(mesh: hsdp.Mesh) -> None:
     assert float(mesh.world.allocate(1, "f32")) == 0.0
 
 
-def test_a_model_is_no_mesh(mesh: hsdp.Mesh) -> None:
-    refused(lambda: hsdp.Reducer(np.ones(2)), "hsdp.Mesh", r"reducer.attach\(model\)")
+def test_what_is_no_mesh(tmp_path: Path) -> None:
+    array = np.ones(2)
+    refused(lambda: hsdp.Reducer(array), "^reducer: mesh: expected an hsdp.Mesh", "type ndarray; it comes "
+            r"first.*reducer.attach\(model\)")
+    refused(lambda: hsdp.write_snapshot(tmp_path, {}, {"w": array}),  # type: ignore[arg-type]
+            "^write_snapshot: mesh: expected an hsdp.Mesh", "type dict; the mesh comes third")
+
+
+def test_a_mesh_says_where_it_has_what_process_groups_have(mesh: hsdp.Mesh) -> None:
+    for name, place in [
+        ("barrier", r"world.barrier\(\)"), ("all_reduce", r"world.all_reduce\(\)"), ("world_size", "size"),
+        ("get_rank", "rank"),
+    ]:
+        with pytest.raises(AttributeError, match=f"^'Mesh' object has no attribute '{name}'; it is mesh.{place}$"):
+            getattr(mesh, name)
+    with pytest.raises(AttributeError, match="^'Mesh' object has no attribute 'colour'$"):
+        getattr(mesh, "colour")  # noqa: B009 - checkers know that it is not there
+    assert not hasattr(mesh, "mesh_dim_names")
+
+
+def test_nothing_to_reduce(mesh: hsdp.Mesh) -> None:
+    refused(hsdp.Reducer(mesh).begin_microbatch, "got none; attach a model or register parameters")
+
+
+LEFT = "^reducer: close: expected no step under way, got one with microbatches pending"
+
+
+def test_closing_says_so_where_it_drops_microbatches(mesh: hsdp.Mesh) -> None:
+    def pending() -> hsdp.Reducer:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 2)
+        with reducer.microbatch(last=False):
+            reducer.gradient_ready("w", np.ones(2, F32))
+        return reducer
+
+    with pytest.warns(RuntimeWarning, match=LEFT) as caught:
+        pending().close()
+        with pending():
+            pass
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for end in (hsdp.Reducer.finish, hsdp.Reducer.discard, hsdp.Reducer.abandon_step):
+            with pending() as reducer:
+                end(reducer)
+        with pytest.raises(KeyError), pending():
+            raise KeyError
+        reducer = pending()
+        with pytest.raises(RuntimeWarning):
+            reducer.close()
+        assert reducer.closed
+
+
+def left_by_rank_1() -> str:
+    """What rank 0 meets as it ends a step while rank 1 leaves; closing has nothing to say then."""
+    with hsdp.init_mesh(1, 2) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", 2)
+        with reducer.microbatch(last=False):
+            reducer.gradient_ready("w", np.ones(2, F32))
+        reducer.partial_shard("w")
+        if mesh.rank == 1:
+            time.sleep(1)  # until rank 0 waits
+            os._exit(0)
+        with pytest.raises(hsdp.PeerLostError) as caught:
+            reducer.finish()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            reducer.close()
+        return str(caught.value)
+
+
+def test_a_rank_that_left_within_a_step(ranks: Launcher) -> None:
+    assert ranks(2, left_by_rank_1)[0].startswith("end of a microbatch: rank 1 of 2 was lost")
 
 
 def fail_one_of_two() -> tuple[list[str], list[str]]:

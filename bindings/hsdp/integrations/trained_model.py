@@ -62,7 +62,7 @@ class TrainedModel:
         if self._mesh is None:
             mesh = self._own_mesh = self._open_mesh(device, timeout_s)
         else:
-            mesh = as_mesh(self._mesh)
+            mesh = as_mesh(self._mesh, f"{self._who}: mesh", "make it with hsdp.init_mesh(replicate=, shard=)")
             if mesh.size != _world_size():
                 raise UsageError(
                     f"{self._who}: expected a mesh of all {_world_size()} processes, got one of "

@@ -16,7 +16,8 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
     """Copies parameters and buffers of rank `root` of the mesh to all its ranks. See
     `hsdp.broadcast_parameters`.
     """
-    world = as_mesh(mesh).world
+    remedy = "the mesh comes first: hsdp.broadcast_parameters(mesh, model)"
+    world = as_mesh(mesh, "broadcast_parameters: mesh", remedy).world
     tensors = _tensors(model)
     described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
     difference = first_difference(world, described, "broadcast_parameters")

@@ -66,7 +66,7 @@ class ModelAttachment:
         self._buffers = buffers if follows and buffers.is_needed else None
         group_of = groups_by_name(model, groups or {})
         for name, parameter in parameters:
-            unreduced_gradient_guard.require_unwatched(name, parameter)
+            unreduced_gradient_guard.require_unwatched(name, parameter, reducer._attachments)
         self._require_new_names([name for name, _ in parameters], reducer._attachments)
         # A backward pass produces the last layers' gradients first.
         self._parameters = dict(reversed(parameters))

@@ -266,7 +266,10 @@ def replica_hook(
             f"{type(hop).__name__}; take hsdp.PlainHop('bf16')"
         )
     _refuse_slice(mesh)
-    return ReplicaHookHandle(model, as_mesh(mesh), hop)
+    return ReplicaHookHandle(model, as_mesh(mesh, "replica_hook: mesh", _ORDER), hop)
+
+
+_ORDER = "the model comes first: hsdp.torch.replica_hook(model, mesh)"
 
 
 # A mesh of one replica is fine when that is all there is.

@@ -15,7 +15,7 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
-from hsdp.parameter import unused_names
+from hsdp.parameter import unused_names, warn_of_no_gradients
 from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, Stage
@@ -416,6 +416,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
             for reducer, step in zip(self._reducers, steps, strict=True):
                 take(reducer, step, self._names[reducer])
+        if not self.step_was_skipped:
+            warn_of_no_gradients((one._handle for one in self._reducers), "step")
         return loss
 
     # Before other ranks wait for this one.

@@ -29,6 +29,7 @@ from hsdp.torch.ddp_guard import guard_ddp
 from hsdp.torch.result_state import refuse_zeroed
 
 if TYPE_CHECKING:
+    from hsdp.attachment import Attachment
     from hsdp.torch.model_attachment import ModelAttachment
     from hsdp.torch.replica_hook_handle import ReplicaHookHandle
 
@@ -56,14 +57,21 @@ def forget(attachment: ModelAttachment) -> None:
     _attachments.discard(attachment)
 
 
-def require_unwatched(name: str, parameter: torch.Tensor) -> None:
-    """UsageError when a Reducer already takes the parameter's gradients."""
-    if is_watched(parameter):
-        raise UsageError(
-            f"reducer: attach: expected '{name}' to be attached once, got it attached already; "
-            "close the other Reducer first (hsdp.torch.reducers_of(model) has it), or join models that "
-            "share parameters in a torch.nn.ModuleList"
-        )
+def require_unwatched(name: str, parameter: torch.Tensor, others: Iterable[Attachment]) -> None:
+    """UsageError when a Reducer already takes the parameter's gradients: this one, which has the others,
+    or another.
+    """
+    owner = owner_of(parameter)
+    if owner is None:
+        return
+    got = "it attached to another Reducer"
+    remedy = "close that one first (hsdp.torch.reducers_of(model) has it)"
+    if any(owner is other for other in others):
+        got, remedy = "it attached to this Reducer already", "call attach once for each model"
+    raise UsageError(
+        f"reducer: attach: expected '{name}' to be attached once, got {got}; {remedy}, or join models "
+        "that share parameters in a torch.nn.ModuleList"
+    )
 
 
 def is_watched(parameter: torch.Tensor) -> bool:

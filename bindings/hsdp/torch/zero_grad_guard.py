@@ -86,7 +86,7 @@ def _require_none_arrived(caller: str, attachment: ModelAttachment, names: list[
         return
     raise UsageError(
         f"{caller}: expected a call between steps, got one when gradients of the step, as that of "
-        f"'{name}', were handed to the Reducer, where they would stay; end the step first, or "
-        "drop it on all ranks: with reducer.discard() called by all, or reducer.abandon_step() by "
-        "this one, which skips a batch"
+        f"'{name}', were handed to the Reducer, where they would stay; end the step first, with "
+        "last=True or reducer.finish(), or drop it on all ranks: with reducer.discard() called by all, "
+        "or reducer.abandon_step() by this one, which skips a batch"
     )

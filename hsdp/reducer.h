@@ -260,7 +260,8 @@ class Step {
   int exceptions_;
 };
 
-// Ends the microbatch, or drops the step when an exception leaves the scope.
+// A microbatch, which end() ends. A scope that is left without end(), by an exception or without
+// one, drops the step on all ranks.
 //   { Microbatch microbatch(reducer, {.last = true}); backward(); microbatch.end(); }
 class Microbatch {
  public:
@@ -272,6 +273,7 @@ class Microbatch {
 
  private:
   Reducer* reducer_;
+  int exceptions_;
 };
 
 }  // namespace hsdp

@@ -2,8 +2,10 @@
 // bytes for other readers.
 //
 // A file is written under a temporary name, synced, then renamed: a killed writer never leaves a
-// file that passes. A partial keeps sum and divisor [Note: sums and divisors apart]. Bad or foreign
-// files throw SnapshotError; nothing crashes on any input.
+// file that passes. Saving over an older snapshot replaces it: rank 0 removes files of ranks that
+// the new one does not have. Until all ranks have saved, readers refuse what is there. A partial
+// keeps sum and divisor [Note: sums and divisors apart]. Bad or foreign files throw SnapshotError;
+// nothing crashes on any input.
 //
 // Writing enters the HDF5 library, which is not made for threads. It does so inside the calls that
 // begin to write (write_snapshot_file(), write_snapshot(), SnapshotWriter::submit(),

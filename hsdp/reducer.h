@@ -71,6 +71,7 @@ class Reducer {
   // Drops a step that is begun, and waits for own work in flight, for its peers' words at most as
   // long as the mesh's timeout. Never throws.
   ~Reducer();
+  // One that was moved from may only be destroyed or assigned to.
   Reducer(Reducer&&) noexcept;
   Reducer& operator=(Reducer&&) noexcept;
 
@@ -124,7 +125,7 @@ class Reducer {
   void reject_gradient(std::string_view message);
   void end_microbatch();
   // Whether a gradient of that parameter (an index from register_parameter) was handed over in the
-  // step that is begun and not ended.
+  // step that is begun and not ended. UsageError for an index that was not returned.
   [[nodiscard]] bool has_gradient(int parameter) const;
   // A window of several backward passes, however many, that are reduced once: one microbatch of the
   // step. The ranks need not keep step inside of it, and may run different numbers of passes. Calls

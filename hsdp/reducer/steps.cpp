@@ -376,12 +376,15 @@ void Steps::order_packs() {
   collector.wait_for(caller_.record());
 }
 
+void Steps::check_parameter(int parameter, std::string_view call) const {
+  if (parameter >= 0 && parameter < parameters_.size()) return;
+  throw UsageError({.where = "reducer: " + std::string(call),
+                    .expected = "a parameter index below " + std::to_string(parameters_.size()),
+                    .got = std::to_string(parameter)});
+}
+
 void Steps::check_gradient(int parameter, const StridedView& gradient) const {
-  if (parameter < 0 || parameter >= parameters_.size()) {
-    throw UsageError({.where = "reducer: gradient_ready",
-                      .expected = "a parameter index below " + std::to_string(parameters_.size()),
-                      .got = std::to_string(parameter)});
-  }
+  check_parameter(parameter, "gradient_ready");
   const ParameterSpec& spec = parameters_.spec(parameter);
   const auto fault = [&spec](const std::string& expected, const std::string& got,
                              const std::string& remedy = {}) {
@@ -487,6 +490,7 @@ double Steps::divide_factor() const {
 }
 
 bool Steps::has_gradient(int parameter) const {
+  check_parameter(parameter, "has_gradient");
   const bool has_microbatch = ledger_.pending() || ledger_.phase() == Phase::kCollecting;
   return ledger_.begun() && has_microbatch && frozen_ && frozen_->collector().is_present(parameter);
 }

@@ -65,7 +65,7 @@ class UnitGather {
 
   // Fills one array per parameter of the unit, in their order. Never blocks.
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
-  // Blocks the host until the last gather of that unit is complete.
+  // Blocks the host until the last gather of that unit is complete; returns at once before any.
   void wait(int unit);
   // Lets the stream wait, on a GPU for the device's work only.
   void wait(int unit, Stream& reader) const;

@@ -1,8 +1,8 @@
 // Exceptions of the library.
 //
-// Messages read `component: what failed: expected X, got Y (rank r of n); remedy`, in lower case
-// [Note: messages]; a Message is the parts of one. The four errors that concern peers carry the
-// ranks at fault.
+// Messages read `component: what failed: expected X, got Y; remedy`, in lower case
+// [Note: messages]; a Message is the parts of one. The four errors that concern peers name the
+// ranks at fault, as (rank r of n), and carry them.
 #pragma once
 
 #include <stdexcept>

@@ -16,12 +16,7 @@
 #include "zero/stored_slice.h"
 
 namespace hsdp::zero {
-namespace {
-
-using reducer::CutArray;
-
-constexpr const char* kUnitWhere = "zero: unit gather";
-constexpr std::int64_t kAlignment = 64;
+namespace unit_gather {  // not unnamed: UnitGather::Parts has some
 
 struct Part {
   UnitParameter parameter;
@@ -34,6 +29,17 @@ struct Unit {
   std::vector<std::vector<std::size_t>> messages;  // parts that travel together
   Event gathered;                                  // of the last round that this rank asked for
 };
+
+}  // namespace unit_gather
+
+namespace {
+
+using reducer::CutArray;
+using unit_gather::Part;
+using unit_gather::Unit;
+
+constexpr const char* kUnitWhere = "zero: unit gather";
+constexpr std::int64_t kAlignment = 64;
 
 // What ranks say in a round: the number of the unit that they want, or
 constexpr int kNone = -1;    // nothing more for now,

@@ -30,6 +30,7 @@
 
 namespace hsdp {
 
+// How parameters are cut into slices, as said above.
 enum class Layout : std::uint8_t { kFlat, kDim0, kWhole };
 [[nodiscard]] std::string_view name(Layout layout);
 

@@ -20,13 +20,44 @@
 
 namespace hsdp {
 
-enum class Sync : std::uint8_t { kNone, kShard, kAll };
-enum class Missing : std::uint8_t { kError, kZero };
-enum class Backwards : std::uint8_t { kOne, kMany };
-enum class AccumulateDtype : std::uint8_t { kF32, kParam };
-enum class Accumulate : std::uint8_t { kBuffer, kGrad };
-enum class AccumulateOn : std::uint8_t { kDevice, kHost };
-enum class DivideBy : std::uint8_t { kRanks, kRanksMicrobatches };
+// Messages say missing="zero", as Python does, for .missing = Missing::kZero.
+
+// What happens to a microbatch's gradients.
+enum class Sync : std::uint8_t {
+  kNone,   // added up on this rank, at full size; nothing is sent
+  kShard,  // reduced in the shard group, added to the carry
+  kAll,    // and over the replicas: where all groups are, this ends the step
+};
+// A parameter without a gradient at the end of a microbatch.
+enum class Missing : std::uint8_t {
+  kError,  // a UsageError, and the step is dropped
+  kZero,   // counts as zeros
+};
+// How many gradients a parameter gets in a microbatch.
+enum class Backwards : std::uint8_t {
+  kOne,   // a second one is a UsageError
+  kMany,  // they are added up on this rank, and reduced at the end
+};
+// Of local sums.
+enum class AccumulateDtype : std::uint8_t {
+  kF32,
+  kParam,  // the parameter's gradient dtype: less memory, rounded at each addition
+};
+// Who adds up the gradients of a window.
+enum class Accumulate : std::uint8_t {
+  kBuffer,  // the Reducer
+  kGrad,    // the caller, who hands each parameter's sum over
+};
+// Where local sums are.
+enum class AccumulateOn : std::uint8_t {
+  kDevice,  // in memory of the mesh's device
+  kHost,    // in pinned memory of the host, beside a GPU
+};
+// What the default divide factor counts.
+enum class DivideBy : std::uint8_t {
+  kRanks,              // the sum over microbatches of the mean over ranks
+  kRanksMicrobatches,  // the mean over both
+};
 
 // A value of an option and its word, for Python, messages and snapshots.
 template <typename Value>
@@ -86,11 +117,11 @@ struct ReducerOptions {
   Missing missing = Missing::kError;
   Backwards backwards = Backwards::kOne;
   AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of local sums
-  AccumulateOn accumulate_on = AccumulateOn::kDevice;        // kHost: pinned, beside a GPU
-  std::string reduction = "exact";                           // or "native" (nccl only)
-  std::shared_ptr<ReplicaHop> replica_hop;                   // default: a PlainHop
-  DivideBy divide_by = DivideBy::kRanks;                     // the default divide factor
-  std::string name;  // in snapshots, and where ranks compare options; one line, at most 127 bytes
+  AccumulateOn accumulate_on = AccumulateOn::kDevice;
+  std::string reduction = "exact";            // or "native" (nccl only)
+  std::shared_ptr<ReplicaHop> replica_hop{};  // default: a PlainHop
+  DivideBy divide_by = DivideBy::kRanks;      // the default divide factor
+  std::string name{};  // in snapshots, and where ranks compare options; one line, at most 127 bytes
 };
 
 // Calls visit(name, value) for every option, in their order.

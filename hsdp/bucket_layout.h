@@ -36,7 +36,7 @@ enum class Layout : std::uint8_t { kFlat, kDim0, kWhole };
 
 // What the layout needs to know of one parameter.
 struct LayoutParameter {
-  Shape shape;
+  Shape shape{};
   Dtype wire_dtype = Dtype::kF32;
   int group = 0;
   int bucket_class = 0;  // parameters of different classes never share a bucket

@@ -14,9 +14,9 @@ namespace hsdp {
 
 // What an error says: "where: expected X, got Y; remedy".
 struct Message {
-  std::string where;  // "reducer: gradient of 'w'"
-  std::string expected;
-  std::string got;
+  std::string where{};  // "reducer: gradient of 'w'"
+  std::string expected{};
+  std::string got{};
   std::string remedy{};  // what to do, where that is not plain
 
   [[nodiscard]] std::string text() const {

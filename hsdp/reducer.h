@@ -61,8 +61,8 @@ class Results;
 
 // A full array of one parameter, contiguous, for gather_gradients and gather_parameters.
 struct NamedArray {
-  std::string name;
-  TensorView array;
+  std::string name{};
+  TensorView array{};
 };
 
 class Reducer {

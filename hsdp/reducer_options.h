@@ -110,10 +110,10 @@ constexpr std::int64_t default_bucket_bytes(DeviceType device, int rank_count) {
 }
 
 struct ReducerOptions {
-  std::optional<Dtype> reduce_dtype;   // wire of the shard hop; default: each gradient's own dtype
-  std::optional<Dtype> replica_dtype;  // wire of the replica hop; default: the reduce dtype
+  std::optional<Dtype> reduce_dtype{};  // wire of the shard hop; default: each gradient's own dtype
+  std::optional<Dtype> replica_dtype{};  // wire of the replica hop; default: the reduce dtype
   Layout layout = Layout::kFlat;
-  std::optional<std::int64_t> bucket_bytes;  // wire bytes of a whole bucket; default: as above
+  std::optional<std::int64_t> bucket_bytes{};  // wire bytes of a whole bucket; default: as above
   Missing missing = Missing::kError;
   Backwards backwards = Backwards::kOne;
   AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of local sums
@@ -143,11 +143,11 @@ void visit_fields(Options& options, Visit visit) requires
 }
 
 struct ParameterSpec {
-  std::string name;
-  Shape shape;
+  std::string name{};
+  Shape shape{};
   Dtype dtype = Dtype::kF32;  // of its gradients: f32, bf16 or f16
-  std::optional<Dtype> reduce_dtype;
-  std::string group;  // parameters whose sync flags are set together; a group has its own buckets
+  std::optional<Dtype> reduce_dtype{};
+  std::string group{};  // parameters whose sync flags are set together; a group has its own buckets
   // Parameters of different units that follow each other share no bucket, so that a unit's slices
   // are spread over all ranks: for zero::UnitGather. Not in layout whole.
   int unit = 0;
@@ -157,8 +157,8 @@ struct ParameterSpec {
 // is none; else last = true means all and last = false the partial sync
 // (Reducer::set_partial_sync); else the all-reduce flag decides.
 struct MicrobatchOptions {
-  std::optional<bool> last;
-  std::optional<Sync> sync;
+  std::optional<bool> last{};
+  std::optional<Sync> sync{};
   // Where ranks may run out of batches: whether this one has one. Without it no gradient may come,
   // and the divide factor counts the batches that there were. On all ranks, or on none.
   std::optional<bool> has_batch{};

@@ -44,8 +44,8 @@
 namespace hsdp::zero {
 
 struct GatheredParameter {
-  std::string name;     // as registered
-  TensorView array;     // the whole parameter, contiguous; any dtype without a master
+  std::string name{};   // as registered
+  TensorView array{};   // the whole parameter, contiguous; any dtype without a master
   TensorView master{};  // fp32, this rank's slice; the array is then f32, bf16 or f16
 };
 

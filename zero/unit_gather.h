@@ -41,15 +41,15 @@
 namespace hsdp::zero {
 
 struct UnitParameter {
-  std::string name;        // registered with the Reducer, or not: then the slices are even
+  std::string name{};      // registered with the Reducer, or not: then the slices are even
   Dtype dtype{};           // of whole arrays
   std::int64_t count = 0;  // of whole arrays
   TensorView stored{};     // this rank's slice: fp32, which is rounded on the way, or of `dtype`
 };
 
 struct ParameterUnit {
-  std::string name;  // for messages
-  std::vector<UnitParameter> parameters;
+  std::string name{};  // for messages
+  std::vector<UnitParameter> parameters{};
 };
 
 class UnitGather {

@@ -1,4 +1,4 @@
-// Sends the same gradients between two replicas in three ways, and says how many bytes that takes
+// Sends the same gradients between two replicas in four ways, and says how many bytes that takes
 // and how far what has arrived after 50 steps is from what was given:
 //
 //   hsdp_run -n 4 loco_step

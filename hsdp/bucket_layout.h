@@ -30,12 +30,13 @@
 
 namespace hsdp {
 
+// How parameters are cut into slices, as said above.
 enum class Layout : std::uint8_t { kFlat, kDim0, kWhole };
 [[nodiscard]] std::string_view name(Layout layout);
 
 // What the layout needs to know of one parameter.
 struct LayoutParameter {
-  Shape shape;
+  Shape shape{};
   Dtype wire_dtype = Dtype::kF32;
   int group = 0;
   int bucket_class = 0;  // parameters of different classes never share a bucket
@@ -93,7 +94,9 @@ class BucketLayout {
 
   [[nodiscard]] int shard_size() const { return shard_size_; }
   [[nodiscard]] int parameter_count() const { return static_cast<int>(parameters_.size()); }
+  // These and the following: UsageError for a parameter, rank or bucket that there is not.
   [[nodiscard]] const LayoutParameter& parameter(int parameter) const {
+    require_below(parameter, parameter_count(), "a parameter");
     return parameters_[static_cast<std::size_t>(parameter)];
   }
   [[nodiscard]] Slice slice(int parameter, int shard_rank) const;
@@ -135,10 +138,16 @@ class BucketLayout {
     int bucket_count = 0;
   };
 
+  static void require_below(int number, int count, std::string_view what) {
+    if (number < 0 || number >= count) refuse(number, count, what);
+  }
+  [[noreturn]] static void refuse(int number, int count, std::string_view what);
   [[nodiscard]] const Place& place(int parameter) const {
+    require_below(parameter, parameter_count(), "a parameter");
     return places_[static_cast<std::size_t>(parameter)];
   }
   [[nodiscard]] const Bucket& bucket(int number) const {
+    require_below(number, static_cast<int>(buckets_.size()), "a bucket");
     return buckets_[static_cast<std::size_t>(number)];
   }
   [[nodiscard]] std::int64_t join_cut(const Bucket& bucket, int rank) const;

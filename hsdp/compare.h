@@ -26,13 +26,13 @@ enum class Criterion : std::uint8_t { kRelative, kTolerance, kUlp, kBitwise };
 enum class Verdict : std::uint8_t { kSame, kDifferent, kNotJudged };
 
 struct CompareOptions {
-  std::optional<double> rtol;  // one of them makes it kTolerance; the other is then 0
-  std::optional<double> atol;
-  std::optional<double> ulp;
+  std::optional<double> rtol{};  // one of them makes it kTolerance; the other is then 0
+  std::optional<double> atol{};
+  std::optional<double> ulp{};
   bool bitwise = false;
-  bool detail = false;                            // also error histograms and heat strips
-  int thread_count = 0;                           // 0: as many as the machine has, up to 8
-  std::function<void(double fraction)> progress;  // from any thread, one at a time
+  bool detail = false;                              // also error histograms and heat strips
+  int thread_count = 0;                             // 0: as many as the machine has, up to 8
+  std::function<void(double fraction)> progress{};  // from any thread, one at a time
 };
 
 struct ElementPair {

@@ -1,8 +1,8 @@
 // Exceptions of the library.
 //
-// Messages read `component: what failed: expected X, got Y (rank r of n); remedy`, in lower case
-// [Note: messages]; a Message is the parts of one. The four errors that concern peers carry the
-// ranks at fault.
+// Messages read `component: what failed: expected X, got Y; remedy`, in lower case
+// [Note: messages]; a Message is the parts of one. The four errors that concern peers name the
+// ranks at fault, as (rank r of n), and carry them.
 #pragma once
 
 #include <stdexcept>
@@ -14,9 +14,9 @@ namespace hsdp {
 
 // What an error says: "where: expected X, got Y; remedy".
 struct Message {
-  std::string where;  // "reducer: gradient of 'w'"
-  std::string expected;
-  std::string got;
+  std::string where{};  // "reducer: gradient of 'w'"
+  std::string expected{};
+  std::string got{};
   std::string remedy{};  // what to do, where that is not plain
 
   [[nodiscard]] std::string text() const {

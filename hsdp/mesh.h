@@ -23,7 +23,7 @@ struct MeshOptions {
   Device device{};
   // Several meshes in one job: ranks[replica][shard] are job ranks; each process passes the array
   // that holds its own rank. Empty: all ranks of the job in order.
-  std::vector<std::vector<int>> ranks;
+  std::vector<std::vector<int>> ranks{};
   double timeout_s = 300.0;  // 0.001 to 1e6; of a world that is open already its own counts
   TransportChoice transport = TransportChoice::kAuto;
 };

@@ -300,12 +300,16 @@ Step::~Step() {
   }
 }
 
-Microbatch::Microbatch(Reducer& reducer, const MicrobatchOptions& options) : reducer_(&reducer) {
+Microbatch::Microbatch(Reducer& reducer, const MicrobatchOptions& options)
+    : reducer_(&reducer), exceptions_(std::uncaught_exceptions()) {
   reducer.begin_microbatch(options);
 }
 
 Microbatch::~Microbatch() {
-  if (reducer_ != nullptr) reducer_->abandon_step("its block raised an exception");
+  if (reducer_ == nullptr) return;
+  const bool raised = std::uncaught_exceptions() > exceptions_;
+  reducer_->abandon_step(raised ? "its block raised an exception"
+                                : "its scope was left without end()");
 }
 
 void Microbatch::end() {

@@ -61,8 +61,8 @@ class Results;
 
 // A full array of one parameter, contiguous, for gather_gradients and gather_parameters.
 struct NamedArray {
-  std::string name;
-  TensorView array;
+  std::string name{};
+  TensorView array{};
 };
 
 class Reducer {
@@ -71,21 +71,26 @@ class Reducer {
   // Drops a step that is begun, and waits for own work in flight, for its peers' words at most as
   // long as the mesh's timeout. Never throws.
   ~Reducer();
+  // One that was moved from may only be destroyed or assigned to.
   Reducer(Reducer&&) noexcept;
   Reducer& operator=(Reducer&&) noexcept;
 
   // Before the first microbatch, same order on every rank. Returns the parameter's index.
+  // UsageError for a name that is registered already, and a shape or dtype that cannot be.
   int register_parameter(const ParameterSpec& spec);
   // The same for all that are registered: their units, in their order.
   void set_units(std::span<const int> units);
 
-  // As in FSDP2 the gradient sync flag sets the all-reduce flag too.
+  // For microbatches without `sync`: gradient sync off makes it kNone; all-reduce off, where there
+  // is no `last` either, kShard. Both are on at first, and as in FSDP2 the first sets the second,
+  // too. Of all groups or of one, outside a microbatch.
   void set_requires_gradient_sync(bool flag, const std::optional<std::string>& group = {});
   void set_requires_all_reduce(bool flag, const std::optional<std::string>& group = {});
   // What last = false means: kShard, or kNone, as stage 1 of ZeRO keeps gradients whole and local
   // until the step's end. Outside a microbatch, the same on every rank.
   void set_partial_sync(Sync sync);
-  // None restores the default. Outside a microbatch, until the step's last one begins; persists.
+  // std::nullopt restores the default. Outside a microbatch, until the step's last one begins;
+  // persists.
   void set_gradient_divide_factor(std::optional<double> factor);
   void set_loss_scale(double scale);  // between steps
   // For losses that are sums over tokens: before each microbatch of the step, how many it has on
@@ -99,7 +104,9 @@ class Reducer {
   void set_stream(const Stream& stream);
 
   // Collective: lays out buckets, takes memory and starts threads, which else the first begin does.
-  // All ranks have it in the end or none, and it may be tried again.
+  // All ranks have it in the end or none, and it may be tried again. UsageError where no parameter
+  // is registered; MismatchError where the ranks' differ; StepAbortedError where another rank could
+  // not, as for want of memory.
   void prepare();
   // Collective: runs a part of a set-up that rests on this Reducer. Where it throws on one rank,
   // the others get a StepAbortedError, "rank 1 could not <what>: ...".
@@ -109,6 +116,10 @@ class Reducer {
   // and from here on abandon_step drops the step. Nothing when it is begun already; UsageError
   // while microbatches are pending.
   void begin_step();
+  // Before the gradients of a microbatch. The first one of a step begins the step, unless
+  // begin_step() has, and waits for the ranks' words about the last one; others do not wait.
+  // UsageError while one is open, for options that contradict each other or the flags, and where
+  // options that say nothing would begin a step over a result that nobody has read.
   void begin_microbatch(const MicrobatchOptions& options = {});
   // Packs at once when there is room, else keeps the view (and `keep_alive`) and packs later.
   // Never waits for a peer or for staging.
@@ -122,9 +133,13 @@ class Reducer {
   // A gradient came that could not even be made a view of: end_microbatch raises UsageError with
   // this message and drops the step. From any thread; no-op when no microbatch is open.
   void reject_gradient(std::string_view message);
+  // Returns when all gradients are packed, so that they may be overwritten (CUDA: after packed()),
+  // not when they are reduced: shard() and the like wait for that. UsageError for a missing
+  // gradient and what gradient_ready refused: the step is dropped then. StepAbortedError where
+  // another rank has dropped it, as far as is known here by now.
   void end_microbatch();
   // Whether a gradient of that parameter (an index from register_parameter) was handed over in the
-  // step that is begun and not ended.
+  // step that is begun and not ended. UsageError for an index that was not returned.
   [[nodiscard]] bool has_gradient(int parameter) const;
   // A window of several backward passes, however many, that are reduced once: one microbatch of the
   // step. The ranks need not keep step inside of it, and may run different numbers of passes. Calls
@@ -150,12 +165,15 @@ class Reducer {
   [[nodiscard]] std::vector<float> local_sum(std::string_view name);
   void local_sum(std::string_view name, TensorView out);  // f32 of the parameter's count
   // Drops the step on all ranks, in a microbatch or between two: this rank is idle at once and
-  // sends zeros for what its peers wait for; they get a StepAbortedError with the reason (1 KiB of
-  // it) at the end of their next microbatch that sends something. Waits for the previous
-  // microbatch's status words at most; the next step's begin waits for the peers' next ones,
-  // however long those take. Collectives of theirs between microbatches (gather_parameters) have no
-  // word: they wait for this rank until the timeout. No-op where no step is begun, or another rank
-  // has dropped it already.
+  // sends zeros for what its peers wait for. They get a StepAbortedError with the reason (1 KiB of
+  // it), once, from the first call that knows of the drop. Their end_microbatch may return before;
+  // what reads a result or a partial, gather_*, finish, save_snapshot, another end_microbatch that
+  // sends something and the begin of a new step wait until they know. So one try block has to hold
+  // the microbatches, the update and the gather.
+  // Waits for the previous microbatch's status words at most; the next step's begin waits for the
+  // peers' next ones, however long those take. Collectives of theirs between microbatches
+  // (gather_parameters) have no word: they wait for this rank until the timeout. No-op where no
+  // step is begun, or another rank has dropped it already.
   void abandon_step(std::string_view reason) noexcept;
 
   // Completes a pending carry without fresh gradients; with none pending it only waits until all
@@ -184,8 +202,11 @@ class Reducer {
   [[nodiscard]] const BucketLayout& layout();
   [[nodiscard]] const std::vector<ParameterSpec>& parameters() const;
 
-  // On a GPU arrays are written in the order of the caller's stream; where such a call throws what
-  // ended the world they may still be written to until close() has returned.
+  // Fill arrays of parameters from all ranks' slices: of all, or of some, each once, the same ones
+  // on every rank. They return when that is done. UsageError for an unknown name, one that comes
+  // twice, and an array of another count, dtype or device. On a GPU arrays are written in the order
+  // of the caller's stream; where such a call throws what ended the world they may still be written
+  // to until close() has returned.
   void gather_gradients(std::span<const NamedArray> arrays);   // the full mean; f32, bf16, f16
   void gather_parameters(std::span<const NamedArray> arrays);  // own slice updated; any dtype
 
@@ -260,7 +281,8 @@ class Step {
   int exceptions_;
 };
 
-// Ends the microbatch, or drops the step when an exception leaves the scope.
+// A microbatch, which end() ends. A scope that is left without end(), by an exception or without
+// one, drops the step on all ranks.
 //   { Microbatch microbatch(reducer, {.last = true}); backward(); microbatch.end(); }
 class Microbatch {
  public:
@@ -272,6 +294,7 @@ class Microbatch {
 
  private:
   Reducer* reducer_;
+  int exceptions_;
 };
 
 }  // namespace hsdp

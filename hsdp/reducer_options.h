@@ -20,13 +20,44 @@
 
 namespace hsdp {
 
-enum class Sync : std::uint8_t { kNone, kShard, kAll };
-enum class Missing : std::uint8_t { kError, kZero };
-enum class Backwards : std::uint8_t { kOne, kMany };
-enum class AccumulateDtype : std::uint8_t { kF32, kParam };
-enum class Accumulate : std::uint8_t { kBuffer, kGrad };
-enum class AccumulateOn : std::uint8_t { kDevice, kHost };
-enum class DivideBy : std::uint8_t { kRanks, kRanksMicrobatches };
+// Messages say missing="zero", as Python does, for .missing = Missing::kZero.
+
+// What happens to a microbatch's gradients.
+enum class Sync : std::uint8_t {
+  kNone,   // added up on this rank, at full size; nothing is sent
+  kShard,  // reduced in the shard group, added to the carry
+  kAll,    // and over the replicas: where all groups are, this ends the step
+};
+// A parameter without a gradient at the end of a microbatch.
+enum class Missing : std::uint8_t {
+  kError,  // a UsageError, and the step is dropped
+  kZero,   // counts as zeros
+};
+// How many gradients a parameter gets in a microbatch.
+enum class Backwards : std::uint8_t {
+  kOne,   // a second one is a UsageError
+  kMany,  // they are added up on this rank, and reduced at the end
+};
+// Of local sums.
+enum class AccumulateDtype : std::uint8_t {
+  kF32,
+  kParam,  // the parameter's gradient dtype: less memory, rounded at each addition
+};
+// Who adds up the gradients of a window.
+enum class Accumulate : std::uint8_t {
+  kBuffer,  // the Reducer
+  kGrad,    // the caller, who hands each parameter's sum over
+};
+// Where local sums are.
+enum class AccumulateOn : std::uint8_t {
+  kDevice,  // in memory of the mesh's device
+  kHost,    // in pinned memory of the host, beside a GPU
+};
+// What the default divide factor counts.
+enum class DivideBy : std::uint8_t {
+  kRanks,              // the sum over microbatches of the mean over ranks
+  kRanksMicrobatches,  // the mean over both
+};
 
 // A value of an option and its word, for Python, messages and snapshots.
 template <typename Value>
@@ -79,18 +110,18 @@ constexpr std::int64_t default_bucket_bytes(DeviceType device, int rank_count) {
 }
 
 struct ReducerOptions {
-  std::optional<Dtype> reduce_dtype;   // wire of the shard hop; default: each gradient's own dtype
-  std::optional<Dtype> replica_dtype;  // wire of the replica hop; default: the reduce dtype
+  std::optional<Dtype> reduce_dtype{};  // wire of the shard hop; default: each gradient's own dtype
+  std::optional<Dtype> replica_dtype{};  // wire of the replica hop; default: the reduce dtype
   Layout layout = Layout::kFlat;
-  std::optional<std::int64_t> bucket_bytes;  // wire bytes of a whole bucket; default: as above
+  std::optional<std::int64_t> bucket_bytes{};  // wire bytes of a whole bucket; default: as above
   Missing missing = Missing::kError;
   Backwards backwards = Backwards::kOne;
   AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;  // of local sums
-  AccumulateOn accumulate_on = AccumulateOn::kDevice;        // kHost: pinned, beside a GPU
-  std::string reduction = "exact";                           // or "native" (nccl only)
-  std::shared_ptr<ReplicaHop> replica_hop;                   // default: a PlainHop
-  DivideBy divide_by = DivideBy::kRanks;                     // the default divide factor
-  std::string name;  // in snapshots, and where ranks compare options; one line, at most 127 bytes
+  AccumulateOn accumulate_on = AccumulateOn::kDevice;
+  std::string reduction = "exact";            // or "native" (nccl only)
+  std::shared_ptr<ReplicaHop> replica_hop{};  // default: a PlainHop
+  DivideBy divide_by = DivideBy::kRanks;      // the default divide factor
+  std::string name{};  // in snapshots, and where ranks compare options; one line, at most 127 bytes
 };
 
 // Calls visit(name, value) for every option, in their order.
@@ -112,11 +143,11 @@ void visit_fields(Options& options, Visit visit) requires
 }
 
 struct ParameterSpec {
-  std::string name;
-  Shape shape;
+  std::string name{};
+  Shape shape{};
   Dtype dtype = Dtype::kF32;  // of its gradients: f32, bf16 or f16
-  std::optional<Dtype> reduce_dtype;
-  std::string group;  // parameters whose sync flags are set together; a group has its own buckets
+  std::optional<Dtype> reduce_dtype{};
+  std::string group{};  // parameters whose sync flags are set together; a group has its own buckets
   // Parameters of different units that follow each other share no bucket, so that a unit's slices
   // are spread over all ranks: for zero::UnitGather. Not in layout whole.
   int unit = 0;
@@ -126,8 +157,8 @@ struct ParameterSpec {
 // is none; else last = true means all and last = false the partial sync
 // (Reducer::set_partial_sync); else the all-reduce flag decides.
 struct MicrobatchOptions {
-  std::optional<bool> last;
-  std::optional<Sync> sync;
+  std::optional<bool> last{};
+  std::optional<Sync> sync{};
   // Where ranks may run out of batches: whether this one has one. Without it no gradient may come,
   // and the divide factor counts the batches that there were. On all ranks, or on none.
   std::optional<bool> has_batch{};

@@ -34,31 +34,31 @@ class HopOwner;
 }  // namespace reducer
 
 struct HopParameter {
-  std::string name;
-  Shape shape;
+  std::string name{};
+  Shape shape{};
   Dtype dtype = Dtype::kF32;  // of its gradients
 };
 
 // What the hop will be given. It outlives the hop's use.
 struct HopPlan {
-  std::vector<HopParameter> parameters;  // in registration order
+  std::vector<HopParameter> parameters{};  // in registration order
   // Of each bucket: where parameters lie in this rank's shard of it; there may be gaps.
-  std::vector<std::vector<ParameterRange>> ranges;
+  std::vector<std::vector<ParameterRange>> ranges{};
   // Of each bucket: what reduce() may get. Memory that is only taken later has no address yet.
-  std::vector<std::vector<TensorView>> data;
-  std::vector<Dtype> wires;  // of each bucket, where the hop brings none along
+  std::vector<std::vector<TensorView>> data{};
+  std::vector<Dtype> wires{};  // of each bucket, where the hop brings none along
   int replicate_size = 1;
   Reduction reduction = Reduction::kExact;  // for hops that sum by all_reduce
-  Device device;
-  MemoryCount memory;  // for what the hop keeps: MemoryKind::kReplicaHop
+  Device device{};
+  MemoryCount memory{};  // for what the hop keeps: MemoryKind::kReplicaHop
 };
 
 struct HopBucket {
   int bucket = 0;
   // fp32. In: the undivided shard-group sum. Out: the total over the replicas / arithmetic.divisor,
   // or / arithmetic.mean_divisor where means() said so; the same bits on every replica.
-  TensorView data;
-  HopArithmetic arithmetic;
+  TensorView data{};
+  HopArithmetic arithmetic{};
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 for a value that is not finite
 };
 
@@ -66,8 +66,8 @@ struct HopBucket {
 struct HopState {
   // Names parameter, replica and place, so that ranks may save theirs together; what has no slash
   // is of the hop as a whole, and the same on all ranks. "layer.weight/r0/o128/codes", "steps".
-  std::string key;
-  TensorView data;
+  std::string key{};
+  TensorView data{};
 };
 
 class ReplicaHop : public StepParty {

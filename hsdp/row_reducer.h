@@ -44,10 +44,10 @@ namespace hsdp {
 
 // The parameters of one module.
 struct RowGroup {
-  std::string name;
-  std::vector<HopParameter> parameters;
+  std::string name{};
+  std::vector<HopParameter> parameters{};
   // Where they lie in this rank's row; `parameter` is an index into the above. Gaps are padding.
-  std::vector<ParameterRange> ranges;
+  std::vector<ParameterRange> ranges{};
   std::int64_t count = 0;    // of elements in the row
   Dtype wire = Dtype::kF32;  // what the hop sends, where it brings none along
 };

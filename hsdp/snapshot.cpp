@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <map>
 #include <system_error>
 
@@ -21,26 +20,12 @@ constexpr std::size_t kMaxNamedMissing = 8;  // in messages
   throw SnapshotError("snapshot: " + printable(path.string()) + ": " + what);
 }
 
-// The rank in "rank_<digits>.h5", or -1.
-int rank_of(const std::string& file_name) {
-  constexpr std::string_view kPrefix = "rank_";
-  constexpr std::string_view kSuffix = ".h5";
-  std::string_view text = file_name;
-  if (!text.starts_with(kPrefix) || !text.ends_with(kSuffix)) return -1;
-  text.remove_prefix(kPrefix.size());
-  text.remove_suffix(std::min(kSuffix.size(), text.size()));
-  int rank = -1;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
-  if (error != std::errc() || end != text.data() + text.size() || rank < 0) return -1;
-  return rank_file_name(rank) == file_name ? rank : -1;
-}
-
 std::map<int, std::filesystem::path> find_rank_files(const std::filesystem::path& directory) {
   std::map<int, std::filesystem::path> found;
   std::error_code error;
   for (std::filesystem::directory_iterator it(directory, error), end; !error && it != end;
        it.increment(error)) {
-    const int rank = rank_of(it->path().filename().string());
+    const int rank = rank_of_file(it->path().filename().string());
     if (rank >= 0) found.emplace(rank, it->path());
   }
   if (error) fail(directory, "cannot read the directory: " + error.message());
@@ -66,7 +51,8 @@ void check_complete(const std::filesystem::path& directory,
   }
   if (found.rbegin()->first >= file_count) {
     fail(directory, "mixed: " + found.rbegin()->second.filename().string() +
-                        " is of another run; expected " + std::to_string(file_count) + " files");
+                        " is of another run; expected " + std::to_string(file_count) +
+                        " files; delete the folder and save again");
   }
 }
 
@@ -138,7 +124,8 @@ void Snapshot::Files::check_agreement() const {
     const std::string difference = find_difference(files.front().header(), file.header());
     if (!difference.empty()) {
       fail(path, "mixed: " + files.front().path().filename().string() + " and " +
-                     file.path().filename().string() + " differ: " + printable(difference));
+                     file.path().filename().string() + " differ: " + printable(difference) +
+                     "; delete the folder and save again");
     }
   }
 }

@@ -2,8 +2,10 @@
 // bytes for other readers.
 //
 // A file is written under a temporary name, synced, then renamed: a killed writer never leaves a
-// file that passes. A partial keeps sum and divisor [Note: sums and divisors apart]. Bad or foreign
-// files throw SnapshotError; nothing crashes on any input.
+// file that passes. Saving over an older snapshot replaces it: rank 0 removes files of ranks that
+// the new one does not have. Until all ranks have saved, readers refuse what is there. A partial
+// keeps sum and divisor [Note: sums and divisors apart]. Bad or foreign files throw SnapshotError;
+// nothing crashes on any input.
 //
 // Writing enters the HDF5 library, which is not made for threads. It does so inside the calls that
 // begin to write (write_snapshot_file(), write_snapshot(), SnapshotWriter::submit(),
@@ -35,8 +37,8 @@ class ParameterReader;
 
 // What every file of a snapshot says about the run; equal in all files but for `rank`.
 struct SnapshotInfo {
-  std::string id;       // random, agreed by the ranks; mixed ids are refused
-  std::string reducer;  // ReducerOptions::name
+  std::string id{};       // random, agreed by the ranks; mixed ids are refused
+  std::string reducer{};  // ReducerOptions::name
   std::int64_t step = 0;
   int replicate_size = 1;
   int shard_size = 1;
@@ -45,7 +47,7 @@ struct SnapshotInfo {
   double divide_factor = 1.0;  // f
   double loss_scale = 1.0;     // s
   std::optional<Dtype>
-      replica_dtype;  // wire of the replica hop; none: each parameter's reduce_dtype
+      replica_dtype{};  // wire of the replica hop; none: each parameter's reduce_dtype
   std::string replica_hop = "plain";  // ReplicaHop::describe()
   bool quantizes = false;             // ReplicaHop::quantizes()
   std::string reduction = "exact";    // "exact" or "native"
@@ -57,12 +59,12 @@ struct SnapshotInfo {
 // One parameter's slice as this rank holds it: elements [offset, offset + data.count) of the
 // flattened gradient. `data` is f32 (f64, bf16, f16 for plain arrays), contiguous, host memory.
 struct SnapshotEntry {
-  std::string name;
-  Shape shape;
+  std::string name{};
+  Shape shape{};
   Dtype dtype = Dtype::kF32;         // the parameter's gradient dtype
   Dtype reduce_dtype = Dtype::kF32;  // wire of the shard hop
   std::int64_t offset = 0;
-  ConstTensorView data;
+  ConstTensorView data{};
 };
 
 // How HDF5 is entered: `gate` calls `enter` once before it returns, with whatever lock keeps others
@@ -73,8 +75,8 @@ void set_hdf5_gate(Hdf5Gate gate);
 // An array that one rank keeps beside the gradients: of its replica hop's state (HopState). `data`
 // is f32, f64, i64 or u8, contiguous, in host memory. Keys are like names of parameters.
 struct SnapshotState {
-  std::string key;
-  ConstTensorView data;
+  std::string key{};
+  ConstTensorView data{};
 };
 
 // Writes one rank's file now: `path/rank_00003.h5` (the directory is made), or `path` itself when

@@ -72,8 +72,8 @@ struct StridedView {
   const void* data = nullptr;
   Dtype dtype = Dtype::kF32;
   Device device{};
-  Shape shape;
-  Shape strides;
+  Shape shape{};
+  Shape strides{};
 
   [[nodiscard]] std::int64_t count() const;
   [[nodiscard]] bool is_contiguous() const;

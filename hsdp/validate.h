@@ -13,8 +13,8 @@
 namespace hsdp {
 
 struct ValidateOptions {
-  int thread_count = 0;                           // 0: as many as the machine has, up to 8
-  std::function<void(double fraction)> progress;  // from any thread, one at a time
+  int thread_count = 0;                             // 0: as many as the machine has, up to 8
+  std::function<void(double fraction)> progress{};  // from any thread, one at a time
 };
 
 struct ParameterCheck {

@@ -64,7 +64,7 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] bool means(int bucket, float mean_divisor) const override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
   void end_step(const StepEnd& end) override;
-  // Keys and dtypes are those of quant/hop_state.h. Empty before bind(), unless it was loaded; with
+  // docs/loco.md says what keys and arrays mean. Empty before bind(), unless it was loaded; with
   // one replica, what is of the hop as a whole.
   [[nodiscard]] std::vector<HopState> state() override;
   // A state of any replica count, shard count, group size, error_dtype or err_beta, as long as this

@@ -19,14 +19,15 @@ struct LocoOptions {
   double err_beta = 0.8;             // the weight of the old error, in [0, 1)
   std::int64_t reset_T = 1024;       // the errors are cleared every so many steps; 0: never
   Dtype error_dtype = Dtype::kU8;    // u8: int8 codes with an fp32 scale a group; or f32
-  std::optional<Code> gather;        // the gathered half; none: as the scattered one
+  std::optional<Code> gather{};      // the gathered half; none: as the scattered one
   bool error_feedback = true;        // false: quantized without errors
-  std::vector<std::string> exclude;  // parameters that travel plain: names, or patterns of fnmatch
-  std::optional<Dtype> plain_dtype;  // what these travel in; none: the Reducer's replica_dtype
-  std::int64_t warmup_steps = 0;     // that everything travels plain
-  bool stochastic_error = false;     // int8 errors are rounded stochastically
-  std::uint64_t seed = 0;            // for that
-  std::int64_t error_every = 16;     // steps between figures for quantization_error(); 0: never
+  std::vector<std::string>
+      exclude{};  // parameters that travel plain: names, or patterns of fnmatch
+  std::optional<Dtype> plain_dtype{};  // what these travel in; none: the Reducer's replica_dtype
+  std::int64_t warmup_steps = 0;       // that everything travels plain
+  bool stochastic_error = false;       // int8 errors are rounded stochastically
+  std::uint64_t seed = 0;              // for that
+  std::int64_t error_every = 16;       // steps between figures for quantization_error(); 0: never
 };
 
 // UsageError that names the option unless they can be used.

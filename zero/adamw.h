@@ -55,8 +55,8 @@
 namespace hsdp::zero {
 
 struct AdamWParameter {
-  std::string name;  // as registered
-  TensorView slice;  // f32, of reducer.slice(name)'s count
+  std::string name{};  // as registered
+  TensorView slice{};  // f32, of reducer.slice(name)'s count
 };
 
 // Read by the update's work on the stream, in memory of its device.
@@ -69,8 +69,8 @@ struct AdamWUpdate {
 
 // Of one slice, in f32: to save and to load.
 struct AdamWMoments {
-  TensorView first;
-  TensorView second;
+  TensorView first{};
+  TensorView second{};
 };
 
 class AdamW {

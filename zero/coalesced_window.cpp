@@ -57,7 +57,8 @@ void hear_drops(const std::vector<Reducer*>& reducers) {
   if (first && !is_known) throw StepAbortedError(*first);
 }
 
-CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOptions& options) {
+CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOptions& options)
+    : exceptions_(std::uncaught_exceptions()) {
   require_distinct(reducers);
   if (reducers.size() > 1) hear_drops(reducers);
   for (Reducer* const reducer : reducers) {
@@ -74,7 +75,10 @@ CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOpt
   open_ = std::move(reducers);
 }
 
-CoalescedWindow::~CoalescedWindow() { leave(open_, "its window was left without end()"); }
+CoalescedWindow::~CoalescedWindow() {
+  const bool raised = std::uncaught_exceptions() > exceptions_;
+  leave(open_, raised ? "its block raised an exception" : "its window was left without end()");
+}
 
 void CoalescedWindow::end(std::int64_t backwards) {
   if (open_.empty()) {

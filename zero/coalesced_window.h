@@ -23,8 +23,8 @@
 // Ownership: the Reducers outlive the window. Threads: as of Reducer. Collective: construction and
 // end(), by every rank of each Reducer's mesh.
 // Errors: UsageError for no Reducer, the same one twice, one whose window is open already, and as
-// Reducer::begin_window. A window that dies without end() drops the step on all ranks: this rank's
-// exception goes on, the others get a StepAbortedError that names it; all may begin a new step.
+// Reducer::begin_window. A window that dies without end() drops the step on all ranks, also without
+// an exception: the others get a StepAbortedError that names this rank; all may begin a new step.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +51,7 @@ class CoalescedWindow {
 
  private:
   std::vector<Reducer*> open_;  // none after the end
+  int exceptions_;
 };
 
 }  // namespace hsdp::zero

@@ -23,6 +23,16 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// `what`: of which there are `count`.
+std::size_t require_below(int number, std::size_t count, const std::string& what) {
+  if (number >= 0 && static_cast<std::size_t>(number) < count) {
+    return static_cast<std::size_t>(number);
+  }
+  throw UsageError({.where = kWhere,
+                    .expected = what + " below " + std::to_string(count),
+                    .got = std::to_string(number)});
+}
+
 void check_master(const GatheredParameter& parameter, const Slice& own) {
   const TensorView& master = parameter.master;
   if (master.data == nullptr && master.count == 0) return;
@@ -41,6 +51,13 @@ struct ParameterGather::Parts {
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
   std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
   void gather(std::size_t unit, Communicator& shard_group, Stream& stream);
+  // UsageError for numbers that there are not.
+  [[nodiscard]] std::size_t unit_number(int unit) const {
+    return require_below(unit, units.size(), "a unit");
+  }
+  [[nodiscard]] std::size_t index(int parameter) const {
+    return require_below(parameter, parameters.size(), "a parameter index");
+  }
 
   const BucketLayout& layout;
   MemoryCount memory;
@@ -128,17 +145,17 @@ ParameterGather::~ParameterGather() = default;
 int ParameterGather::unit_count() const { return static_cast<int>(parts_->units.size()); }
 
 const std::vector<int>& ParameterGather::unit(int number) const {
-  return parts_->members.at(static_cast<std::size_t>(number));
+  return parts_->members[parts_->unit_number(number)];
 }
 
 Event ParameterGather::start(int unit, const Event& updated) {
-  const auto u = static_cast<std::size_t>(unit);
+  const std::size_t u = parts_->unit_number(unit);
   Event done = parts_->lane->run(
       updated, [parts = parts_.get(), u](Communicator& shard_group, Stream& stream) {
         parts->gather(u, shard_group, stream);
       });
   const std::scoped_lock lock(parts_->mutex);
-  parts_->gathered.at(u) = done;
+  parts_->gathered[u] = done;
   return done;
 }
 
@@ -147,7 +164,7 @@ void ParameterGather::start_all(const Event& updated) {
 }
 
 Event ParameterGather::ready(int parameter) const {
-  const int unit = parts_->unit_of.at(static_cast<std::size_t>(parameter));
+  const int unit = parts_->unit_of[parts_->index(parameter)];
   if (unit < 0) return {};
   const std::scoped_lock lock(parts_->mutex);
   return parts_->gathered[static_cast<std::size_t>(unit)];
@@ -183,7 +200,8 @@ void ParameterGather::wait_all() {
 void ParameterGather::wait(int parameter, Stream& reader) const { reader.wait(ready(parameter)); }
 
 void ParameterGather::rebind(int parameter, TensorView array) {
-  GatheredParameter& one = parts_->parameters.at(static_cast<std::size_t>(parameter));
+  const std::size_t index = parts_->index(parameter);
+  GatheredParameter& one = parts_->parameters[index];
   if (array.count != one.array.count || array.dtype != one.array.dtype ||
       array.device != one.array.device) {
     throw UsageError({.where = std::string(kWhere) + ": array of '" + one.name + "'",
@@ -191,7 +209,7 @@ void ParameterGather::rebind(int parameter, TensorView array) {
                       .got = to_string(array)});
   }
   one.array = array;
-  const int unit = parts_->unit_of.at(static_cast<std::size_t>(parameter));
+  const int unit = parts_->unit_of[index];
   if (unit < 0) return;
   const std::vector<int>& members = parts_->members[static_cast<std::size_t>(unit)];
   const auto place = std::find(members.begin(), members.end(), parameter) - members.begin();

@@ -24,8 +24,9 @@
 // Threads: start() and fence() from one thread at a time; ready() and wait() from any.
 // Streams: a unit is read after `updated`. On a GPU wait() lets a stream wait, not the host.
 // Collective: construction; starts, in the same order on every rank of the shard group.
-// Errors: UsageError for arrays that do not fit; MismatchError where ranks give other parameters.
-// What goes wrong in a gather ends the world, and every wait throws it.
+// Errors: UsageError for arrays that do not fit and numbers that there are not; MismatchError where
+// ranks give other parameters. What goes wrong in a gather ends the world, and every wait throws
+// it.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +44,8 @@
 namespace hsdp::zero {
 
 struct GatheredParameter {
-  std::string name;     // as registered
-  TensorView array;     // the whole parameter, contiguous; any dtype without a master
+  std::string name{};   // as registered
+  TensorView array{};   // the whole parameter, contiguous; any dtype without a master
   TensorView master{};  // fp32, this rank's slice; the array is then f32, bf16 or f16
 };
 
@@ -76,7 +77,7 @@ class ParameterGather {
   // The new values of that parameter are in, and no peer reads this rank's slice of its unit.
   [[nodiscard]] Event ready(int parameter) const;
   [[nodiscard]] int find(std::string_view name) const;  // UsageError for an unknown one
-  // Blocks the host until it is ready.
+  // Blocks the host until it is ready; returns at once before the first start.
   void wait(int parameter);
   void wait(std::string_view name) { wait(find(name)); }
   void wait_all();

@@ -16,12 +16,7 @@
 #include "zero/stored_slice.h"
 
 namespace hsdp::zero {
-namespace {
-
-using reducer::CutArray;
-
-constexpr const char* kUnitWhere = "zero: unit gather";
-constexpr std::int64_t kAlignment = 64;
+namespace unit_gather {  // not unnamed: UnitGather::Parts has some
 
 struct Part {
   UnitParameter parameter;
@@ -35,6 +30,17 @@ struct Unit {
   Event gathered;                                  // of the last round that this rank asked for
 };
 
+}  // namespace unit_gather
+
+namespace {
+
+using reducer::CutArray;
+using unit_gather::Part;
+using unit_gather::Unit;
+
+constexpr const char* kUnitWhere = "zero: unit gather";
+constexpr std::int64_t kAlignment = 64;
+
 // What ranks say in a round: the number of the unit that they want, or
 constexpr int kNone = -1;    // nothing more for now,
 constexpr int kUpdate = -2;  // nothing more before the next update.
@@ -43,8 +49,11 @@ std::int64_t size_of(const UnitParameter& parameter) {
   return parameter.count * static_cast<std::int64_t>(size_bytes(parameter.dtype));
 }
 
-void require_stored(const UnitParameter& one, std::int64_t count, Device device) {
-  const std::string where = std::string(kUnitWhere) + ": slice of '" + one.name + "'";
+void require_stored(const UnitParameter& one, bool is_registered, std::int64_t count,
+                    Device device) {
+  const std::string where =
+      std::string(kUnitWhere) + ": slice of '" + one.name + "'" +
+      (is_registered ? "" : ", which is not registered with the Reducer and so is cut evenly");
   const TensorView& stored = one.stored;
   const ConstTensorView wanted(nullptr, count, one.dtype, device);
   if (stored.count == count && stored.device == device && stored.dtype == one.dtype &&
@@ -132,7 +141,7 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
                           .expected = std::to_string(cut.count()) + " elements, as registered",
                           .got = std::to_string(one.count)});
       }
-      require_stored(one, cut.length(reducer.shard_rank()), device);
+      require_stored(one, number.has_value(), cut.length(reducer.shard_rank()), device);
       lines.push_back("'" + one.name + "' " + std::to_string(one.count) + " " +
                       std::string(name(one.dtype)) + (number ? "" : " without gradients"));
       mine.parts.push_back({std::move(one), std::move(cut)});

@@ -41,15 +41,15 @@
 namespace hsdp::zero {
 
 struct UnitParameter {
-  std::string name;        // registered with the Reducer, or not: then the slices are even
+  std::string name{};      // registered with the Reducer, or not: then the slices are even
   Dtype dtype{};           // of whole arrays
   std::int64_t count = 0;  // of whole arrays
   TensorView stored{};     // this rank's slice: fp32, which is rounded on the way, or of `dtype`
 };
 
 struct ParameterUnit {
-  std::string name;  // for messages
-  std::vector<UnitParameter> parameters;
+  std::string name{};  // for messages
+  std::vector<UnitParameter> parameters{};
 };
 
 class UnitGather {
@@ -65,7 +65,7 @@ class UnitGather {
 
   // Fills one array per parameter of the unit, in their order. Never blocks.
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
-  // Blocks the host until the last gather of that unit is complete.
+  // Blocks the host until the last gather of that unit is complete; returns at once before any.
   void wait(int unit);
   // Lets the stream wait, on a GPU for the device's work only.
   void wait(int unit, Stream& reader) const;

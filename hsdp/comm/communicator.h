@@ -41,8 +41,8 @@ enum class Reduction : std::uint8_t { kExact, kNative };
 
 // The reduce-scatter of the shard hop, with everything that its one pass can carry along.
 struct ReduceScatter {
-  ConstTensorView in;  // cut.count() elements, f32, bf16 or f16 (f64, i64: plain sums only)
-  TensorView out;      // cut.length(rank) elements; f32 (widening) or in.dtype
+  ConstTensorView in{};  // cut.count() elements, f32, bf16 or f16 (f64, i64: plain sums only)
+  TensorView out{};      // cut.length(rank) elements; f32 (widening) or in.dtype
   std::optional<RowCut> cut{};  // default: RowCut(in.count, size)
   bool accumulate = false;      // out = out + sum, out f32
   int sum_exponent = 0;         // the sum times 2^sum_exponent, before the addition
@@ -56,7 +56,7 @@ struct ReduceScatter {
 // (times 2^-send_exponent), the total once more (times 2^-(total_exponent - send_exponent)), and
 // every rank, the owner too, decodes the same bytes: result = total * 2^total_exponent / divisor.
 struct AllReduce {
-  TensorView data;              // f32, bf16, f16, f64 or i64
+  TensorView data{};            // f32, bf16, f16, f64 or i64
   std::optional<Dtype> wire{};  // default: data.dtype; bf16 or f16 with f32 data
   int send_exponent = 0;        // k
   int total_exponent = 0;       // K

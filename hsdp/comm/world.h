@@ -22,7 +22,7 @@ struct WorldOptions {
   Device device{};
   std::chrono::milliseconds timeout{300'000};  // 1 ms to 1e6 s
   TransportChoice transport = TransportChoice::kAuto;
-  std::optional<comm::LaunchEnvironment> launch;  // default: detect_launch()
+  std::optional<comm::LaunchEnvironment> launch{};  // default: detect_launch()
 };
 
 // The world of this process' job. Collective over the job. A world closes, on each rank for itself,

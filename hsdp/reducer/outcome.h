@@ -26,6 +26,7 @@ namespace hsdp::reducer {
 struct Drop {
   std::string message;
   std::vector<int> ranks;  // of the world
+  std::string by{};        // which of the mesh, and why
 };
 
 // Of what no dropped step concerns.

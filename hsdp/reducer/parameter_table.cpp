@@ -54,6 +54,16 @@ void check_shape(const ParameterSpec& spec) {
 
 }  // namespace
 
+std::string unknown_name_remedy(std::span<const ParameterSpec> specs, std::string_view name) {
+  if (specs.empty()) return "register it before the first microbatch";
+  for (const ParameterSpec& spec : specs) {
+    if (spec.name.ends_with(name) || name.ends_with(spec.name)) {
+      return "use '" + spec.name + "', as registered";
+    }
+  }
+  return "use a name as registered, such as '" + specs.front().name + "'";
+}
+
 ParameterTable::ParameterTable(const ReducerOptions& options, int replicate_size)
     : options_(options), has_hop_(replicate_size > 1) {}
 
@@ -90,19 +100,10 @@ void ParameterTable::set_units(std::span<const int> units) {
 int ParameterTable::find(std::string_view name) const {
   const auto found = index_.find(std::string(name));
   if (found != index_.end()) return found->second;
-  Message message{
-      .where = "reducer",
-      .expected = "a registered parameter",
-      .got = "'" + std::string(name) + "'",
-      .remedy = specs_.empty() ? "register it before the first microbatch"
-                               : "use a name as registered, such as '" + specs_.front().name + "'"};
-  for (const ParameterSpec& spec : specs_) {
-    if (spec.name.ends_with(name) || name.ends_with(spec.name)) {
-      message.remedy = "use '" + spec.name + "', as registered";
-      break;
-    }
-  }
-  throw UsageError(message);
+  throw UsageError({.where = "reducer",
+                    .expected = "a registered parameter",
+                    .got = "'" + std::string(name) + "'",
+                    .remedy = unknown_name_remedy(specs_, name)});
 }
 
 Dtype ParameterTable::wire_dtype(int parameter) const {

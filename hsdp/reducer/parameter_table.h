@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -12,13 +13,17 @@
 
 namespace hsdp::reducer {
 
+// What to do about a name that none of them has: names a near one when there is one.
+[[nodiscard]] std::string unknown_name_remedy(std::span<const ParameterSpec> specs,
+                                              std::string_view name);
+
 class ParameterTable {
  public:
   // The options outlive it.
   ParameterTable(const ReducerOptions& options, int replicate_size);
 
   int add(const ParameterSpec& spec);
-  // UsageError when the name is unknown; names a near one when there is one.
+  // UsageError when the name is unknown.
   [[nodiscard]] int find(std::string_view name) const;
   [[nodiscard]] const std::vector<ParameterSpec>& specs() const { return specs_; }
   [[nodiscard]] const ParameterSpec& spec(int parameter) const {

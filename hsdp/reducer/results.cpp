@@ -100,13 +100,18 @@ void Results::run_now(Scope scope, Task task) {
 std::int64_t Results::last_step() const { return steps_.ledger().counts().begun_steps - 1; }
 
 UsageError Results::no_result(std::string_view call) const {
-  const bool pending = steps_.ledger().pending();
-  return UsageError({.where = "reducer: " + std::string(call),
-                     .expected = "a finished step",
-                     .got = pending ? "one with microbatches pending" : "none",
-                     .remedy = pending
-                                   ? "end it with last=True or finish(), or read partial_shard()"
-                                   : "run the microbatches of a step first"});
+  Message message{.where = "reducer: " + std::string(call),
+                  .expected = "a finished step",
+                  .got = "none",
+                  .remedy = "run the microbatches of a step first"};
+  if (steps_.ledger().pending()) {
+    message.got = "one with microbatches pending";
+    message.remedy = "end it with last=True or finish(), or read partial_shard()";
+  } else if (const std::string by = steps_.dropped_by(); !by.empty()) {
+    message.got = "one that was dropped by " + by;
+    message.remedy = "begin a new step on every rank";
+  }
+  return UsageError(message);
 }
 
 void Results::expect_result(std::string_view call) {

@@ -12,6 +12,7 @@
 #include "hsdp/device/copy.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/parameter_table.h"
 
 namespace hsdp::reducer {
 namespace {
@@ -146,13 +147,18 @@ std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
   std::vector<char> seen(parameters.size());
   std::vector<FullArray> result;
   for (const NamedArray& named : arrays) {
-    const auto refuse = [&](const std::string& expected, const std::string& got) {
+    const auto refuse = [&](const std::string& expected, const std::string& got,
+                            const std::string& remedy = {}) {
       throw UsageError({.where = std::string(where) + ": array of '" + named.name + "'",
                         .expected = expected,
-                        .got = got});
+                        .got = got,
+                        .remedy = remedy});
     };
     const auto found = registered.find(named.name);
-    if (found == registered.end()) refuse("a registered parameter", "an unknown one");
+    if (found == registered.end()) {
+      refuse("a registered parameter", "an unknown one",
+             unknown_name_remedy(parameters, named.name));
+    }
     const auto p = static_cast<std::size_t>(found->second);
     if (std::exchange(seen[p], 1) != 0) refuse("every parameter once", "it twice");
     const std::int64_t count = element_count(parameters[p].shape);

@@ -135,11 +135,13 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   judgement.dropped = true;
   judgement.cause = theirs.reason;
   if (own.dropped || own.call == kDiscardCall) return judgement;
-  judgement.drop = Drop{names_.component + ": step " + std::to_string(own.step) +
-                            " was dropped by " + comm::ranks_text({*dropper}, world_.size()) +
-                            " in " + names_.microbatch + " " + std::to_string(theirs.microbatch) +
-                            ": " + theirs.reason + "; begin a new step on every rank",
-                        {world_.world_rank(*dropper)}};
+  const std::string rank = comm::ranks_text({*dropper}, world_.size());
+  judgement.drop =
+      Drop{names_.component + ": step " + std::to_string(own.step) + " was dropped by " + rank +
+               " in " + names_.microbatch + " " + std::to_string(theirs.microbatch) + ": " +
+               theirs.reason + "; begin a new step on every rank",
+           {world_.world_rank(*dropper)},
+           rank + ": " + theirs.reason};
   return judgement;
 }
 

@@ -208,7 +208,7 @@ void Steps::raise_failure(std::string_view call) {
 // Raises a step that another rank dropped, once; this rank is idle and usable after it.
 void Steps::raise_drop() {
   if (std::optional<Drop> drop = outcome_.take_drop()) {
-    forget_step();
+    forget_step(drop->by);
     throw_drop(std::move(*drop));
   }
 }
@@ -376,12 +376,15 @@ void Steps::order_packs() {
   collector.wait_for(caller_.record());
 }
 
+void Steps::check_parameter(int parameter, std::string_view call) const {
+  if (parameter >= 0 && parameter < parameters_.size()) return;
+  throw UsageError({.where = "reducer: " + std::string(call),
+                    .expected = "a parameter index below " + std::to_string(parameters_.size()),
+                    .got = std::to_string(parameter)});
+}
+
 void Steps::check_gradient(int parameter, const StridedView& gradient) const {
-  if (parameter < 0 || parameter >= parameters_.size()) {
-    throw UsageError({.where = "reducer: gradient_ready",
-                      .expected = "a parameter index below " + std::to_string(parameters_.size()),
-                      .got = std::to_string(parameter)});
-  }
+  check_parameter(parameter, "gradient_ready");
   const ParameterSpec& spec = parameters_.spec(parameter);
   const auto fault = [&spec](const std::string& expected, const std::string& got,
                              const std::string& remedy = {}) {
@@ -493,6 +496,7 @@ double Steps::divide_factor() const {
 }
 
 bool Steps::has_gradient(int parameter) const {
+  check_parameter(parameter, "has_gradient");
   const bool has_microbatch = ledger_.pending() || ledger_.phase() == Phase::kCollecting;
   return ledger_.begun() && has_microbatch && frozen_ && frozen_->collector().is_present(parameter);
 }
@@ -541,7 +545,7 @@ std::optional<StepAbortedError> Steps::take_drop() {
   if (frozen_ && !ledger_.begun()) wait_until_judged();
   std::optional<Drop> drop = outcome_.take_drop();
   if (!drop) return std::nullopt;
-  forget_step();
+  forget_step(drop->by);
   return StepAbortedError(drop->message, drop->ranks);
 }
 
@@ -675,7 +679,7 @@ void Steps::drop(const std::string& reason) {
   const std::vector<int> unsent = collector.drop();
   const std::exception_ptr fault = outcome_.settle_faults();  // after the last pack
   wait_until_judged();
-  if (outcome_.take_drop()) return forget_step();  // another rank was first
+  if (const std::optional<Drop> first = outcome_.take_drop()) return forget_step(first->by);
   const auto plan = sends ? plan_ : std::make_shared<const MicrobatchPlan>(ledger_.plan_of_step());
   const char* const call = !sends ? kDropCall : plan->fresh ? kMicrobatchCall : kFinishCall;
   StatusWord word = word_of(call, *plan);
@@ -694,14 +698,15 @@ void Steps::drop(const std::string& reason) {
   } else {
     pipeline.end_drop(ending);
   }
-  forget_step();
+  forget_step(comm::ranks_text({groups_.world.rank()}, groups_.world.size()) + ": " + word.reason);
 }
 
 // As it was before the step, but for the number of the next one.
-void Steps::forget_step() {
+void Steps::forget_step(const std::string& dropped_by) {
   Collector& collector = frozen_->collector();
   static_cast<void>(collector.drop());
   ledger_.drop();
+  dropped_by_ = dropped_by;
   collector.clear_accumulators();
   zeros_sent_ = true;
 }
@@ -746,7 +751,7 @@ void Steps::discard() {
     return ledger_.forget_result();
   }
   wait_until_judged();
-  if (outcome_.take_drop()) return forget_step();
+  if (outcome_.take_drop()) return forget_step({});
   if (!ledger_.pending()) return;
   MicrobatchPlan plan = ledger_.plan_of_step();
   plan.result = result_;
@@ -754,7 +759,7 @@ void Steps::discard() {
   frozen_->pipeline().end({.word = word,
                            .plan = std::make_shared<const MicrobatchPlan>(std::move(plan)),
                            .discards_step = true});
-  forget_step();
+  forget_step({});
 }
 
 }  // namespace hsdp::reducer

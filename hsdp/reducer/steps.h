@@ -82,6 +82,8 @@ class Steps {
   [[nodiscard]] std::shared_ptr<const StepResult> shared_result() const { return result_; }
   [[nodiscard]] Frozen* frozen() const { return frozen_.get(); }  // null before prepare()
   [[nodiscard]] ReducerState state() const;
+  // Which rank has dropped the last step that began, and why. Empty: none has.
+  [[nodiscard]] std::string dropped_by() const { return ledger_.dropped() ? dropped_by_ : ""; }
   [[nodiscard]] std::int64_t control_message_count() const { return agreement_.message_count(); }
 
   // On which the caller produces gradients and reads results.
@@ -110,7 +112,7 @@ class Steps {
   void close_and_send(const char* call, std::int64_t backwards);
   // Tells all ranks that this one drops the step, and sends what they still wait for.
   void drop(const std::string& reason);
-  void forget_step();
+  void forget_step(const std::string& dropped_by);
   void end_cut_steps() noexcept;
   void wait_until_judged();
   // What a word says of a microbatch, or of the step where nothing is sent.
@@ -119,6 +121,7 @@ class Steps {
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
   [[nodiscard]] std::string unexpected_message() const;
+  void check_parameter(int parameter, std::string_view call) const;
   void check_gradient(int parameter, const StridedView& gradient) const;
 
   const ReducerOptions& options_;
@@ -134,6 +137,7 @@ class Steps {
   WindowOptions window_;                        // the last one that began
   std::vector<char> means_;                     // of the step, by bucket
   bool zeros_sent_ = false;                     // of a dropped step, since the last one began
+  std::string dropped_by_;
   std::unique_ptr<Frozen> frozen_;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <limits>
@@ -97,6 +98,25 @@ void fill_checksum_table(std::span<const std::uint64_t> checksums, std::uint64_t
   std::memcpy(structure.front.data() + offset, checksums.data(), checksums.size_bytes());
 }
 
+// Those of a larger mesh that has saved there before, with which no reader would take the new
+// files.
+void remove_rank_files_from(int first, const std::filesystem::path& folder) {
+  std::error_code error;
+  std::vector<std::filesystem::path> old;
+  for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end;
+       it.increment(error)) {
+    if (rank_of_file(it->path().filename().string()) >= first) old.push_back(it->path());
+  }
+  for (const std::filesystem::path& file : old) {
+    if (!error) std::filesystem::remove(file, error);
+  }
+  if (error) {
+    throw SnapshotError("snapshot: cannot remove files of an earlier snapshot in " +
+                        folder.string() + ": " + error.message());
+  }
+  if (!old.empty()) sync_folder(folder);
+}
+
 // Writes the parts of the structure between the data; returns their checksum.
 std::uint64_t write_structure(const Hdf5Structure& structure, const std::vector<ByteRange>& ranges,
                               AtomicFile& file) {
@@ -122,6 +142,16 @@ std::string rank_file_name(int rank) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "rank_%05d.h5", rank);
   return text.data();
+}
+
+int rank_of_file(const std::string& name) {
+  constexpr std::string_view kPrefix = "rank_";
+  if (!name.starts_with(kPrefix)) return -1;
+  int rank = -1;
+  const char* const digits = name.data() + kPrefix.size();
+  const auto read = std::from_chars(digits, name.data() + name.size(), rank);
+  if (read.ec != std::errc() || rank < 0) return -1;
+  return rank_file_name(rank) == name ? rank : -1;
 }
 
 std::span<const std::byte> bytes_of(const ConstTensorView& view) {
@@ -150,7 +180,7 @@ SnapshotFileWriter SnapshotFileWriter::open(const std::filesystem::path& path,
   if (!names_a_file(path)) grown_folders = make_folder(path);
   SnapshotFileWriter writer(
       std::move(header), AtomicFile(names_a_file(path) ? path : path / rank_file_name(info.rank)),
-      std::move(grown_folders));
+      !names_a_file(path), std::move(grown_folders));
   writer.structure_ = build_hdf5_structure(writer.header_, front_bytes);
   return writer;
 }
@@ -175,6 +205,9 @@ void SnapshotFileWriter::write(std::span<const std::span<const std::byte>> data)
   file_.write_at(0, encode_prefix(prefix, json));
   for (const std::filesystem::path& folder : grown_folders_) sync_folder(folder);
   file_.commit();
+  if (in_folder_ && header_.info.rank == 0) {
+    remove_rank_files_from(header_.file_count, folder_of(file_.path()));
+  }
 }
 
 std::vector<std::span<const std::byte>> all_bytes(std::span<const SnapshotEntry> entries,

@@ -27,19 +27,23 @@ class SnapshotFileWriter {
   void write(std::span<const std::span<const std::byte>> data);
 
  private:
-  SnapshotFileWriter(SnapshotHeader header, AtomicFile file,
+  SnapshotFileWriter(SnapshotHeader header, AtomicFile file, bool in_folder,
                      std::vector<std::filesystem::path> grown_folders)
       : header_(std::move(header)),
         file_(std::move(file)),
+        in_folder_(in_folder),
         grown_folders_(std::move(grown_folders)) {}
 
   SnapshotHeader header_;
   AtomicFile file_;
+  bool in_folder_;                                    // with the files of other ranks
   std::vector<std::filesystem::path> grown_folders_;  // by a folder that had to be made
   Hdf5Structure structure_;
 };
 
 [[nodiscard]] std::string rank_file_name(int rank);
+// The rank whose file has that name, or -1.
+[[nodiscard]] int rank_of_file(const std::string& name);
 [[nodiscard]] std::span<const std::byte> bytes_of(const ConstTensorView& view);
 // As SnapshotFileWriter::write() takes them.
 [[nodiscard]] std::vector<std::span<const std::byte>> all_bytes(

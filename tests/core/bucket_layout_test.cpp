@@ -370,6 +370,29 @@ TEST(BucketLayout, RefusesASliceMultipleBelowOne) {
   EXPECT_THROW(BucketLayout(mixed_parameters(), 2, Layout::kFlat, 1 << 10, 0), UsageError);
 }
 
+TEST(BucketLayout, RefusesNumbersThatThereAreNot) {
+  const BucketLayout layout(mixed_parameters(), 2, Layout::kFlat, 1 << 10);
+  const int buckets = static_cast<int>(layout.buckets().size());
+  for (const int parameter : {-1, layout.parameter_count()}) {
+    EXPECT_THROW(static_cast<void>(layout.parameter(parameter)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.slice(parameter, 0)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.slices(parameter)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.buckets_of(parameter)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.join_of(parameter)), UsageError);
+  }
+  for (const int rank : {-1, 2}) {
+    EXPECT_THROW(static_cast<void>(layout.slice(0, rank)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.shard_count(rank)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.ranges(0, rank)), UsageError);
+  }
+  for (const int bucket : {-1, buckets}) {
+    EXPECT_THROW(static_cast<void>(layout.goes_on(bucket)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.rows(bucket)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.ranges(bucket, 0)), UsageError);
+    EXPECT_THROW(static_cast<void>(layout.segments(bucket)), UsageError);
+  }
+}
+
 TEST(BucketLayout, AllInOneMakesOneBucketPerGroupAndWire) {
   const std::vector<LayoutParameter> parameters = mixed_parameters();
   const BucketLayout layout(parameters, 2, Layout::kFlat, kAllInOne);

@@ -1,4 +1,5 @@
 // One rank's block raises: the step is dropped on all ranks, and all of them stay usable.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -89,6 +90,7 @@ TEST_P(Abandon, DropsTheStepEverywhereAndTheNextOneIsRight) {
   const std::vector<FaultReport> reports =
       run_faulty_step(row.shape, {.bucket_bytes = 2 << 10}, faulty);
   expect_aborted(reports, faulty, "rank " + std::to_string(row.bad_rank));
+  expect_aborted(reports, faulty, "its block raised an exception");
   EXPECT_EQ(reports[static_cast<std::size_t>(row.bad_rank)].text, "the block's own error");
 }
 
@@ -174,6 +176,48 @@ TEST(AbandonByName, OutsideAMicrobatchDoesNothing) {
     static_cast<void>(reducer.shard("w0"));
   });
   expect_reference(results, step, {}, {1, 2}, "after no-op abandons");
+}
+
+// A rank leaves its microbatch's scope without end(): every rank is told so, also by what it asks
+// of the step later.
+TEST(AbandonWithoutEnd, IsSaidOnEveryRank) {
+  const StepCase step = random_step(parameters(), 2, {Sync::kAll}, 5);
+  std::vector<RankResult> results(2);
+  run_mesh({1, 2}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
+    register_all(reducer, step);
+    const auto leave = [&] {
+      std::vector<StoredGradient> stored;  // outlives the scope, as a caller's gradients do
+      const Microbatch open(reducer, {.last = true});
+      stored = deliver(reducer, step, 0, mesh.rank());
+    };
+    const auto no_result = [&] {
+      const auto error = caught<UsageError>([&] { static_cast<void>(reducer.shard("w0")); });
+      return error ? std::string(error->what()) : "a result";
+    };
+    const std::string reason = "its scope was left without end()";
+    const std::string expected = "reducer: shard: expected a finished step, got ";
+    leave();  // on both
+    EXPECT_EQ(no_result(), expected + "one that was dropped by rank " +
+                               std::to_string(mesh.rank()) + " of 2: " + reason +
+                               "; begin a new step on every rank");
+    if (mesh.rank() == 1) {
+      leave();
+    } else {
+      const auto error = caught<StepAbortedError>([&] {
+        run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
+        reducer.finish();
+      });
+      ASSERT_TRUE(error);
+      EXPECT_THAT(error->what(), testing::HasSubstr("rank 1 of 2 in microbatch 0: " + reason));
+    }
+    EXPECT_EQ(no_result(), expected + "one that was dropped by rank 1 of 2: " + reason +
+                               "; begin a new step on every rank");
+    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+    reducer.discard();
+    EXPECT_EQ(no_result(), expected + "none; run the microbatches of a step first");
+  });
+  expect_reference(results, step, {}, {1, 2}, "after scopes without end()");
 }
 
 // finish() has nothing to complete, but the step has not been agreed on.

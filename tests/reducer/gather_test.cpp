@@ -128,6 +128,13 @@ TEST_P(Gather, RefusesArraysThatDoNotFit) {
     NamedArray unknown = whole.arrays[0];
     unknown.name = "unknown";
     EXPECT_TRUE(refused(unknown));
+    const std::string remedy =
+        "got an unknown one; use a name as registered, such as '" + whole.arrays[0].name + "'";
+    EXPECT_THAT(
+        [&] {
+          reducer.gather_parameters({&unknown, 1});
+        },
+        testing::ThrowsMessage<UsageError>(testing::HasSubstr(remedy)));
     NamedArray shorter = whole.arrays[0];
     shorter.array.count -= 1;
     EXPECT_TRUE(refused(shorter));

@@ -316,6 +316,22 @@ TEST(MicrobatchGuard, EndsOnce) {
   });
 }
 
+TEST(HasGradient, RefusesAnIndexThatThereIsNot) {
+  run_mesh({1, 1}, [](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    reducer.register_parameter({.name = "w", .shape = {5}});
+    EXPECT_FALSE(reducer.has_gradient(0));
+    for (const int parameter : {-1, 1}) {
+      const auto error =
+          caught<UsageError>([&] { static_cast<void>(reducer.has_gradient(parameter)); });
+      ASSERT_TRUE(error);
+      EXPECT_EQ(std::string(error->what()),
+                "reducer: has_gradient: expected a parameter index below 1, got " +
+                    std::to_string(parameter));
+    }
+  });
+}
+
 TEST(Registration, RefusesBadOptions) {
   run_mesh({1, 1}, [](const Mesh& mesh) {
     for (const ReducerOptions& bad :

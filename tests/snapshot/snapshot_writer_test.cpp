@@ -118,6 +118,30 @@ TEST(SnapshotFile, ReplacesAnEarlierOneWholly) {
   EXPECT_EQ(names_in(folder / "s"), (std::vector<std::string>{"rank_00000.h5"}));
 }
 
+// Of a larger mesh: files of ranks that the new one does not have are gone, others stay.
+TEST(SnapshotFile, ReplacesAnEarlierOneOfALargerMesh) {
+  const TemporaryDirectory folder;
+  write_mesh(folder / "s", some_gradients(1), mesh_info(2, 2));
+  write_bytes(folder / "s/rank_7.h5", {'x'});
+  write_bytes(folder / "s/rank_00007.h5.old", {'x'});
+  SnapshotInfo info = mesh_info(1, 2);
+  info.id = "another";
+  const auto gradients = some_gradients(2);
+  info.rank = 1;
+  write_snapshot_file(folder / "s", info, slices_of(gradients, info));
+  EXPECT_THROW(static_cast<void>(Snapshot::open(folder / "s")), SnapshotError);
+  EXPECT_TRUE(std::filesystem::exists(folder / "s/rank_00003.h5"));
+  info.rank = 0;
+  write_snapshot_file(folder / "s", info, slices_of(gradients, info));
+  EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0), gradients[0].data);
+  EXPECT_EQ(names_in(folder / "s"), (std::vector<std::string>{"rank_00000.h5", "rank_00001.h5",
+                                                              "rank_00007.h5.old", "rank_7.h5"}));
+  // Plain arrays of one rank, into the same folder.
+  write_snapshot(folder / "s", mesh_info(1, 1, "full"),
+                 slices_of(gradients, mesh_info(1, 1, "full")));
+  EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0), gradients[0].data);
+}
+
 // Small file systems, in a mount namespace of a child: too small for the data, for the structure,
 // for anything.
 int fill_disks(const std::filesystem::path& folder) {

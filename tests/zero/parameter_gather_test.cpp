@@ -263,6 +263,20 @@ TEST(ParameterGather, RefusesWhatDoesNotFit) {
     ParameterGather gather(reducer, parameters.gathered(true));
     EXPECT_THAT([&] { gather.wait("unknown"); },
                 testing::ThrowsMessage<UsageError>(HasSubstr("'unknown'")));
+    for (const int number : {-1, 99}) {
+      const auto refused = [&](const std::string& what, const std::function<void()>& call) {
+        EXPECT_THAT(call, testing::ThrowsMessage<UsageError>(
+                              HasSubstr("zero: parameter gather: expected " + what + " below ")));
+      };
+      Stream stream = Stream::inline_host();
+      refused("a unit", [&] { static_cast<void>(gather.unit(number)); });
+      refused("a unit", [&] { gather.start(number, {}); });
+      refused("a parameter index", [&] { static_cast<void>(gather.ready(number)); });
+      refused("a parameter index", [&] { gather.wait(number); });
+      refused("a parameter index", [&] { gather.wait(number, stream); });
+      refused("a parameter index", [&] { gather.rebind(number, {}); });
+    }
+    gather.wait(0);  // nothing was started
     parameters.update_masters(1);
     gather.start_all({});
     gather.wait_all();

@@ -154,7 +154,8 @@ struct Fault {
 
 std::vector<Fault> faults() {
   return {
-      {"exception", [](OneParameter&) { throw std::runtime_error("own"); }, "left without end()"},
+      {"exception", [](OneParameter&) { throw std::runtime_error("own"); },
+       "its block raised an exception"},
       {"abandoned", [](OneParameter& one) { one.reducer.abandon_step("no more"); }, "no more"},
       {"open_microbatch", [](OneParameter& one) { one.reducer.begin_microbatch(); },
        "every microbatch inside of the window ended"},
@@ -229,6 +230,21 @@ TEST_P(WindowFault, DropsTheStepOnAllRanks) {
 
 INSTANTIATE_TEST_SUITE_P(Faults, WindowFault, testing::ValuesIn(faults()),
                          [](const auto& row) { return row.param.label; });
+
+// A forgotten end() is told to all ranks, also by what they ask of the step later.
+TEST(Window, IsLeftWithoutItsEnd) {
+  run_mesh({1, 2}, [](const Mesh& mesh) {
+    OneParameter one(mesh);
+    {
+      const CoalescedWindow window({&one.reducer});
+      one.pass();
+    }
+    EXPECT_THAT(refusal([&] { static_cast<void>(one.reducer.grad_norm()); }),
+                HasSubstr("got one that was dropped by rank " + std::to_string(mesh.rank()) +
+                          " of 2: its window was left without end()"));
+    one.expect_clean_step();
+  });
+}
 
 // The end of a window whose step was dropped inside of it says so.
 TEST(Window, EndsWithAnErrorWhenItsStepIsGone) {

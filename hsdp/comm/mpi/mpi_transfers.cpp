@@ -13,18 +13,15 @@
 #include "hsdp/comm/mpi/mpi_library.h"
 
 namespace hsdp::comm {
-namespace {
-
-struct Message {
-  std::byte* data = nullptr;
-  std::size_t left = 0;  // not yet handed to MPI
-  int peer = 0;
-  bool is_sent = false;
-};
-
-}  // namespace
 
 struct MpiTransfers::Pending {
+  struct Message {
+    std::byte* data = nullptr;
+    std::size_t left = 0;  // not yet handed to MPI
+    int peer = 0;
+    bool is_sent = false;
+  };
+
   std::shared_ptr<MpiLink> link;
   MPI_Comm comm = MPI_COMM_NULL;
   int tag = 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pathlib
@@ -105,6 +106,7 @@ class Launcher:
         folder.mkdir()
         job = {
             "size": size,
+            "file": inspect.getfile(function),
             "function": function.__name__,
             "arguments": arguments,
             "folder": str(folder),

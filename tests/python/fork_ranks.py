@@ -25,6 +25,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def load(file: pathlib.Path) -> ModuleType:
+    if file.stem in sys.modules:
+        return sys.modules[file.stem]
     sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
@@ -87,24 +89,25 @@ def lead(children: set[int]) -> int:
     return first
 
 
-def run_rank(module: ModuleType, job: dict[str, Any], rank: int) -> None:
+def run_rank(job: dict[str, Any], rank: int) -> None:
     """All ranks make the same torch models, but where the test seeds them otherwise."""
     die_with_parent()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    module = load(pathlib.Path(job["file"]))
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
     result = getattr(module, job["function"])(*job["arguments"])
     pathlib.Path(job["folder"], f"{rank}.json").write_text(json.dumps(result))
 
 
-def run_job(module: ModuleType, job: dict[str, Any]) -> None:
+def run_job(job: dict[str, Any]) -> None:
     """Returns on a rank alone, to end as a program does: with all that is done at its exit."""
     prepare_leader(job)
     children: set[int] = set()
     for rank in range(job["size"]):
         child = os.fork()
         if child == 0:
-            return run_rank(module, job, rank)
+            return run_rank(job, rank)
         children.add(child)
     status = lead(children)
     pathlib.Path(job["folder"], "status").write_text(str(status))
@@ -112,12 +115,12 @@ def run_job(module: ModuleType, job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    module = load(pathlib.Path(sys.argv[1]))
+    load(pathlib.Path(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for leaders
     for line in sys.stdin:
         leader = os.fork()
         if leader == 0:
-            return run_job(module, json.loads(line))
+            return run_job(json.loads(line))
         print(leader, flush=True)
 
 

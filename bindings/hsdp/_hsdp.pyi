@@ -228,7 +228,7 @@ class Reducer:
         """Whether microbatches have ended that are not in a result yet."""
 
     def step_dropped(self) -> bool:
-        """The last one that began."""
+        """Whether the last step that began was dropped."""
 
     def has_gradient(self, parameter: int) -> bool:
         """Whether one was handed over in the step that is begun and not ended."""

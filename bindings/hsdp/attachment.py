@@ -75,8 +75,9 @@ class Attachment(Protocol):
         """What this side knows of an error at the end of a microbatch, or the error as it is."""
         ...
 
-    def gather_gradients(self) -> None:
-        """Puts the whole mean where the framework's optimizers look for it."""
+    def gather_gradients(self) -> bool:
+        """Puts the whole mean where the framework's optimizers look for it. Whether there was any."""
+        ...
 
     def clipping(self, caller: str) -> None:
         """Raises where the result must not be clipped as it is now."""

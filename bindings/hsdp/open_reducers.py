@@ -17,14 +17,14 @@ GRACE_S = 10.0
 open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
-def leave(reducer: Reducer, reason: str) -> None:
+def leave(reducer: Reducer, reason: str, grace_s: float) -> None:
     """Closes it on a rank that will not go on. The others hear that its step is dropped. Where one
-    does not within GRACE_S, as it waits for this rank elsewhere, in torch.distributed say, the mesh
+    does not in that time, as it waits for this rank elsewhere, in torch.distributed say, the mesh
     ends on every rank.
     """
     try:
-        reducer._leave(reason, GRACE_S)
-    except Error:  # why this rank leaves matters more
+        reducer._leave(reason, grace_s)
+    except Exception:  # why this rank leaves matters more
         pass
 
 
@@ -39,4 +39,4 @@ def _end_open_reducers() -> None:
         except Error as error:
             print(f"hsdp: a snapshot was lost: {error}", file=sys.stderr)
         if reducer._is_in_step():
-            leave(reducer, "its program ended within a step")
+            leave(reducer, "its program ended within a step", GRACE_S)

@@ -115,9 +115,9 @@ class ReducerResults:
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))
             return
-        for attachment in self._attached("gather_gradients"):
-            attachment.gather_gradients()
-        warn_of_no_gradients([self._handle], "gather_gradients")
+        had_some = [each.gather_gradients() for each in self._attached("gather_gradients")]
+        if not any(had_some):
+            warn_of_no_gradients(f"{self._who or 'reducer'}: gather_gradients")
 
     def _attached(self, call: str) -> list[Attachment]:
         if not self._attachments:

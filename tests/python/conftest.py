@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -24,6 +24,13 @@ def program(name: str) -> str:
     """hsdp_run or hsdp_check: of the build under test, else of the environment."""
     folder = os.environ.get("HSDP_TOOLS")
     return str(pathlib.Path(folder) / name) if folder else name
+
+
+def is_readable(descriptor: int, limit_s: float) -> bool:
+    """Or, of a process, over; waits for it."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * limit_s))
 
 
 class Job:
@@ -49,10 +56,11 @@ class Job:
 
     @property
     def output(self) -> str:
-        return (self.folder / "output").read_text(errors="replace")
+        path = self.folder / "output"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def _ended(self, limit_s: float) -> bool:
-        return self.end is None or bool(select.select([self.end], [], [], limit_s)[0])
+        return self.end is None or is_readable(self.end, limit_s)
 
     def _result(self, rank: int) -> Any:
         path = self.folder / f"{rank}.json"
@@ -60,7 +68,8 @@ class Job:
 
     def kill(self) -> None:
         if not self._ended(0):
-            os.killpg(self.leader, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.leader, signal.SIGKILL)
             self._ended(20)
         if self.end is not None:
             os.close(self.end)
@@ -82,15 +91,22 @@ class Forks:
     def start(self, job: dict[str, Any]) -> int:
         """The process id of the job's leader."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        if not is_readable(self.process.stdout.fileno(), LIMIT_S):
+            pytest.fail(f"fork_ranks.py did not import the test file within {LIMIT_S} s")
         answer = self.process.stdout.readline()
         if not answer:
             pytest.fail(f"fork_ranks.py ended with {self.process.wait()}")
         return int(answer)
 
     def close(self) -> None:
-        self.process.communicate()
+        try:
+            self.process.communicate(timeout=20)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
 
 
 class Launcher:

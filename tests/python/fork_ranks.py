@@ -1,12 +1,14 @@
 """Runs jobs of a test file: fork_ranks.py FILE, and then one job in each line of standard input.
 
 FILE is imported once, as that takes longer than most jobs. For each job a fork leads it, whose forks are the
-ranks; its process id is answered. A job leaves in its folder what was printed (`output`), what the function
+ranks; its process id is answered. Ranks so share the seed of string hashes; those of examples and pages,
+which hsdp_run starts, do not. A job leaves in its folder what was printed (`output`), what the function
 returned on each rank (`0.json`) and, at its end, the first status that is not 0 (`status`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -25,8 +27,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def load(file: pathlib.Path) -> ModuleType:
-    if file.stem in sys.modules:
-        return sys.modules[file.stem]
+    known = sys.modules.get(file.stem)
+    if known is not None and known.__file__ == str(file):
+        return known
     sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
@@ -44,12 +47,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def fork() -> int:
+    """A child ends when its parent does."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    return child
 
 
 def prepare_leader(job: dict[str, Any]) -> None:
-    die_with_parent()
     os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(job["cwd"])
@@ -91,7 +100,6 @@ def lead(children: set[int]) -> int:
 
 def run_rank(job: dict[str, Any], rank: int) -> None:
     """All ranks make the same torch models, but where the test seeds them otherwise."""
-    die_with_parent()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     module = load(pathlib.Path(job["file"]))
     if "torch" in sys.modules:
@@ -105,7 +113,7 @@ def run_job(job: dict[str, Any]) -> None:
     prepare_leader(job)
     children: set[int] = set()
     for rank in range(job["size"]):
-        child = os.fork()
+        child = fork()
         if child == 0:
             return run_rank(job, rank)
         children.add(child)
@@ -118,9 +126,11 @@ def main() -> None:
     load(pathlib.Path(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for leaders
     for line in sys.stdin:
-        leader = os.fork()
+        leader = fork()
         if leader == 0:
             return run_job(json.loads(line))
+        with contextlib.suppress(OSError):  # it is its own already, or has ended
+            os.setpgid(leader, leader)
         print(leader, flush=True)
 
 

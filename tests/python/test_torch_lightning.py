@@ -291,5 +291,5 @@ def test_what_is_not_supported() -> None:
 def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hsdp.integrations.lightning")
     monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", None)
-    with pytest.raises(ImportError, match="pip install lightning"):
+    with pytest.raises(ImportError, match="pip install 'lightning"):
         importlib.import_module("hsdp.integrations.lightning")

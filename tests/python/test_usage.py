@@ -608,7 +608,7 @@ def left_by_rank_1() -> str:
 
 
 def test_a_rank_that_left_within_a_step(ranks: Launcher) -> None:
-    assert ranks(2, left_by_rank_1)[0].startswith("end of a microbatch: rank 1 of 2 was lost")
+    assert "rank 1 of 2 was lost" in ranks(2, left_by_rank_1)[0]
 
 
 def fail_one_of_two() -> tuple[list[str], list[str]]:

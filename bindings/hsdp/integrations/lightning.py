@@ -11,7 +11,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "hsdp.integrations.lightning: expected the package lightning, got no "
-        f"{error.name}; install it with pip install lightning",
+        f"{error.name}; install it with pip install 'lightning>=2.6,<2.7'",
         name=error.name,
     ) from error
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import hsdp
 from hsdp.errors import UsageError
 from hsdp.mesh import as_mesh
-from hsdp.open_reducers import leave
+from hsdp.open_reducers import GRACE_S, leave
+from hsdp.step_blocks import reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -90,12 +91,16 @@ class TrainedModel:
     def close(self, error: BaseException | None = None) -> None:
         """Drops what is pending. Safe to call twice; `reducer.stats()` can be read after.
 
-        `error`: what ends the training on this rank. Others that wait for it in torch.distributed
-        are not waited for.
+        `error`: what ends the training on this rank. Others that do not hear of it, as they wait for
+        this rank in torch.distributed, are not waited for; but on a mesh of the user's, which stays.
         """
-        if self.reducer is not None and error is not None:
-            leave(self.reducer, f"{type(error).__name__}: {error}")
-        elif self.reducer is not None:
+        if error is not None and self.is_open:
+            reason = reason_of("training raised", error)
+            if self._own_mesh is not None:
+                leave(self.opened(), reason, GRACE_S)
+            else:
+                self.opened().abandon_step(reason)
+        if self.reducer is not None:
             self.reducer.close()
         if self._own_mesh is not None:
             self._own_mesh.close()

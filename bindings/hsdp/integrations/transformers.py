@@ -12,7 +12,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "hsdp.integrations.transformers: expected the packages transformers and accelerate, got no "
-        f"{error.name}; install them with pip install accelerate transformers",
+        f"{error.name}; install them with "
+        "pip install 'accelerate>=1.15,<1.16' 'transformers>=5.23,<5.25'",
         name=error.name,
     ) from error
 

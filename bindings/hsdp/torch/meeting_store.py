@@ -65,10 +65,12 @@ class MeetingStore:
             newest = self._store.get("attempt").decode()
             if attempt and self._store.check([f"{attempt}/all"]):
                 heard, answer = json.loads(self._store.get(f"{attempt}/all"))
-                if heard[rank - 1] == nonce:
+                if nonce in heard:
                     answers.append(answer)
                     return True
             if newest != attempt:
+                if attempt:  # rank 0 is done with that one
+                    self._store.delete_key(f"{attempt}/rank {rank}")
                 attempt = newest
                 self._store.set(f"{attempt}/rank {rank}", json.dumps([nonce, word]))
             return False

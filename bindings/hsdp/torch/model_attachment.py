@@ -291,8 +291,8 @@ class ModelAttachment:
         """Says of a missing gradient that its parameter was frozen."""
         return frozen_since(self._parameters, error)
 
-    def gather_gradients(self) -> None:
-        """Sets every p.grad to the whole mean gradient."""
+    def gather_gradients(self) -> bool:
+        """Sets every p.grad to the whole mean gradient. Whether there was any."""
         self._unused = unused_names(self._handle, "gather_gradients")
         grads = {
             name: self._gathered_gradients.take(name, p)
@@ -311,6 +311,7 @@ class ModelAttachment:
             parameter.grad = grad
         self._placed = self._gathered = True
         self.result.gathered()
+        return bool(grads)
 
     def clipping(self, caller: str) -> None:
         """UsageError where a clipped result would be wrong: part of it is scaled, or clipped."""

@@ -246,6 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         #: the norm of all gradients before the last step clipped them
         self.grad_norm: Any = None
         self._skipped: Any = False
+        self._found_none = False  # no gradient of any parameter, on any rank
 
     @property
     def _who(self) -> str:
@@ -402,6 +403,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "those of the step before; end the step with last=True between two calls of step()",
                 )
         self._require_usable()
+        self._found_none = False
         with self._ending_the_mesh("step"), torch.no_grad():
             if self._skips_by_itself():
                 self._skipped = self._inner.found_inf = self._found_inf_tensor()
@@ -416,8 +418,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
             for reducer, step in zip(self._reducers, steps, strict=True):
                 take(reducer, step, self._names[reducer])
-        if not self.step_was_skipped:
-            warn_of_no_gradients((one._handle for one in self._reducers), "step")
+        if self._found_none:
+            warn_of_no_gradients("zero: ShardedOptimizer.step")
         return loss
 
     # Before other ranks wait for this one.
@@ -491,6 +493,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _without_unused(self) -> Iterator[list[ParameterSlice]]:
         names = {one: unused_names(one._handle, "step") for one in self._reducers}
         unused = [shard for shard in self._shards if shard.name in names[shard.reducer]]
+        if unused and len(unused) == len(self._shards):
+            self._found_none = all(
+                len(names[one]) == len(one.parameters) for one in self._reducers
+            )
         gradients = [shard.master.grad for shard in unused]
         for shard in unused:
             shard.master.grad = None

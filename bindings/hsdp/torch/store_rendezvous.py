@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import pathlib
 import secrets
 import socket
 from datetime import timedelta
@@ -134,15 +133,13 @@ def _secret_source() -> str:
     if file and not _is_readable(file):
         return _UNREADABLE
     if _has_secret():
-        return "HSDP_SECRET"
+        return "HSDP_SECRET or HSDP_SECRET_FILE"
     return "HSDP_TRUST_STORE" if _trusted() else _NONE
 
 
+# Not read, as it may be a pipe.
 def _is_readable(file: str) -> bool:
-    try:
-        return bool(pathlib.Path(file).read_bytes())
-    except OSError:
-        return False
+    return os.access(file, os.R_OK)
 
 
 def _require_one_source(sources: list[str]) -> None:

@@ -411,6 +411,16 @@ def test_an_overflow_skips_the_step(ranks: Launcher) -> None:
     assert ranks(2, run_overflow) == [{"steps": [2.0], "calls": 3}] * 2
 
 
+class OnAGpu(torch.Tensor):
+    """Whoever asks for its value waits for the device."""
+
+    in_step = False
+
+    def __bool__(self) -> bool:
+        assert not OnAGpu.in_step
+        return bool(self.as_subclass(torch.Tensor))
+
+
 def run_on_the_host(dtype: str, fused: bool, layout: str) -> list[bool]:
     """Masters and states in other memory, as beside a GPU: the same bits as without. With `fused`
     the update skips by itself, too."""
@@ -424,6 +434,8 @@ def run_on_the_host(dtype: str, fused: bool, layout: str) -> list[bool]:
                 sharded_optimizer._is_offloaded = lambda offload, reducer: True
                 if fused:
                     ShardedOptimizer._skips_by_itself = ShardedOptimizer._is_fused
+                    found = ShardedOptimizer._found_inf_tensor
+                    ShardedOptimizer._found_inf_tensor = lambda self: found(self).as_subclass(OnAGpu)
             options = {"lr": 1e-2, "max_grad_norm": 3.0, "fused": fused}
             runs.append((model, *sharded(mesh, model, layout=layout, **options)))
         for seed in range(6):
@@ -432,7 +444,9 @@ def run_on_the_host(dtype: str, fused: bool, layout: str) -> list[bool]:
                     assign(model, seed, mesh.rank)
                     if seed == 2 and mesh.rank == 1:
                         model[0].weight.grad[0, 0] = torch.inf
+                OnAGpu.in_step = True
                 optimizer.step()
+                OnAGpu.in_step = False
                 assert optimizer.step_was_skipped is (seed == 2)
                 if seed == 3:
                     model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})

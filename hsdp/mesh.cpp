@@ -215,6 +215,19 @@ void Mesh::close() {
 
 bool Mesh::closed() const { return !state_ || !state_->world; }
 
+namespace {
+
+// A stale set of another launcher's variables may have been believed.
+std::string with_size_source(const std::string& message) {
+  try {
+    return message + " (the job's size is " + comm::size_source(comm::detect_launch()) + ")";
+  } catch (const Error&) {  // no descriptor is free to look at the launcher
+    return message;
+  }
+}
+
+}  // namespace
+
 Mesh init_mesh(const MeshOptions& options) {
   check_timeout(options);  // the rest when all ranks can be told
   WorldOptions world;
@@ -226,10 +239,9 @@ Mesh init_mesh(const MeshOptions& options) {
   try {
     return {job, options};
   } catch (const UsageError& error) {
-    if (std::int64_t{options.replicate} * options.shard == job.size()) throw;
-    // A stale set of another launcher's variables may have been believed.
-    throw UsageError(std::string(error.what()) + " (the job's size is " +
-                     comm::size_source(comm::detect_launch()) + ")");
+    const bool fits = std::int64_t{options.replicate} * options.shard == job.size();
+    if (fits || !options.ranks.empty()) throw;
+    throw UsageError(with_size_source(error.what()));
   }
 }
 

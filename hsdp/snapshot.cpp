@@ -15,6 +15,7 @@ namespace hsdp {
 namespace {
 
 constexpr std::size_t kMaxNamedMissing = 8;  // in messages
+constexpr const char* kMixedRemedy = "; if ranks are still saving, wait for them; else save again";
 
 [[noreturn]] void fail(const std::filesystem::path& path, const std::string& what) {
   throw SnapshotError("snapshot: " + printable(path.string()) + ": " + what);
@@ -51,8 +52,8 @@ void check_complete(const std::filesystem::path& directory,
   }
   if (found.rbegin()->first >= file_count) {
     fail(directory, "mixed: " + found.rbegin()->second.filename().string() +
-                        " is of another run; expected " + std::to_string(file_count) +
-                        " files; delete the folder and save again");
+                        " is of another run; expected " + std::to_string(file_count) + " files" +
+                        kMixedRemedy);
   }
 }
 
@@ -125,7 +126,7 @@ void Snapshot::Files::check_agreement() const {
     if (!difference.empty()) {
       fail(path, "mixed: " + files.front().path().filename().string() + " and " +
                      file.path().filename().string() + " differ: " + printable(difference) +
-                     "; delete the folder and save again");
+                     kMixedRemedy);
     }
   }
 }

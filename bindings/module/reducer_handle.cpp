@@ -4,8 +4,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <exception>
 #include <mutex>
 #include <stop_token>
+#include <system_error>
 #include <thread>
 
 #include "bindings/module/held_object.h"
@@ -146,17 +148,30 @@ void ReducerHandle::end_window(std::int64_t backwards) {
 }
 
 void ReducerHandle::leave(const std::string& reason, double grace_s) {
-  const std::jthread timer([&](const std::stop_token& over) {
+  const auto end_in_time = [&](const std::stop_token& over) {
     std::mutex mutex;
     std::unique_lock lock(mutex);
     std::condition_variable_any changed;
     changed.wait_for(lock, over, std::chrono::duration<double>(grace_s), [] { return false; });
     if (!over.stop_requested()) interrupt_(reason);
-  });
-  call([reason](Reducer& reducer) {
-    reducer.abandon_step(reason);
-    reducer.close();
-  });
+  };
+  const auto call_within_grace = [&](auto task) {
+    std::jthread timer;
+    try {
+      timer = std::jthread(end_in_time);
+    } catch (const std::system_error&) {  // no more threads: then the mesh's timeout is the bound
+    }
+    call(std::move(task));
+  };
+  call_within_grace([reason](Reducer& reducer) { reducer.abandon_step(reason); });
+  std::exception_ptr lost_snapshot;
+  try {
+    call_alone([](Reducer& reducer) { reducer.flush_snapshots(); });
+  } catch (const Error&) {
+    lost_snapshot = std::current_exception();
+  }
+  call_within_grace([](Reducer& reducer) { reducer.close(); });
+  if (lost_snapshot) std::rethrow_exception(lost_snapshot);
 }
 
 void ReducerHandle::wait_packed() {

@@ -37,9 +37,9 @@ class ReducerHandle {
   void begin_microbatch(const MicrobatchOptions& options);
   void end_microbatch();
   void end_window(std::int64_t backwards);
-  // Drops the step and closes the Reducer, on a rank that does not come back. Peers that do not
-  // answer within that time, as they wait for this rank elsewhere, are not waited for: the mesh
-  // ends.
+  // Drops the step, writes the snapshots and closes the Reducer, on a rank that does not come back.
+  // The disk may take its time. Peers that do not answer within the grace, as they wait for this
+  // rank elsewhere, are not waited for: the mesh ends.
   void leave(const std::string& reason, double grace_s);
   // On a GPU: the caller's stream goes on after the gradients so far are packed.
   void wait_packed();

@@ -464,12 +464,14 @@ std::string Steps::missing_message() const {
   const std::vector<int> missing = frozen_->collector().missing();
   if (missing.empty()) return {};
   const std::string rank = comm::ranks_text({groups_.world.rank()}, groups_.world.size());
-  Message message{.where = ledger_.in_window() ? "reducer: end_window" : "reducer: end_microbatch",
+  const std::string place = ledger_.in_window() ? "window" : "microbatch";
+  Message message{.where = "reducer: end_" + place,
                   .expected = "a gradient for every parameter",
                   .got = "none at all (" + rank + ")",
                   .remedy =
                       "run the backward pass (loss.backward()), or call gradient_ready, inside "
-                      "the microbatch"};
+                      "the " +
+                      place + ", or use missing=\"zero\" when parameters may go unused"};
   if (std::ssize(missing) < parameters_.size()) {
     std::string names = "'" + parameters_.spec(missing.front()).name + "'";
     if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";

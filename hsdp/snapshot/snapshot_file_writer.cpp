@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <limits>
 #include <random>
 #include <string>
@@ -98,6 +99,15 @@ void fill_checksum_table(std::span<const std::uint64_t> checksums, std::uint64_t
   std::memcpy(structure.front.data() + offset, checksums.data(), checksums.size_bytes());
 }
 
+// What else has such a name is not ours to remove.
+bool is_snapshot_file(const std::filesystem::path& path) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(std::filesystem::symlink_status(path, error))) return false;
+  std::string magic(kSnapshotMagic.size(), '\0');
+  std::ifstream(path, std::ios::binary).read(magic.data(), std::ssize(magic));
+  return magic == kSnapshotMagic;
+}
+
 // Those of a larger mesh that has saved there before, with which no reader would take the new
 // files.
 void remove_rank_files_from(int first, const std::filesystem::path& folder) {
@@ -105,7 +115,8 @@ void remove_rank_files_from(int first, const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> old;
   for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end;
        it.increment(error)) {
-    if (rank_of_file(it->path().filename().string()) >= first) old.push_back(it->path());
+    if (rank_of_file(it->path().filename().string()) < first) continue;
+    if (is_snapshot_file(it->path())) old.push_back(it->path());
   }
   for (const std::filesystem::path& file : old) {
     if (!error) std::filesystem::remove(file, error);

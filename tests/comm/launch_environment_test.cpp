@@ -240,7 +240,8 @@ TEST(LaunchEnvironmentTest, AgentsOfTorchrunHaveNoCommonRestartCount) {
 
 TEST(LaunchEnvironmentTest, WhoSaysTheSizeIsNamed) {
   EXPECT_EQ(size_source(detect(kSlurmMap)), "6 by SLURM_NTASKS of Slurm");
-  EXPECT_EQ(size_source(detect(merged(kTorchrunMap, kSlurmMap))), "8 by WORLD_SIZE of torchrun");
+  EXPECT_EQ(size_source(detect(merged(kTorchrunMap, kSlurmMap))),
+            "8 by WORLD_SIZE of hsdp_run or torchrun");
   EXPECT_EQ(size_source(detect({})), "1, without a launcher's variables");
 }
 

@@ -26,9 +26,10 @@ TEST_F(RendezvousTest, MissingRanksAreNamed) {
     return outcome_of([] { static_cast<void>(connect(milliseconds(700))); });
   });
   for (const int rank : {0, 2}) {
-    expect_failure(
-        outcomes[static_cast<std::size_t>(rank)], kTimedOut,
-        {"rendezvous", "ranks 1, 3 of 4 did not join within 0.70 s", "at fault 1", "at fault 3"});
+    expect_failure(outcomes[static_cast<std::size_t>(rank)], kTimedOut,
+                   {"rendezvous: ranks 1, 3 of 4 did not join within 0.70 s; check that all ranks "
+                    "were started and still run\"",
+                    "at fault 1", "at fault 3"});
   }
 }
 

@@ -1,9 +1,13 @@
 // The rendezvous over TCP, with strangers at the door.
+#include "hsdp/comm/rendezvous/tcp_rendezvous.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sched.h>
+#include <sys/mount.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -11,6 +15,8 @@
 #include <array>
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +26,7 @@
 #include "hsdp/comm/rendezvous/join_listener.h"
 #include "hsdp/comm/unique_fd.h"
 #include "tests/comm/tcp_door.h"
+#include "tests/support/temporary_directory.h"
 
 namespace hsdp::comm {
 namespace {
@@ -206,7 +213,7 @@ TEST_F(TcpRendezvousTest, AWrongSecretIsTurnedAwayAndToldWhy) {
 TEST_F(TcpRendezvousTest, AWrongSecretNamesTheVariable) {
   const auto outcomes = run_processes(2, hosts(), [](int rank) {
     if (rank == 1) ::setenv("HSDP_SECRET", "a guess", 1);
-    return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
+    return outcome_of([] { static_cast<void>(connect(milliseconds(3'000))); });
   });
   expect_failure(outcomes[0], kTimedOut,
                  {"rank 1 of 2 did not join within",
@@ -222,6 +229,45 @@ TEST_F(TcpRendezvousTest, WhyRank0IsNotReachedIsSaid) {
     return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
   });
   expect_failure(outcomes[1], kTimedOut, {"(Connection refused, and HSDP_ADDR is a loopback here"});
+}
+
+TEST_F(TcpRendezvousTest, Rank0OnALoopbackSaysSo) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    if (rank == 1) return 0;
+    return outcome_of([] { static_cast<void>(connect(milliseconds(600))); });
+  });
+  expect_failure(outcomes[0], kTimedOut, {"set HSDP_ADDR, if they", ": 127.0.0.1 is a loopback"});
+}
+
+// Of a name with two addresses; in a mount namespace, which may give it to a name.
+int knock_where_the_first_address_answers(const std::filesystem::path& names) {
+  const UniqueFd door(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  address.sin6_addr = in6addr_loopback;
+  socklen_t length = sizeof address;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  if (::bind(door.get(), generic, length) != 0 || ::listen(door.get(), 8) != 0 ||
+      ::getsockname(door.get(), generic, &length) != 0 || ::unshare(CLONE_NEWNS) != 0 ||
+      ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+      ::mount(names.c_str(), "/etc/hosts", nullptr, MS_BIND, nullptr) != 0) {
+    return 77;
+  }
+  const Knock knock =
+      connect_tcp_hub("two.test", ntohs(address.sin6_port), kJobSecret, milliseconds(300));
+  note(knock.problem);
+  return knock.somebody_listens && !knock ? 0 : 1;
+}
+
+TEST_F(TcpRendezvousTest, AFailedProofTellsMoreThanARefusalElsewhere) {
+  const test::TemporaryDirectory folder;
+  std::ofstream(folder / "hosts") << "::1 two.test\n127.0.0.1 two.test\n";
+  const auto outcomes = run_processes(
+      1, {}, [&](int) { return knock_where_the_first_address_answers(folder / "hosts"); });
+  if (outcomes[0].exit_code == 77) GTEST_SKIP() << "no right to mount, or no IPv6";
+  EXPECT_EQ(outcomes[0].exit_code, 0) << outcomes[0].error;
+  EXPECT_THAT(outcomes[0].notes,
+              ::testing::ElementsAre(HasSubstr("does not prove this job's secret")));
 }
 
 TEST_F(TcpRendezvousTest, AgentsOfTorchrunMayCountRestartsApart) {
@@ -272,11 +318,37 @@ TEST_F(TcpRendezvousTest, StepsWithOneNameDoNotMix) {
 TEST_F(TcpRendezvousTest, Rank0SaysThatAnotherJobCalled) {
   const auto outcomes = run_processes(2, hosts(), [](int rank) {
     if (rank == 1) ::setenv("HSDP_JOB", "the other", 1);
-    return outcome_of([] { static_cast<void>(connect(milliseconds(1'000))); });
+    return outcome_of([] { static_cast<void>(connect(milliseconds(3'000))); });
   });
   expect_failure(outcomes[0], kTimedOut, {"ranks of job 'the other' called here", "HSDP_PORT"});
   expect_failure(outcomes[1], kMismatched,
                  {"give each its own", "set HSDP_JOB to one name on all of its ranks"});
+}
+
+TEST_F(TcpRendezvousTest, AnotherRestartIsNotAnotherJob) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    be_in_slurm_step("0", rank, 2);
+    forget_nodes();
+    ::setenv("SLURM_RESTART_COUNT", std::to_string(rank).c_str(), 1);
+    return outcome_of([] { static_cast<void>(connect(milliseconds(3'000))); });
+  });
+  expect_failure(outcomes[0], kTimedOut, {"rank 1 of 2 did not join within"});
+  EXPECT_THAT(outcomes[0].notes, ::testing::Each(::testing::Not(HasSubstr("called here"))));
+  expect_failure(outcomes[1], kMismatched, {"restart 0 on every rank", "restart 1"});
+}
+
+// They have one step's number in two jobs' names.
+TEST_F(TcpRendezvousTest, PartsOfAHeterogeneousStepHearOfHsdpJob) {
+  const auto outcomes = run_processes(2, hosts(), [](int rank) {
+    be_in_slurm_step("0", rank, 2);
+    forget_nodes();
+    ::unsetenv("HSDP_JOB");
+    ::setenv("SLURM_JOB_ID", std::to_string(12 + rank).c_str(), 1);
+    return outcome_of([] { static_cast<void>(connect(milliseconds(3'000))); });
+  });
+  expect_failure(outcomes[1], kMismatched,
+                 {"'Slurm step 12.0", "'Slurm step 13.0", "HSDP_PORT, give each its own",
+                  "set HSDP_JOB to one name on all of its ranks"});
 }
 
 TEST_F(TcpRendezvousTest, NodesOfSlurmDoNotMeetAtALoopback) {

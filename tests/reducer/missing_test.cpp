@@ -64,7 +64,10 @@ TEST(MissingGradient, IsAnErrorThatNamesParameterAndRankEverywhere) {
 }
 
 TEST(MissingGradient, OfEveryParameterSaysThatNoneCame) {
-  const std::string text = "got none at all (rank 1 of 4); run the backward pass";
+  const std::string text =
+      "got none at all (rank 1 of 4); run the backward pass (loss.backward()), or call "
+      "gradient_ready, inside the microbatch, or use missing=\"zero\" when parameters may go "
+      "unused";
   expect_dropped([](Reducer&, const StepCase&, int, int) {}, text, text);
 }
 

@@ -232,18 +232,24 @@ TEST(KilledWithChild, IsNoticedThoughItsChildLivesOn) {
 TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
   const auto outcomes = run_processes(2, {}, [](int rank) {
     Communicator job = connect_world();
-    bool told = false;
-    if (rank == 1) {
-      const auto error =
-          caught<UsageError>([] { const Mesh mesh = init_mesh({.replicate = 0, .shard = 2}); });
-      const std::string source = "(the job's size is 2 by WORLD_SIZE of torchrun)";
-      told = error && std::string(error->what()).ends_with(source);
-    } else {
-      const auto error = caught<MismatchError>([] { const Mesh mesh = init_mesh({.shard = 2}); });
-      told = error && error->ranks() == std::vector<int>{1};
-    }
+    const auto told = [rank](const MeshOptions& bad, const std::string& begin,
+                             const std::string& end) {
+      if (rank == 0) {
+        const auto error = caught<MismatchError>([] { const Mesh mesh = init_mesh({.shard = 2}); });
+        return error && error->ranks() == std::vector<int>{1};
+      }
+      const auto error = caught<UsageError>([&] { const Mesh mesh = init_mesh(bad); });
+      if (!error) return false;
+      const std::string text = error->what();
+      const std::size_t found = text.find(" (the job's size is ");
+      return text.starts_with(begin) && text.substr(std::min(found, text.size())) == end;
+    };
+    const std::string source = " (the job's size is 2 by WORLD_SIZE of hsdp_run or torchrun)";
+    if (!told({.replicate = 0, .shard = 2}, "mesh: expected replicate and", source)) return 1;
+    // Of a part of the job the sizes need not be the job's.
+    if (!told({.replicate = 1, .shard = 3, .ranks = {{0, 1}}}, "mesh: ranks: ", "")) return 2;
     job.barrier();
-    return told ? 0 : 1;
+    return 0;
   });
   for (const RankOutcome& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
 }

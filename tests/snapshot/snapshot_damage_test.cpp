@@ -123,7 +123,9 @@ TEST_F(MixedSnapshot, RefusesFilesOfOtherRuns) {
   info = mesh_info(2, 2);
   info.step = 43;
   replace(info);
-  EXPECT_THAT(refuse(), HasSubstr("differ: step 42 and 43; delete the folder"));
+  EXPECT_THAT(
+      refuse(),
+      HasSubstr("differ: step 42 and 43; if ranks are still saving, wait for them; else save"));
   info = mesh_info(2, 2);
   info.partial = true;
   replace(info);
@@ -154,7 +156,9 @@ TEST_F(MixedSnapshot, RefusesFilesUnderWrongNames) {
   EXPECT_THAT(refuse(), HasSubstr("rank_00003.h5: mixed: the file is of rank 2"));
   replace(mesh_info(2, 2));
   std::filesystem::copy_file(folder_ / "s/rank_00002.h5", folder_ / "s/rank_00004.h5");
-  EXPECT_THAT(refuse(), HasSubstr("rank_00004.h5 is of another run; expected 4 files; delete"));
+  EXPECT_THAT(
+      refuse(),
+      HasSubstr("rank_00004.h5 is of another run; expected 4 files; if ranks are still saving"));
 }
 
 TEST_F(MixedSnapshot, RefusesSlicesThatDoNotTile) {

@@ -142,6 +142,23 @@ TEST(SnapshotFile, ReplacesAnEarlierOneOfALargerMesh) {
   EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0), gradients[0].data);
 }
 
+// Readers refuse the folder, but the data of others is theirs.
+TEST(SnapshotFile, RemovesNoFilesButSnapshots) {
+  const TemporaryDirectory folder;
+  write_mesh(folder / "s", some_gradients(1), mesh_info(2, 2));
+  const std::vector<char> foreign{'\x89', 'H', 'D', 'F'};
+  write_bytes(folder / "s/rank_00002.h5", foreign);
+  write_bytes(folder / "s/rank_00004.h5", {});
+  std::filesystem::create_directory(folder / "s/rank_00005.h5");
+  std::filesystem::create_symlink("rank_00000.h5", folder / "s/rank_00006.h5");
+  write_mesh(folder / "s", some_gradients(2), mesh_info(1, 1));
+  EXPECT_EQ(names_in(folder / "s"),
+            (std::vector<std::string>{"rank_00000.h5", "rank_00002.h5", "rank_00004.h5",
+                                      "rank_00005.h5", "rank_00006.h5"}));
+  EXPECT_EQ(file_bytes(folder / "s/rank_00002.h5"), foreign);
+  EXPECT_THROW(static_cast<void>(Snapshot::open(folder / "s")), SnapshotError);
+}
+
 // Small file systems, in a mount namespace of a child: too small for the data, for the structure,
 // for anything.
 int fill_disks(const std::filesystem::path& folder) {

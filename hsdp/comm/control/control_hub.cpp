@@ -1,6 +1,7 @@
 #include "hsdp/comm/control/control_hub.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
@@ -22,7 +23,15 @@ bool same_job(const std::string& a, const std::string& b) {
   return a == b || a.starts_with("parent-") || b.starts_with("parent-");
 }
 
-bool is_slurm_step(const std::string& job) { return job.find(kSlurmStepMark) != std::string::npos; }
+// The number of the Slurm step that a job is, "" where it is none. The id of the Slurm job, if it
+// is there, comes before: parts of a heterogeneous step differ in that.
+std::string_view slurm_step(std::string_view job) {
+  const std::size_t mark = job.rfind(kSlurmStepMark);
+  if (mark == std::string_view::npos) return {};
+  std::string_view step = job.substr(mark + std::string_view(kSlurmStepMark).size());
+  step = step.substr(0, step.find('@'));
+  return step.substr(step.rfind('.') + 1);
+}
 
 FrameBytes unanswered(const std::string& exchange) {
   AnswerFrame answer;
@@ -100,9 +109,11 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
                                    .text());
   }
   if (!is_of_this_job(join)) {
-    // Names of steps are Slurm's: one name for both would make one mesh of two programs.
+    // One name for two steps of Slurm would make one mesh of two programs.
     const std::string ports = "where two jobs or steps meet at one HSDP_PORT, give each its own";
-    const bool steps = is_slurm_step(own.job) && is_slurm_step(join.job);
+    const std::string_view own_step = slurm_step(own.job);
+    const std::string_view its_step = slurm_step(join.job);
+    const bool steps = !own_step.empty() && !its_step.empty() && own_step != its_step;
     WorldEnd alone = mismatch(
         join.rank,
         Message{.where = "rendezvous",
@@ -141,7 +152,7 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
 
 void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) {
   if (const auto problem = objection(join)) {
-    if (!is_of_this_job(join)) other_job_ = join.job;
+    if (!same_job(join.job, options_.own.job)) other_job_ = join.job;
     return refuse(std::move(link), *problem);
   }
   const int rank = join.rank;

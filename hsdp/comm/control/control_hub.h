@@ -51,6 +51,8 @@ class ControlHub {
 
   [[nodiscard]] bool all_joined() const { return welcomed_; }
   [[nodiscard]] bool ended() const { return ended_.has_value(); }
+  // Whose ranks called here last, "" when nobody's but this job's.
+  [[nodiscard]] const std::string& other_job() const { return other_job_; }
   // No other rank has anything more to send or to receive.
   [[nodiscard]] bool all_gone() const;
   [[nodiscard]] bool all_closed() const;  // said goodbye, or gone
@@ -106,7 +108,7 @@ class ControlHub {
   std::optional<WorldEnd> ended_;
   std::vector<Peer> peers_;
   std::deque<std::shared_ptr<ControlLink>> refused_;  // until they have read why
-  std::string other_job_;                             // whose ranks called here last
+  std::string other_job_;
   std::map<std::string, Exchange, std::less<>> exchanges_;
   std::map<std::uint64_t, std::string> exchange_names_;  // by hash
   // (waiting rank, wait id) -> since which of its beats it has waited for a rank that said goodbye.

@@ -19,11 +19,7 @@ void ControlHub::tick() {
   if (!welcomed_) {
     judge_vanished();
     if (ended_ || clock_.now() - started_ < options_.timeout) return;
-    std::string trouble = options_.trouble_at_door();
-    if (!other_job_.empty()) {
-      trouble =
-          "ranks of job '" + other_job_ + "' called here: give each job and step its own HSDP_PORT";
-    }
+    const std::string trouble = options_.trouble_at_door();
     WorldEnd world_end;
     world_end.failure.kind = FailureKind::kTimeout;
     world_end.failure.ranks = missing();

@@ -31,6 +31,7 @@ void ControlLoop::start_as_hub(int listener, const std::string& secret,
       io_, state_->clock(),
       ControlHub::Options{own_, welcome_secret, timeout_, [this] { return trouble_at_door(); }},
       [this](FrameType type, std::string_view body) { from_hub(type, body); });
+  door_is_tcp_ = !secret.empty();
   if (listener >= 0) {
     constexpr Millis kProofDeadline{5'000};
     JoinListener::Options options{secret, std::min(kProofDeadline, timeout_), own_.size - 1};
@@ -58,7 +59,11 @@ std::string ControlLoop::trouble_at_door() const {
   if (!callers.empty()) {
     return "callers from " + callers + " did not prove this job's secret: compare HSDP_SECRET";
   }
-  if (!own_.address.empty() && is_loopback(own_.address)) {
+  if (!hub_->other_job().empty()) {
+    return "ranks of job '" + hub_->other_job() +
+           "' called here: give each job and step its own HSDP_PORT";
+  }
+  if (door_is_tcp_ && is_loopback(own_.address)) {
     return "set HSDP_ADDR, if they are on other hosts, to an address that these reach: " +
            own_.address + " is a loopback; check that all ranks were started and still run";
   }

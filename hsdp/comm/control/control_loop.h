@@ -82,6 +82,7 @@ class ControlLoop {
   // Rank 0.
   std::unique_ptr<ControlHub> hub_;
   std::unique_ptr<JoinListener> listener_;
+  bool door_is_tcp_ = false;
   // The others.
   std::shared_ptr<ControlLink> link_;
   std::unique_ptr<ProcessWatch> hub_watch_;

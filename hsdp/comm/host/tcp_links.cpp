@@ -262,16 +262,18 @@ void Linker::call_later(Callee& callee, const std::string& reason) {
   callee.pause = std::min(2 * callee.pause, kLongestPause);
 }
 
-// A kernel answers for its processes, stopped ones too: silence is the network's. This comes before
-// the world's timeout, which knows no address.
+// A kernel answers for its processes, stopped ones too, until the listener's queue is full. This
+// comes before the world's timeout, which knows no address.
 void Linker::judge_silence(const Callee& callee) {
   constexpr Millis kPatience{30'000};  // as with a dead control link
-  const auto patience = std::min(kPatience, control_.timeout() * 3 / 4);
+  const auto patience = std::min(kPatience, control_.timeout() / 2);
   if (!callee.handshake || callee.handshake->is_connected()) return;
   const auto silent = std::chrono::duration_cast<Millis>(Clock::now() - callee.called);
   if (silent < patience) return;
-  give_up_on(callee, FailureKind::kTimeout,
-             "no answer within " + seconds_text(silent) + ", as where a firewall drops packets");
+  give_up_on(
+      callee, FailureKind::kTimeout,
+      "no answer within " + seconds_text(silent) +
+          ", as where a firewall drops packets, or where a stopped rank has too many callers");
 }
 
 void Linker::give_up_on(const Callee& callee, FailureKind kind, const std::string& reason) {

@@ -275,7 +275,9 @@ int LaunchEnvironment::common_restart_count() const {
 std::string size_source(const LaunchEnvironment& launch) {
   for (const FamilyVariables& names : kFamilies) {
     if (names.family == launch.family) {
-      return std::to_string(launch.size) + " by " + names.size + " of " + names.launcher;
+      const bool is_torchrun = names.family == LaunchFamily::kTorchrun;
+      return std::to_string(launch.size) + " by " + names.size + " of " +
+             (is_torchrun ? "hsdp_run or torchrun" : names.launcher);
     }
   }
   return std::to_string(launch.size) + ", without a launcher's variables";

@@ -149,11 +149,17 @@ Knock connect_tcp_hub(const std::string& address, int port, const std::string& s
   if (!addresses) knock.problem = "cannot resolve '" + address + "'";
   for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) {
     UniqueFd socket = open_socket(*one);
-    knock.problem = socket ? connect_socket(socket.get(), *one, limit) : std::strerror(errno);
-    if (!knock.problem.empty()) continue;
+    const std::string problem =
+        socket ? connect_socket(socket.get(), *one, limit) : std::strerror(errno);
+    if (!problem.empty()) {
+      // Who listens at another address of the name tells more.
+      if (!knock.somebody_listens) knock.problem = problem;
+      continue;
+    }
     knock.somebody_listens = true;
     if (prove_secret(socket.get(), HandshakeRole::kConnecting, secret, kControlContext, limit)) {
       knock.socket = std::move(socket);
+      knock.problem.clear();
       break;
     }
     knock.problem =

@@ -159,19 +159,29 @@ TEST(TcpLinks, ACrowdOfStrangersPushesNobodyOut) {
   EXPECT_EQ(strangers.count(), 400U);
 }
 
-TEST(TcpLinks, AnotherSecretIsRefused) {
-  const auto controls = comm::in_process_control(2, std::chrono::seconds(2));
+// What each of two ranks is told by an all-reduce that fails so.
+template <typename Failure>
+std::vector<std::string> failures_of_two(std::chrono::seconds timeout,
+                                         const std::function<Stage(std::size_t rank)>& stage_of) {
+  const auto controls = comm::in_process_control(2, timeout);
   std::vector<std::string> messages(2);
   run_each(2, [&](std::size_t r) {
-    const Stage stage{.secret = r == 0 ? "the job's" : "another"};
+    const Stage stage = stage_of(r);
     Communicator world =
         comm::host_world(std::make_shared<StageControl>(controls[r], stage), TransportChoice::kTcp);
     std::vector<float> data(1'000);
     try {
       world.all_reduce(TensorView{data.data(), 1'000});
-    } catch (const RankError& error) {
+    } catch (const Failure& error) {
       messages[r] = error.what();
     }
+  });
+  return messages;
+}
+
+TEST(TcpLinks, AnotherSecretIsRefused) {
+  const auto messages = failures_of_two<RankError>(std::chrono::seconds(2), [](std::size_t r) {
+    return Stage{.secret = r == 0 ? "the job's" : "another"};
   });
   EXPECT_THAT(messages[0], HasSubstr("connect"));
   EXPECT_EQ(messages[0], messages[1]);
@@ -205,21 +215,11 @@ class SilentPort {
 
 TEST(TcpLinks, ThatAreDroppedNameTheAddress) {
   const SilentPort silent;
-  const auto controls = comm::in_process_control(2, std::chrono::seconds(4));
   const Stage stage{.told_address = [&](int rank, const std::string& address) {
     return rank == 0 ? "127.0.0.1 " + silent.number() + " token" : address;
   }};
-  std::vector<std::string> messages(2);
-  run_each(2, [&](std::size_t r) {
-    Communicator world =
-        comm::host_world(std::make_shared<StageControl>(controls[r], stage), TransportChoice::kTcp);
-    std::vector<float> data(1'000);
-    try {
-      world.all_reduce(TensorView{data.data(), 1'000});
-    } catch (const TimeoutError& error) {
-      messages[r] = error.what();
-    }
-  });
+  const auto messages =
+      failures_of_two<TimeoutError>(std::chrono::seconds(4), [&](std::size_t) { return stage; });
   EXPECT_THAT(
       messages[0],
       AllOf(HasSubstr("tcp: cannot connect to rank 0 of 2 at 127.0.0.1:" + silent.number() +

@@ -8,6 +8,7 @@ import os
 import pathlib
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,17 @@ def program(name: str) -> str:
     """hsdp_run or hsdp_check: of the build under test, else of the environment."""
     folder = os.environ.get("HSDP_TOOLS")
     return str(pathlib.Path(folder) / name) if folder else name
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_rank() -> int:
+    """Of a rank, by its launcher's variable; 0 elsewhere."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def is_readable(descriptor: int, limit_s: float) -> bool:

@@ -16,11 +16,12 @@ import os
 import pathlib
 import secrets
 import signal
-import socket
 import sys
 import time
 from types import ModuleType
 from typing import Any
+
+from conftest import free_port
 
 GRACE_S = 5.0  # for the others, when a rank has failed
 PR_SET_PDEATHSIG = 1
@@ -39,12 +40,6 @@ def load(file: pathlib.Path) -> ModuleType:
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")  # an optimizer's first step would import it
     return module
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fork() -> int:

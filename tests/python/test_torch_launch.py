@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-from conftest import program
+from conftest import free_port, program
 
 from hsdp.torch.meeting_store import MeetingStore
 
@@ -134,12 +133,6 @@ def test_torch_distributed_under_hsdp_run(tmp_path: pathlib.Path) -> None:
     )
     output = run(program("hsdp_run"), "-n", "2", sys.executable, str(tmp_path / "meet.py"))
     assert [f"[{rank}] 2" in output for rank in range(2)] == [True] * 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_two_hosts(

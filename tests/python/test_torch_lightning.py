@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, own_rank
 from same_tensors import differing_ranks, max_difference, parameters_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -46,7 +46,7 @@ class Model(pl.LightningModule):
         spare: bool = False,
     ) -> None:
         super().__init__()
-        torch.manual_seed(int(os.environ.get("RANK", "0")))  # rank 0's weights count
+        torch.manual_seed(own_rank())  # rank 0's weights count
         self.first = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh())
         self.middle = nn.Sequential(nn.Linear(12, 12), nn.Dropout(dropout), nn.Tanh())
         self.last = nn.Linear(12, 1)

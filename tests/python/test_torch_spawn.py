@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import free_port
 from hsdp.torch import distributed_launch, store_rendezvous
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -24,12 +24,6 @@ LIMIT_S = 120.0
 LIGHTNING = {"WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}", "NODE_RANK": "0"}
 NO_LOCAL_SIZE = {"RANK": "{rank}", "WORLD_SIZE": "{size}"}
 WHOLE = {**NO_LOCAL_SIZE, "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "{size}"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(size: int, function: Callable[..., Any], method: str, *arguments: Any) -> Any:

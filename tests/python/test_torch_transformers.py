@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, own_rank
 from same_tensors import differing_ranks, max_difference, parameters_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,7 +39,7 @@ WORDS, LENGTH = 32, 8
 
 
 def make_gpt2() -> Any:
-    torch.manual_seed(int(os.environ.get("RANK", "0")))  # rank 0's weights count
+    torch.manual_seed(own_rank())  # rank 0's weights count
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2,
@@ -60,7 +60,7 @@ class TwoBranches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(int(os.environ.get("RANK", "0")))
+        torch.manual_seed(own_rank())
         self.norm = nn.BatchNorm1d(LENGTH)
         self.branches = nn.ModuleList(nn.Linear(LENGTH, 1) for _ in range(3))
 

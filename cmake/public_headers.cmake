@@ -17,6 +17,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/dtype.h
   hsdp/error.h
   hsdp/gather_lane.h
+  hsdp/index_check.h
   hsdp/memory_count.h
   hsdp/mesh.h
   hsdp/reducer.h

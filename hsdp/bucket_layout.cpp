@@ -329,14 +329,8 @@ std::int64_t BucketLayout::slice_begin(int parameter, int rank) const {
                                   at.count);
 }
 
-void BucketLayout::refuse(int number, int count, std::string_view what) {
-  throw UsageError({.where = "bucket layout",
-                    .expected = std::string(what) + " below " + std::to_string(count),
-                    .got = std::to_string(number)});
-}
-
 Slice BucketLayout::slice(int parameter, int shard_rank) const {
-  require_below(shard_rank, shard_size_, "a rank");
+  check_index(kWhere, "a rank below", shard_rank, shard_size_);
   const std::int64_t begin = slice_begin(parameter, shard_rank);
   return {begin, slice_begin(parameter, shard_rank + 1) - begin};
 }

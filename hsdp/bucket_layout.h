@@ -18,6 +18,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "hsdp/dtype.h"
+#include "hsdp/index_check.h"
 #include "hsdp/row_cut.h"
 #include "hsdp/tensor_view.h"
 
@@ -96,8 +98,7 @@ class BucketLayout {
   [[nodiscard]] int parameter_count() const { return static_cast<int>(parameters_.size()); }
   // These and the following: UsageError for a parameter, rank or bucket that there is not.
   [[nodiscard]] const LayoutParameter& parameter(int parameter) const {
-    require_below(parameter, parameter_count(), "a parameter");
-    return parameters_[static_cast<std::size_t>(parameter)];
+    return parameters_[check_index(kWhere, "a parameter below", parameter, parameter_count())];
   }
   [[nodiscard]] Slice slice(int parameter, int shard_rank) const;
   // The slices of one parameter over all shard ranks, as a cut of the flattened parameter.
@@ -138,17 +139,13 @@ class BucketLayout {
     int bucket_count = 0;
   };
 
-  static void require_below(int number, int count, std::string_view what) {
-    if (number < 0 || number >= count) refuse(number, count, what);
-  }
-  [[noreturn]] static void refuse(int number, int count, std::string_view what);
+  static constexpr std::string_view kWhere = "bucket layout";  // in errors
+
   [[nodiscard]] const Place& place(int parameter) const {
-    require_below(parameter, parameter_count(), "a parameter");
-    return places_[static_cast<std::size_t>(parameter)];
+    return places_[check_index(kWhere, "a parameter below", parameter, parameter_count())];
   }
   [[nodiscard]] const Bucket& bucket(int number) const {
-    require_below(number, static_cast<int>(buckets_.size()), "a bucket");
-    return buckets_[static_cast<std::size_t>(number)];
+    return buckets_[check_index(kWhere, "a bucket below", number, std::ssize(buckets_))];
   }
   [[nodiscard]] std::int64_t join_cut(const Bucket& bucket, int rank) const;
   [[nodiscard]] std::int64_t slice_begin(int parameter, int rank) const;

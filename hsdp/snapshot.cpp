@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "hsdp/error.h"
+#include "hsdp/index_check.h"
 #include "hsdp/snapshot/block_checksums.h"
 #include "hsdp/snapshot/parameter_reader.h"
 #include "hsdp/snapshot/snapshot_file_writer.h"
@@ -231,10 +232,7 @@ int Snapshot::file_count() const { return static_cast<int>(files_->files.size())
 namespace {
 
 const SnapshotFile& file_of(const std::vector<SnapshotFile>& files, int number) {
-  if (number >= 0 && number < std::ssize(files)) return files[static_cast<std::size_t>(number)];
-  throw UsageError({.where = "snapshot: hop state",
-                    .expected = "a file below " + std::to_string(files.size()),
-                    .got = std::to_string(number)});
+  return files[check_index("snapshot: hop state", "a file below", number, std::ssize(files))];
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
+#include "hsdp/index_check.h"
 #include "hsdp/reducer/slice_gather.h"
 #include "zero/stored_slice.h"
 
@@ -21,16 +22,6 @@ constexpr const char* kWhere = "zero: parameter gather";
 
 double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// `what`: of which there are `count`.
-std::size_t require_below(int number, std::size_t count, const std::string& what) {
-  if (number >= 0 && static_cast<std::size_t>(number) < count) {
-    return static_cast<std::size_t>(number);
-  }
-  throw UsageError({.where = kWhere,
-                    .expected = what + " below " + std::to_string(count),
-                    .got = std::to_string(number)});
 }
 
 void check_master(const GatheredParameter& parameter, const Slice& own) {
@@ -53,10 +44,10 @@ struct ParameterGather::Parts {
   void gather(std::size_t unit, Communicator& shard_group, Stream& stream);
   // UsageError for numbers that there are not.
   [[nodiscard]] std::size_t unit_number(int unit) const {
-    return require_below(unit, units.size(), "a unit");
+    return check_index(kWhere, "a unit below", unit, std::ssize(units));
   }
   [[nodiscard]] std::size_t index(int parameter) const {
-    return require_below(parameter, parameters.size(), "a parameter index");
+    return check_index(kWhere, "a parameter index below", parameter, std::ssize(parameters));
   }
 
   const BucketLayout& layout;

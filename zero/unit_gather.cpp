@@ -11,6 +11,7 @@
 
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
+#include "hsdp/index_check.h"
 #include "hsdp/reducer/slice_gather.h"
 #include "hsdp/row_cut.h"
 #include "zero/stored_slice.h"
@@ -152,12 +153,7 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
 }
 
 Unit& UnitGather::Parts::at(int unit) {
-  if (unit >= 0 && unit < static_cast<int>(units.size())) {
-    return units[static_cast<std::size_t>(unit)];
-  }
-  throw UsageError({.where = kUnitWhere,
-                    .expected = "a unit below " + std::to_string(units.size()),
-                    .got = std::to_string(unit)});
+  return units[check_index(kUnitWhere, "a unit below", unit, std::ssize(units))];
 }
 
 std::vector<int> UnitGather::Parts::round(int own, std::span<const TensorView> arrays,

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "hsdp/error.h"
+#include "hsdp/index_check.h"
 
 namespace hsdp::reducer {
 namespace {
@@ -32,10 +33,7 @@ RowSteps::RowSteps(const Groups& ranks, std::vector<std::string> group_names, Ou
 }
 
 std::size_t RowSteps::index(int group) const {
-  if (group >= 0 && group < std::ssize(groups_)) return static_cast<std::size_t>(group);
-  throw UsageError({.where = "replica_hook",
-                    .expected = "a group below " + std::to_string(groups_.size()),
-                    .got = std::to_string(group)});
+  return check_index("replica_hook", "a group below", group, std::ssize(groups_));
 }
 
 void RowSteps::set_requires_all_reduce(bool flag, std::span<const int> groups) {

@@ -7,6 +7,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
+#include "hsdp/index_check.h"
 #include "hsdp/kernels/cast_and_pack.h"
 
 namespace hsdp::reducer {
@@ -376,15 +377,8 @@ void Steps::order_packs() {
   collector.wait_for(caller_.record());
 }
 
-void Steps::check_parameter(int parameter, std::string_view call) const {
-  if (parameter >= 0 && parameter < parameters_.size()) return;
-  throw UsageError({.where = "reducer: " + std::string(call),
-                    .expected = "a parameter index below " + std::to_string(parameters_.size()),
-                    .got = std::to_string(parameter)});
-}
-
 void Steps::check_gradient(int parameter, const StridedView& gradient) const {
-  check_parameter(parameter, "gradient_ready");
+  check_index("reducer: gradient_ready", "a parameter index below", parameter, parameters_.size());
   const ParameterSpec& spec = parameters_.spec(parameter);
   const auto fault = [&spec](const std::string& expected, const std::string& got,
                              const std::string& remedy = {}) {
@@ -498,7 +492,7 @@ double Steps::divide_factor() const {
 }
 
 bool Steps::has_gradient(int parameter) const {
-  check_parameter(parameter, "has_gradient");
+  check_index("reducer: has_gradient", "a parameter index below", parameter, parameters_.size());
   const bool has_microbatch = ledger_.pending() || ledger_.phase() == Phase::kCollecting;
   return ledger_.begun() && has_microbatch && frozen_ && frozen_->collector().is_present(parameter);
 }

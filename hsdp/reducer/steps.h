@@ -121,7 +121,6 @@ class Steps {
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
   [[nodiscard]] std::string unexpected_message() const;
-  void check_parameter(int parameter, std::string_view call) const;
   void check_gradient(int parameter, const StridedView& gradient) const;
 
   const ReducerOptions& options_;

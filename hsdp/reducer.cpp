@@ -1,7 +1,6 @@
 #include "hsdp/reducer.h"
 
 #include <algorithm>
-#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -290,26 +289,19 @@ Event clip_factor(std::span<Reducer* const> reducers, double max_norm, TensorVie
                                        max_norm, norm, factor, "clip_factor");
 }
 
-Step::Step(Reducer& reducer) : reducer_(reducer), exceptions_(std::uncaught_exceptions()) {
-  reducer.begin_step();
-}
+Step::Step(Reducer& reducer) : reducer_(reducer) { reducer.begin_step(); }
 
 Step::~Step() {
-  if (std::uncaught_exceptions() > exceptions_) {
-    reducer_.abandon_step("its block raised an exception");
-  }
+  if (scope_.raised()) reducer_.abandon_step(reducer::ScopeEnd::kRaised);
 }
 
-Microbatch::Microbatch(Reducer& reducer, const MicrobatchOptions& options)
-    : reducer_(&reducer), exceptions_(std::uncaught_exceptions()) {
+Microbatch::Microbatch(Reducer& reducer, const MicrobatchOptions& options) : reducer_(&reducer) {
   reducer.begin_microbatch(options);
 }
 
 Microbatch::~Microbatch() {
   if (reducer_ == nullptr) return;
-  const bool raised = std::uncaught_exceptions() > exceptions_;
-  reducer_->abandon_step(raised ? "its block raised an exception"
-                                : "its scope was left without end()");
+  reducer_->abandon_step(scope_.reason("its scope was left without end()"));
 }
 
 void Microbatch::end() {

@@ -33,6 +33,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -56,7 +57,23 @@
 namespace hsdp {
 
 namespace reducer {
+
 class Results;
+
+// How a scope that began with it ends, and what its rank tells the others when that drops a step.
+class ScopeEnd {
+ public:
+  static constexpr std::string_view kRaised = "its block raised an exception";
+
+  [[nodiscard]] bool raised() const { return std::uncaught_exceptions() > exceptions_; }
+  [[nodiscard]] std::string_view reason(std::string_view without_exception) const {
+    return raised() ? kRaised : without_exception;
+  }
+
+ private:
+  int exceptions_ = std::uncaught_exceptions();
+};
+
 }  // namespace reducer
 
 // A full array of one parameter, contiguous, for gather_gradients and gather_parameters.
@@ -278,7 +295,7 @@ class Step {
 
  private:
   Reducer& reducer_;
-  int exceptions_;
+  reducer::ScopeEnd scope_;
 };
 
 // A microbatch, which end() ends. A scope that is left without end(), by an exception or without
@@ -294,7 +311,7 @@ class Microbatch {
 
  private:
   Reducer* reducer_;
-  int exceptions_;
+  reducer::ScopeEnd scope_;
 };
 
 }  // namespace hsdp

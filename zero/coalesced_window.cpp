@@ -4,6 +4,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "hsdp/error.h"
@@ -24,7 +25,7 @@ void require_distinct(const std::vector<Reducer*>& reducers) {
   }
 }
 
-void leave(const std::vector<Reducer*>& reducers, const std::string& reason) {
+void leave(const std::vector<Reducer*>& reducers, std::string_view reason) {
   for (Reducer* const reducer : reducers) reducer->leave_window(reason);
 }
 
@@ -57,8 +58,7 @@ void hear_drops(const std::vector<Reducer*>& reducers) {
   if (first && !is_known) throw StepAbortedError(*first);
 }
 
-CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOptions& options)
-    : exceptions_(std::uncaught_exceptions()) {
+CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOptions& options) {
   require_distinct(reducers);
   if (reducers.size() > 1) hear_drops(reducers);
   for (Reducer* const reducer : reducers) {
@@ -76,8 +76,7 @@ CoalescedWindow::CoalescedWindow(std::vector<Reducer*> reducers, const WindowOpt
 }
 
 CoalescedWindow::~CoalescedWindow() {
-  const bool raised = std::uncaught_exceptions() > exceptions_;
-  leave(open_, raised ? "its block raised an exception" : "its window was left without end()");
+  leave(open_, scope_.reason("its window was left without end()"));
 }
 
 void CoalescedWindow::end(std::int64_t backwards) {

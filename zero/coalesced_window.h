@@ -51,7 +51,7 @@ class CoalescedWindow {
 
  private:
   std::vector<Reducer*> open_;  // none after the end
-  int exceptions_;
+  reducer::ScopeEnd scope_;
 };
 
 }  // namespace hsdp::zero

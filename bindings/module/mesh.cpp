@@ -2,7 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include <cstdlib>
 #include <optional>
 #include <utility>
 
@@ -45,11 +44,9 @@ MeshHandle connect(int replicate, int shard, const std::string& engine, const st
 // may know one; MPI finds its own.
 std::optional<std::pair<int, int>> needs_store() {
   // Without the secret's file: a rank that cannot read it still goes to the store, and says so.
-  const comm::LaunchEnvironment launch =
-      comm::detect_launch([](const std::string& name) -> std::optional<std::string> {
-        const char* const value = name == "HSDP_SECRET_FILE" ? nullptr : std::getenv(name.c_str());
-        return value == nullptr ? std::nullopt : std::optional<std::string>(value);
-      });
+  const comm::LaunchEnvironment launch = comm::detect_launch([](const std::string& name) {
+    return name == "HSDP_SECRET_FILE" ? std::nullopt : comm::process_variable(name);
+  });
   const bool by_mpi =
       launch.family == comm::LaunchFamily::kOpenMpi || launch.family == comm::LaunchFamily::kPmi;
   if (launch.one_host() || launch.address || by_mpi) return std::nullopt;

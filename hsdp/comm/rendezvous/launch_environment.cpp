@@ -296,12 +296,13 @@ LaunchEnvironment detect_launch(const EnvironmentLookup& lookup) {
   return launch;
 }
 
+std::optional<std::string> process_variable(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value != nullptr ? std::optional<std::string>(value) : std::nullopt;
+}
+
 LaunchEnvironment detect_launch() {
-  LaunchEnvironment launch =
-      detect_launch([](const std::string& name) -> std::optional<std::string> {
-        const char* value = std::getenv(name.c_str());
-        return value != nullptr ? std::optional<std::string>(value) : std::nullopt;
-      });
+  LaunchEnvironment launch = detect_launch(process_variable);
   if (launch.job.empty()) launch.job = parent_name();
   return launch;
 }

@@ -40,11 +40,12 @@ struct LaunchEnvironment {
 constexpr const char* kSlurmStepMark = "Slurm step ";
 
 using EnvironmentLookup = std::function<std::optional<std::string>(const std::string&)>;
+[[nodiscard]] std::optional<std::string> process_variable(const std::string& name);
 
 // Who says how many ranks there are, for messages.
 [[nodiscard]] std::string size_source(const LaunchEnvironment& launch);
 
 [[nodiscard]] LaunchEnvironment detect_launch(const EnvironmentLookup& lookup);
-[[nodiscard]] LaunchEnvironment detect_launch();  // from the process environment
+[[nodiscard]] LaunchEnvironment detect_launch();  // by process_variable
 
 }  // namespace hsdp::comm

@@ -148,4 +148,13 @@ std::span<const std::byte> SnapshotFile::read_block(int fd, const SnapshotSlice&
   return bytes;
 }
 
+bool is_snapshot_file(const std::filesystem::path& path) {
+  std::error_code error;  // then it is none
+  if (!std::filesystem::is_regular_file(path, error)) return false;
+  const comm::UniqueFd file = open_file(path);
+  std::array<char, kSnapshotMagic.size()> front{};
+  return file && ::pread(file.get(), front.data(), front.size(), 0) == std::ssize(front) &&
+         std::string_view(front.data(), front.size()) == kSnapshotMagic;
+}
+
 }  // namespace hsdp

@@ -44,4 +44,7 @@ class SnapshotFile {
   ino_t inode_ = 0;
 };
 
+// Whether a regular file begins as one, be it whole or not. Of a link, what it leads to.
+[[nodiscard]] bool is_snapshot_file(const std::filesystem::path& path);
+
 }  // namespace hsdp

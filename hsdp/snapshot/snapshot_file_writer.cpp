@@ -6,7 +6,6 @@
 #include <charconv>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <random>
 #include <string>
@@ -15,6 +14,7 @@
 #include "hsdp/error.h"
 #include "hsdp/snapshot/block_checksums.h"
 #include "hsdp/snapshot/hdf5_structure.h"
+#include "hsdp/snapshot/snapshot_file.h"
 
 namespace hsdp {
 namespace {
@@ -99,15 +99,6 @@ void fill_checksum_table(std::span<const std::uint64_t> checksums, std::uint64_t
   std::memcpy(structure.front.data() + offset, checksums.data(), checksums.size_bytes());
 }
 
-// What else has such a name is not ours to remove.
-bool is_snapshot_file(const std::filesystem::path& path) {
-  std::error_code error;
-  if (!std::filesystem::is_regular_file(std::filesystem::symlink_status(path, error))) return false;
-  std::string magic(kSnapshotMagic.size(), '\0');
-  std::ifstream(path, std::ios::binary).read(magic.data(), std::ssize(magic));
-  return magic == kSnapshotMagic;
-}
-
 // Those of a larger mesh that has saved there before, with which no reader would take the new
 // files.
 void remove_rank_files_from(int first, const std::filesystem::path& folder) {
@@ -116,7 +107,9 @@ void remove_rank_files_from(int first, const std::filesystem::path& folder) {
   for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end;
        it.increment(error)) {
     if (rank_of_file(it->path().filename().string()) < first) continue;
-    if (is_snapshot_file(it->path())) old.push_back(it->path());
+    // What else has such a name is not ours to remove.
+    std::error_code unknown;
+    if (!it->is_symlink(unknown) && is_snapshot_file(it->path())) old.push_back(it->path());
   }
   for (const std::filesystem::path& file : old) {
     if (!error) std::filesystem::remove(file, error);

@@ -11,7 +11,7 @@
 
 #include "hsdp/compare.h"
 #include "hsdp/error.h"
-#include "hsdp/snapshot/snapshot_header.h"
+#include "hsdp/snapshot/snapshot_file.h"
 #include "hsdp/tools/check_facts.h"
 #include "hsdp/tools/check_html.h"
 #include "hsdp/tools/check_json.h"
@@ -46,7 +46,7 @@ void check_report_path(const CheckOptions& options) {
     throw UsageError("--html: expected a file apart from the snapshots, got " +
                      options.html->string());
   }
-  if (first_bytes(*options.html, kSnapshotMagic.size()) == kSnapshotMagic) {
+  if (is_snapshot_file(*options.html)) {
     throw UsageError("--html: expected a file for the report, got the snapshot " +
                      options.html->string());
   }

@@ -21,6 +21,7 @@
 #include "hsdp/error.h"
 #include "tests/comm/elements.h"
 #include "tests/comm/rank_threads.h"
+#include "tests/comm/tcp_door.h"
 
 namespace hsdp::test {
 namespace {
@@ -191,9 +192,7 @@ TEST(TcpLinks, AnotherSecretIsRefused) {
 class SilentPort {
  public:
   SilentPort() {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    sockaddr_in address = comm::loopback(0);
     socklen_t size = sizeof address;
     auto* const generic = reinterpret_cast<sockaddr*>(&address);
     EXPECT_EQ(::bind(listener_.get(), generic, size), 0);

@@ -1,6 +1,6 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
-.PHONY: help demo test build nightly bench gpu gpu-kit wheel docs format format-check lint fuzz clean \
+.PHONY: help demo test build nightly bench gpu gpu-checks gpu-kit wheel docs format format-check lint fuzz clean \
         configure-again venv dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
         bench-dependencies docs-dependencies
 .DEFAULT_GOAL := help
@@ -57,6 +57,10 @@ bench: bench-dependencies build/bench/build.ninja  ## measure against Intel MPI,
 
 gpu:  ## check and measure this machine's GPUs and write a report; docs/gpu.md says what it takes
 	@$(PYTHON) tests/gpu/run.py $(ARGS)
+
+gpu-checks: dependencies nccl-dependencies  ## build what `gpu` runs, in the project of its own that it builds
+	@cmake -S tests/gpu -B build/gpu-checks -DCMAKE_BUILD_TYPE=Release -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+	@cmake --build build/gpu-checks -j $(JOBS) && ctest --test-dir build/gpu-checks --output-on-failure
 
 gpu-kit: dependencies venv nccl-dependencies  ## pack what `gpu` needs for a machine without compilers and network
 	@build/venv/bin/python tests/gpu/make_kit.py $(ARGS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Adds up the test cases in what `ctest --output-junit` wrote, and prints `N passed, N failed`.
+"""Adds up the test cases in what `ctest --output-junit` wrote: prints what took longest and `N passed, N failed`.
 
 A ctest entry is a whole program. What GoogleTest, pytest or unittest counted in its output counts here;
 an entry without such a line counts as one case. An entry that failed without saying which case did (it
@@ -14,6 +14,9 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from typing import NamedTuple
+
+
+LONGEST_COUNT = 8
 
 
 class Count(NamedTuple):
@@ -67,12 +70,21 @@ def count_entry(entry: ElementTree.Element) -> Count:
     return said
 
 
-def count_file(path: str) -> Count:
-    return sum(map(count_entry, ElementTree.parse(path).getroot().iter("testcase")), Count())
+def entries_of(path: str) -> list[ElementTree.Element]:
+    return list(ElementTree.parse(path).getroot().iter("testcase"))
+
+
+def longest_of(entries: list[ElementTree.Element]) -> str:
+    seconds = {entry.get("name"): float(entry.get("time") or 0) for entry in entries}
+    names = sorted(seconds, key=lambda name: -seconds[name])[:LONGEST_COUNT]
+    listed = ", ".join(f"{name} {seconds[name]:.0f} s" for name in names)
+    return f"longest: {listed}; all together {sum(seconds.values()):.0f} s"
 
 
 def main(paths: list[str]) -> None:
-    total = sum(map(count_file, paths), Count())
+    entries = [entry for path in paths for entry in entries_of(path)]
+    total = sum(map(count_entry, entries), Count())
+    print(longest_of(entries))
     if total.skipped:
         print(f"{total.skipped} skipped")
     print(total)

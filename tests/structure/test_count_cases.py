@@ -6,10 +6,11 @@ import pathlib
 import sys
 import tempfile
 import unittest
+import xml.etree.ElementTree as ElementTree
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from count_cases import Count, count_file  # noqa: E402
+from count_cases import Count, count_entry, entries_of, longest_of  # noqa: E402
 
 GOOGLETEST = """[==========] 12 tests from 3 test suites ran. (15 ms total)
 [  PASSED  ] 9 tests.
@@ -18,14 +19,18 @@ GOOGLETEST = """[==========] 12 tests from 3 test suites ran. (15 ms total)
 """
 
 
-def counted(*entries: tuple[str, str]) -> Count:
-    """The count of entries, each its status and its output."""
-    cases = "".join(f'<testcase name="t" status="{status}"><system-out>{output}</system-out></testcase>'
-                    for status, output in entries)
+def parsed(cases: str) -> list[ElementTree.Element]:
     with tempfile.NamedTemporaryFile("w", suffix=".xml") as file:
         file.write(f"<testsuite>{cases}</testsuite>")
         file.flush()
-        return count_file(file.name)
+        return entries_of(file.name)
+
+
+def counted(*entries: tuple[str, str]) -> Count:
+    """The count of entries, each its status and its output."""
+    cases = (f'<testcase name="t" status="{status}"><system-out>{output}</system-out></testcase>'
+             for status, output in entries)
+    return sum(map(count_entry, parsed("".join(cases))), Count())
 
 
 class CountCases(unittest.TestCase):
@@ -54,6 +59,10 @@ class CountCases(unittest.TestCase):
     def test_entries_add_up(self) -> None:
         self.assertEqual(str(counted(("run", "[  PASSED  ] 2 tests.\n"), ("run", ""), ("fail", ""))),
                          "3 passed, 1 failed")
+
+    def test_what_took_longest_comes_first(self) -> None:
+        entries = parsed('<testcase name="a" time="1.2"/><testcase name="b" time="30.6"/><testcase name="c"/>')
+        self.assertEqual(longest_of(entries), "longest: b 31 s, a 1 s, c 0 s; all together 32 s")
 
 
 if __name__ == "__main__":

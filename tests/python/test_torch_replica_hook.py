@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -420,14 +417,3 @@ def two_roots(folder: str) -> list[str]:
 # FSDP2 queues the end of a backward once for each root.
 def test_a_backward_through_several_roots_ends_its_step(ranks: Launcher, tmp_path: Any) -> None:
     assert ranks.start(2, two_roots, str(tmp_path)).wait() == [["ended"] * 3] * 2
-
-
-def test_the_example() -> None:
-    path = pathlib.Path(__file__).parents[2] / "examples" / "fsdp2_hook.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, "4", str(path)], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "on 2x2 ranks: loss" in done.stdout

@@ -24,8 +24,8 @@ from torch.func import functional_call
 
 import hsdp
 
-MESHES = [(2, 2), (1, 4), (4, 1)]
-WIDTHS = [3, 16, 17]
+# Shapes of meshes, and widths of models on them.
+CASES = [((2, 2), 3), ((2, 2), 16), ((2, 2), 17), ((1, 4), 17), ((4, 1), 3)]
 MICROBATCHES, STEPS = 3, 5
 SYSTEMS = {
     # name: shard hop, replica hop
@@ -154,16 +154,15 @@ def join_torch(store: str) -> None:
 def run_parity(store: str) -> dict[str, Any]:
     join_torch(store)
     found: dict[str, Any] = {}
-    for shape in MESHES:
-        for width in WIDTHS:
-            case = f"{shape[0]}x{shape[1]} {width}"
-            found[case] = {}
-            for name, dtype in FSDP2.items():
-                found[case][name] = distance(train_fsdp2(shape, make_net(width), dtype), width)
-            with hsdp.init_mesh(*shape) as mesh:
-                for name, wires in SYSTEMS.items():
-                    steps = train_ours(mesh, make_net(width), list(wires))
-                    found[case][name] = distance(steps, width)
+    for shape, width in CASES:
+        case = f"{shape[0]}x{shape[1]} {width}"
+        found[case] = {}
+        for name, dtype in FSDP2.items():
+            found[case][name] = distance(train_fsdp2(shape, make_net(width), dtype), width)
+        with hsdp.init_mesh(*shape) as mesh:
+            for name, wires in SYSTEMS.items():
+                steps = train_ours(mesh, make_net(width), list(wires))
+                found[case][name] = distance(steps, width)
     dist.destroy_process_group()
     return found
 

@@ -257,6 +257,12 @@ def test_the_loss_of_another_model(mesh: hsdp.Mesh) -> None:
         critic(generator(torch.ones(1, 3)).detach()).sum().backward()
 
 
+def last_block(reducer: hsdp.Reducer, window: bool) -> Any:
+    if window:
+        return hsdp.zero.coalesce_grad_reduction(reducer, last=True)
+    return reducer.microbatch(last=True)
+
+
 @pytest.mark.parametrize("window", [False, True])
 def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
@@ -264,11 +270,7 @@ def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
     reducer.attach(model)
 
     def run() -> None:
-        block: Any = (
-            hsdp.zero.coalesce_grad_reduction(reducer, last=True) if window
-            else reducer.microbatch(last=True)
-        )
-        with block:
+        with last_block(reducer, window):
             model(torch.ones(1, 3)).sum().backward()
 
     run()
@@ -291,12 +293,8 @@ def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
 def test_a_forgotten_backward_pass(mesh: hsdp.Mesh, window: bool) -> None:
     reducer, model = hsdp.Reducer(mesh), linear()
     reducer.attach(model)
-    block: Any = (
-        hsdp.zero.coalesce_grad_reduction(reducer, last=True) if window
-        else reducer.microbatch(last=True)
-    )
     with pytest.raises(hsdp.UsageError, match=r"got none at all \(rank 0 of 1\); .*loss.backward\(\)"):
-        with block:
+        with last_block(reducer, window):
             model(torch.ones(1, 3)).sum()
 
 
@@ -660,34 +658,6 @@ def test_closures_make_the_gradients(mesh: hsdp.Mesh, make: Any, named: bool) ->
     require_equal(dict(model.named_parameters()), dict(alone.named_parameters()))
     with pytest.raises(hsdp.UsageError, match="step: expected a gradient in 'weight'"):
         ours.step(lambda: closure(gather=False))
-
-
-@pytest.mark.parametrize("kind", ["torch", "hsdp"])
-def test_loss_scaling(mesh: hsdp.Mesh, kind: str) -> None:
-    model = linear()
-    want = expected(model, [0])
-    start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    options = {"init_scale": 1024.0, "growth_interval": 1}
-    scaler = (
-        torch.amp.GradScaler("cpu", **options) if kind == "torch"
-        else hsdp.torch.GradScaler(reducer, "cpu", **options)
-    )
-    for bad in (True, False):
-        with reducer.microbatch(last=True):
-            torch.manual_seed(0)
-            loss = model(torch.randn(5, 3)).square().mean()
-            scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
-        reducer.gather_gradients()
-        assert reducer.found_inf() == bad
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == (512.0 if bad else 1024.0)
-        step = 0.0 if bad else 1.0
-        for name, p in model.named_parameters():
-            assert torch.equal(p.detach(), start[name] - step * want[name])
 
 
 def test_many_parameters_cost_little(mesh: hsdp.Mesh) -> None:

@@ -6,12 +6,10 @@ import pathlib
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-from conftest import Launcher  # noqa: E402
-from fsdp2_model import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from conftest import Launcher
+from fsdp2_model import (
     COUNTS,
     MICROBATCHES,
     CountedNet,
@@ -28,11 +26,11 @@ from fsdp2_model import (  # noqa: E402
     worst_error,
     x_of,
 )
-from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
-import hsdp  # noqa: E402
+import hsdp
 
 STEPS = 5
 BF16 = torch.bfloat16
@@ -99,7 +97,7 @@ def same_on_all_replicas(mesh: hsdp.Mesh, made: Any) -> None:
 
 def measure_all(folder: str) -> dict[str, Any]:
     start_torch(folder)
-    return {f"{r}x{s}": measure(r, s) for r, s in [(2, 2), (4, 1), (1, 4)]}
+    return {f"{r}x{s}": measure(r, s) for r, s in [(2, 2), (4, 1)]}
 
 
 def measure(replicate: int, shard: int) -> dict[str, tuple[float, float]]:
@@ -124,18 +122,13 @@ def measure(replicate: int, shard: int) -> dict[str, tuple[float, float]]:
 def test_gradients_are_those_of_float64(ranks: Launcher, tmp_path: pathlib.Path) -> None:
     results = ranks.start(4, measure_all, str(tmp_path)).wait(limit_s=240)
     for mesh, found in results[0].items():
-        judge(found, 0.8 if mesh == "1x4" else 0.7)
-
-
-def judge(found: dict[str, tuple[float, float]], at_most: float) -> None:
-    worst = {name: value[0] for name, value in found.items()}
-    rms = {name: value[1] for name, value in found.items()}
-    assert worst["f32"] < 1e-6 and worst.get("sum", 0) < 1e-6
-    # In one replica nothing but FSDP2's own reduce-scatter travels, and rounds.
-    assert rms["bf16, f32 hop"] <= at_most * rms["fsdp2 bf16"]
-    assert rms["bf16"] <= rms["fsdp2 bf16"] < 2**-7
-    assert rms.get("f16", 0) < rms["bf16"] / 4
-    assert rms.get("f32, bf16 hop", 0) < rms["bf16"]
+        worst = {name: value[0] for name, value in found.items()}
+        rms = {name: value[1] for name, value in found.items()}
+        assert worst["f32"] < 1e-6 and worst.get("sum", 0) < 1e-6, mesh
+        assert rms["bf16, f32 hop"] <= 0.7 * rms["fsdp2 bf16"], mesh
+        assert rms["bf16"] <= rms["fsdp2 bf16"] < 2**-7, mesh
+        assert rms.get("f16", 0) < rms["bf16"] / 4, mesh
+        assert rms.get("f32, bf16 hop", 0) < rms["bf16"], mesh
 
 
 def run_parts(model: Any, handle: Any, rank: int, skips: Any, finish: bool = True) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import hsdp
 
@@ -53,20 +52,6 @@ def require_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
     assert sorted(got) == sorted(want)
     for name, tensor in want.items():
         assert torch.equal(got[name], tensor), name
-
-
-def test_microbatches_are_summed(mesh: hsdp.Mesh) -> None:
-    model = linear()
-    want = expected(model, [0, 1, 2])
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    assert [p.name for p in reducer.parameters] == ["bias", "weight"]
-    for step in range(3):
-        for m in range(3):
-            with reducer.microbatch(last=m == 2):
-                backward(model, m)
-                assert model.weight.grad is None
-        require_equal(shards(reducer), want)
 
 
 def test_gradients_are_freed_when_packed(mesh: hsdp.Mesh) -> None:
@@ -149,25 +134,6 @@ def test_channels_last(mesh: hsdp.Mesh) -> None:
     assert model.weight.grad.stride() == model.weight.stride()
     require_equal({n: p.grad for n, p in model.named_parameters()}, want)
     reducer.gather_parameters()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(mesh: hsdp.Mesh, reentrant: bool) -> None:
-    class Checkpointed(Tied):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_()
-            for module in (self.first, self.frozen, self.second):
-                x = checkpoint(module, x, use_reentrant=reentrant)
-            return x
-
-    model = Checkpointed()
-    want = expected(model, [1])
-    # A tied weight gets one gradient from each reentrant block.
-    reducer = hsdp.Reducer(mesh, backwards="many" if reentrant else "one")
-    reducer.attach(model)
-    with reducer.microbatch(last=True):
-        backward(model, 1)
-    require_equal(shards(reducer), want)
 
 
 def test_several_backwards(mesh: hsdp.Mesh) -> None:
@@ -374,6 +340,8 @@ def test_wrong_models(mesh: hsdp.Mesh, kind: str) -> None:
     reducer = hsdp.Reducer(mesh)
     with pytest.raises(hsdp.UsageError, match=message):
         reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="neither"):
+        reducer.gather_gradients()
     reducer.attach(linear())
 
 
@@ -548,23 +516,6 @@ def test_groups() -> None:
         ]:
             with pytest.raises(hsdp.UsageError, match=message):
                 hsdp.Reducer(mesh).attach(model, groups=wrong)
-
-
-def test_gather_gradients_feeds_any_optimizer(mesh: hsdp.Mesh) -> None:
-    model = linear()
-    want = expected(model, [0, 1])
-    optimizer = torch.optim.AdamW(model.parameters())
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    for _ in range(2):
-        for m in range(2):
-            with reducer.microbatch(last=m == 1):
-                backward(model, m)
-        reducer.gather_gradients()
-        require_equal({n: p.grad for n, p in model.named_parameters()}, want)
-    optimizer.step()
-    with pytest.raises(hsdp.UsageError, match="neither"):
-        hsdp.Reducer(mesh).gather_gradients()
 
 
 imported_before = nn.utils.clip_grad_norm_

@@ -193,7 +193,7 @@ def run_mesh(replicate: int, shard: int, loss_count: int, cuts: str) -> dict[str
         for name, (plain_name, columns) in list(LOSSES.items())[:loss_count]:
             batch = make_batch(mesh.rank, columns)
             want = float64_mean(mesh, plain_name, plain, guide, batch)
-            for cut in cuts.split():
+            for cut in cuts.split() if not cases else ["rows"]:
                 options = {option: sizes[mesh.rank] for option, sizes in CUTS[cut].items()}
                 loss = make_loss(name, model, guide, **options)
                 for accumulate in ("buffer", "grad"):

@@ -1,8 +1,8 @@
 """Beside PyTorch's own HSDP: the same model, data and schedule, all held to float64.
 
-Four ranks train a small model of uneven widths with tied weights for five steps of three microbatches: with
-fully_shard over gloo, with hsdp's hop between the replicas of fully_shard, and attached to a Reducer. Gradients
-are compared with the float64 sum of those that a system's own weights give.
+Four ranks train a small model of uneven widths with tied weights for five steps of three microbatches:
+with fully_shard over gloo, with hsdp's hop between the replicas of fully_shard, and attached to a Reducer.
+Gradients are compared with the float64 sum of those that a system's own weights give.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Beside PyTorch's own HSDP: the same model, data and schedule, all held to float64.
 
-Four ranks train a small model of uneven widths with tied weights for five steps of three microbatches:
+Four ranks train a small model of uneven widths with tied weights for three steps of three microbatches:
 with fully_shard over gloo, with hsdp's hop between the replicas of fully_shard, and attached to a Reducer.
 Gradients are compared with the float64 sum of those that a system's own weights give.
 """
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 
-STEPS = 5
+STEPS = 3
 BF16 = torch.bfloat16
 # A model, and what makes a step's gradients.
 System = tuple[Any, Callable[[int], None]]

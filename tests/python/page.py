@@ -57,11 +57,12 @@ def python_blocks(text: str) -> list[str]:
 
 
 class Page:
-    """A page, and the folder in which it is followed."""
+    """A page, the folder in which it is followed, and that of the Python which is typed."""
 
-    def __init__(self, path: pathlib.Path, folder: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, folder: pathlib.Path, python: pathlib.Path | None = None) -> None:
         self._path = path
         self._folder = folder
+        self._python = python or pathlib.Path(sys.executable).parent
         self._text = path.read_text(encoding="utf-8")
         self._files: dict[str, str] = {}
         self._printed: str | None = None
@@ -102,8 +103,8 @@ class Page:
             self._files[block.title] = block.text
 
     def _type(self, commands: str) -> None:
-        here = [str(pathlib.Path(program("hsdp_run")).parent), str(pathlib.Path(sys.executable).parent)]
-        path = ":".join([*here, os.environ["PATH"]])
+        here = [self._python, pathlib.Path(program("hsdp_run")).parent, pathlib.Path(sys.executable).parent]
+        path = ":".join([*map(str, here), os.environ["PATH"]])
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         # Unbuffered, processes that share an output write their lines and the ends of these in turn.
         env = {**os.environ, **root, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}

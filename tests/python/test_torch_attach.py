@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import hsdp
 
@@ -53,20 +52,6 @@ def require_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
     assert sorted(got) == sorted(want)
     for name, tensor in want.items():
         assert torch.equal(got[name], tensor), name
-
-
-def test_microbatches_are_summed(mesh: hsdp.Mesh) -> None:
-    model = linear()
-    want = expected(model, [0, 1, 2])
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    assert [p.name for p in reducer.parameters] == ["bias", "weight"]
-    for step in range(3):
-        for m in range(3):
-            with reducer.microbatch(last=m == 2):
-                backward(model, m)
-                assert model.weight.grad is None
-        require_equal(shards(reducer), want)
 
 
 def test_gradients_are_freed_when_packed(mesh: hsdp.Mesh) -> None:
@@ -149,25 +134,6 @@ def test_channels_last(mesh: hsdp.Mesh) -> None:
     assert model.weight.grad.stride() == model.weight.stride()
     require_equal({n: p.grad for n, p in model.named_parameters()}, want)
     reducer.gather_parameters()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(mesh: hsdp.Mesh, reentrant: bool) -> None:
-    class Checkpointed(Tied):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_()
-            for module in (self.first, self.frozen, self.second):
-                x = checkpoint(module, x, use_reentrant=reentrant)
-            return x
-
-    model = Checkpointed()
-    want = expected(model, [1])
-    # A tied weight gets one gradient from each reentrant block.
-    reducer = hsdp.Reducer(mesh, backwards="many" if reentrant else "one")
-    reducer.attach(model)
-    with reducer.microbatch(last=True):
-        backward(model, 1)
-    require_equal(shards(reducer), want)
 
 
 def test_several_backwards(mesh: hsdp.Mesh) -> None:
@@ -257,6 +223,12 @@ def test_the_loss_of_another_model(mesh: hsdp.Mesh) -> None:
         critic(generator(torch.ones(1, 3)).detach()).sum().backward()
 
 
+def last_block(reducer: hsdp.Reducer, window: bool) -> Any:
+    if window:
+        return hsdp.zero.coalesce_grad_reduction(reducer, last=True)
+    return reducer.microbatch(last=True)
+
+
 @pytest.mark.parametrize("window", [False, True])
 def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
@@ -264,11 +236,7 @@ def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
     reducer.attach(model)
 
     def run() -> None:
-        block: Any = (
-            hsdp.zero.coalesce_grad_reduction(reducer, last=True) if window
-            else reducer.microbatch(last=True)
-        )
-        with block:
+        with last_block(reducer, window):
             model(torch.ones(1, 3)).sum().backward()
 
     run()
@@ -291,12 +259,8 @@ def test_layers_that_were_frozen_since(mesh: hsdp.Mesh, window: bool) -> None:
 def test_a_forgotten_backward_pass(mesh: hsdp.Mesh, window: bool) -> None:
     reducer, model = hsdp.Reducer(mesh), linear()
     reducer.attach(model)
-    block: Any = (
-        hsdp.zero.coalesce_grad_reduction(reducer, last=True) if window
-        else reducer.microbatch(last=True)
-    )
     with pytest.raises(hsdp.UsageError, match=r"got none at all \(rank 0 of 1\); .*loss.backward\(\)"):
-        with block:
+        with last_block(reducer, window):
             model(torch.ones(1, 3)).sum()
 
 
@@ -376,6 +340,8 @@ def test_wrong_models(mesh: hsdp.Mesh, kind: str) -> None:
     reducer = hsdp.Reducer(mesh)
     with pytest.raises(hsdp.UsageError, match=message):
         reducer.attach(model)
+    with pytest.raises(hsdp.UsageError, match="neither"):
+        reducer.gather_gradients()
     reducer.attach(linear())
 
 
@@ -552,23 +518,6 @@ def test_groups() -> None:
                 hsdp.Reducer(mesh).attach(model, groups=wrong)
 
 
-def test_gather_gradients_feeds_any_optimizer(mesh: hsdp.Mesh) -> None:
-    model = linear()
-    want = expected(model, [0, 1])
-    optimizer = torch.optim.AdamW(model.parameters())
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    for _ in range(2):
-        for m in range(2):
-            with reducer.microbatch(last=m == 1):
-                backward(model, m)
-        reducer.gather_gradients()
-        require_equal({n: p.grad for n, p in model.named_parameters()}, want)
-    optimizer.step()
-    with pytest.raises(hsdp.UsageError, match="neither"):
-        hsdp.Reducer(mesh).gather_gradients()
-
-
 imported_before = nn.utils.clip_grad_norm_
 
 
@@ -660,34 +609,6 @@ def test_closures_make_the_gradients(mesh: hsdp.Mesh, make: Any, named: bool) ->
     require_equal(dict(model.named_parameters()), dict(alone.named_parameters()))
     with pytest.raises(hsdp.UsageError, match="step: expected a gradient in 'weight'"):
         ours.step(lambda: closure(gather=False))
-
-
-@pytest.mark.parametrize("kind", ["torch", "hsdp"])
-def test_loss_scaling(mesh: hsdp.Mesh, kind: str) -> None:
-    model = linear()
-    want = expected(model, [0])
-    start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    options = {"init_scale": 1024.0, "growth_interval": 1}
-    scaler = (
-        torch.amp.GradScaler("cpu", **options) if kind == "torch"
-        else hsdp.torch.GradScaler(reducer, "cpu", **options)
-    )
-    for bad in (True, False):
-        with reducer.microbatch(last=True):
-            torch.manual_seed(0)
-            loss = model(torch.randn(5, 3)).square().mean()
-            scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
-        reducer.gather_gradients()
-        assert reducer.found_inf() == bad
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == (512.0 if bad else 1024.0)
-        step = 0.0 if bad else 1.0
-        for name, p in model.named_parameters():
-            assert torch.equal(p.detach(), start[name] - step * want[name])
 
 
 def test_many_parameters_cost_little(mesh: hsdp.Mesh) -> None:

@@ -16,6 +16,7 @@ import torch
 
 import hsdp
 
+pytest_plugins = ["warm_python"]
 GPU = pathlib.Path(__file__).parents[1] / "gpu"
 sys.path.insert(0, str(GPU))
 import drills  # noqa: E402
@@ -26,25 +27,24 @@ from gpu_report.lines import NOT_RUN, OK, checks_in, values_in  # noqa: E402
 from ranks import Outcome  # noqa: E402
 
 
-def run(script: str, *arguments: str, status: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, str(GPU / script), *arguments], capture_output=True, text=True, timeout=280
-    )
+def run(python: pathlib.Path, script: str, *arguments: str, status: int = 0) -> str:
+    command = [str(python), str(GPU / script), "--device", "cpu", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "2x2"])
-def test_loops_equal_their_references(mesh: str) -> None:
+def test_loops_equal_their_references(python: pathlib.Path, mesh: str) -> None:
     names = torch_loop.check_names(mesh)
-    found = checks_in(run("torch_loop.py", "--device", "cpu", "--mesh", mesh), names)
+    found = checks_in(run(python, "torch_loop.py", "--mesh", mesh), names)
     assert [(check.name, check.verdict) for check in found] == [(name, OK) for name in names]
 
 
 @pytest.mark.parametrize("mesh", ["2x1", "2x2"])
-def test_sharded_loops_agree(mesh: str) -> None:
+def test_sharded_loops_agree(python: pathlib.Path, mesh: str) -> None:
     names = sharded_loop.check_names(mesh)
-    found = checks_in(run("sharded_loop.py", "--device", "cpu", "--mesh", mesh), names)
+    found = checks_in(run(python, "sharded_loop.py", "--mesh", mesh), names)
     sizes = ranks.mesh_of(mesh)
     verdicts = [NOT_RUN if sharded_loop.why_not(name, *sizes, "cpu") else OK for name in sharded_loop.CHECKS]
     assert [(c.name, c.verdict) for c in found] == list(zip(names, verdicts, strict=True))
@@ -75,9 +75,9 @@ def test_what_the_sharded_loops_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tell("t", sharded_loop.LOCO, [Outcome(-9, None, "a")]).detail == "rank 0: exit status -9: a"
 
 
-def test_lost_and_stopped_ranks_are_survived() -> None:
+def test_lost_and_stopped_ranks_are_survived(python: pathlib.Path) -> None:
     names = drills.check_names("2x2")
-    found = checks_in(run("drills.py", "--device", "cpu", "--mesh", "2x2"), names)
+    found = checks_in(run(python, "drills.py", "--mesh", "2x2"), names)
     verdicts = [OK, OK, NOT_RUN, NOT_RUN]
     assert [(c.name, c.verdict) for c in found] == list(zip(names, verdicts, strict=True))
 
@@ -120,21 +120,21 @@ def test_what_a_drill_does_not_accept() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "2x1", "2x2"])
-def test_steps_are_timed(mesh: str) -> None:
-    output = run("step_times.py", "--device", "cpu", "--mesh", mesh)
+def test_steps_are_timed(python: pathlib.Path, mesh: str) -> None:
+    output = run(python, "step_times.py", "--mesh", mesh)
     names = {measured.name for measured in values_in(output)}
     times = {"step_alone", "step_hsdp", "step_fsdp2", "step_hsdp_over_fsdp2"}
     assert names == times | {"host_time_per_parameter_and_step"}
     assert "note:" not in output
 
 
-def test_wrong_arguments_are_explained() -> None:
+def test_wrong_arguments_are_explained(python: pathlib.Path) -> None:
     for script, mesh, message in [
         ("torch_loop.py", "3x1", "expected 1, 2, 4 or 8 ranks, whose means are exact, got 3"),
         ("torch_loop.py", "2*2", "expected a mesh as REPLICATExSHARD, such as 2x4, got '2*2'"),
         ("drills.py", "1x1", "expected at least 2 ranks, one of which is lost, got 1"),
     ]:
-        assert message in run(script, "--device", "cpu", "--mesh", mesh, status=2)
+        assert message in run(python, script, "--mesh", mesh, status=2)
 
 
 class Capture:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
+import pathlib
 import time
 import weakref
 from collections.abc import Iterator
@@ -125,7 +127,7 @@ def test_model_and_reducer_die_together(mesh: hsdp.Mesh, trains: str) -> None:
     assert weight.grad is not None
 
 
-def run_collection() -> float:
+def run_collection(collected: str) -> float:
     """Rank 0 lets go of its model while rank 1 does nothing."""
     with hsdp.init_mesh(1, 2) as mesh:
         torch.manual_seed(0)
@@ -144,11 +146,12 @@ def run_collection() -> float:
             gc.collect()
             took = time.monotonic() - begun
             assert alive() is None
-        else:
-            time.sleep(3.0)
+        with open(collected, "r" if mesh.rank == 1 else "w"):  # one waits for the other
+            pass
         mesh.world.barrier()
         return took
 
 
-def test_collecting_waits_for_nobody(ranks: Launcher) -> None:
-    assert ranks(2, run_collection)[0] < 1.5
+def test_collecting_waits_for_nobody(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "collected")
+    assert ranks(2, run_collection, str(tmp_path / "collected"))[0] < 1.5

@@ -6,13 +6,11 @@ import pathlib
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from conftest import Launcher  # noqa: E402
-from fsdp2_model import (  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import Launcher
+from fsdp2_model import (
     MICROBATCHES,
     device_mesh,
     expected_gradients,
@@ -25,8 +23,8 @@ from fsdp2_model import (  # noqa: E402
     whole_gradients,
 )
 
-import hsdp  # noqa: E402
-from hsdp.quant import LocoHop  # noqa: E402
+import hsdp
+from hsdp.quant import LocoHop
 
 
 def run(model: Any, handle: Any, step: int, rank: int) -> None:

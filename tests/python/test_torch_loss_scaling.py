@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,52 +55,6 @@ def close(model: nn.Module, want: nn.Module) -> bool:
     )
 
 
-def run_orders(kind: str, sets_loss_scale: bool) -> dict[str, list[str]]:
-    """Which orders of calls were right, and which were refused; the others are wrong."""
-    torch.set_num_threads(1)
-    found: dict[str, list[str]] = {"right": [], "refused": [], "wrong": []}
-    calls = ("gather", "unscale", "ours", "torch")
-    with hsdp.init_mesh(1, 2) as mesh:
-        for count in range(len(calls) + 1):
-            for order in itertools.permutations(calls, count):
-                model, reducer = make_model(), hsdp.Reducer(mesh)
-                reducer.attach(model)
-                optimizer: Any
-                if kind.startswith("sharded"):
-                    limit = 0.5 if kind == "sharded clips" else None
-                    optimizer = ShardedOptimizer(
-                        torch.optim.SGD, model, reducer, lr=1.0, max_grad_norm=limit
-                    )
-                else:
-                    fused = kind == "fused"
-                    optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
-                scaler = (hsdp.torch.GradScaler(reducer, **OPTIONS) if kind == "own"
-                          else torch.amp.GradScaler(**OPTIONS))
-                if sets_loss_scale:
-                    reducer.set_loss_scale(SCALE)
-                with reducer.microbatch(last=True):
-                    scaler.scale(loss_of(model, mesh.rank)).backward()
-                act = {
-                    "gather": reducer.gather_gradients,
-                    "unscale": lambda s=scaler, o=optimizer: s.unscale_(o),
-                    "ours": lambda r=reducer: r.clip_grad_norm_(0.5),
-                    "torch": lambda m=model: nn.utils.clip_grad_norm_(m.parameters(), 0.5),
-                }
-                try:
-                    for call in order:
-                        act[call]()  # type: ignore[operator]
-                    scaler.step(optimizer)
-                    clips = "ours" in order or "torch" in order or kind == "sharded clips"
-                    right = close(model, expected(2, 0.5 if clips else None))
-                    outcome = "right" if right else "wrong"
-                except hsdp.UsageError:
-                    same = all(map(torch.equal, model.parameters(), make_model().parameters()))
-                    outcome = "refused" if same else "wrong"
-                found[outcome].append(" ".join(order))
-                reducer.close()
-    return found
-
-
 RIGHT = ["gather", "gather unscale", "gather unscale ours", "gather unscale torch",
          "gather unscale ours torch"]
 RIGHT_WHEN_DIVIDED = [*RIGHT, "gather ours", "ours gather", "gather torch", "gather torch unscale",
@@ -108,19 +63,77 @@ RIGHT_OF_SHARDS = ["", "gather", "unscale", "unscale ours", "unscale gather", "g
                    "unscale ours gather", "unscale gather ours"]
 
 
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("kind", ["torch", "own", "fused", "sharded", "sharded clips"])
-def test_every_order_is_right_or_refused(ranks: Launcher, kind: str, divided: bool) -> None:
-    found = ranks(2, run_orders, kind, divided)
-    assert found[0] == found[1]
-    assert found[0]["wrong"] == []
-    right = RIGHT_OF_SHARDS if kind.startswith("sharded") else RIGHT
-    if divided and right is RIGHT:
-        right = RIGHT_WHEN_DIVIDED
-    elif divided:
-        right = [*right, "ours", "gather ours", "ours gather"]
-    assert set(right) <= set(found[0]["right"]), set(right) - set(found[0]["right"])
-    assert len(found[0]["refused"]) > 20
+KINDS = list(itertools.product(("torch", "own", "fused", "sharded", "sharded clips"), (False, True)))
+# Of the other kinds the nightly run tries all orders, too.
+IN_ALL_ORDERS = [("torch", False), ("torch", True), ("sharded", False)]
+
+
+def right_orders(kind: str, divided: bool) -> list[str]:
+    if kind.startswith("sharded"):
+        return [*RIGHT_OF_SHARDS, *(["ours", "gather ours", "ours gather"] if divided else [])]
+    return RIGHT_WHEN_DIVIDED if divided else RIGHT
+
+
+def orders_of(kind: str, divided: bool) -> list[str]:
+    every = (kind, divided) in IN_ALL_ORDERS or os.environ.get("HSDP_ALL_ORDERS") == "1"
+    orders = [" ".join(order) for count in range(5 if every else 3)
+              for order in itertools.permutations(("gather", "unscale", "ours", "torch"), count)]
+    return [*dict.fromkeys([*orders, *right_orders(kind, divided)])]
+
+
+def try_order(mesh: hsdp.Mesh, kind: str, divided: bool, order: str) -> str:
+    model, reducer = make_model(), hsdp.Reducer(mesh)
+    reducer.attach(model)
+    optimizer: Any
+    if kind.startswith("sharded"):
+        limit = 0.5 if kind == "sharded clips" else None
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0, max_grad_norm=limit)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=kind == "fused")
+    scaler = (hsdp.torch.GradScaler(reducer, **OPTIONS) if kind == "own"
+              else torch.amp.GradScaler(**OPTIONS))
+    if divided:
+        reducer.set_loss_scale(SCALE)
+    with reducer.microbatch(last=True):
+        scaler.scale(loss_of(model, mesh.rank)).backward()
+    act: dict[str, Any] = {
+        "gather": reducer.gather_gradients,
+        "unscale": lambda: scaler.unscale_(optimizer),
+        "ours": lambda: reducer.clip_grad_norm_(0.5),
+        "torch": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    }
+    try:
+        for call in order.split():
+            act[call]()
+        scaler.step(optimizer)
+        clips = "ours" in order or "torch" in order or kind == "sharded clips"
+        return "right" if close(model, expected(2, 0.5 if clips else None)) else "wrong"
+    except hsdp.UsageError:
+        same = all(map(torch.equal, model.parameters(), make_model().parameters()))
+        return "refused" if same else "wrong"
+    finally:
+        reducer.close()
+
+
+def run_orders() -> list[dict[str, str]]:
+    torch.set_num_threads(1)
+    with hsdp.init_mesh(1, 2) as mesh:
+        return [{order: try_order(mesh, *kind, order) for order in orders_of(*kind)} for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def outcomes(module_ranks: Launcher) -> list[list[dict[str, str]]]:
+    return module_ranks(2, run_orders)
+
+
+@pytest.mark.parametrize("index", range(len(KINDS)), ids=[f"{k} {d}" for k, d in KINDS])
+def test_every_order_is_right_or_refused(outcomes: list[list[dict[str, str]]], index: int) -> None:
+    found, other = (of_rank[index] for of_rank in outcomes)
+    assert found == other
+    assert [order for order, outcome in found.items() if outcome == "wrong"] == []
+    right = [order for order in right_orders(*KINDS[index]) if found[order] != "right"]
+    assert right == []
+    assert [*found.values()].count("refused") > len(found) // 3
 
 
 def attached(
@@ -248,69 +261,76 @@ def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
         reducer.close()
 
 
-def run_local_sums(divided: bool) -> list[Any]:
+def sum_locally(mesh: hsdp.Mesh, divided: bool) -> list[Any]:
     """p.grad has this rank's own, scaled in any case; the shards may be divided."""
+    model, reducer, optimizer, scaler = attached(mesh, keep_grads=True)
+    if divided:
+        reducer.set_loss_scale(SCALE)
+    with reducer.microbatch(last=True):
+        scaler.scale(loss_of(model, mesh.rank)).backward()
+    said = [message(optimizer.step)]
+    said.append(message(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+    if not divided:
+        said.append(message(lambda: reducer.clip_grad_norm_(0.5)))
+    scaler.unscale_(optimizer)
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    mean = float(reducer.clip_grad_norm_(1e6))
+    scaler.step(optimizer)
+    right = close(model, expected(2, 0.5, mesh.rank))
+    return [all("times 1024" in one for one in said), norm, mean, right]
+
+
+def run_local_sums() -> list[list[Any]]:
     torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
-        model, reducer, optimizer, scaler = attached(mesh, keep_grads=True)
-        if divided:
-            reducer.set_loss_scale(SCALE)
-        with reducer.microbatch(last=True):
-            scaler.scale(loss_of(model, mesh.rank)).backward()
-        said = [message(optimizer.step)]
-        said.append(message(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        if not divided:
-            said.append(message(lambda: reducer.clip_grad_norm_(0.5)))
-        scaler.unscale_(optimizer)
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        mean = float(reducer.clip_grad_norm_(1e6))
-        scaler.step(optimizer)
-        right = close(model, expected(2, 0.5, mesh.rank))
-        return [all("times 1024" in one for one in said), norm, mean, right]
+        return [sum_locally(mesh, divided) for divided in (False, True)]
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_local_sums(ranks: Launcher, divided: bool) -> None:
-    for rank, (said, norm, mean, right) in enumerate(ranks(2, run_local_sums, divided)):
-        bias = 10.0
-        weight = 10.0 * 56.0
-        want = (bias + weight * (rank + 1) ** 2) ** 0.5
-        assert said and right and norm == pytest.approx(want)
-        assert mean == pytest.approx((bias + weight * 1.5**2) ** 0.5)
+def test_local_sums(ranks: Launcher) -> None:
+    bias, weight = 10.0, 10.0 * 56.0
+    for rank, found in enumerate(ranks(2, run_local_sums)):
+        norm = pytest.approx((bias + weight * (rank + 1) ** 2) ** 0.5)
+        mean = pytest.approx((bias + weight * 1.5**2) ** 0.5)
+        assert found == [[True, norm, mean, True]] * 2
 
 
-def run_infinities(fused: bool, keep_grads: bool, sharded: bool) -> list[Any]:
+def train_with_an_infinity(mesh: hsdp.Mesh, kind: str) -> list[Any]:
     """torch's own scaler; one rank alone has an infinity, in one microbatch of two."""
+    model, reducer, optimizer, scaler = attached(mesh, keep_grads="local" in kind)
+    if "fused" in kind:
+        optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
+    taking: Any = optimizer
+    if kind == "sharded":
+        taking = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+    found = []
+    for step in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        for m in range(2):
+            factor = float("inf") if step == 1 and m == 0 and mesh.rank == 1 else 1.0
+            with reducer.microbatch(last=m == 1):
+                scaler.scale(loss_of(model, mesh.rank) * factor).backward()
+        if kind in ("gathered", "fused"):
+            reducer.gather_gradients()
+        if step == 2:
+            scaler.unscale_(taking)
+        scaler.step(taking)
+        scaler.update()
+        same = all(map(torch.equal, before, model.parameters()))
+        found.append([same, scaler.get_scale()])
+    return found
+
+
+def run_infinities() -> dict[str, list[Any]]:
     torch.set_num_threads(1)
+    kinds = ("gathered", "fused", "local", "fused local", "sharded")
     with hsdp.init_mesh(1, 2) as mesh:
-        model, reducer, optimizer, scaler = attached(mesh, keep_grads=keep_grads)
-        if fused:
-            optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
-        taking: Any = optimizer
-        if sharded:
-            taking = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
-        found = []
-        for step in range(3):
-            before = [p.detach().clone() for p in model.parameters()]
-            for m in range(2):
-                factor = float("inf") if step == 1 and m == 0 and mesh.rank == 1 else 1.0
-                with reducer.microbatch(last=m == 1):
-                    scaler.scale(loss_of(model, mesh.rank) * factor).backward()
-            if not keep_grads and not sharded:
-                reducer.gather_gradients()
-            if step == 2:
-                scaler.unscale_(taking)
-            scaler.step(taking)
-            scaler.update()
-            same = all(map(torch.equal, before, model.parameters()))
-            found.append([same, scaler.get_scale()])
-        return found
+        return {kind: train_with_an_infinity(mesh, kind) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", ["gathered", "fused", "local", "fused local", "sharded"])
-def test_all_ranks_skip_with_the_scaler_of_torch(ranks: Launcher, kind: str) -> None:
-    for found in ranks(2, run_infinities, "fused" in kind, "local" in kind, kind == "sharded"):
-        assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]]
+def test_all_ranks_skip_with_the_scaler_of_torch(ranks: Launcher) -> None:
+    for of_rank in ranks(2, run_infinities):
+        for kind, found in of_rank.items():
+            assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind
 
 
 @pytest.mark.parametrize("divided", [False, True])

@@ -1,194 +1,161 @@
-"""Beside PyTorch's own HSDP: the same models, seeds and schedules, both held to float64.
+"""Beside PyTorch's own HSDP: the same model, data and schedule, all held to float64.
 
-Four ranks train small models of uneven widths with tied weights for five steps of three
-microbatches, once with fully_shard over gloo and once attached to a Reducer. A system's gradients
-are compared with the float64 sum of the fp32 gradients that its own weights give.
+Four ranks train a small model of uneven widths with tied weights for three steps of three microbatches:
+with fully_shard over gloo, with hsdp's hop between the replicas of fully_shard, and attached to a Reducer.
+Gradients are compared with the float64 sum of those that a system's own weights give.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from conftest import Launcher
-from fsdp2_model import COUNTS, CountedNet
+from fsdp2_model import (
+    COUNTS, MICROBATCHES, CountedNet, Net, device_mesh, expected_gradients, fingerprint, loss_of, make_model,
+    squared_error, start_torch, worst_error,
+)
 from torch import nn
-from torch.func import functional_call
+from torch.distributed.tensor import DTensor
 
 import hsdp
 
-MESHES = [(2, 2), (1, 4), (4, 1)]
-WIDTHS = [3, 16, 17]
-MICROBATCHES, STEPS = 3, 5
-SYSTEMS = {
-    # name: shard hop, replica hop
-    "ours_f32": ("f32", "f32"),
-    "ours_bf16": ("bf16", "bf16"),
-    "ours_bf16_f32": ("bf16", "f32"),
-}
-FSDP2 = {"fsdp2_f32": torch.float32, "fsdp2_bf16": torch.bfloat16}
-
-Tensors = dict[str, torch.Tensor]
+STEPS = 3
+BF16 = torch.bfloat16
+# A model, and what makes a step's gradients.
+System = tuple[Any, Callable[[int], None]]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.inner = nn.Linear(width, 3 * width)
-        self.outer = nn.Linear(3 * width, width)
+def hooked(mesh: hsdp.Mesh, shard_mesh: Any, reduce_dtype: Any, hop: Any, **settings: Any) -> System:
+    """Its steps go through replica_hook."""
+    model = make_model(shard_mesh, reduce_dtype)
+    for name, value in settings.items():
+        for module in (model, model.first, model.last):
+            getattr(module, name)(value)
+    handle = hsdp.torch.replica_hook(model, mesh, hop)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(self.inner(self.norm(x)).relu())
+    def run(step: int) -> None:
+        model.zero_grad(set_to_none=step % 2 == 0)
+        for m in range(MICROBATCHES):
+            handle.set_requires_all_reduce(m == MICROBATCHES - 1)
+            loss_of(model, step, m, mesh.rank).backward()
+            assert (handle.carry_bytes > 0) == (m < MICROBATCHES - 1)
+        handle.finish()
 
-
-class Net(nn.Module):
-    """Its first and last weights are one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, width)
-        self.blocks = nn.Sequential(Block(width), Block(width))
-        self.head = nn.Linear(width, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.embed(x)))
+    return model, run
 
 
-def make_net(width: int) -> Net:
-    torch.manual_seed(width)
-    return Net(width)
-
-
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], step: int, m: int) -> torch.Tensor:
-    random = torch.Generator().manual_seed(1000 * step + 10 * m + dist.get_rank())
-    tokens = torch.randint(0, 11, (4, 6), generator=random)
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def reference(plain: Net, weights: Tensors, step: int) -> Tensors:
-    """The mean over ranks, summed over microbatches, in float64, of these weights' gradients."""
-    sums = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in weights.items()}
-    for m in range(MICROBATCHES):
-        leaves = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
-        loss = loss_of(lambda x, at=leaves: functional_call(plain, at, (x,)), step, m)
-        for name, grad in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
-            sums[name] += grad
-    joined = torch.cat([s.flatten() for s in sums.values()])
-    dist.all_reduce(joined)
-    joined /= dist.get_world_size()
-    parts = joined.split([s.numel() for s in sums.values()])
-    return {name: part.view_as(s) for (name, s), part in zip(sums.items(), parts, strict=True)}
-
-
-def train_ours(mesh: hsdp.Mesh, net: Net, wires: list[str]) -> Iterator[tuple[int, Tensors, Tensors]]:
-    """Each step: its number, the weights it began with, its gradients."""
+def attached(mesh: hsdp.Mesh, *wires: str) -> System:
+    """To a Reducer with those dtypes in the shard group and between replicas."""
+    torch.manual_seed(5)
+    model = Net()
     reducer = hsdp.Reducer(mesh, reduce_dtype=wires[0], replica_dtype=wires[1])
-    reducer.attach(net)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    for step in range(STEPS):
-        weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    reducer.attach(model)
+
+    def run(step: int) -> None:
         for m in range(MICROBATCHES):
             with reducer.microbatch(last=m == MICROBATCHES - 1):
-                loss_of(net, step, m).backward()
+                loss_of(model, step, m, mesh.rank).backward()
         reducer.gather_gradients()
-        yield step, weights, {name: p.grad for name, p in net.named_parameters()}
-        optimizer.step()
-    reducer.close()
+
+    return model, run
 
 
-def train_fsdp2(shape: tuple[int, int], net: Net,
-                dtype: torch.dtype) -> Iterator[tuple[int, Tensors, Tensors]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def fsdp2(mesh: hsdp.Mesh, mesh_2d: Any, reduce_dtype: Any) -> System:
+    """FSDP2's own HSDP, which all-reduces in the reduce dtype."""
+    model = make_model(mesh_2d, reduce_dtype)
 
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype)}
-    for block in net.blocks:
-        fully_shard(block, **options)
-    sharded = fully_shard(net, **options)
-    optimizer = torch.optim.SGD(sharded.parameters(), 0.1, momentum=0.9)
-    for step in range(STEPS):
-        whole = {name: p.detach().full_tensor().clone() for name, p in sharded.named_parameters()}
+    def run(step: int) -> None:
+        model.zero_grad(set_to_none=step % 2 == 0)
         for m in range(MICROBATCHES):
-            sharded.set_requires_all_reduce(m == MICROBATCHES - 1)
-            loss_of(sharded, step, m).backward()
-        yield step, whole, {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=bool(step % 2))
+            model.set_requires_all_reduce(m == MICROBATCHES - 1)
+            loss_of(model, step, m, mesh.rank).backward()
+
+    return model, run
 
 
-def distance(steps: Iterator[tuple[int, Tensors, Tensors]], width: int) -> dict[str, Any]:
-    """Relative distance from float64: of all gradients together, and of the worst step."""
-    plain = make_net(width)
-    squares, total, worst = 0.0, 0.0, 0.0
-    for step, weights, gradients in steps:
-        exact = reference(plain, weights, step)
-        off = sum(float((gradients[n].double() - g).square().sum()) for n, g in exact.items())
-        size = sum(float(g.square().sum()) for g in exact.values())
-        squares, total = squares + off, total + size
-        worst = max(worst, math.sqrt(off / size))
-    flat = torch.cat([w.flatten() for w in weights.values()])
-    return {"all": math.sqrt(squares / total), "worst": worst, "weights": flat.tolist()}
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def apart(a: list[float], b: list[float]) -> float:
-    """Relative distance."""
-    return math.dist(a, b) / math.hypot(*b)
+def errors(system: System, size: int, factor: float = 1.0) -> tuple[float, float]:
+    """Over all steps, against float64: the worst parameter's, and the root mean square."""
+    model, run = system
+    squares, worst = 0.0, 0.0
+    for step in range(STEPS):
+        weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+        expected = expected_gradients(weights, step, size)
+        run(step)
+        got = {name: whole(p.grad) / factor for name, p in model.named_parameters()}
+        squares += squared_error(got, expected)
+        worst = max(worst, worst_error(got, expected))
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad.to(p.dtype)
+    return worst, float((squares / STEPS) ** 0.5)
 
 
-def join_torch(store: str) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+def same_on_all_replicas(mesh: hsdp.Mesh, system: System) -> None:
+    model, run = system
+    run(0)
+    bits = mesh.replicate_group._handle.exchange(fingerprint(model), "test")
+    assert len(set(bits)) == 1
 
 
-def run_parity(store: str) -> dict[str, Any]:
-    join_torch(store)
-    found: dict[str, Any] = {}
-    for shape in MESHES:
-        for width in WIDTHS:
-            case = f"{shape[0]}x{shape[1]} {width}"
-            found[case] = {}
-            for name, dtype in FSDP2.items():
-                found[case][name] = distance(train_fsdp2(shape, make_net(width), dtype), width)
-            with hsdp.init_mesh(*shape) as mesh:
-                for name, wires in SYSTEMS.items():
-                    steps = train_ours(mesh, make_net(width), list(wires))
-                    found[case][name] = distance(steps, width)
-    dist.destroy_process_group()
-    return found
+def measure_all(folder: str) -> dict[str, Any]:
+    start_torch(folder)
+    return {f"{r}x{s}": measure(r, s) for r, s in [(2, 2), (4, 1), (1, 4)]}
 
 
-def test_parity(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    everywhere = ranks(4, run_parity, str(tmp_path / "store"))
-    assert everywhere[1:] == everywhere[:1] * 3  # replicas have the same bits
-    missed = []
-    for case, found in everywhere[0].items():
-        bf16 = found["fsdp2_bf16"]["all"]
-        rules = {
-            "f32 within 1e-6": found["ours_f32"]["worst"] <= 1e-6,
-            # Rounding in the first steps grows a little in the later ones.
-            "f32 trains as FSDP2": apart(
-                found["ours_f32"]["weights"], found["fsdp2_f32"]["weights"]) < 1e-4,
-            "bf16, then f32": found["ours_bf16_f32"]["all"] <= 0.7 * bf16,
-            "bf16 twice": found["ours_bf16"]["all"] <= bf16,
-            "the measure sees rounding": bf16 > 1e-4,
+def measure(replicate: int, shard: int) -> dict[str, tuple[float, float]]:
+    mesh_2d = device_mesh(replicate, shard)
+    one = mesh_2d["shard"]
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        systems = {
+            "fsdp2 bf16": fsdp2(mesh, mesh_2d, BF16),
+            "attached f32": attached(mesh, "f32", "f32"),
+            "attached bf16, f32": attached(mesh, "bf16", "f32"),
+            "attached bf16": attached(mesh, "bf16", "bf16"),
         }
-        numbers = {name: (found[name]["all"], found[name]["worst"],
-                          apart(found[name]["weights"], found["fsdp2_f32"]["weights"]))
-                   for name in found}
-        print(case, numbers)
-        missed += [(case, rule, numbers) for rule, held in rules.items() if not held]
-    assert missed == []
+        if replicate > 1:
+            systems |= {
+                "hooked f32": hooked(mesh, one, None, None),
+                "hooked bf16, f32": hooked(mesh, one, BF16, hsdp.PlainHop("f32")),
+                "hooked bf16": hooked(mesh, one, BF16, None),
+            }
+        result = {name: errors(system, mesh.size) for name, system in systems.items()}
+        if replicate == shard:
+            bf16 = hsdp.PlainHop("bf16")
+            result["hooked f32, bf16"] = errors(hooked(mesh, one, None, bf16), mesh.size)
+            result["hooked f16"] = errors(hooked(mesh, one, torch.float16, None), mesh.size)
+            settings = {"set_gradient_divide_factor": 1, "set_force_sum_reduction_for_comms": True}
+            result["hooked sum"] = errors(
+                hooked(mesh, one, None, None, **settings), mesh.size, factor=shard
+            )
+            same_on_all_replicas(mesh, hooked(mesh, one, BF16, hsdp.PlainHop("bf16")))
+    return result
+
+
+def test_gradients_are_those_of_float64(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    everywhere = ranks.start(4, measure_all, str(tmp_path)).wait(limit_s=240)
+    assert everywhere[1:] == everywhere[:1] * 3  # replicas have the same bits
+    for mesh, found in everywhere[0].items():
+        worst = {name: value[0] for name, value in found.items()}
+        rms = {name: value[1] for name, value in found.items()}
+        print(mesh, found)
+        theirs = rms["fsdp2 bf16"]
+        assert 1e-4 < theirs < 2**-7, "the measure sees rounding"
+        for way in {name.split()[0] for name in found} - {"fsdp2"}:
+            assert worst[f"{way} f32"] < 1e-6, (mesh, way)
+            assert rms[f"{way} bf16, f32"] <= 0.7 * theirs, (mesh, way)
+            assert rms[f"{way} bf16"] <= theirs, (mesh, way)
+        assert worst.get("hooked sum", 0) < 1e-6, mesh
+        if mesh == "2x2":
+            assert rms["hooked f16"] < rms["hooked bf16"] / 4
+            assert rms["hooked f32, bf16"] < rms["hooked bf16"]
 
 
 def run_counts(flag: str, flagged: list[str]) -> list[int]:

@@ -6,58 +6,21 @@ nothing but the hop differs. What each has delivered over all steps is compared 
 
 from __future__ import annotations
 
-import csv
-import os
-import pathlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import pytest
+import torch
+from conftest import HERE, Launcher
+from torch import nn
 
-torch = pytest.importorskip("torch")
+import hsdp
+from hsdp.quant import LocoHop
 
-from conftest import HERE, Launcher  # noqa: E402
-from torch import nn  # noqa: E402
-
-import hsdp  # noqa: E402
-from hsdp.quant import LocoHop  # noqa: E402
+sys.path.insert(0, str(HERE.parents[1] / "examples"))
+import train_gpt  # noqa: E402
 
 STEPS = 200
 TIMES = 6.0  # white errors, which plain 4 bit's are at best, would give 8.5
-
-Losses = Callable[[nn.Module, int, int], Iterator["torch.Tensor"]]
-
-
-def losses_of_gpt() -> tuple[nn.Module, Any, Losses]:
-    sys.path.insert(0, str(HERE.parents[1] / "examples"))
-    import train_gpt
-
-    text = train_gpt.Text()
-    model, optimizer = train_gpt.make_model(text, seed=0)
-
-    def losses(model: nn.Module, step: int, rank: int) -> Iterator[torch.Tensor]:
-        for rows in text.batch(step).chunk(4)[rank::2]:
-            yield train_gpt.loss_of(model, rows)
-
-    return model, optimizer, losses
-
-
-def losses_of_digits() -> tuple[nn.Module, Any, Losses]:
-    with open(os.environ["HSDP_DIGITS_CSV"], newline="") as file:
-        rows = [[int(field) for field in row] for row in csv.reader(file) if len(row) == 65]
-    data = torch.tensor(rows)
-    pixels, labels = data[:, :64].float() / 16, data[:, 64]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def losses(model: nn.Module, step: int, rank: int) -> Iterator[torch.Tensor]:
-        make = torch.Generator().manual_seed(step)
-        for part in torch.randint(len(labels), (64,), generator=make).chunk(4)[rank::2]:
-            yield nn.functional.cross_entropy(model(pixels[part]), labels[part])
-
-    return model, optimizer, losses
 
 
 class Passenger:
@@ -84,9 +47,15 @@ class Passenger:
         return float((sum(squares) / sum(whole)) ** 0.5)
 
 
-def ride(kind: str) -> dict[str, float]:
+def losses_of(model: nn.Module, text: train_gpt.Text, step: int, rank: int) -> Iterator[torch.Tensor]:
+    for rows in text.batch(step).chunk(4)[rank::2]:
+        yield train_gpt.loss_of(model, rows)
+
+
+def ride() -> dict[str, float]:
     torch.set_num_threads(1)
-    model, optimizer, losses = {"gpt": losses_of_gpt, "digits": losses_of_digits}[kind]()
+    text = train_gpt.Text()
+    model, optimizer = train_gpt.make_model(text, seed=0)
     with hsdp.init_mesh(2, 1) as mesh:
         driver = hsdp.Reducer(mesh, reduce_dtype="bf16")
         driver.attach(model, keep_grads=True)
@@ -96,7 +65,7 @@ def ride(kind: str) -> dict[str, float]:
         )
         first = last = 0.0
         for step in range(STEPS):
-            parts = list(losses(model, step, mesh.rank))
+            parts = list(losses_of(model, text, step, mesh.rank))
             for i, loss in enumerate(parts):
                 with driver.microbatch(last=i == len(parts) - 1):
                     loss.backward()
@@ -113,10 +82,7 @@ def ride(kind: str) -> dict[str, float]:
         }
 
 
-@pytest.mark.parametrize("kind", ["gpt", "digits"])
-def test_loco_loses_a_sixth_of_what_plain_loses(ranks: Launcher, kind: str) -> None:
-    if kind == "digits" and not pathlib.Path(os.environ.get("HSDP_DIGITS_CSV", "none")).is_file():
-        pytest.skip("the digits cannot be had here")
-    found = ranks.start(2, ride, kind).wait(limit_s=240)[0]
+def test_loco_loses_a_sixth_of_what_plain_loses(ranks: Launcher) -> None:
+    found = ranks.start(2, ride).wait(limit_s=240)[0]
     assert found["last"] < 0.8 * found["first"], found  # it did learn
     assert found["plain"] >= TIMES * found["loco"], found

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from conftest import Launcher
+from fsdp2_model import TwoParts, device_mesh, start_torch, x_of
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-torch = pytest.importorskip("torch")
+import hsdp
 
-import torch.distributed as dist  # noqa: E402
-from conftest import Launcher  # noqa: E402
-from fsdp2_model import TwoParts, device_mesh, start_torch, x_of  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 
-import hsdp  # noqa: E402
+@contextlib.contextmanager
+def hooked(shard_mesh: Any, module: nn.Module) -> Iterator[tuple[Any, Any, int]]:
+    """On two replicas: the model, its hook's handle and the rank."""
+    with hsdp.init_mesh(2, 1) as mesh:
+        model: Any = fully_shard(module, mesh=shard_mesh)
+        with contextlib.closing(hsdp.torch.replica_hook(model, mesh)) as handle:
+            yield model, handle, mesh.rank
 
 
 def refused(message: str, *arguments: Any) -> None:
@@ -129,18 +138,16 @@ def set_flags_differently(shard_mesh: Any) -> None:
 def end_differently(shard_mesh: Any) -> None:
     """Ranks that disagree on which backward is the last, or on whether to finish: all learn of it,
     and the next step is right."""
-    with hsdp.init_mesh(2, 1) as mesh:
-        model: Any = fully_shard(nn.Linear(2, 2), mesh=shard_mesh)
-        handle = hsdp.torch.replica_hook(model, mesh)
+    with hooked(shard_mesh, nn.Linear(2, 2)) as (model, handle, rank):
 
         def backward(last: bool) -> None:
             handle.set_requires_all_reduce(last)
-            model(torch.full((2, 2), 1.0 + mesh.rank)).sum().backward()
+            model(torch.full((2, 2), 1.0 + rank)).sum().backward()
 
         for last_by_rank in ((True, False), (False, True)):
             message = "expected call '(finish|backward)' on every rank, got '(finish|backward)'"
             with pytest.raises(hsdp.MismatchError, match=message):
-                backward(last_by_rank[mesh.rank])
+                backward(last_by_rank[rank])
                 handle.finish()
             handle.discard()
             model.reset_iter_state()
@@ -150,20 +157,17 @@ def end_differently(shard_mesh: Any) -> None:
             handle.finish()
             assert model.weight.grad.full_tensor().tolist() == [[6.0, 6.0]] * 2
             model.zero_grad()
-        handle.close()
 
 
 def refuse_to_finish(shard_mesh: Any) -> None:
     """What one rank cannot finish is dropped on all."""
-    with hsdp.init_mesh(2, 1) as mesh:
-        model: Any = fully_shard(nn.Linear(2, 2), mesh=shard_mesh)
-        handle = hsdp.torch.replica_hook(model, mesh)
+    with hooked(shard_mesh, nn.Linear(2, 2)) as (model, handle, rank):
         handle.set_requires_all_reduce(False)
         model(torch.ones(2, 2)).sum().backward()
-        if mesh.rank == 1:
+        if rank == 1:
             model.set_gradient_divide_factor(3.0)
-        error = (hsdp.StepAbortedError, hsdp.UsageError)[mesh.rank]
-        who = ("was dropped by rank 1 of 2.*", "")[mesh.rank]
+        error = (hsdp.StepAbortedError, hsdp.UsageError)[rank]
+        who = ("was dropped by rank 1 of 2.*", "")[rank]
         with pytest.raises(error, match=who + "divide factor None of the step.*, got 3.0"):
             handle.finish()
         assert handle.carry_bytes == 0
@@ -174,16 +178,13 @@ def refuse_to_finish(shard_mesh: Any) -> None:
         model(torch.ones(2, 2)).sum().backward()
         handle.finish()
         assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0]] * 2
-        handle.close()
 
 
 def step_too_early(shard_mesh: Any) -> None:
     """An optimizer that would find FSDP2's zeros instead of gradients."""
-    with hsdp.init_mesh(2, 1) as mesh:
-        linear = nn.Linear(2, 2)
-        nn.init.zeros_(linear.bias)
-        model: Any = fully_shard(linear, mesh=shard_mesh)
-        handle = hsdp.torch.replica_hook(model, mesh)
+    linear = nn.Linear(2, 2)
+    nn.init.zeros_(linear.bias)
+    with hooked(shard_mesh, linear) as (model, handle, _):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         handle.set_requires_all_reduce(False)
         model(torch.ones(2, 2)).sum().backward()
@@ -200,7 +201,6 @@ def step_too_early(shard_mesh: Any) -> None:
         assert norm.full_tensor() == pytest.approx(24.0**0.5)
         optimizer.step()
         assert model.bias.full_tensor().tolist() == [-2.0, -2.0]
-        handle.close()
 
 
 def test_wrong_use_is_refused(ranks: Launcher, tmp_path: pathlib.Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import Launcher
 from torch import nn
 
 import hsdp
@@ -176,19 +175,3 @@ class StorageWatch:
 
     def count(self) -> int:
         return len(self.gathered._kept)
-
-
-def run_shards() -> list[float]:
-    with hsdp.init_mesh(1, 2) as mesh:
-        model = nn.Linear(4, 2, bias=False)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
-        with reducer.microbatch(last=True):
-            ((1 + mesh.rank) * model.weight.sum()).backward()
-        shard = reducer.shard("weight")
-        assert float(reducer.grad_norm()) == (8 * 1.5**2) ** 0.5
-        return [float(x) for x in shard]
-
-
-def test_on_two_ranks(ranks: Launcher) -> None:
-    assert ranks(2, run_shards) == [[1.5] * 4] * 2

@@ -16,7 +16,7 @@ import hsdp
 from hsdp.zero import coalesce_grad_reduction
 
 WAYS = list(itertools.product((1, 2, 3), ("buffer", "grad"), (False, True)))
-COUNTS = (1, 2, 4, 8)
+COUNTS = (1, 2, 5)
 
 
 @pytest.fixture
@@ -132,14 +132,6 @@ def test_every_way(ranks: Launcher, replicate: int, shard: int) -> None:
             assert reduces == (2 * buckets if replicate > 1 else 0)
             # A word each time something is sent, and the bit for found_inf, in two steps.
             assert messages == 2 * (reductions + 1)
-
-
-def test_one_pass_is_a_microbatch(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
-    reducer, model = attached
-    with coalesce_grad_reduction(reducer):
-        run_pass(model, 1)
-    reducer.gather_gradients()
-    require_equal(taken(model), big_batch([1], 1))
 
 
 @pytest.mark.parametrize("accumulate", ["buffer", "grad"])

@@ -1,0 +1,64 @@
+"""Starts programs in forks of a Python that has imported torch, which takes longer than most programs.
+
+`warm_python(folder)` makes a folder with `python` and `torchrun`, to be first in PATH. A program that
+imports torch is then run by a fork of a server; others start as ever, and with HSDP_COLD_PYTHON=1 all do.
+Even and odd ranks have a server each, as string hashes of ranks have different seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+START = str(pathlib.Path(__file__).with_name("warm_start.py"))
+SERVER_COUNT = 2  # as warm_start.py has
+
+
+@contextlib.contextmanager
+def warm_python(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The servers' sockets are in the folder, too."""
+    if os.environ.get("HSDP_COLD_PYTHON") == "1":
+        yield pathlib.Path(sys.executable).parent
+        return
+    _write_program(folder / "torchrun", f'exec "{folder}/python" -m torch.distributed.run "$@"')
+    client = f'exec "{sys.executable}" -IS "{START}" "{sys.executable}" "{folder}" "$@"'
+    _write_program(folder / "python", client)
+    with contextlib.ExitStack() as stack:
+        for index in range(SERVER_COUNT):
+            stack.enter_context(_server(folder, index))
+        yield folder
+
+
+def _write_program(path: pathlib.Path, line: str) -> None:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+
+
+@contextlib.contextmanager
+def _server(folder: pathlib.Path, index: int) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / str(index)))
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, START, str(listener.fileno()), str(folder / "python")],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(index + 1)},
+        )
+    try:
+        yield
+    finally:
+        server.communicate()
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """That program."""
+    with warm_python(tmp_path_factory.mktemp("warm")) as folder:
+        yield folder / "python"

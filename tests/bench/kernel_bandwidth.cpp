@@ -1,7 +1,7 @@
-// Prints the memory traffic of every kernel beside what the same reads and writes cost at the
-// bandwidth of a scan, a copy and a fill without arithmetic, all measured in the same rounds, for
-// each SIMD target or the one in HSDP_KERNELS. With several threads each has a core and arrays of
-// its own, and all run the same kernel at a time; what is printed is the slowest one's.
+// Prints the memory traffic of the kernels of LoCo and AdamW beside what the same reads and writes
+// cost at the bandwidth of a scan, a copy and a fill without arithmetic, all measured in the same
+// rounds, for each SIMD target or the one in HSDP_KERNELS. With several threads each has a core and
+// arrays of its own, and all run the same kernel at a time; what is printed is the slowest one's.
 //
 //   kernel_bandwidth [MiB of fp32 an array, default 64 [part of a kernel's name [threads]]]
 #if defined(__SSE2__)
@@ -23,11 +23,7 @@
 #include <vector>
 
 #include "hsdp/device/buffer.h"
-#include "hsdp/kernels/cast_and_pack.h"
-#include "hsdp/kernels/norm.h"
-#include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/simd_target.h"
-#include "hsdp/kernels/sum_rows.h"
 #include "measurement.h"
 #include "quant/quantize.h"
 #include "zero/adamw_kernels.h"
@@ -35,13 +31,6 @@
 namespace {
 
 using hsdp::Buffer;
-using hsdp::Dtype;
-using hsdp::kernels::cast_and_pack;
-using hsdp::kernels::CastAndPack;
-using hsdp::kernels::scale_and_cast;
-using hsdp::kernels::ScaleAndCast;
-using hsdp::kernels::sum_rows;
-using hsdp::kernels::SumRows;
 
 struct Case {
   std::string name;
@@ -119,97 +108,6 @@ void add_baselines(std::vector<Case>& cases, const Arrays& arrays) {
   cases.push_back({"copy", traffic, traffic, [=] { copy(to, from, bytes); }});
   cases.push_back({"fill", 0.0, traffic, [=] { fill(to, bytes); }});
   cases.push_back({"memcpy", traffic, traffic, [=] { std::memcpy(to, from, bytes); }});
-}
-
-void add_sums(std::vector<Case>& cases, const Arrays& arrays) {
-  const auto n = static_cast<double>(arrays.count);
-  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-    const auto size = static_cast<double>(hsdp::size_bytes(dtype));
-    for (const int rows : {1, 2, 4}) {
-      for (const bool carry : {false, true}) {
-        for (const Dtype out : {Dtype::kF32, dtype}) {
-          if (out == dtype && dtype == Dtype::kF32 && carry) continue;
-          const double out_size = static_cast<double>(hsdp::size_bytes(out));
-          const std::string label = std::string("sum ") + std::to_string(rows) + " " +
-                                    std::string(name(dtype)) + (carry ? " + carry" : "") +
-                                    " / 3 -> " + std::string(name(out));
-          cases.push_back({label, n * (size * rows + (carry ? 4 : 0)), n * out_size, [=, &arrays] {
-                             const void* sources[4];
-                             for (int r = 0; r < rows; ++r) sources[r] = arrays.at(r);
-                             void* target = arrays.at(4);
-                             SumRows args;
-                             args.spec.row_dtype = dtype;
-                             args.spec.out_dtype = out;
-                             args.spec.divisor = 3.0F;
-                             args.rows = std::span(sources, static_cast<std::size_t>(rows));
-                             args.outs = std::span(&target, 1);
-                             args.add = carry && out == Dtype::kF32 ? static_cast<float*>(target)
-                                                                    : nullptr;
-                             if (carry && args.add == nullptr) {
-                               args.add = static_cast<float*>(arrays.at(3));
-                             }
-                             args.count = arrays.count;
-                             args.streaming_stores = !carry;
-                             sum_rows(args);
-                           }});
-        }
-      }
-    }
-  }
-}
-
-void add_casts(std::vector<Case>& cases, const Arrays& arrays) {
-  const auto n = static_cast<double>(arrays.count);
-  const std::int64_t side = 4096;
-  for (const Dtype from : {Dtype::kF32, Dtype::kBf16}) {
-    for (const Dtype to : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-      const auto pack = [=, &arrays](hsdp::Shape shape, hsdp::Shape strides, bool streaming) {
-        return [=, &arrays] {
-          const hsdp::StridedView view{arrays.at(0), from, {}, shape, strides};
-          CastAndPack args;
-          args.gradient = &view;
-          args.count = view.count();
-          args.out_dtype = to;
-          args.out = arrays.at(4);
-          args.streaming_stores = streaming;
-          cast_and_pack(args);
-        };
-      };
-      const double read = n * static_cast<double>(hsdp::size_bytes(from));
-      const double written = n * static_cast<double>(hsdp::size_bytes(to));
-      const std::string label = std::string(name(from)) + " -> " + std::string(name(to));
-      const std::int64_t rows = arrays.count / side;
-      cases.push_back({"pack " + label, read, written, pack({arrays.count}, {}, true)});
-      cases.push_back(
-          {"pack transposed " + label, read, written, pack({rows, side}, {1, rows}, true)});
-      cases.push_back({"pack channels_last " + label, read, written,
-                       pack({rows / 16, side / 9, 9, 16},
-                            {side / 9 * 144, 1, 16 * (side / 9), side / 9}, true)});
-    }
-  }
-}
-
-void add_scales_and_norms(std::vector<Case>& cases, const Arrays& arrays) {
-  const auto n = static_cast<double>(arrays.count);
-  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-    const double bytes = n * static_cast<double>(hsdp::size_bytes(dtype));
-    const std::string label(name(dtype));
-    cases.push_back({"scale " + label + " -> f32", bytes, n * 4, [=, &arrays] {
-                       ScaleAndCast args;
-                       args.in = arrays.at(0);
-                       args.in_dtype = dtype;
-                       args.out = arrays.at(4);
-                       args.count = arrays.count;
-                       args.divisor = 3.0F;
-                       args.streaming_stores = true;
-                       scale_and_cast(args);
-                     }});
-    const hsdp::ConstTensorView view{arrays.at(0), arrays.count, dtype};
-    cases.push_back(
-        {"norm " + label, bytes, 0.0, [=] { sink = hsdp::kernels::squared_norm(view); }});
-    cases.push_back(
-        {"nonfinite " + label, bytes, 0.0, [=] { sink = hsdp::kernels::has_nonfinite(view); }});
-  }
 }
 
 // int4 in groups of 64 with bf16 scales and int8 errors, as LoCo uses them.
@@ -341,9 +239,6 @@ void prepare(Workplace& place, const std::string& wanted) {
   std::vector<Case>& cases = place.cases;
   cases.clear();
   add_baselines(cases, place.arrays);
-  add_sums(cases, place.arrays);
-  add_casts(cases, place.arrays);
-  add_scales_and_norms(cases, place.arrays);
   add_quantization(cases, place.quantized);
   add_optimizer(cases, place.optimized);
   const auto unwanted = [&](const Case& one) { return one.name.find(wanted) == std::string::npos; };

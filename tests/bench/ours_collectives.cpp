@@ -11,9 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "hsdp/comm/world.h"
 #include "hsdp/kernels/sum_rows.h"
-#include "measurement.h"
+#include "hsdp_group.h"
 
 namespace {
 
@@ -23,19 +22,6 @@ using hsdp::bench::ArrayOperation;
 using hsdp::bench::Case;
 using hsdp::bench::Group;
 using hsdp::bench::Op;
-
-Group group_of(Communicator& world, const std::string& system) {
-  Group group{.system = system, .rank = world.rank(), .size = world.size()};
-  group.barrier = [&world] { world.barrier(); };
-  group.max = [&world](double value) {
-    std::vector<double> all(static_cast<std::size_t>(world.size()));
-    world.all_gather({&value, 1, Dtype::kF64}, {all.data(), world.size(), Dtype::kF64});
-    double largest = all[0];
-    for (const double one : all) largest = one > largest ? one : largest;
-    return largest;
-  };
-  return group;
-}
 
 ArrayOperation::Array array(Communicator& world, bool shared, std::int64_t count, Dtype dtype) {
   if (shared) {
@@ -160,7 +146,7 @@ int main(int argc, char** argv) {
   const hsdp::bench::Arguments arguments = hsdp::bench::parse_arguments(argc, argv);
   const std::string system = arguments.value("system", "ours_shared");
   Communicator world = hsdp::connect_world({.engine = arguments.value("engine", "host")});
-  const Group group = group_of(world, system);
+  const Group group = hsdp::bench::group_of(world, system);
   hsdp::bench::pin_to_core(group.rank);
   if (arguments.has("--idle")) measure_idle(world, group);
   for (const Case& what : arguments.cases) {

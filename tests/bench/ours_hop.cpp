@@ -17,9 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "hsdp/comm/world.h"
 #include "hsdp/reducer.h"
-#include "measurement.h"
+#include "hsdp_group.h"
 #include "quant/loco_hop.h"
 #include "sleeping_link.h"
 #include "zero/coalesced_window.h"
@@ -145,12 +144,6 @@ long long sent_bytes(const hsdp::Mesh& mesh, const hsdp::ReducerStats& stats) {
          stats.step_count;
 }
 
-double slowest(hsdp::Communicator& world, double value) {
-  std::vector<double> all(static_cast<std::size_t>(world.size()));
-  world.all_gather({&value, 1, Dtype::kF64}, {all.data(), world.size(), Dtype::kF64});
-  return *std::max_element(all.begin(), all.end());
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -164,17 +157,17 @@ int main(int argc, char** argv) {
   if (sleeping_mbit > 0) job = hsdp::bench::behind_sleeping_link(job, sleeping_mbit * 1e6 / 8);
   const hsdp::Mesh mesh(job, {.replicate = job.size() / shard, .shard = shard});
   hsdp::bench::pin_to_core(mesh.rank());
-  hsdp::Communicator world = mesh.world();
+  const hsdp::bench::Group group = hsdp::bench::group_of(mesh.world());
   const Model model(parameters, shard == 1 ? Dtype::kF32 : Dtype::kBf16, mesh.rank(), backward);
   std::vector<Variant> variants = shard == 1 ? make_hops(mesh, model) : make_windows(mesh, model);
   for (int round = 0; round <= rounds; ++round) {  // the first one warms up
     for (Variant& variant : variants) {
-      world.barrier();
+      group.barrier();
       const auto begin = Clock::now();
       variant.backwards(*variant.reducer);
       read_result(*variant.reducer);
       const std::chrono::duration<double, std::milli> time = Clock::now() - begin;
-      const double worst = slowest(world, time.count());
+      const double worst = group.max(time.count());
       if (round > 0) variant.times.push_back(worst);
     }
   }

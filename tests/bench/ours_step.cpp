@@ -7,11 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "hsdp/comm/world.h"
 #include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/kernels/sum_rows.h"
 #include "hsdp/reducer.h"
-#include "measurement.h"
+#include "hsdp_group.h"
 #include "step_case.h"
 
 namespace {
@@ -22,17 +21,6 @@ using hsdp::bench::Group;
 using hsdp::bench::StepCase;
 
 constexpr std::int64_t kParameterCount = std::int64_t{1} << 20;  // elements of one parameter
-
-Group group_of(hsdp::Communicator& world, const std::string& system) {
-  Group group{.system = system, .rank = world.rank(), .size = world.size()};
-  group.barrier = [&world] { world.barrier(); };
-  group.max = [&world](double value) {
-    std::vector<double> all(static_cast<std::size_t>(world.size()));
-    world.all_gather({&value, 1, Dtype::kF64}, {all.data(), world.size(), Dtype::kF64});
-    return *std::max_element(all.begin(), all.end());
-  };
-  return group;
-}
 
 // This process' share of physical memory: what several processes map counts in parts.
 std::int64_t proportional_bytes() {
@@ -228,12 +216,12 @@ int main(int argc, char** argv) {
   const hsdp::Mesh mesh =
       hsdp::init_mesh({.replicate = what.replicate_size, .shard = what.shard_size});
   hsdp::bench::pin_to_core(mesh.rank());
-  const Group group = group_of(mesh.world(), "ours_step");
+  const Group group = hsdp::bench::group_of(mesh.world(), "ours_step");
   const Gradient gradient(what, mesh.rank());
   measure_reducer(mesh, group, what, gradient, bucket_bytes);
 
   PrivateStep roofline(what, gradient, bucket_bytes);
-  const Group roofline_group = group_of(mesh.world(), "roofline");
+  const Group roofline_group = hsdp::bench::group_of(mesh.world(), "roofline");
   const double roofline_us = hsdp::bench::median_us(roofline_group, [&] { roofline.run(); });
   hsdp::bench::report_step(roofline_group, "private", what, roofline_us, true);
   if (group.rank == 0) {

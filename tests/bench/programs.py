@@ -98,12 +98,25 @@ class PythonPackage:
                               capture_output=True, timeout=TIMEOUT_S)
         return None if done.returncode == 0 else "torch or hsdp cannot be imported; run make test"
 
-
     def command(self, script: str, variables: Dict[str, str]) -> List[str]:
         """Runs a script of this folder with the package's variables and these, in any environment."""
         every = {**self.variables, **variables}
         return ["env", *(f"{name}={value}" for name, value in every.items()),
                 self.python, str(pathlib.Path(__file__).with_name(script))]
+
+
+def run_torch(name: str, command: List[str], report: Report) -> bool:
+    """Adds the values that the command prints. False where it did not end."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        report.error = f"{name}: no end within {TIMEOUT_S} s"
+        return False
+    report.values.update(parse(done.stdout, "torch").values)
+    if done.returncode != 0:
+        report.error = f"{name}: status {done.returncode}: {done.stdout.strip()[-800:]}"
+    return True
 
 
 def end(process: subprocess.Popen) -> None:

@@ -8,11 +8,10 @@ Usage: stage3.py --build build/bench [--rounds N]
 """
 
 import pathlib
-import subprocess
 import sys
 from typing import Dict, List, Optional
 
-from programs import PythonPackage, Report, TIMEOUT_S, parse, run_part
+from programs import PythonPackage, Report, parse, run_part, run_torch
 from shaped_link import ShapedLink, pinned, run_ranks, why_not_shaped
 
 MBIT = 1000
@@ -49,27 +48,17 @@ class Stage3:
             program = self._package.command("torch_stage3.py", {})
             command = [str(self._hsdp_run), "-n", str(RANKS), *program, asked,
                        f"--replicate={replicas}"]
-            try:
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                      stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
-                                      check=False)
-            except subprocess.TimeoutExpired:
-                report.error = f"torch_stage3: no end within {TIMEOUT_S} s"
+            if not run_torch("torch_stage3", command, report):
                 return report
-            self._add(report, done.stdout, done.returncode and done.stdout.strip()[-800:])
         program = self._package.command("torch_stage3.py", {"GLOO_SOCKET_IFNAME": "uplink"})
         with ShapedLink() as link:
             link.shape(MBIT)
             for part, sizes in OVER_LINK.items():
                 command = [*program, asked, f"--part={part}", *sizes]
-                self._add(report, *run_ranks(link, pinned(command, RANKS_ON_LINK)))
+                output, error = run_ranks(link, pinned(command, RANKS_ON_LINK))
+                report.values.update(parse(output, "torch").values)
+                report.error = f"torch_stage3: {error}" if error else report.error
         return report
-
-    @staticmethod
-    def _add(report: Report, output: str, error: Optional[str]) -> None:
-        report.values.update(parse(output, "torch").values)
-        if error:
-            report.error = f"torch_stage3: {error}"
 
 
 def table(heads: List[str], rows: List[List[str]]) -> List[str]:

@@ -26,6 +26,12 @@ def samples_of(*reports):
     return samples
 
 
+def samples_with(form, numbers):
+    """Samples of values, whose names `form` has a place for."""
+    return samples_of(("".join(f"value {form.format(name)} {number}\n"
+                               for name, number in numbers.items()), "any"))
+
+
 class Reports(unittest.TestCase):
     def test_lines_are_found_behind_a_rank_prefix_and_between_noise(self):
         report = programs.parse("hello\n[0] " + line(time_us=12.5) + "[1] value cpu_percent 3.25\n",
@@ -62,30 +68,23 @@ class Claims(unittest.TestCase):
         name = "reduction in a torch step, 24 layers of 256 x 256: {} / ours"
         values = {"fsdp2_f32": 260, "ours_f32": 10, "ddp": 30, "ours_last_only": 9,
                   "ours_window": 5, "fsdp2_bf16": 100, "ours_bf16": -3}
-        samples = samples_of(("".join(f"value torch_twentyfour_256_{key}_added_ms {number}\n"
-                                      for key, number in values.items()), "torch"))
+        samples = samples_with("torch_twentyfour_256_{}_added_ms", values)
         found = self.verdicts(samples)
         for peer, ratio in (("fsdp2_f32", 26), ("ddp", 6)):
             self.assertAlmostEqual(ratio, found[name.format(peer)].ratio)
             self.assertEqual("held", found[name.format(peer)].verdict)
-        windows = samples_of(("value torch_six_2048_ours_f32_added_ms 90\n"
-                              "value torch_six_2048_ours_window_grad_added_ms 45\n", "torch"))
-        self.assertEqual(2, self.verdicts(windows)[
-            "reduction in a torch step, 6 layers of 2048 x 2048: ours_f32 / window_grad"].ratio)
-        optimizers = samples_of(("value torch_zero_ours_added_ms 40\n"
-                                 "value torch_zero_zero_redundancy_added_ms 200\n", "torch"))
-        self.assertEqual(5, self.verdicts(optimizers)[
-            "reduction and AdamW on slices, 6 layers of 2048 x 2048, 2 ranks: DDP with "
-            "ZeroRedundancyOptimizer / ours"].ratio)
-        whole = samples_of(("value torch_zero_ours_added_ms 40\n"
-                            "value torch_zero_whole_added_ms 50\n"
-                            "value torch_zero_muon_ddp_step_ms 1800\n"
-                            "value torch_zero_muon_ours_step_ms 1000\n", "torch"))
-        self.assertEqual(0.8, self.verdicts(whole)[
-            "reduction and AdamW on whole parameters, 6 layers of 2048 x 2048, 2 ranks: on slices / "
-            "whole"].ratio)
-        self.assertEqual(1.8, self.verdicts(whole)[
-            "step with Muon, 6 layers of 2048 x 2048, 2 ranks: DDP / whole matrices"].ratio)
+        sized = self.verdicts(samples_with("torch_{}_ms", {
+            "six_2048_ours_f32_added": 90, "six_2048_ours_window_grad_added": 45,
+            "zero_ours_added": 40, "zero_zero_redundancy_added": 200, "zero_whole_added": 50,
+            "zero_muon_ddp_step": 1800, "zero_muon_ours_step": 1000}))
+        size = "6 layers of 2048 x 2048"
+        for claim, ratio in (
+                (f"reduction in a torch step, {size}: ours_f32 / window_grad", 2),
+                (f"reduction and AdamW on slices, {size}, 2 ranks: DDP with ZeroRedundancyOptimizer / "
+                 "ours", 5),
+                (f"reduction and AdamW on whole parameters, {size}, 2 ranks: on slices / whole", 0.8),
+                (f"step with Muon, {size}, 2 ranks: DDP / whole matrices", 1.8)):
+            self.assertEqual(ratio, sized[claim].ratio, claim)
         lost_in_noise = name.format("fsdp2_bf16")
         other = "reduction in a torch step, 6 layers of 2048 x 2048: ddp / ours"
         for claim in (lost_in_noise, other):
@@ -93,19 +92,16 @@ class Claims(unittest.TestCase):
 
     def test_slow_link(self):
         times = {"f32": 700, "bf16": 250, "plain4": 100, "loco": 100}
-        samples = samples_of(("".join(f"value slow_link_1000_{hop}_ms {time}\n"
-                                      for hop, time in times.items()), "slow_link"))
-        found = self.verdicts(samples)
+        found = self.verdicts(samples_with("slow_link_1000_{}_ms", times))
         for claim, ratio, verdict in (("f32 hop / LoCo", 7, "held"), ("bf16 hop / LoCo", 2.5, "MISSED"),
                                       ("LoCo / plain 4 bit", 1, "held")):
             claim = found[f"step over a slow link: {claim}"]
             self.assertEqual((ratio, verdict), (claim.ratio, claim.verdict))
 
     def test_windows_over_a_slow_link(self):
-        samples = samples_of(("".join(f"value slow_link_1000_{name}_ms {time}\n" for name, time in
-                                      (("1x2_each", 70), ("1x2_window", 20), ("busy_each", 60),
-                                       ("busy_window", 50), ("busy_declared", 30))), "slow_link"))
-        found = self.verdicts(samples)
+        found = self.verdicts(samples_with("slow_link_1000_{}_ms", {
+            "1x2_each": 70, "1x2_window": 20, "busy_each": 60, "busy_window": 50,
+            "busy_declared": 30}))
         for case, ratio, verdict in (("1x2: one by one / window", 3.5, "held"),
                                      ("2x2: one by one / window", None, "not measured"),
                                      ("1x2, of 50 ms each: one by one / window", 1.2, "MISSED"),
@@ -136,15 +132,12 @@ class Claims(unittest.TestCase):
         for hidden, forward, verdict in ((0.85, 130, "held"), (0.75, 130, "MISSED"),
                                          (0.85, 50, "not measured")):
             values = {"hidden": hidden, "forward_ms": forward, "gather_ms": 60, "exposed_ms": 9}
-            samples = samples_of(("".join(f"value torch_gather_f32_1_256k_{name} {number}\n"
-                                          for name, number in values.items()), "torch"))
-            found = self.verdicts(samples)
+            found = self.verdicts(samples_with("torch_gather_f32_1_256k_{}", values))
             self.assertEqual(verdict, found[share.format(1)].verdict)
             self.assertEqual("not measured", found[share.format(2)].verdict)
         for slowest, verdict in ((1.02, "held"), (1.03, "MISSED")):
-            samples = samples_of((f"value torch_gather_f32_2_256k_ratio 0.9\n"
-                                  f"value torch_gather_f32_2_1m_ratio {slowest}\n"
-                                  f"value torch_gather_f32_2_4m_ratio 1\n", "torch"))
+            samples = samples_with("torch_gather_f32_2_{}_ratio",
+                                   {"256k": 0.9, "1m": slowest, "4m": 1})
             claim = self.verdicts(samples)[case.format(2) + ": iteration overlapped / synchronous"]
             self.assertEqual((slowest, verdict), (claim.ratio, claim.verdict))
             self.assertIn("1m elements", claim.detail)
@@ -190,8 +183,8 @@ class Claims(unittest.TestCase):
     def test_stage_3(self):
         name = "stage 3 adds to a step, 2x2, kept after the forward: FSDP2 / ours"
         for ratio, verdict in ((8.0, "held"), (7.9, "MISSED")):
-            samples = samples_of((f"value torch_stage3_2x2_kept_ratio {ratio}\n"
-                                  "value torch_stage3_1x2_ours_hidden 0.81\n", "torch"))
+            samples = samples_with("torch_stage3_{}", {"2x2_kept_ratio": ratio,
+                                                       "1x2_ours_hidden": 0.81})
             found = self.verdicts(samples)
             self.assertEqual((ratio, verdict), (found[name].ratio, found[name].verdict))
             self.assertEqual("held", found["stage 3 over a slow link: share of gathers hidden"].verdict)

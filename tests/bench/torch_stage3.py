@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hsdp
+from torch_zero import alone
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import beside_fsdp2 as example  # noqa: E402
@@ -43,23 +44,6 @@ PASSES = 4
 
 def make_model(asked: argparse.Namespace, dtype: torch.dtype) -> nn.Sequential:
     return example.make_model(asked.layers, asked.width).to(dtype)
-
-
-def alone(asked: argparse.Namespace, inputs: torch.Tensor, share: int, passes: int = 1) -> example.Step:
-    model = make_model(asked, torch.bfloat16)
-    parameters = list(model.parameters())
-    slices = [nn.Parameter(p.detach().reshape(-1)[: p.numel() // share].float()) for p in parameters]
-    optimizer = torch.optim.AdamW(slices)
-
-    def step() -> None:
-        model.zero_grad()
-        for m in range(passes):
-            example.backward(model, inputs, m)
-        for part, whole in zip(slices, parameters, strict=True):
-            part.grad = whole.grad.reshape(-1)[: part.numel()].float()  # type: ignore[union-attr]
-        optimizer.step()
-
-    return step
 
 
 def ours(
@@ -131,7 +115,7 @@ def median_ms(seconds: list[float]) -> float:
 
 def measure_steps(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
     inputs = torch.randn(asked.rows, asked.width, dtype=torch.bfloat16)
-    systems = {"none": alone(asked, inputs, mesh.shard_size)}
+    systems = {"none": alone(make_model(asked, torch.bfloat16), inputs, mesh.shard_size)}
     for name, kept in (("resharded", KEPT[""]), ("kept", KEPT["_kept"])):
         systems[f"ours_{name}"] = ours(mesh, asked, inputs, **kept)
         systems[f"fsdp2_{name}"] = fsdp2(mesh, asked, inputs, **kept)

@@ -36,15 +36,17 @@ SMALL_PARAMETERS = 1000
 
 
 def alone(model: nn.Module, inputs: torch.Tensor, share: int) -> example.Step:
+    """AdamW on fp32 masters of this rank's share."""
     parameters = list(model.parameters())
-    slices = [nn.Parameter(p.detach().reshape(-1)[: p.numel() // share].clone()) for p in parameters]
+    slices = [nn.Parameter(p.detach().reshape(-1)[: p.numel() // share].float().clone())
+              for p in parameters]
     optimizer = torch.optim.AdamW(slices)
 
     def step() -> None:
         model.zero_grad()
         example.backward(model, inputs, 0)
         for part, whole in zip(slices, parameters, strict=True):
-            part.grad = whole.grad.reshape(-1)[: part.numel()]  # type: ignore[union-attr]
+            part.grad = whole.grad.reshape(-1)[: part.numel()].float()  # type: ignore[union-attr]
         optimizer.step()
 
     return step

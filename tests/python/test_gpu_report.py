@@ -37,6 +37,13 @@ echo '  sum 8 rows of bf16, add, divide       1500 GB/s   50.0 %  below the aim 
 CHECK_NCCL = """[ "$RANK" = 0 ] || exit 0
 echo "ok  moves"
 echo 'exact   16 MiB f32, 2 ranks: reduce_scatter     1.25 ms, all_reduce     2.50 ms'"""
+# torch takes seconds to import, in every run.
+TORCH = """from types import SimpleNamespace as Names
+__version__ = "2.13.0"
+version = Names(cuda="13.0")
+cuda = Names(nccl=Names(version=lambda: (2, 28, 9)))
+distributed = Names(is_nccl_available=lambda: True)
+"""
 
 
 def write_program(path: pathlib.Path, text: str) -> None:
@@ -46,9 +53,10 @@ def write_program(path: pathlib.Path, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder with `bin` for the PATH, which has a driver, and `built` with check programs."""
-    for folder in ("bin", "built"):
+    """A folder with `bin` for the PATH, which has a driver, `built` with check programs, and a torch."""
+    for folder in ("bin", "built", "site"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "site" / "torch.py").write_text(TORCH)
     write_program(tmp_path / "bin" / "nvidia-smi", SMI)
     write_program(tmp_path / "built" / "check_device", CHECK_DEVICE)
     write_program(tmp_path / "built" / "kernel_bandwidth_gpu", BANDWIDTH)
@@ -62,7 +70,8 @@ def start(machine: pathlib.Path, *arguments: str, **variables: str) -> subproces
     path = f"{machine / 'bin'}:/usr/bin:/bin"
     return subprocess.Popen(
         [sys.executable, str(RUN), *folders, *arguments],
-        env={**kept, "PATH": path, "CUDA_HOME": "/nonexistent", **variables},
+        env={**kept, "PATH": path, "PYTHONPATH": str(machine / "site"), "CUDA_HOME": "/nonexistent",
+             **variables},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
 
@@ -111,6 +120,8 @@ def test_what_programs_print_is_in_the_report(machine: pathlib.Path) -> None:
     assert verdicts(report, "torch loop")["torch 1x2: found_inf"] == ("not run", reason)
     assert verdicts(report, "compute-sanitizer")["memcheck"] == ("not run", "compute-sanitizer not found")
     assert report["machine"]["GPUs"] == ["NVIDIA Card, 9.0, 81559 MiB, 580.10"] * 2
+    assert [report["machine"][fact] for fact in ("torch", "torch CUDA", "torch NCCL")] == [
+        "2.13.0", "13.0", "2.28.9"]
     assert (machine / "out" / stage(report, "kernels")["log"]).read_text().count("second: part") == 2
 
 
@@ -142,7 +153,7 @@ def test_hidden_gpus_and_one_that_is_shared(machine: pathlib.Path) -> None:
 def test_a_program_that_dies_or_hangs_has_failed(machine: pathlib.Path) -> None:
     write_program(machine / "built" / "check_device", CHECK_DEVICE.split("echo")[0] + "\nkill -SEGV $$")
     write_program(machine / "built" / "kernel_bandwidth_gpu", "echo started; sleep 60")
-    status, report, _ = run(machine, "--only", "kernels", "kernel bandwidths", "--seconds", "20")
+    status, report, _ = run(machine, "--only", "kernels", "kernel bandwidths", "--seconds", "8")
     assert status == 1
     assert verdicts(report, "kernels")["check_device"][0] == "FAILED"
     assert "signal 11" in verdicts(report, "kernels")["check_device"][1]
@@ -289,7 +300,7 @@ def test_limits_fit_into_the_time_that_there_is(tmp_path: pathlib.Path) -> None:
 
 def test_a_sanitizer_that_is_slow_has_found_nothing(machine: pathlib.Path) -> None:
     write_program(machine / "bin" / "compute-sanitizer", 'case "$*" in *--tool*) sleep 60 ;; esac')
-    status, report, _ = run(machine, "--only", "compute-sanitizer", "--seconds", "20")
+    status, report, _ = run(machine, "--only", "compute-sanitizer", "--seconds", "8")
     assert status == 77
     verdict, detail = verdicts(report, "compute-sanitizer")["memcheck"]
     assert verdict == "not run" and detail.startswith("ran out of ")

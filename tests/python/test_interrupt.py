@@ -85,11 +85,19 @@ def after_interrupt(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> str:
     return "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("wait", sorted(WAITS))
-def test_ctrl_c_in_a_wait_ends_it_on_every_rank(ranks: Launcher, wait: str) -> None:
-    own, other = ranks(2, interrupted, wait)
-    assert own == "KeyboardInterrupt"
-    assert other.startswith("Error [0] ") and "rank 0" in other and "interrupted" in other
+def interrupted_in_each() -> dict[str, str]:
+    found = {}
+    for wait in WAITS:
+        print(wait, flush=True)
+        found[wait] = interrupted(wait)
+    return found
+
+
+def test_ctrl_c_in_a_wait_ends_it_on_every_rank(ranks: Launcher) -> None:
+    own, other = ranks(2, interrupted_in_each)
+    assert own == dict.fromkeys(WAITS, "KeyboardInterrupt")
+    for wait, heard in other.items():
+        assert heard.startswith("Error [0] ") and "rank 0" in heard and "interrupted" in heard, wait
 
 
 def interrupted_in_user_code() -> str:

@@ -47,6 +47,15 @@ def steps(reducer: hsdp.Reducer, loader: Any) -> list[list[int | None]]:
     return found
 
 
+def in_turn(name: str, cases: list[list[Any]]) -> list[Any]:
+    """What that function returns for each case; of a job that fails, the case is its last line before."""
+    found = []
+    for case in cases:
+        print(name, *case, flush=True)
+        found.append(globals()[name](*case))
+    return found
+
+
 def check_usable(reducer: hsdp.Reducer) -> None:
     """Nothing is left of what went before."""
     size, rank = reducer.mesh.size, reducer.mesh.rank
@@ -58,7 +67,7 @@ def check_usable(reducer: hsdp.Reducer) -> None:
 # --- lengths ---------------------------------------------------------------------------------
 
 
-def lengths_differ(lengths: list[int]) -> Any:
+def lengths_differ(*lengths: int) -> Any:
     with reducers(len(lengths)) as reducer:
         rank = reducer.mesh.rank
         found = steps(reducer, (10**rank for _ in range(lengths[rank])))
@@ -66,16 +75,17 @@ def lengths_differ(lengths: list[int]) -> Any:
         return found
 
 
-@pytest.mark.parametrize("lengths", [[3, 1], [0, 2], [2, 2], [0, 0], [1, 3, 2], [0, 0, 1]])
-def test_the_shorter_ones_go_on_with_none(ranks: Any, lengths: list[int]) -> None:
-    for rank, found in enumerate(ranks(len(lengths), lengths_differ, lengths)):
-        assert found == [
-            [
-                10**rank if m < lengths[rank] else None,
-                sum(10**r for r, length in enumerate(lengths) if m < length),
-            ]
-            for m in range(max(lengths))
-        ]
+@pytest.mark.parametrize("cases", [[[3, 1], [0, 2], [2, 2], [0, 0]], [[1, 3, 2], [0, 0, 1]]])
+def test_the_shorter_ones_go_on_with_none(ranks: Any, cases: list[list[int]]) -> None:
+    for rank, of_rank in enumerate(ranks(len(cases[0]), in_turn, "lengths_differ", cases)):
+        for lengths, found in zip(cases, of_rank, strict=True):
+            assert found == [
+                [
+                    10**rank if m < lengths[rank] else None,
+                    sum(10**r for r, length in enumerate(lengths) if m < length),
+                ]
+                for m in range(max(lengths))
+            ], lengths
 
 
 def accumulates(per_step: int) -> Any:
@@ -117,9 +127,9 @@ def mean_of(reducer: hsdp.Reducer) -> float:
 
 
 # (6 + 4 + 2) over three batches, of one and a half ranks on average; then 8 over one.
-@pytest.mark.parametrize(("divide_by", "first"), [("ranks", 8.0), ("ranks*microbatches", 4.0)])
-def test_the_factor_counts_batches(ranks: Any, divide_by: str, first: float) -> None:
-    assert ranks(2, counts_batches, divide_by) == [[first, 8.0]] * 2
+def test_the_factor_counts_batches(ranks: Any) -> None:
+    cases = [["ranks"], ["ranks*microbatches"]]
+    assert ranks(2, in_turn, "counts_batches", cases) == [[[8.0, 8.0], [4.0, 8.0]]] * 2
 
 
 def windows() -> Any:
@@ -173,11 +183,11 @@ def loader_fails(size: int, at: int, other_length: int, per_step: int) -> Any:
         check_usable(reducer)
 
 
-@pytest.mark.parametrize(
-    "case", [[2, -1, 3, 1], [2, 0, 3, 1], [3, 2, 5, 1], [3, 3, 9, 2], [2, 2, 0, 1], [2, 1, 1, 4]]
-)
-def test_a_loader_that_raises(ranks: Any, case: list[int]) -> None:
-    ranks(case[0], loader_fails, *case)
+@pytest.mark.parametrize("cases", [
+    [[2, -1, 3, 1], [2, 0, 3, 1], [2, 2, 0, 1], [2, 1, 1, 4]], [[3, 2, 5, 1], [3, 3, 9, 2]],
+])
+def test_a_loader_that_raises(ranks: Any, cases: list[list[int]]) -> None:
+    ranks(cases[0][0], in_turn, "loader_fails", cases)
 
 
 def body_fails(where: str, last: bool) -> Any:
@@ -207,10 +217,11 @@ def body_fails(where: str, last: bool) -> Any:
         check_usable(reducer)
 
 
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("where", ["before", "within", "after"])
-def test_a_body_that_raises(ranks: Any, where: str, last: bool) -> None:
-    ranks(3, body_fails, where, last)
+PLACES = ("before", "within", "after")
+
+
+def test_a_body_that_raises(ranks: Any) -> None:
+    ranks(3, in_turn, "body_fails", list(itertools.product(PLACES, (True, False))))
 
 
 # --- leaving early ---------------------------------------------------------------------------
@@ -246,10 +257,8 @@ def one_leaves(where: str, per_step: int) -> Any:
         check_usable(reducer)
 
 
-@pytest.mark.parametrize("per_step", [1, 2, 5])
-@pytest.mark.parametrize("where", ["before", "within", "after"])
-def test_one_that_leaves_early_is_named(ranks: Any, where: str, per_step: int) -> None:
-    ranks(3, one_leaves, where, per_step)
+def test_one_that_leaves_early_is_named(ranks: Any) -> None:
+    ranks(3, in_turn, "one_leaves", list(itertools.product(PLACES, (1, 2, 5))))
 
 
 def all_leave(where: str) -> Any:
@@ -271,9 +280,8 @@ def all_leave(where: str) -> Any:
         check_usable(reducer)
 
 
-@pytest.mark.parametrize("where", ["zip", "islice", "break"])
-def test_all_may_leave_early(ranks: Any, where: str) -> None:
-    ranks(2, all_leave, where)
+def test_all_may_leave_early(ranks: Any) -> None:
+    ranks(2, in_turn, "all_leave", [["zip"], ["islice"], ["break"]])
 
 
 def leaves_pending() -> Any:
@@ -311,9 +319,8 @@ def skips(rank_that_skips: int) -> Any:
         check_usable(reducer)
 
 
-@pytest.mark.parametrize("rank", [1, -1])
-def test_a_batch_that_one_rank_skips(ranks: Any, rank: int) -> None:
-    ranks(2, skips, rank)
+def test_a_batch_that_one_rank_skips(ranks: Any) -> None:
+    ranks(2, in_turn, "skips", [[1], [-1]])
 
 
 # --- misuse ----------------------------------------------------------------------------------
@@ -336,10 +343,10 @@ def several(per_batch: int) -> Any:
         return found
 
 
-@pytest.mark.parametrize("per_batch", [1, 2])
-def test_several_reducers_and_steps_for_each_batch(ranks: Any, per_batch: int) -> None:
-    expected = [2.0, 4.0] * per_batch + [4.0, 8.0] * per_batch
-    assert ranks(2, several, per_batch) == [expected] * 2
+def test_several_reducers_and_steps_for_each_batch(ranks: Any) -> None:
+    once = [2.0, 4.0, 4.0, 8.0]
+    twice = [2.0, 4.0] * 2 + [4.0, 8.0] * 2
+    assert ranks(2, in_turn, "several", [[1], [2]]) == [[once, twice]] * 2
 
 
 def goes_on(how: str) -> Any:
@@ -365,9 +372,8 @@ def goes_on(how: str) -> Any:
         check_usable(reducer)
 
 
-@pytest.mark.parametrize("how", ["next", "again"])
-def test_a_loop_that_ended_stays_ended(ranks: Any, how: str) -> None:
-    ranks(2, goes_on, how)
+def test_a_loop_that_ended_stays_ended(ranks: Any) -> None:
+    ranks(2, in_turn, "goes_on", [["next"], ["again"]])
 
 
 def test_what_is_refused() -> None:

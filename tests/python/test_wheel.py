@@ -48,9 +48,10 @@ def test_what_is_in_it(wheel: pathlib.Path) -> None:
 
 
 def test_it_installs_and_runs(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    run(sys.executable, "-m", "venv", str(tmp_path / "venv"), cwd=tmp_path)
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=tmp_path)
     there = tmp_path / "venv" / "bin"
-    run(str(there / "python"), "-m", "pip", "install", "-q", str(wheel), cwd=tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", str(there / "python")]
+    run(*pip, "install", "-q", str(wheel), cwd=tmp_path)
     command = ["env", f"PATH={there}", str(there / "python"), str(ROOT / "tests/package/try_installed.py")]
     assert re.match(r"hsdp [0-9.]+, Python 3.*: sound", run(*command, cwd=tmp_path))
 

@@ -8,8 +8,10 @@ returned on each rank (`0.json`) and, at its end, the first status that is not 0
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -17,6 +19,7 @@ import pathlib
 import secrets
 import signal
 import sys
+import threading
 import time
 from types import ModuleType
 from typing import Any
@@ -103,14 +106,28 @@ def run_rank(job: dict[str, Any], rank: int) -> None:
     pathlib.Path(job["folder"], f"{rank}.json").write_text(json.dumps(result))
 
 
+def end_early() -> None:
+    """Does what is done at exit, but for taking torch apart, which takes longer than most jobs.
+
+    Without torch a rank ends as a program does; with it examples and pages do.
+    """
+    if "torch" in sys.modules:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def run_job(job: dict[str, Any]) -> None:
-    """Returns on a rank alone, to end as a program does: with all that is done at its exit."""
+    """Returns on a rank alone, and when it failed raises there."""
     prepare_leader(job)
     children: set[int] = set()
     for rank in range(job["size"]):
         child = fork()
         if child == 0:
-            return run_rank(job, rank)
+            run_rank(job, rank)
+            return end_early()
         children.add(child)
     status = lead(children)
     pathlib.Path(job["folder"], "status").write_text(str(status))
@@ -119,6 +136,7 @@ def run_job(job: dict[str, Any]) -> None:
 
 def main() -> None:
     load(pathlib.Path(sys.argv[1]))
+    gc.freeze()  # else a rank that collects garbage copies all memory
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for leaders
     for line in sys.stdin:
         leader = fork()
@@ -127,6 +145,7 @@ def main() -> None:
         with contextlib.suppress(OSError):  # it is its own already, or has ended
             os.setpgid(leader, leader)
         print(leader, flush=True)
+    end_early()
 
 
 main()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import Job, Launcher, free_port
+from conftest import Job, Launcher, free_port, on_ranks
 from hsdp.torch import distributed_launch, store_rendezvous
 
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
@@ -25,11 +25,13 @@ NO_LOCAL_SIZE = {"RANK": "{rank}", "WORLD_SIZE": "{size}"}
 WHOLE = {**NO_LOCAL_SIZE, "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "{size}"}
 
 
-def rank_of(rank: int, size: int, name: str, method: str, *arguments: Any) -> None:
+def rank_of(
+    rank: int, size: int, function: Callable[..., None], method: str, *arguments: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     before = dict(os.environ)
-    globals()[name](rank, size, *arguments)
+    function(rank, size, *arguments)
     assert dict(os.environ) == before
     if dist.is_initialized():
         dist.barrier()
@@ -44,12 +46,29 @@ def forget_the_launcher() -> int:
     return rank
 
 
-def forked(size: int, name: str, method: str, *arguments: Any) -> None:
+def forked(size: int, function: Callable[..., None], method: str, *arguments: Any) -> None:
     rank = forget_the_launcher()
     if method != "env://":
         for variable in ADDRESS:
             del os.environ[variable]
-    rank_of(rank, size, name, method, *arguments)
+    rank_of(rank, size, function, method, *arguments)
+
+
+def forked_by_name(size: int, name: str, method: str, *arguments: Any) -> None:
+    forked(size, globals()[name], method, *arguments)
+
+
+def on_ranks_of_torch(size: int) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
+    """Makes a function a test that runs on ranks which know each other by a file."""
+
+    def decorate(function: Callable[[int, int], None]) -> Callable[..., None]:
+        def test(tmp_path: str) -> None:
+            forked(size, function, f"file://{tmp_path}/store")
+
+        test.__name__ = function.__name__
+        return on_ranks(size)(test)
+
+    return decorate
 
 
 class Spawn:
@@ -59,7 +78,7 @@ class Spawn:
         self.ranks = ranks
 
     def start(self, size: int, function: Callable[..., Any], method: str, *arguments: Any) -> Job:
-        return self.ranks.start(size, forked, size, function.__name__, method, *arguments)
+        return self.ranks.start(size, forked_by_name, size, function.__name__, method, *arguments)
 
     def __call__(self, *arguments: Any) -> None:
         self.start(*arguments).wait()
@@ -124,7 +143,7 @@ def test_gradients_are_reduced_right(
 def test_processes_of_torch(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHED, *ADDRESS):
         monkeypatch.delenv(name, raising=False)
-    mp.spawn(rank_of, (2, "reduces_right", store, {}), nprocs=2)
+    mp.spawn(rank_of, (2, reduces_right, store, {}), nprocs=2)
 
 
 @pytest.mark.parametrize("variables", [LIGHTNING, NO_LOCAL_SIZE, WHOLE])
@@ -132,12 +151,9 @@ def test_some_variables_are_set(spawn: Spawn, variables: dict[str, str], store: 
     spawn(2, reduces_right, store, variables)
 
 
-def only_one_is_launched(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_only_one_rank_has_variables(rank: int, size: int) -> None:
     reduces_right(rank, size, WHOLE if rank == 1 else {})
-
-
-def test_only_one_rank_has_variables(spawn: Spawn, store: str) -> None:
-    spawn(2, only_one_is_launched, store)
 
 
 def other_job(rank: int, size: int, number: int) -> None:
@@ -155,7 +171,8 @@ def test_two_jobs_at_once_do_not_meet(spawn: Spawn, tmp_path: pathlib.Path) -> N
         job.wait()
 
 
-def sub_groups(rank: int, size: int) -> None:
+@on_ranks_of_torch(4)
+def test_sub_groups(rank: int, size: int) -> None:
     table = [[2, 0]] if rank % 2 == 0 else [[1], [3]]
     with hsdp.init_mesh(len(table), len(table[0]), ranks=table) as mesh:
         assert mesh.world.ranks[mesh.rank] == rank
@@ -164,11 +181,8 @@ def sub_groups(rank: int, size: int) -> None:
         assert alone.size == 1
 
 
-def test_sub_groups(spawn: Spawn, store: str) -> None:
-    spawn(4, sub_groups, store)
-
-
-def device_mesh(rank: int, size: int) -> None:
+@on_ranks_of_torch(4)
+def test_a_device_mesh(rank: int, size: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     reducer = hsdp.Reducer(mesh)
     assert (reducer.mesh.replica, reducer.mesh.shard_rank) == divmod(rank, 2)
@@ -177,11 +191,8 @@ def device_mesh(rank: int, size: int) -> None:
     reducer.mesh.close()
 
 
-def test_a_device_mesh(spawn: Spawn, store: str) -> None:
-    spawn(4, device_mesh, store)
-
-
-def sizes_that_do_not_fit(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_sizes_that_do_not_fit(rank: int, size: int) -> None:
     with pytest.raises(hsdp.UsageError, match=r"1 x 1.*torch\.distributed.*rank . of 2"):
         hsdp.init_mesh()
     with pytest.raises(hsdp.UsageError, match="timeout_s"):
@@ -190,11 +201,8 @@ def sizes_that_do_not_fit(rank: int, size: int) -> None:
         check_sum(mesh)
 
 
-def test_sizes_that_do_not_fit(spawn: Spawn, store: str) -> None:
-    spawn(2, sizes_that_do_not_fit, store)
-
-
-def contradicts(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_variables_that_contradict_torch(rank: int, size: int) -> None:
     launched(rank, size, {**WHOLE, "WORLD_SIZE": "4"})
     for call in (hsdp.init_mesh, hsdp.job_size):
         with pytest.raises(hsdp.UsageError, match=rf"rank {rank} of 4.*rank {rank} of 2"):
@@ -218,11 +226,8 @@ def contradicts(rank: int, size: int) -> None:
         del os.environ[name]
 
 
-def test_variables_that_contradict_torch(spawn: Spawn, store: str) -> None:
-    spawn(2, contradicts, store)
-
-
-def one_stays_away(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_a_rank_that_stays_away_is_named(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(hsdp.TimeoutError, match="rank 1 of 2") as caught:
             hsdp.init_mesh(shard=2, timeout_s=1.0)
@@ -230,10 +235,6 @@ def one_stays_away(rank: int, size: int) -> None:
     dist.barrier()
     with hsdp.init_mesh(shard=2) as mesh:
         check_sum(mesh)
-
-
-def test_a_rank_that_stays_away_is_named(spawn: Spawn, store: str) -> None:
-    spawn(2, one_stays_away, store)
 
 
 def new_groups(rank: int, size: int, folder: str) -> None:
@@ -286,15 +287,12 @@ def test_several_hosts_and_an_address_of_rank_0(spawn: Spawn, store: str) -> Non
     spawn(2, hosts, store, {"HSDP_SECRET": "s"}, address)
 
 
-def no_address(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_several_hosts_that_only_share_a_file(rank: int, size: int) -> None:
     distributed_launch._host_identity = lambda: f"host {rank}"
     store_rendezvous._named_address = lambda: ""
     with pytest.raises(hsdp.UsageError, match="set HSDP_ADDR and HSDP_PORT"):
         hsdp.init_mesh(shard=2)
-
-
-def test_several_hosts_that_only_share_a_file(spawn: Spawn, store: str) -> None:
-    spawn(2, no_address, store)
 
 
 def too_early(method: str) -> None:
@@ -315,13 +313,10 @@ def test_a_mesh_from_before_torch_knew_the_ranks(ranks: Launcher, store: str) ->
     ranks(2, too_early, store)
 
 
-def alone_on_purpose(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_a_mesh_of_one_rank_of_several(rank: int, size: int) -> None:
     with hsdp.init_mesh(1, 1, ranks=[[rank]]) as mesh, hsdp.Reducer(mesh) as reducer:
         model = torch.nn.Linear(2, 1)
         reducer.attach(model)
         with reducer.microbatch(last=True):
             model(torch.ones(1, 2)).sum().backward()
-
-
-def test_a_mesh_of_one_rank_of_several(spawn: Spawn, store: str) -> None:
-    spawn(2, alone_on_purpose, store)

@@ -93,6 +93,7 @@ class Forks:
         ours, theirs = socket.socketpair()
         self.process = fork_ranks.fork()
         if self.process == 0:
+            ours.close()  # or it would never read the end of its jobs
             os.dup2(theirs.fileno(), 0)
             os.dup2(theirs.fileno(), 1)
             if file is None:

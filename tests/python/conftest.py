@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -9,28 +10,24 @@ import pathlib
 import select
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from typing import Any
 
+import fork_ranks
 import pytest
+from fork_ranks import free_port as free_port  # tests have it from here
 
-HERE = pathlib.Path(__file__).parent
 LIMIT_S = 120.0
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of all processes; before any imports torch
 
 
 def program(name: str) -> str:
     """hsdp_run or hsdp_check: of the build under test, else of the environment."""
     folder = os.environ.get("HSDP_TOOLS")
     return str(pathlib.Path(folder) / name) if folder else name
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def own_rank() -> int:
@@ -89,36 +86,42 @@ class Job:
 
 
 class Forks:
-    """The process that forks the ranks of a test file's jobs."""
+    """The process that forks the ranks of jobs: what fork_ranks.py says."""
 
-    def __init__(self, file: pathlib.Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", str(HERE / "fork_ranks.py"), str(file)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    def __init__(self, file: pathlib.Path | None = None) -> None:
+        """A fork of this process, or one that imports the file."""
+        ours, theirs = socket.socketpair()
+        self.process = fork_ranks.fork()
+        if self.process == 0:
+            ours.close()  # or it would never read the end of its jobs
+            os.dup2(theirs.fileno(), 0)
+            os.dup2(theirs.fileno(), 1)
+            if file is None:
+                fork_ranks.serve_and_exit()
+            os.execv(sys.executable, [sys.executable, "-u", fork_ranks.__file__, str(file)])
+        with ours, theirs:
+            self.jobs, self.answers = ours.makefile("w"), ours.makefile("r")
 
     def start(self, job: dict[str, Any]) -> int:
         """The process id of the job's leader."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        if not is_readable(self.process.stdout.fileno(), LIMIT_S):
-            pytest.fail(f"fork_ranks.py did not import the test file within {LIMIT_S} s")
-        answer = self.process.stdout.readline()
+            self.jobs.write(json.dumps(job, default=str) + "\n")
+            self.jobs.flush()
+        if not is_readable(self.answers.fileno(), LIMIT_S):
+            pytest.fail(f"fork_ranks.py did not start a job within {LIMIT_S} s")
+        answer = self.answers.readline()
         if not answer:
-            pytest.fail(f"fork_ranks.py ended with {self.process.wait()}")
+            pytest.fail("fork_ranks.py ended; what it said is above")
         return int(answer)
 
     def close(self) -> None:
-        try:
-            self.process.communicate(timeout=20)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait()
+        self.jobs.close()
+        self.answers.close()
+        process = os.pidfd_open(self.process)
+        if not is_readable(process, 20):
+            os.kill(self.process, signal.SIGKILL)
+        os.close(process)
+        os.waitpid(self.process, 0)
 
 
 class Launcher:
@@ -134,12 +137,12 @@ class Launcher:
         folder.mkdir()
         job = {
             "size": size,
-            "file": inspect.getfile(function),
+            "file": inspect.getfile(inspect.unwrap(function)),
             "function": function.__name__,
             "arguments": arguments,
             "folder": str(folder),
             "cwd": str(pathlib.Path.cwd()),
-            "environment": {**os.environ, "OMP_NUM_THREADS": "1", **env},
+            "environment": {**os.environ, **env},
         }
         self.jobs.append(Job(self.forks.start(job), folder, size))
         return self.jobs[-1]
@@ -152,10 +155,25 @@ class Launcher:
             job.kill()
 
 
+OF_PYTEST = pytest.StashKey[Forks]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool, bool]:
+    """Forks this process before the first test, when nothing in it has run."""
+    if "torch" not in sys.modules or not any("forks" in item.fixturenames for item in session.items):
+        return (yield)
+    with closing(Forks()) as session.config.stash[OF_PYTEST]:
+        return (yield)
+
+
 @pytest.fixture(scope="module")
 def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
-    with closing(Forks(request.path)) as forks:
-        yield forks
+    if OF_PYTEST in request.config.stash:
+        yield request.config.stash[OF_PYTEST]
+    else:
+        with closing(Forks(request.path)) as forks:
+            yield forks
 
 
 @pytest.fixture
@@ -172,3 +190,44 @@ def module_ranks(
     """The same for jobs of which several tests look at the result."""
     with closing(Launcher(forks, tmp_path_factory.mktemp("jobs"))) as launcher:
         yield launcher
+
+
+def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a test that runs on each of so many ranks. A path comes as text."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        names = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def test(ranks: Launcher, **arguments: Any) -> None:
+            ranks(size, test, *(arguments[name] for name in names))
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in ("ranks", *names)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.on_rank = function  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def on_mesh(
+    replicate: int, shard: int, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same for a function whose first argument is a mesh of them all."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def with_mesh(*arguments: Any) -> None:
+            import hsdp
+
+            with hsdp.init_mesh(replicate, shard, **options) as mesh:
+                function(mesh, *arguments)
+
+        signature = inspect.signature(function)
+        with_mesh.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(signature.parameters.values())[1:]
+        )
+        return on_ranks(replicate * shard)(with_mesh)
+
+    return decorate

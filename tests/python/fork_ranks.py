@@ -1,27 +1,36 @@
-"""Runs jobs of a test file: fork_ranks.py FILE, and then one job in each line of standard input.
+"""Runs jobs of test files: one job in each line that it reads.
 
-FILE is imported once, as that takes longer than most jobs. For each job a fork leads it, whose forks are the
-ranks; its process id is answered. Ranks so share the seed of string hashes; those of examples and pages,
-which hsdp_run starts, do not. A job leaves in its folder what was printed (`output`), what the function
-returned on each rank (`0.json`) and, at its end, the first status that is not 0 (`status`).
+A process that has imported the tests does it, as that takes longer than most jobs. For each job a fork
+leads it, whose forks are the ranks; its process id is answered. Ranks so share the seed of string hashes;
+those of examples and pages, which hsdp_run starts, do not. A job leaves in its folder what was printed
+(`output`), what the function returned on each rank (`0.json`) and, at its end, the first status that is
+not 0 (`status`).
+
+The process is pytest's fork where there is torch, which takes seconds to import. Its ranks do what is
+registered for the exit, and then just end; those of examples and pages end as programs do. Without torch it
+is `fork_ranks.py FILE`, whose ranks end so too.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import faulthandler
+import gc
 import importlib.util
 import json
 import os
 import pathlib
 import secrets
 import signal
+import socket
 import sys
+import threading
 import time
+import traceback
 from types import ModuleType
-from typing import Any
-
-from conftest import free_port
+from typing import Any, NoReturn
 
 GRACE_S = 5.0  # for the others, when a rank has failed
 PR_SET_PDEATHSIG = 1
@@ -37,9 +46,13 @@ def load(file: pathlib.Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
-    if "torch" in sys.modules:
-        importlib.import_module("torch._dynamo")  # an optimizer's first step would import it
     return module
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def fork() -> int:
@@ -99,12 +112,13 @@ def run_rank(job: dict[str, Any], rank: int) -> None:
     module = load(pathlib.Path(job["file"]))
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-    result = getattr(module, job["function"])(*job["arguments"])
+    function = getattr(module, job["function"])
+    result = getattr(function, "on_rank", function)(*job["arguments"])
     pathlib.Path(job["folder"], f"{rank}.json").write_text(json.dumps(result))
 
 
 def run_job(job: dict[str, Any]) -> None:
-    """Returns on a rank alone, to end as a program does: with all that is done at its exit."""
+    """Returns on a rank alone."""
     prepare_leader(job)
     children: set[int] = set()
     for rank in range(job["size"]):
@@ -117,8 +131,9 @@ def run_job(job: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    load(pathlib.Path(sys.argv[1]))
+def serve() -> None:
+    """Returns on a rank, and when there are no more jobs."""
+    gc.freeze()  # else a rank that collects garbage copies all memory
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for leaders
     for line in sys.stdin:
         leader = fork()
@@ -129,4 +144,24 @@ def main() -> None:
         print(leader, flush=True)
 
 
-main()
+def serve_and_exit() -> NoReturn:
+    """In a fork of pytest, of which nothing else may run."""
+    importlib.import_module("torch._dynamo")  # an optimizer's first step would import it
+    faulthandler.disable()  # it writes where pytest does
+    sys.stdin = open(0, closefd=False)
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    code = 0
+    try:
+        serve()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    load(pathlib.Path(sys.argv[1]))
+    serve()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from torch import nn
 
 import hsdp
@@ -293,24 +293,19 @@ def test_scripted_models(ranks: Launcher) -> None:
     assert zero == one
 
 
-def run_forward_outside() -> bool:
+@on_mesh(1, 2)
+def test_statistics_may_be_copied_before_a_backward(mesh: hsdp.Mesh) -> None:
     """What F.batch_norm writes counts no version for torch, and neither does a copy of it."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
-        for _ in range(3):
-            loss = model(torch.randn(4, 3) * (mesh.rank + 1)).square().sum()
-            with reducer.microbatch(last=True):
-                loss.backward()
-            reducer.gather_gradients()
-            model.zero_grad()
-    return True
-
-
-def test_statistics_may_be_copied_before_a_backward(ranks: Launcher) -> None:
-    assert ranks(2, run_forward_outside) == [True, True]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model)
+    for _ in range(3):
+        loss = model(torch.randn(4, 3) * (mesh.rank + 1)).square().sum()
+        with reducer.microbatch(last=True):
+            loss.backward()
+        reducer.gather_gradients()
+        model.zero_grad()
 
 
 def run_uneven() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from conftest import Launcher, program  # noqa: E402
+from conftest import Launcher, on_ranks, program  # noqa: E402
 from fsdp2_model import (  # noqa: E402
     MICROBATCHES,
     Net,
@@ -228,8 +228,9 @@ def test_a_dtensor_needs_rows_and_torch_distributed() -> None:
             rows.shard_dtensor("w")
 
 
-def with_other_ranks(folder: str) -> None:
-    start_torch(folder)
+@on_ranks(2)
+def test_torch_distributed_with_other_ranks(tmp_path: str) -> None:
+    start_torch(tmp_path)
     job_rank = dist.get_rank()
     with hsdp.init_mesh(1, 1, ranks=[[job_rank]]) as mesh:
         reducer = hsdp.Reducer(mesh, layout="dim0")
@@ -243,7 +244,3 @@ def with_other_ranks(folder: str) -> None:
             reducer.shard_dtensor("w", pairs)
         reducer.close()
     dist.destroy_process_group()
-
-
-def test_torch_distributed_with_other_ranks(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    ranks(2, with_other_ranks, str(tmp_path))

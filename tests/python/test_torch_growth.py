@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import on_mesh
 from test_growth import STEPS, WARM_UP_STEPS, check, resources
 
 import hsdp
@@ -32,23 +32,16 @@ def steps(reducer: hsdp.Reducer, model: torch.nn.Module, count: int) -> None:
                 pass
 
 
-def run_steps(shard: int) -> list[list[int]]:
-    torch.set_num_threads(1)
-    with hsdp.init_mesh(shard=shard) as mesh:
-        model = torch.nn.Linear(16, 40)
-        reducer = hsdp.Reducer(mesh, bucket_bytes=1024)
-        reducer.attach(model, keep_grads=mesh.rank == 0)
-        steps(reducer, model, WARM_UP_STEPS)
-        before = resources()
-        steps(reducer, model, STEPS)
-        after = resources()
-        reducer.close()
-    return [list(before), list(after)]
-
-
-def test_two_ranks_do_not_grow(ranks: Launcher) -> None:
-    for before, after in ranks(2, run_steps, 2):
-        check(before, after)
+@on_mesh(1, 2)
+def test_two_ranks_do_not_grow(mesh: hsdp.Mesh) -> None:
+    model = torch.nn.Linear(16, 40)
+    reducer = hsdp.Reducer(mesh, bucket_bytes=1024)
+    reducer.attach(model, keep_grads=mesh.rank == 0)
+    steps(reducer, model, WARM_UP_STEPS)
+    before = resources()
+    steps(reducer, model, STEPS)
+    check(list(before), list(resources()))
+    reducer.close()
 
 
 @pytest.mark.parametrize("ends", ["closed", "forgotten"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from same_tensors import require_same
 from torch import nn
 
@@ -138,7 +138,8 @@ def test_values_are_those_of_a_whole_init(
     ranks(shape[0] * shape[1], compare_with_whole_init, shape, cases)
 
 
-def compare_in_16_bits(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_values_in_16_bits(mesh: hsdp.Mesh) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 9)).bfloat16()
 
@@ -151,7 +152,8 @@ def compare_in_16_bits(mesh: hsdp.Mesh) -> None:
     require_same(trained(mesh, model, stage=3, units=[nn.Linear]), want.state_dict())
 
 
-def seed_by_rank(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_seeds_that_differ_by_rank(mesh: hsdp.Mesh) -> None:
     want = whole_init(Model)
     after = torch.get_rng_state()
     torch.manual_seed(SEED + mesh.rank)
@@ -166,7 +168,8 @@ def live_bytes(model: nn.Module) -> int:
         return sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta)
 
 
-def watch_memory(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_memory_is_that_of_one_unit(mesh: hsdp.Mesh) -> None:
     model: Any = on_meta(lambda: Model(depth=6))
     unit = sum(p.nbytes for p in model.layers[0].parameters())
     root = sum(p.nbytes for p in model.parameters()) - 6 * unit
@@ -203,7 +206,8 @@ def init_plain(module: nn.Module) -> None:
         module.weight.data.normal_()
 
 
-def init_by_function(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_values_of_a_function(mesh: hsdp.Mesh) -> None:
     want = whole_init(Plain)
     with torch.no_grad():
         want.apply(init_plain)
@@ -229,7 +233,8 @@ def adapted() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), Adapted(), Adapted())
 
 
-def adapt_frozen(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_frozen_layers(mesh: hsdp.Mesh) -> None:
     want = whole_init(adapted)
     model = on_meta(adapted)
     torch.manual_seed(SEED)
@@ -239,7 +244,8 @@ def adapt_frozen(mesh: hsdp.Mesh) -> None:
     ]
 
 
-def keep_what_has_values(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_layers_that_have_values_keep_them(mesh: hsdp.Mesh) -> None:
     first = whole_init(adapted)
     before = {f"0.{key}": value.clone() for key, value in first.state_dict().items()}
     model = nn.Sequential(first, on_meta(lambda: nn.Linear(6, 6)))
@@ -247,7 +253,8 @@ def keep_what_has_values(mesh: hsdp.Mesh) -> None:
     require_same({key: value for key, value in got.items() if key in before}, before)
 
 
-def keep_values_beside_others(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_values_beside_others_are_kept(mesh: hsdp.Mesh) -> None:
     """Of a head on an embedding that has values, and of one with a bias that has."""
     embedding = nn.Embedding(5, 4)
     head = on_meta(lambda: nn.Linear(4, 5))
@@ -289,7 +296,8 @@ class Box(nn.Module):
         return self.inner(x) + self.places
 
 
-def reset_what_is_below(mesh: hsdp.Mesh) -> None:
+@on_mesh(1, 2)
+def test_a_module_that_sets_what_is_below(mesh: hsdp.Mesh) -> None:
     want = whole_init(Box)
     model = on_meta(Box)
     torch.manual_seed(SEED)
@@ -302,28 +310,6 @@ def reset_what_is_below(mesh: hsdp.Mesh) -> None:
             ShardedOptimizer(
                 torch.optim.AdamW, listed, reducer, stage=3, units=[nn.Linear], persistence_threshold=0
             )
-
-
-CASES = [
-    compare_in_16_bits,
-    seed_by_rank,
-    watch_memory,
-    init_by_function,
-    adapt_frozen,
-    keep_what_has_values,
-    keep_values_beside_others,
-    reset_what_is_below,
-]
-
-
-def run_cases() -> None:
-    with hsdp.init_mesh(replicate=1, shard=2) as mesh:
-        for case in CASES:
-            case(mesh)
-
-
-def test_seeds_dtypes_memory_functions_and_frozen_parameters(ranks: Launcher) -> None:
-    ranks(2, run_cases)
 
 
 def refused(mesh: hsdp.Mesh, **options: Any) -> str:
@@ -344,50 +330,66 @@ def refused(mesh: hsdp.Mesh, **options: Any) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def refused_where_one_fails(mesh: hsdp.Mesh) -> str:
+@on_mesh(1, 2)
+def test_what_gets_no_values_is_refused_and_left_on_the_meta_device(mesh: hsdp.Mesh) -> None:
+    assert "reset_parameters(), got none in Plain; pass param_init_fn" in refused(mesh)
+    text = refused(mesh, param_init_fn=lambda module: None)
+    assert "every element of 'weight'" in text and "Plain and param_init_fn did not" in text
+
+
+@on_mesh(1, 2)
+def test_an_init_that_fails_on_one_rank(mesh: hsdp.Mesh) -> None:
     def fails_on_rank_1(module: nn.Module) -> None:
         init_plain(module)
         if mesh.rank == 1 and isinstance(module, Plain):
             raise UsageError("out of paint")
 
-    return refused(mesh, param_init_fn=fails_on_rank_1)
+    text = refused(mesh, param_init_fn=fails_on_rank_1)
+    if mesh.rank == 1:
+        assert text == "UsageError: out of paint"
+    else:
+        assert text.startswith("StepAbortedError") and "out of paint" in text
 
 
-def refused_where_values_differ(mesh: hsdp.Mesh) -> str:
+@on_mesh(1, 2)
+def test_an_init_whose_values_differ(mesh: hsdp.Mesh) -> None:
     def differs(module: nn.Module) -> None:
         init_plain(module)
         if isinstance(module, Plain):
             module.weight.fill_(random.Random(mesh.rank).random())
 
-    return refused(mesh, param_init_fn=differs)
+    text = refused(mesh, param_init_fn=differs)
+    assert text.startswith("MismatchError") and "'weight' on rank 1 than on rank 0" in text
 
 
-def refused_where_one_has_it_elsewhere(mesh: hsdp.Mesh) -> str:
+@on_mesh(1, 2)
+def test_a_model_that_is_elsewhere_on_one_rank(mesh: hsdp.Mesh) -> None:
     with hsdp.Reducer(mesh) as reducer:
         reducer.attach(on_meta(Plain) if mesh.rank == 1 else Plain(), check_parameters=False)
-        with pytest.raises(MismatchError) as error:
+        wanted = "elsewhere on rank 0 and on the meta device on rank 1"
+        with pytest.raises(MismatchError, match=wanted):
             model = reducer._attachments[0].model  # type: ignore[attr-defined]
             ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
-        return str(error.value)
 
 
-def refused_without_an_optimizer(mesh: hsdp.Mesh) -> str:
+@on_mesh(1, 2)
+def test_a_model_without_an_optimizer_has_no_memory(mesh: hsdp.Mesh) -> None:
     with hsdp.Reducer(mesh) as reducer:
         reducer.attach(on_meta(Plain))
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UsageError, match="'weight' to have memory.*ShardedOptimizer"):
             reducer.begin_microbatch(last=True)
-        return str(error.value)
 
 
-def refused_where_held_weakly(mesh: hsdp.Mesh) -> str:
+@on_mesh(1, 2)
+def test_parameters_that_others_hold_weakly(mesh: hsdp.Mesh) -> None:
     model: Any = on_meta(Plain)
     reference = weakref.ref(model.inner.weight)
     with hsdp.Reducer(mesh) as reducer:
         reducer.attach(model)
-        with pytest.raises(UsageError) as error:
+        wanted = "'inner.weight' on the meta device to be held by its model alone"
+        with pytest.raises(UsageError, match=wanted):
             ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
         assert reference() is model.inner.weight and model.inner.weight.is_meta
-        return str(error.value)
 
 
 class Places(nn.Module):
@@ -407,7 +409,8 @@ def shared_places() -> nn.Module:
     return nn.Sequential(Places(places), Places(places), Places(places))
 
 
-def refused_and_then_made(mesh: hsdp.Mesh) -> list[str]:
+@on_mesh(1, 2)
+def test_a_refused_model_is_as_before_and_may_be_made(mesh: hsdp.Mesh) -> None:
     """Of a model that is to be as before after each error: also layers with values, and the random state."""
     valued = nn.Linear(4, 4)
     hsdp.broadcast_parameters(mesh, valued)
@@ -415,7 +418,6 @@ def refused_and_then_made(mesh: hsdp.Mesh) -> list[str]:
     model: Any = on_meta(shared_places)
     model.append(valued)
     state = torch.get_rng_state()
-    texts = []
 
     def sets(count: int, then: Callable[[Any], Any]) -> Callable[[nn.Module], None]:
         def init(module: nn.Module) -> None:
@@ -436,10 +438,15 @@ def refused_and_then_made(mesh: hsdp.Mesh) -> list[str]:
     with hsdp.Reducer(mesh) as reducer:
         reducer.attach(model)
         options: dict[str, Any] = {"stage": 3, "units": [nn.Linear], "persistence_threshold": 0}
-        for init in (sets(2, bool), sets(4, freeze), sets(4, differ)):
+        for init, text in (
+            (sets(2, bool), "every element of '0.places'"),
+            (sets(4, freeze),
+             "'0.layer.weight' as it was on the meta device: torch.float32 (4, 4) on cpu, with"),
+            (sets(4, differ), "others of '1.layer.bias' on rank 1 than on rank 0"),
+        ):
             with pytest.raises((UsageError, MismatchError)) as error:
                 ShardedOptimizer(torch.optim.AdamW, model, reducer, **options, param_init_fn=init)
-            texts.append(str(error.value))
+            assert text in str(error.value)
             assert all(one.places.is_meta for one in model[:3])
             assert torch.equal(model[3].weight, before) and torch.equal(torch.get_rng_state(), state)
             for p in model[:3].parameters():
@@ -450,47 +457,14 @@ def refused_and_then_made(mesh: hsdp.Mesh) -> list[str]:
         assert model[0].places is model[2].places and model[0].places.tolist() == [7] * 4
         optimizer.close()
         assert torch.equal(model[3].weight, before)
-    return texts
 
 
-def refused_with_hooks(mesh: hsdp.Mesh) -> str:
+@on_mesh(1, 2)
+def test_parameters_with_hooks(mesh: hsdp.Mesh) -> None:
     model: Any = on_meta(Plain)
     model.inner.bias.register_hook(lambda gradient: gradient * 0)
     with hsdp.Reducer(mesh) as reducer:
         reducer.attach(model)
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UsageError, match="'inner.bias' on the meta device without hooks"):
             ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
         assert all(p.is_meta for p in model.parameters())
-        return str(error.value)
-
-
-def refusals() -> list[str]:
-    with hsdp.init_mesh(replicate=1, shard=2) as mesh:
-        return [
-            refused(mesh),
-            refused(mesh, param_init_fn=lambda module: None),
-            refused_where_one_fails(mesh),
-            refused_where_values_differ(mesh),
-            refused_where_one_has_it_elsewhere(mesh),
-            refused_without_an_optimizer(mesh),
-            refused_where_held_weakly(mesh),
-            refused_with_hooks(mesh),
-            *refused_and_then_made(mesh),
-        ]
-
-
-def test_what_gets_no_values_is_refused_and_left_on_the_meta_device(ranks: Launcher) -> None:
-    every = ranks(2, refusals)
-    for without, unset, _, differ, elsewhere, alone, held, hooks, half, frozen, other in every:
-        assert "reset_parameters(), got none in Plain; pass param_init_fn" in without
-        assert "every element of 'weight'" in unset and "Plain and param_init_fn did not" in unset
-        assert differ.startswith("MismatchError") and "'weight' on rank 1 than on rank 0" in differ
-        assert "elsewhere on rank 0 and on the meta device on rank 1" in elsewhere
-        assert "'weight' to have memory" in alone and "ShardedOptimizer" in alone
-        assert "'inner.weight' on the meta device to be held by its model alone" in held
-        assert "'inner.bias' on the meta device without hooks" in hooks
-        assert "every element of '0.places'" in half
-        assert "'0.layer.weight' as it was on the meta device: torch.float32 (4, 4) on cpu, with" in frozen
-        assert "others of '1.layer.bias' on rank 1 than on rank 0" in other
-    assert every[0][2].startswith("StepAbortedError") and "out of paint" in every[0][2]
-    assert every[1][2] == "UsageError: out of paint"

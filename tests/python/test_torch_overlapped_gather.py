@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_mesh, on_ranks
 from torch import nn
 
 import hsdp
@@ -199,90 +199,72 @@ def same(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(same, a, b))
 
 
-def run_readers(dtype: str, stage: int) -> list[str]:
-    torch.set_num_threads(1)
+@pytest.mark.parametrize(("dtype", "stage"), [("float32", 2), ("bfloat16", 1)])
+@on_ranks(2)
+def test_readers_get_the_values_of_the_synchronous_gather(dtype: str, stage: int) -> None:
     torch.backends.mha.set_fastpath_enabled(True)
-    differ = []
-    with hsdp.init_mesh(1, hsdp.job_size()) as mesh:
+    with hsdp.init_mesh(1, 2) as mesh:
         for reader in READERS:
             runs = [trained(mesh, reader, getattr(torch, dtype), overlap, stage=stage)
                     for overlap in (True, False)]
-            if not same(*runs):
-                differ.append(reader)
-    return differ
+            assert same(*runs), reader
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("float32", 2), ("bfloat16", 1)])
-def test_readers_get_the_values_of_the_synchronous_gather(
-    ranks: Launcher, dtype: str, stage: int
-) -> None:
-    assert ranks(2, run_readers, dtype, stage) == [[], []]
-
-
-def run_metadata() -> list[str]:
+@on_mesh(1, 2)
+def test_metadata_does_not_wait_and_the_order_of_use_is_agreed(mesh: hsdp.Mesh) -> None:
     """What needs no values does not wait, and waiting ends one unit's flight only."""
-    waited = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
-        reducer = hsdp.Reducer(mesh, bucket_bytes=4096)
-        reducer.attach(net)
-        optimizer = ShardedOptimizer(torch.optim.SGD, net, reducer, lr=0.1, gather_bucket_bytes=4096,
-                                     overlap_param_gather=True)
+    net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+    reducer = hsdp.Reducer(mesh, bucket_bytes=4096)
+    reducer.attach(net)
+    optimizer = ShardedOptimizer(torch.optim.SGD, net, reducer, lr=0.1, gather_bucket_bytes=4096,
+                                 overlap_param_gather=True)
 
-        def step() -> None:
-            with reducer.microbatch(last=True):
-                for p in net.parameters():
-                    p.grad = torch.ones_like(p, requires_grad=False)
-            optimizer.step()
-
-        def delete(p: nn.Parameter) -> None:
-            p.grad = torch.ones(32, 32)
-            p.grad = None
-
-        step()
-        looks: dict[str, Callable[[nn.Parameter], Any]] = {
-            "grad": lambda p: p.grad, "set grad": delete, "shape": lambda p: p.shape,
-            "dtype": lambda p: p.dtype, "device": lambda p: p.device, "is_leaf": lambda p: p.is_leaf,
-            "requires_grad": lambda p: p.requires_grad, "grad_fn": lambda p: p.grad_fn,
-            "stride": lambda p: p.stride(), "size": lambda p: p.size(), "dim": lambda p: p.dim(),
-            "numel": lambda p: p.numel(), "hash": hash, "len": len, "ndim": lambda p: p.ndim,
-            "is_contiguous": lambda p: p.is_contiguous(), "is_cpu": lambda p: p.is_cpu,
-            "hook": lambda p: p.register_hook(lambda g: None).remove(),
-            "accumulated": lambda p: p.register_post_accumulate_grad_hook(lambda g: None).remove(),
-            "isinstance": lambda p: isinstance(p, nn.Parameter),
-            "floating": lambda p: p.is_floating_point() and torch.is_floating_point(p),
-            "thaw": lambda p: p.requires_grad_(),
-        }
-        for name, look in looks.items():
-            look(net[0].weight)  # type: ignore[arg-type]
-            if type(net[0].weight) is not ParameterInFlight:
-                waited.append(name)
-        with reducer.microbatch(last=True):  # it looks at every p.grad
-            if type(net[0].weight) is not ParameterInFlight:
-                waited.append("microbatch")
-            net[1](torch.ones(1, 32))
-            assert [type(m.weight) is ParameterInFlight for m in net] == [True, False, True]
-            net[2].weight.sum()
-            assert [type(m.weight) is ParameterInFlight for m in net] == [True, False, False]
-            net[0](torch.ones(1, 32))
+    def step() -> None:
+        with reducer.microbatch(last=True):
             for p in net.parameters():
                 p.grad = torch.ones_like(p, requires_grad=False)
-        optimizer.step()  # remade in the order of use
-        units = [names for gather in optimizer._gather._gathers.values() for names in gather.units()]
-        assert units == [("1.weight",), ("2.weight",), ("0.weight",)]
-        optimizer.wait_parameters()
-        assert optimizer.gather_stats().gather_count == 6
-        step()
-        hooks = [len(m._forward_pre_hooks) for m in net]
-        del optimizer, step
-        gc.collect()
-        assert {type(p) for p in net.parameters()} == {nn.Parameter}
-        assert (hooks, [len(m._forward_pre_hooks) for m in net]) == ([1, 1, 1], [0, 0, 0])
-    return waited
+        optimizer.step()
 
+    def delete(p: nn.Parameter) -> None:
+        p.grad = torch.ones(32, 32)
+        p.grad = None
 
-def test_metadata_does_not_wait_and_the_order_of_use_is_agreed(ranks: Launcher) -> None:
-    assert ranks(2, run_metadata) == [[], []]
+    step()
+    looks: dict[str, Callable[[nn.Parameter], Any]] = {
+        "grad": lambda p: p.grad, "set grad": delete, "shape": lambda p: p.shape,
+        "dtype": lambda p: p.dtype, "device": lambda p: p.device, "is_leaf": lambda p: p.is_leaf,
+        "requires_grad": lambda p: p.requires_grad, "grad_fn": lambda p: p.grad_fn,
+        "stride": lambda p: p.stride(), "size": lambda p: p.size(), "dim": lambda p: p.dim(),
+        "numel": lambda p: p.numel(), "hash": hash, "len": len, "ndim": lambda p: p.ndim,
+        "is_contiguous": lambda p: p.is_contiguous(), "is_cpu": lambda p: p.is_cpu,
+        "hook": lambda p: p.register_hook(lambda g: None).remove(),
+        "accumulated": lambda p: p.register_post_accumulate_grad_hook(lambda g: None).remove(),
+        "isinstance": lambda p: isinstance(p, nn.Parameter),
+        "floating": lambda p: p.is_floating_point() and torch.is_floating_point(p),
+        "thaw": lambda p: p.requires_grad_(),
+    }
+    for name, look in looks.items():
+        look(net[0].weight)  # type: ignore[arg-type]
+        assert type(net[0].weight) is ParameterInFlight, name
+    with reducer.microbatch(last=True):  # it looks at every p.grad
+        net[1](torch.ones(1, 32))
+        assert [type(m.weight) is ParameterInFlight for m in net] == [True, False, True]
+        net[2].weight.sum()
+        assert [type(m.weight) is ParameterInFlight for m in net] == [True, False, False]
+        net[0](torch.ones(1, 32))
+        for p in net.parameters():
+            p.grad = torch.ones_like(p, requires_grad=False)
+    optimizer.step()  # remade in the order of use
+    units = [names for gather in optimizer._gather._gathers.values() for names in gather.units()]
+    assert units == [("1.weight",), ("2.weight",), ("0.weight",)]
+    optimizer.wait_parameters()
+    assert optimizer.gather_stats().gather_count == 6
+    step()
+    hooks = [len(m._forward_pre_hooks) for m in net]
+    del optimizer, step
+    gc.collect()
+    assert {type(p) for p in net.parameters()} == {nn.Parameter}
+    assert (hooks, [len(m._forward_pre_hooks) for m in net]) == ([1, 1, 1], [0, 0, 0])
 
 
 def run_other_orders() -> list[Any]:
@@ -326,48 +308,44 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def run_failure() -> str:
-    with hsdp.init_mesh(1, 2, timeout_s=20) as mesh:
-        net = nn.Linear(8, 8)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(net)
-        optimizer = ShardedOptimizer(Failing, net, reducer, lr=0.1, overlap_param_gather=True)
-        heard = ""
-        for step in range(3):
-            with reducer.microbatch(last=True):
-                net(torch.ones(1, 8)).sum().backward()
-            Failing.fails = step == 2 and mesh.rank == 1
-            try:
-                optimizer.step()
-            except ValueError as error:
-                heard = str(error)
-        for _ in range(2):
-            if mesh.rank == 0:
-                with pytest.raises(hsdp.Error, match="no more steps") as told:
-                    net.weight.sum()
-                heard = str(told.value)
-                with pytest.raises(hsdp.Error, match="no more steps"):
-                    net(torch.ones(1, 8))
-                assert type(net.weight) is ParameterInFlight
+@on_mesh(1, 2, timeout_s=20)
+def test_a_rank_that_cannot_update_is_heard_by_every_reader(mesh: hsdp.Mesh) -> None:
+    net = nn.Linear(8, 8)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(net)
+    optimizer = ShardedOptimizer(Failing, net, reducer, lr=0.1, overlap_param_gather=True)
+    heard = ""
+    for step in range(3):
+        with reducer.microbatch(last=True):
+            net(torch.ones(1, 8)).sum().backward()
+        Failing.fails = step == 2 and mesh.rank == 1
+        try:
+            optimizer.step()
+        except ValueError as error:
+            heard = str(error)
+    for _ in range(2):
         if mesh.rank == 0:
+            with pytest.raises(hsdp.Error, match="no more steps") as told:
+                net.weight.sum()
+            heard = str(told.value)
             with pytest.raises(hsdp.Error, match="no more steps"):
-                optimizer.close()
-        optimizer.close()
-        assert type(net.weight) is nn.Parameter
-        net.state_dict()
-    return heard
-
-
-def test_a_rank_that_cannot_update_is_heard_by_every_reader(ranks: Launcher) -> None:
-    found = ranks(2, run_failure)
-    assert all("no more steps" in one for one in found)
+                net(torch.ones(1, 8))
+            assert type(net.weight) is ParameterInFlight
+    if mesh.rank == 0:
+        with pytest.raises(hsdp.Error, match="no more steps"):
+            optimizer.close()
+    optimizer.close()
+    assert type(net.weight) is nn.Parameter
+    net.state_dict()
+    assert "no more steps" in heard
 
 
 class OwnParameter(nn.Parameter):
     pass
 
 
-def run_edges() -> bool:
+@on_ranks(2)
+def test_edges() -> None:
     """Several Reducers, a class of the user's, a group of one, and reads after the mesh's end."""
     with hsdp.init_mesh(1, 2) as mesh:
         nets = [nn.Linear(16, 16), nn.Linear(16, 4)]
@@ -396,8 +374,3 @@ def run_edges() -> bool:
         optimizer.step()
         assert type(net.weight) is nn.Parameter
         assert not net._forward_pre_hooks
-    return True
-
-
-def test_edges(ranks: Launcher) -> None:
-    assert ranks(2, run_edges) == [True, True]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Launcher
+from conftest import on_mesh
 from torch import nn
 
 import hsdp
@@ -95,180 +95,140 @@ class Run:
         self.reducer.close()
 
 
-def run_models() -> list[str]:
-    """Models that differ from those without overlap."""
-    torch.set_num_threads(1)
+@on_mesh(1, 2)
+def test_what_a_forward_gives_to_functions_that_do_not_ask(mesh: hsdp.Mesh) -> None:
     torch.jit.set_fusion_strategy([])
-    differ = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        for name, make in MODELS.items():
-            ends = []
-            for overlap in (True, False):
-                torch.manual_seed(0)
-                run = Run(mesh, make(), overlap)
-                for _ in range(4):
-                    run.step(torch.ones(2, 8))
-                ends.append([p.detach().clone() for p in run.model.parameters()])
-                run.close()
-            if not all(map(torch.equal, *ends)):
-                differ.append(name)
-    return differ
-
-
-def test_what_a_forward_gives_to_functions_that_do_not_ask(ranks: Launcher) -> None:
-    assert ranks(2, run_models) == [[], []]
+    for name, make in MODELS.items():
+        ends = []
+        for overlap in (True, False):
+            torch.manual_seed(0)
+            run = Run(mesh, make(), overlap)
+            for _ in range(4):
+                run.step(torch.ones(2, 8))
+            ends.append([p.detach().clone() for p in run.model.parameters()])
+            run.close()
+        assert all(map(torch.equal, *ends)), name
 
 
 class Marked(torch.Tensor):
     pass
 
 
-def run_copies() -> bool:
+@on_mesh(1, 2)
+def test_copies_know_nothing_of_flights(mesh: hsdp.Mesh) -> None:
     """New parameters of old ones, other classes, and models that are saved."""
-    torch.set_num_threads(1)
-    with hsdp.init_mesh(1, 2) as mesh:
-        run = Run(mesh, multilayer())
-        model: Any = run.model
-        run.step(torch.ones(2, 8))
-        again = nn.Parameter(model[0].weight, requires_grad=False)
-        marked = model[2].weight.as_subclass(Marked)
-        assert (type(again), type(marked)) == (nn.Parameter, Marked)
-        assert again.data_ptr() == model[0].weight.data_ptr()
-        assert torch.equal(again, model[0].weight)
-        assert torch.equal(marked.as_subclass(torch.Tensor), model[2].weight)
-        run.step(torch.ones(2, 8))
-        saved = pickle.dumps(model)
-        assert b"hsdp." not in saved  # but for the name of an attribute, which is None
-        assert torch.equal(pickle.loads(saved)(torch.ones(2, 8)), model(torch.ones(2, 8)))
-        run.close()
-    return True
+    run = Run(mesh, multilayer())
+    model: Any = run.model
+    run.step(torch.ones(2, 8))
+    again = nn.Parameter(model[0].weight, requires_grad=False)
+    marked = model[2].weight.as_subclass(Marked)
+    assert (type(again), type(marked)) == (nn.Parameter, Marked)
+    assert again.data_ptr() == model[0].weight.data_ptr()
+    assert torch.equal(again, model[0].weight)
+    assert torch.equal(marked.as_subclass(torch.Tensor), model[2].weight)
+    run.step(torch.ones(2, 8))
+    saved = pickle.dumps(model)
+    assert b"hsdp." not in saved  # but for the name of an attribute, which is None
+    assert torch.equal(pickle.loads(saved)(torch.ones(2, 8)), model(torch.ones(2, 8)))
+    run.close()
 
 
-def test_copies_know_nothing_of_flights(ranks: Launcher) -> None:
-    assert ranks(2, run_copies) == [True, True]
-
-
-def run_old_graphs() -> list[str]:
+@on_mesh(1, 2)
+def test_a_graph_that_is_older_than_the_step(mesh: hsdp.Mesh) -> None:
     """A backward pass of a graph that was made before the step, as with torch's optimizers."""
-    errors = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        for overlap in (True, False):
-            run = Run(mesh, multilayer(), overlap)
-            x = torch.ones(2, 8, requires_grad=True)
-            old = run.model(x).sum()
-            run.step(torch.ones(2, 8))
-            with pytest.raises(RuntimeError) as caught:
-                old.backward()
-            errors.append(str(caught.value))
-            run.close()
-    return errors
+    for overlap in (True, False):
+        run = Run(mesh, multilayer(), overlap)
+        x = torch.ones(2, 8, requires_grad=True)
+        old = run.model(x).sum()
+        run.step(torch.ones(2, 8))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        run.close()
 
 
-def test_a_graph_that_is_older_than_the_step(ranks: Launcher) -> None:
-    for errors in ranks(2, run_old_graphs):
-        assert all("modified by an inplace operation" in error for error in errors)
-
-
-def run_compiled() -> list[bool]:
+@on_mesh(1, 2)
+def test_compiled_code_outside_of_modules(mesh: hsdp.Mesh) -> None:
     """Compiled code that reads several parameters and calls none of the hooked modules."""
-    torch.set_num_threads(1)
-    found = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        for kind in ("list", "average", "export"):
-            ends = []
-            for overlap in (True, False):
-                torch._dynamo.reset()
-                torch.manual_seed(0)
-                run = Run(mesh, multilayer(), overlap)
-                average = [torch.zeros_like(p) for p in run.model.parameters()]
+    for kind in ("list", "average", "export"):
+        ends = []
+        for overlap in (True, False):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            run = Run(mesh, multilayer(), overlap)
+            average = [torch.zeros_like(p) for p in run.model.parameters()]
 
-                def total(run: Run = run) -> torch.Tensor:
-                    return torch.stack([p.square().sum() for p in run.model.parameters()])
+            def total(run: Run = run) -> torch.Tensor:
+                return torch.stack([p.square().sum() for p in run.model.parameters()])
 
-                def blend(run: Run = run, average: list[torch.Tensor] = average) -> None:
-                    for a, p in zip(average, run.model.parameters(), strict=True):
-                        a.mul_(0.5).add_(p, alpha=0.5)
+            def blend(run: Run = run, average: list[torch.Tensor] = average) -> None:
+                for a, p in zip(average, run.model.parameters(), strict=True):
+                    a.mul_(0.5).add_(p, alpha=0.5)
 
-                compiled = torch.compile(total if kind == "list" else blend, backend="aot_eager")
-                read = []
-                for step in range(3):
-                    run.step(torch.ones(2, 8))
-                    if kind == "export" and step == 1:
-                        torch.export.export(run.model, (torch.ones(2, 8),))
-                    elif kind != "export":
-                        with torch.no_grad():
-                            value = compiled()
-                        read += [a.clone() for a in average] if value is None else [value.clone()]
+            compiled = torch.compile(total if kind == "list" else blend, backend="aot_eager")
+            read = []
+            for step in range(3):
                 run.step(torch.ones(2, 8))
-                flies = type(run.model[0].weight) is ParameterInFlight
-                assert flies == (overlap and kind == "export")
-                ends.append([*read, *(p.detach().clone() for p in run.model.parameters())])
-                run.close()
-            found.append(all(map(torch.equal, *ends)))
-    return found
+                if kind == "export" and step == 1:
+                    torch.export.export(run.model, (torch.ones(2, 8),))
+                elif kind != "export":
+                    with torch.no_grad():
+                        value = compiled()
+                    read += [a.clone() for a in average] if value is None else [value.clone()]
+            run.step(torch.ones(2, 8))
+            flies = type(run.model[0].weight) is ParameterInFlight
+            assert flies == (overlap and kind == "export")
+            ends.append([*read, *(p.detach().clone() for p in run.model.parameters())])
+            run.close()
+        assert all(map(torch.equal, *ends)), kind
 
 
-def test_compiled_code_outside_of_modules(ranks: Launcher) -> None:
-    assert ranks(2, run_compiled) == [[True] * 3] * 2
-
-
-def run_threads() -> int:
+@on_mesh(1, 2)
+def test_threads_that_meet_at_a_parameter(mesh: hsdp.Mesh) -> None:
     """Writes that are lost where several threads meet at a parameter that is copied when it lands."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     lost = 0
-    with hsdp.init_mesh(1, 2) as mesh:
-        model = nn.Module()
-        model.w = weight = nn.Parameter(torch.ones(64, 48).t())
-        model.forward = lambda x: weight.sum()  # type: ignore[method-assign,assignment]
-        run = Run(mesh, model)
-        for _ in range(40):
-            run.step(torch.ones(1))
-            threads = [threading.Thread(target=lambda: weight.detach().sum()) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            with torch.no_grad():
-                weight.fill_(7.0)
-            for thread in threads:
-                thread.join()
-            lost += not bool((weight == 7).all())
-        run.close()
+    model = nn.Module()
+    model.w = weight = nn.Parameter(torch.ones(64, 48).t())
+    model.forward = lambda x: weight.sum()  # type: ignore[method-assign,assignment]
+    run = Run(mesh, model)
+    for _ in range(40):
+        run.step(torch.ones(1))
+        threads = [threading.Thread(target=lambda: weight.detach().sum()) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        with torch.no_grad():
+            weight.fill_(7.0)
+        for thread in threads:
+            thread.join()
+        lost += not bool((weight == 7).all())
+    run.close()
     sys.setswitchinterval(interval)
-    return lost
+    assert lost == 0
 
 
-def test_threads_that_meet_at_a_parameter(ranks: Launcher) -> None:
-    assert ranks(2, run_threads) == [0, 0]
-
-
-def run_children() -> list[int]:
+@on_mesh(1, 2)
+def test_children_find_nothing_in_flight(mesh: hsdp.Mesh) -> None:
     """Children that read a parameter in flight, drop its optimizer, or just end."""
     warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threads forks
-    codes = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        run = Run(mesh, multilayer())
-        for what in ("read", "drop", "end"):
-            run.step(torch.ones(2, 8))
-            child = os.fork()
-            if child == 0:
-                if what == "read":
-                    sum(float(p.detach()[0].sum()) for p in run.model.parameters())
-                elif what == "drop":
-                    del run.optimizer
-                    gc.collect()
-                else:
-                    atexit._run_exitfuncs()
-                os._exit(0)
-            end = time.monotonic() + 20
-            while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
-                time.sleep(0.01)
-            if ended[0] == 0:
-                os.kill(child, 9)
-                ended = os.waitpid(child, 0)
-            codes.append(ended[1])
-        run.close()
-    return codes
-
-
-def test_children_find_nothing_in_flight(ranks: Launcher) -> None:
-    assert ranks(2, run_children) == [[0, 0, 0]] * 2
+    run = Run(mesh, multilayer())
+    for what in ("read", "drop", "end"):
+        run.step(torch.ones(2, 8))
+        child = os.fork()
+        if child == 0:
+            if what == "read":
+                sum(float(p.detach()[0].sum()) for p in run.model.parameters())
+            elif what == "drop":
+                del run.optimizer
+                gc.collect()
+            else:
+                atexit._run_exitfuncs()
+            os._exit(0)
+        end = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(child, 9)
+            ended = os.waitpid(child, 0)
+        assert ended[1] == 0, what
+    run.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from torch import nn
 
 import hsdp
@@ -48,31 +49,24 @@ def test_broadcast_parameters(ranks: Launcher) -> None:
         assert "'weight (3, 3) torch.float32' on rank 3" in f["message"] and f["ranks"] == [3]
 
 
-def run_two_models() -> dict[str, Any]:
-    with hsdp.init_mesh(2, 2) as mesh:
-        torch.manual_seed(3)
-        first = nn.Sequential(nn.Linear(5, 70))
-        joined = nn.ModuleDict({"first": first, "second": nn.Linear(70, 3)})
-        apart = copy.deepcopy(joined)
-        one, two = hsdp.Reducer(mesh, bucket_bytes=256), hsdp.Reducer(mesh, bucket_bytes=512)
-        one.attach(joined)
-        for model in apart.values():
-            two.attach(model)
-        for models, reducer in ((joined, one), (apart, two)):
-            for m in range(3):
-                torch.manual_seed(10 * m + mesh.rank)
-                with reducer.microbatch(last=m == 2):
-                    models["second"](models["first"](torch.randn(4, 5))).square().sum().backward()
-            reducer.gather_gradients()
-        return {
-            name: torch.equal(p.grad, dict(joined.named_parameters())[name].grad)
-            for name, p in apart.named_parameters()
-        }
-
-
-def test_two_models_have_the_gradients_of_one(ranks: Launcher) -> None:
-    for same in ranks(4, run_two_models):
-        assert len(same) == 4 and all(same.values())
+@on_mesh(2, 2)
+def test_two_models_have_the_gradients_of_one(mesh: hsdp.Mesh) -> None:
+    torch.manual_seed(3)
+    first = nn.Sequential(nn.Linear(5, 70))
+    joined = nn.ModuleDict({"first": first, "second": nn.Linear(70, 3)})
+    apart = copy.deepcopy(joined)
+    one, two = hsdp.Reducer(mesh, bucket_bytes=256), hsdp.Reducer(mesh, bucket_bytes=512)
+    one.attach(joined)
+    for model in apart.values():
+        two.attach(model)
+    for models, reducer in ((joined, one), (apart, two)):
+        for m in range(3):
+            torch.manual_seed(10 * m + mesh.rank)
+            with reducer.microbatch(last=m == 2):
+                models["second"](models["first"](torch.randn(4, 5))).square().sum().backward()
+        reducer.gather_gradients()
+    for (name, p), q in zip(apart.named_parameters(), joined.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
 
 
 class Boom(Exception):
@@ -182,67 +176,52 @@ def test_an_exception_between_microbatches_drops_one_step(ranks: Launcher) -> No
             assert sum(found[replica + s][3 * case + 1] for s in (0, 1)) == 30
 
 
-def run_local_sums() -> list[float]:
+@on_mesh(1, 2)
+def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
     """With keep_grads: what a dropped step left is no part of the next one's sum."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        model = nn.Linear(2, 1, bias=False)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model, keep_grads=True)
-        for step in range(3):
-            try:
-                for m in range(3):
-                    with reducer.microbatch(last=m == 2):
-                        model(torch.ones(1, 2)).sum().backward()
-                        if (step, m, mesh.rank) == (1, 1, 1):
-                            raise Boom
-                reducer.shard("weight")
-            except (Boom, hsdp.StepAbortedError):
-                assert step == 1
-        return [float(x) for x in model.weight.grad.flatten()]
+    model = nn.Linear(2, 1, bias=False)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(model, keep_grads=True)
+    for step in range(3):
+        try:
+            for m in range(3):
+                with reducer.microbatch(last=m == 2):
+                    model(torch.ones(1, 2)).sum().backward()
+                    if (step, m, mesh.rank) == (1, 1, 1):
+                        raise Boom
+            reducer.shard("weight")
+        except (Boom, hsdp.StepAbortedError):
+            assert step == 1
+    assert model.weight.grad.tolist() == [[3.0, 3.0]]
 
 
-def test_local_sums_begin_anew_after_a_dropped_step(ranks: Launcher) -> None:
-    assert ranks(2, run_local_sums) == [[3.0, 3.0]] * 2
-
-
-def run_scaling() -> list[Any]:
-    return [run_scaled_steps("torch"), run_scaled_steps("local")]
-
-
-def run_scaled_steps(kind: str) -> list[Any]:
+@pytest.mark.parametrize("kind", ["torch", "local"])
+@on_mesh(2, 2)
+def test_all_ranks_skip_together(mesh: hsdp.Mesh, kind: str) -> None:
     """One rank sees an infinity: all skip. `local` steps on each rank's own gradients."""
-    with hsdp.init_mesh(2, 2) as mesh:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
-        reducer.attach(model, keep_grads=kind == "local")
-        options: Any = {"init_scale": 256.0, "growth_interval": 1}
-        scaler: Any = torch.amp.GradScaler("cpu", **options)
-        if kind != "torch":
-            scaler = hsdp.torch.GradScaler(reducer, "cpu", **options)
-        said: list[Any] = []
-        for step in range(4):
-            before = model.weight.detach().clone()
-            bad = step % 2 == 1 and mesh.rank == 3
-            for m in range(2):
-                with reducer.microbatch(last=m == 1):
-                    x = torch.full((2, 3), float("inf") if bad and m == 0 else 1.0)
-                    scaler.scale(model(x).sum()).backward()
-            if kind != "local":
-                reducer.gather_gradients()
-            scaler.step(optimizer)
-            scaler.update()
-            moved = [round(x, 3) for x in (before - model.weight.detach()).flatten().tolist()]
-            said.append([reducer.found_inf(), scaler.get_scale(), moved])
-        return said
-
-
-def test_all_ranks_skip_together(ranks: Launcher) -> None:
-    good, bad = [False, 512.0, [4.0] * 6], [True, 256.0, [0.0] * 6]
-    for said in ranks(4, run_scaling):
-        assert said == [[good, bad, good, bad]] * 2
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
+    reducer.attach(model, keep_grads=kind == "local")
+    options: Any = {"init_scale": 256.0, "growth_interval": 1}
+    scaler: Any = torch.amp.GradScaler("cpu", **options)
+    if kind != "torch":
+        scaler = hsdp.torch.GradScaler(reducer, "cpu", **options)
+    for step in range(4):
+        before = model.weight.detach().clone()
+        bad = step % 2 == 1 and mesh.rank == 3
+        for m in range(2):
+            with reducer.microbatch(last=m == 1):
+                x = torch.full((2, 3), float("inf") if bad and m == 0 else 1.0)
+                scaler.scale(model(x).sum()).backward()
+        if kind != "local":
+            reducer.gather_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = [round(x, 3) for x in (before - model.weight.detach()).flatten().tolist()]
+        good, bad = [False, 512.0, [4.0] * 6], [True, 256.0, [0.0] * 6]
+        assert [reducer.found_inf(), scaler.get_scale(), moved] == (bad if step % 2 else good)
 
 
 def run_shards() -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_ranks
 from same_tensors import require_same
 from torch import nn
 
@@ -66,6 +66,20 @@ def training(
         made.close()
 
 
+def at_both_stages(
+    **options: Any
+) -> Iterator[tuple[Any, hsdp.Mesh, hsdp.Reducer, ShardedOptimizer]]:
+    """A training at stage 2 and one at stage 3, which must end with the same bits."""
+    results = []
+    for stage in (2, 3):
+        model = Tower()
+        with training(model, stage=stage, **options) as (mesh, reducer, optimizer):
+            assert any(map(is_released, model.parameters())) == (stage == 3)
+            yield model, mesh, reducer, optimizer
+            results.append(optimizer.full_model_state_dict(model))
+    require_same(*results)
+
+
 def step(model: nn.Module, mesh: hsdp.Mesh, reducer: hsdp.Reducer, optimizer: Any, seed: int = 0) -> None:
     with reducer.microbatch(last=True):
         model(rows(mesh, seed)).square().mean().backward()
@@ -88,7 +102,9 @@ def is_released(p: torch.Tensor) -> bool:
 # with a prefetch, of the next one; all others are slices.
 
 
-def look_at_memory(prefetch: bool) -> None:
+@pytest.mark.parametrize("prefetch", [True, False])
+@on_ranks(2)
+def test_a_rank_holds_slices_and_what_is_in_use(prefetch: bool) -> None:
     model = Tower()
     layer_bytes = sum(p.nbytes for p in model.layers[0].parameters() if p.numel() > 40)
     root_bytes = model.first.weight.nbytes
@@ -124,15 +140,11 @@ def look_at_memory(prefetch: bool) -> None:
     assert held_bytes(model) == whole
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_a_rank_holds_slices_and_what_is_in_use(ranks: Launcher, prefetch: bool) -> None:
-    ranks(2, look_at_memory, prefetch)
-
-
 # Of a released parameter there is its shape, its gradient and its slice.
 
 
-def read_released() -> None:
+@on_ranks(2)
+def test_nobody_reads_a_released_parameter() -> None:
     model = Tower()
     with training(model) as (mesh, reducer, optimizer):
         weight = model.layers[1].weight
@@ -159,135 +171,100 @@ def read_released() -> None:
         step(model, mesh, reducer, optimizer)
 
 
-def test_nobody_reads_a_released_parameter(ranks: Launcher) -> None:
-    ranks(2, read_released)
-
-
-def write_unsharded(write: bool) -> None:
-    model, like = Tower(), Tower()
-    results = []
-    for one, stage in ((like, 2), (model, 3)):
-        with training(one, stage=stage) as (mesh, reducer, optimizer):
-            step(one, mesh, reducer, optimizer)
-            optimizer.unshard(one.layers[1])
-            assert not is_released(one.layers[1].weight)
-            assert is_released(one.layers[2].weight) == (stage == 3)
-            before = one.layers[1].weight.detach().clone()
-            if write:
-                one.layers[1].weight.data.mul_(2)
-            step(one, mesh, reducer, optimizer, 1)
-            assert not is_released(one.layers[1].weight)
-            assert not torch.equal(one.layers[1].weight, before)
-            if write:
-                with torch.no_grad():
-                    one.layers[1].weight[3] = 7
-                    one.layers[1].weight.data[4] = 8
-            optimizer.reshard(one.layers[1])
-            assert is_released(one.layers[1].weight) == (stage == 3)
-            step(one, mesh, reducer, optimizer, 2)
-            with optimizer.whole_parameters(write_back=write) as whole:
-                if write:
-                    whole["layers.2.bias"] += 1
-                    whole["layers.2.weight"] += 1
-            step(one, mesh, reducer, optimizer, 3)
-            results.append(optimizer.full_model_state_dict(one))
-    assert results[0].keys() == results[1].keys() == like.state_dict().keys()
-    require_same(*results)
-
-
 @pytest.mark.parametrize("write", [True, False])
-def test_an_unsharded_module_may_be_written_to(ranks: Launcher, write: bool) -> None:
-    ranks(2, write_unsharded, write)
+@on_ranks(2)
+def test_an_unsharded_module_may_be_written_to(write: bool) -> None:
+    for model, mesh, reducer, optimizer in at_both_stages():
+        is_stage_3 = is_released(model.layers[1].weight)
+        step(model, mesh, reducer, optimizer)
+        optimizer.unshard(model.layers[1])
+        assert not is_released(model.layers[1].weight)
+        assert is_released(model.layers[2].weight) == is_stage_3
+        before = model.layers[1].weight.detach().clone()
+        if write:
+            model.layers[1].weight.data.mul_(2)
+        step(model, mesh, reducer, optimizer, 1)
+        assert not is_released(model.layers[1].weight)
+        assert not torch.equal(model.layers[1].weight, before)
+        if write:
+            with torch.no_grad():
+                model.layers[1].weight[3] = 7
+                model.layers[1].weight.data[4] = 8
+        optimizer.reshard(model.layers[1])
+        assert is_released(model.layers[1].weight) == is_stage_3
+        step(model, mesh, reducer, optimizer, 2)
+        with optimizer.whole_parameters(write_back=write) as whole:
+            if write:
+                whole["layers.2.bias"] += 1
+                whole["layers.2.weight"] += 1
+        step(model, mesh, reducer, optimizer, 3)
+        assert optimizer.full_model_state_dict(model).keys() == Tower().state_dict().keys()
 
 
-def call_other_methods() -> None:
-    results = []
-    for stage in (2, 3):
-        model = Tower()
-        with training(model, stage=stage) as (mesh, reducer, optimizer):
-            if stage == 3:
-                optimizer.register_forward_method(model, "encode")
-                with pytest.raises(hsdp.UsageError, match="whose parameters are a unit"):
-                    optimizer.register_forward_method(nn.Linear(1, 1), "forward")
-            for seed in range(3):
-                with torch.no_grad():
-                    model.encode(rows(mesh))
-                with reducer.microbatch(last=True):
-                    model.last(model.encode(rows(mesh, seed))).sum().backward()
-                optimizer.step()
-            results.append(optimizer.full_model_state_dict(model))
-    require_same(*results)
-
-
-def test_other_methods_may_be_forwards(ranks: Launcher) -> None:
-    ranks(2, call_other_methods)
+@on_ranks(2)
+def test_other_methods_may_be_forwards() -> None:
+    for model, mesh, reducer, optimizer in at_both_stages():
+        if is_released(model.first.weight):
+            optimizer.register_forward_method(model, "encode")
+            with pytest.raises(hsdp.UsageError, match="whose parameters are a unit"):
+                optimizer.register_forward_method(nn.Linear(1, 1), "forward")
+        for seed in range(3):
+            with torch.no_grad():
+                model.encode(rows(mesh))
+            with reducer.microbatch(last=True):
+                model.last(model.encode(rows(mesh, seed))).sum().backward()
+            optimizer.step()
 
 
 # What ranks do differently.
 
 
-def go_different_ways() -> None:
-    results = []
-    for stage in (2, 3):
-        model = Tower()
-        with training(model, stage=stage) as (mesh, reducer, optimizer):
-            for seed in range(6):
-                try:
-                    with reducer.step():
-                        with reducer.microbatch(last=False):
-                            model(rows(mesh, seed)).mean().backward()
-                        with reducer.microbatch(last=True):
-                            if seed == 2 and mesh.rank == 1:
-                                model.layers[1](model.layers[0](rows(mesh)))
-                                raise KeyError("this rank's batch")
-                            for _ in range(mesh.rank + 1 if seed % 2 else 1):
-                                with torch.no_grad():
-                                    model.layers[seed % 4](rows(mesh))
-                                    if mesh.rank == 0:
-                                        model(rows(mesh))
-                            model(rows(mesh, seed)).square().mean().backward()
-                    optimizer.step()
-                except KeyError:
-                    assert mesh.rank == 1
-                except hsdp.StepAbortedError as error:
-                    assert seed == 2 and mesh.rank == 0
-                    assert list(error.ranks) == [1]
-            results.append(optimizer.full_model_state_dict(model))
-    require_same(*results)
-
-
-def test_ranks_may_go_different_ways(ranks: Launcher) -> None:
-    ranks(2, go_different_ways)
-
-
-def train_in_windows(layout: str) -> None:
-    results = []
-    for stage in (2, 3):
-        model = Tower()
-        with training(model, stage=stage, layout=layout, shard=2, replicate=2) as (
-            mesh, reducer, optimizer
-        ):
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            for seed in range(4):
-                with coalesce_grad_reduction(reducer, last=True):
-                    for i in range(3):
-                        scaler.scale(model(rows(mesh, 3 * seed + i)).square().mean()).backward()
-                scaler.unscale_(optimizer)
-                reducer.clip_grad_norm_(0.5)
-                if seed == 2:
-                    optimizer.param_groups[0]["lr"] = 0.1
-                scaler.step(optimizer)
-                scaler.update()
-            results.append(optimizer.full_model_state_dict(model))
-    require_same(*results)
+@on_ranks(2)
+def test_ranks_may_go_different_ways() -> None:
+    for model, mesh, reducer, optimizer in at_both_stages():
+        for seed in range(6):
+            try:
+                with reducer.step():
+                    with reducer.microbatch(last=False):
+                        model(rows(mesh, seed)).mean().backward()
+                    with reducer.microbatch(last=True):
+                        if seed == 2 and mesh.rank == 1:
+                            model.layers[1](model.layers[0](rows(mesh)))
+                            raise KeyError("this rank's batch")
+                        for _ in range(mesh.rank + 1 if seed % 2 else 1):
+                            with torch.no_grad():
+                                model.layers[seed % 4](rows(mesh))
+                                if mesh.rank == 0:
+                                    model(rows(mesh))
+                        model(rows(mesh, seed)).square().mean().backward()
+                optimizer.step()
+            except KeyError:
+                assert mesh.rank == 1
+            except hsdp.StepAbortedError as error:
+                assert seed == 2 and mesh.rank == 0
+                assert list(error.ranks) == [1]
 
 
 @pytest.mark.parametrize("layout", ["flat", "dim0", "whole"])
-def test_windows_and_loss_scales_have_the_bits_of_stage_2(ranks: Launcher, layout: str) -> None:
-    ranks(4, train_in_windows, layout)
+@on_ranks(4)
+def test_windows_and_loss_scales_have_the_bits_of_stage_2(layout: str) -> None:
+    for model, mesh, reducer, optimizer in at_both_stages(layout=layout, shard=2, replicate=2):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for seed in range(4):
+            with coalesce_grad_reduction(reducer, last=True):
+                for i in range(3):
+                    scaler.scale(model(rows(mesh, 3 * seed + i)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            reducer.clip_grad_norm_(0.5)
+            if seed == 2:
+                optimizer.param_groups[0]["lr"] = 0.1
+            scaler.step(optimizer)
+            scaler.update()
 
 
-def keep_until_step(forward: bool) -> None:
+@pytest.mark.parametrize("forward", [True, False])
+@on_ranks(2)
+def test_units_may_stay_until_the_step(forward: bool) -> None:
     model, reference = Tower().bfloat16(), Tower().bfloat16()
     options: dict[str, Any] = {"reshard_after_forward": forward, "prefetch_bytes": 0}
     with (
@@ -342,13 +319,10 @@ def keep_until_step(forward: bool) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("forward", [True, False])
-def test_units_may_stay_until_the_step(ranks: Launcher, forward: bool) -> None:
-    ranks(2, keep_until_step, forward)
-
-
 # What is written to a unit that stays, before it is asked for as whole, is taken over as at stage 2.
-def write_to_what_stays(how: str) -> None:
+@pytest.mark.parametrize("how", ["unshard", "whole", "write back"])
+@on_ranks(2)
+def test_what_is_written_to_what_stays_counts(how: str) -> None:
     results = []
     for stage in (2, 3):
         model = Tower()
@@ -374,13 +348,9 @@ def write_to_what_stays(how: str) -> None:
         require_same(left, right)
 
 
-@pytest.mark.parametrize("how", ["unshard", "whole", "write back"])
-def test_what_is_written_to_what_stays_counts(ranks: Launcher, how: str) -> None:
-    ranks(2, write_to_what_stays, how)
-
-
 # One rank has its units still, the other has none, when both gather all.
-def gather_after_an_error() -> None:
+@on_ranks(2)
+def test_ranks_with_other_units_gather_all() -> None:
     model = Tower()
     with training(model, reshard_after_backward=False) as (mesh, reducer, optimizer):
         try:
@@ -400,11 +370,8 @@ def gather_after_an_error() -> None:
         step(model, mesh, reducer, optimizer)
 
 
-def test_ranks_with_other_units_gather_all(ranks: Launcher) -> None:
-    ranks(2, gather_after_an_error)
-
-
-def skip_and_save() -> None:
+@on_ranks(2)
+def test_what_stays_is_given_back_where_nothing_is_updated() -> None:
     model = Tower()
     with training(model, reshard_after_backward=False) as (mesh, reducer, optimizer):
         released = sum(map(is_released, model.parameters()))
@@ -425,10 +392,6 @@ def skip_and_save() -> None:
         optimizer.step()
 
 
-def test_what_stays_is_given_back_where_nothing_is_updated(ranks: Launcher) -> None:
-    ranks(2, skip_and_save)
-
-
 class Branches(nn.Module):
     """Goes through one of its layers, or another."""
 
@@ -444,7 +407,9 @@ class Branches(nn.Module):
 
 
 # Guesses do not reach beyond what will have been released by then.
-def gather_once_a_pass(forward: bool) -> None:
+@pytest.mark.parametrize("forward", [True, False])
+@on_ranks(2)
+def test_units_are_gathered_once_a_pass(forward: bool) -> None:
     model = Tower(depth=6)
     with training(model, reshard_after_forward=forward) as (_, reducer, optimizer):
         mesh = reducer.mesh
@@ -459,12 +424,8 @@ def gather_once_a_pass(forward: bool) -> None:
         assert gathers <= 4 * released * (2 if forward else 1), (gathers, released)
 
 
-@pytest.mark.parametrize("forward", [True, False])
-def test_units_are_gathered_once_a_pass(ranks: Launcher, forward: bool) -> None:
-    ranks(2, gather_once_a_pass, forward)
-
-
-def evaluate_branches() -> None:
+@on_ranks(2)
+def test_wrong_guesses_are_given_back() -> None:
     model = Branches()
     layer_bytes = model.layers[0].weight.nbytes
     persistent = sum(layer.bias.nbytes for layer in model.layers)
@@ -475,59 +436,40 @@ def evaluate_branches() -> None:
             assert held_bytes(model) <= persistent + 3 * layer_bytes
 
 
-def test_wrong_guesses_are_given_back(ranks: Launcher) -> None:
-    ranks(2, evaluate_branches)
-
-
 # The head is used outside of what gathers it, which a pass between forward and backward may do.
-def read_a_master_in_between() -> None:
-    results = []
-    for stage in (2, 3):
-        model = Tower()
-        with training(model, stage=stage) as (mesh, reducer, optimizer):
-            for seed in range(2):
-                with reducer.microbatch(last=True):
-                    loss = model(rows(mesh, seed)).square().mean()
-                    optimizer.master(model.layers[0].weight)
-                    loss.backward()
-                optimizer.step()
-            results.append(optimizer.full_model_state_dict(model))
-    require_same(*results)
-
-
-def test_a_master_may_be_read_between_the_passes(ranks: Launcher) -> None:
-    ranks(2, read_a_master_in_between)
+@on_ranks(2)
+def test_a_master_may_be_read_between_the_passes() -> None:
+    for model, mesh, reducer, optimizer in at_both_stages():
+        for seed in range(2):
+            with reducer.microbatch(last=True):
+                loss = model(rows(mesh, seed)).square().mean()
+                optimizer.master(model.layers[0].weight)
+                loss.backward()
+            optimizer.step()
 
 
 # After a forward pass without a backward pass the root is there still, and its slices were replaced.
-def write_to_what_expired(how: str) -> None:
-    results = []
-    for stage in (2, 3):
-        model = Tower()
-        with training(model, stage=stage) as (mesh, reducer, optimizer):
-            step(model, mesh, reducer, optimizer)
-            optimizer_state = optimizer.state_dict()
-            whole = optimizer.full_model_state_dict(model)
-            step(model, mesh, reducer, optimizer, 1)
-            model(rows(mesh))
-            if how == "load":
-                optimizer.load_state_dict(optimizer_state)
-                model.load_state_dict({key: value * 2 for key, value in whole.items()})
-            else:
-                optimizer.master(model.first.weight)
-                with torch.no_grad():
-                    model.first.weight[3:].mul_(2)
-            step(model, mesh, reducer, optimizer, 2)
-            results.append(optimizer.full_model_state_dict(model))
-    require_same(*results)
-
-
 @pytest.mark.parametrize("how", ["load", "write"])
-def test_what_is_written_to_what_expired_counts(ranks: Launcher, how: str) -> None:
-    ranks(2, write_to_what_expired, how)
+@on_ranks(2)
+def test_what_is_written_to_what_expired_counts(how: str) -> None:
+    for model, mesh, reducer, optimizer in at_both_stages():
+        step(model, mesh, reducer, optimizer)
+        optimizer_state = optimizer.state_dict()
+        whole = optimizer.full_model_state_dict(model)
+        step(model, mesh, reducer, optimizer, 1)
+        model(rows(mesh))
+        if how == "load":
+            optimizer.load_state_dict(optimizer_state)
+            model.load_state_dict({key: value * 2 for key, value in whole.items()})
+        else:
+            optimizer.master(model.first.weight)
+            with torch.no_grad():
+                model.first.weight[3:].mul_(2)
+        step(model, mesh, reducer, optimizer, 2)
 
 
-def train_by_two() -> None:
+@on_ranks(2)
+def test_two_optimizers_may_share_a_module() -> None:
     results = []
     for stage in (2, 3):
         model = Tower()
@@ -552,11 +494,8 @@ def train_by_two() -> None:
     require_same(*results)
 
 
-def test_two_optimizers_may_share_a_module(ranks: Launcher) -> None:
-    ranks(2, train_by_two)
-
-
-def order_memory() -> None:
+@on_ranks(2)
+def test_memory_of_any_order() -> None:
     results = []
     for stage in (2, 3):
         torch.manual_seed(0)
@@ -582,11 +521,8 @@ def order_memory() -> None:
     require_same(*results)
 
 
-def test_memory_of_any_order(ranks: Launcher) -> None:
-    ranks(2, order_memory)
-
-
-def count_gathers() -> None:
+@on_ranks(2)
+def test_without_released_parameters_it_is_stage_2() -> None:
     counts = {}
     for stage, threshold in ((2, 0), (3, float("inf"))):
         model = Tower()
@@ -598,11 +534,8 @@ def count_gathers() -> None:
     assert counts[2] == counts[3]
 
 
-def test_without_released_parameters_it_is_stage_2(ranks: Launcher) -> None:
-    ranks(2, count_gathers)
-
-
-def refuse_options() -> None:
+@on_ranks(2)
+def test_options_are_checked() -> None:
     model = Tower()
     with hsdp.init_mesh(shard=2) as mesh, hsdp.Reducer(mesh) as reducer:
         reducer.attach(model)
@@ -618,11 +551,8 @@ def refuse_options() -> None:
         assert not any(map(is_released, model.parameters()))
 
 
-def test_options_are_checked(ranks: Launcher) -> None:
-    ranks(2, refuse_options)
-
-
-def copy_and_fork() -> None:
+@on_ranks(2)
+def test_copies_and_forked_children() -> None:
     model = Tower()
     with training(model) as (mesh, reducer, optimizer):
         step(model, mesh, reducer, optimizer)
@@ -652,11 +582,8 @@ def copy_and_fork() -> None:
         step(model, mesh, reducer, optimizer)
 
 
-def test_copies_and_forked_children(ranks: Launcher) -> None:
-    ranks(2, copy_and_fork)
-
-
-def keep_what_others_hold() -> None:
+@on_ranks(2)
+def test_what_others_hold_stays() -> None:
     model = Tower()
     with training(model) as (mesh, reducer, optimizer):
         step(model, mesh, reducer, optimizer)
@@ -701,11 +628,8 @@ def keep_what_others_hold() -> None:
             model(rows(mesh))
 
 
-def test_what_others_hold_stays(ranks: Launcher) -> None:
-    ranks(2, keep_what_others_hold)
-
-
-def run_containers() -> None:
+@on_ranks(2)
+def test_containers_of_modules() -> None:
     results = []
     for stage in (2, 3):
         torch.manual_seed(0)
@@ -739,11 +663,8 @@ def run_containers() -> None:
     require_same(*results)
 
 
-def test_containers_of_modules(ranks: Launcher) -> None:
-    ranks(2, run_containers)
-
-
-def parametrize() -> None:
+@on_ranks(2)
+def test_parametrized_layers() -> None:
     results = []
     for stage in (2, 3):
         model = Tower()
@@ -754,10 +675,6 @@ def parametrize() -> None:
                 step(model, mesh, reducer, optimizer, seed)
             results.append(optimizer.full_model_state_dict(model))
     require_same(*results)
-
-
-def test_parametrized_layers(ranks: Launcher) -> None:
-    ranks(2, parametrize)
 
 
 def test_units_of_a_model() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,39 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import free_port
+from conftest import Job, Launcher, free_port, on_ranks
 from hsdp.torch import distributed_launch, store_rendezvous
 
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-            "HSDP_JOB", "HSDP_ADDR", "HSDP_PORT", "HSDP_SECRET", "HSDP_TRUST_STORE")
-LIMIT_S = 120.0
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HSDP_JOB", "HSDP_ADDR", "HSDP_PORT",
+            "HSDP_SECRET", "HSDP_TRUST_STORE")
 # What Lightning's launcher sets beside the address.
 LIGHTNING = {"WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}", "NODE_RANK": "0"}
 NO_LOCAL_SIZE = {"RANK": "{rank}", "WORLD_SIZE": "{size}"}
 WHOLE = {**NO_LOCAL_SIZE, "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "{size}"}
 
 
-def start(size: int, function: Callable[..., Any], method: str, *arguments: Any) -> Any:
-    return mp.spawn(rank_of, (size, function, method, *arguments), nprocs=size, join=False)
-
-
-def wait(job: Any) -> None:
-    end = time.monotonic() + LIMIT_S
-    try:
-        while not job.join(timeout=1.0):  # raises what a rank raised
-            assert time.monotonic() < end, "the job did not end"
-    finally:
-        for process in job.processes:
-            if process.is_alive():
-                process.kill()
-
-
-def spawn(size: int, function: Callable[..., Any], method: str, *arguments: Any) -> None:
-    wait(start(size, function, method, *arguments))
-
-
 def rank_of(
-    rank: int, size: int, function: Callable[..., Any], method: str, *arguments: Any
+    rank: int, size: int, function: Callable[..., None], method: str, *arguments: Any
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
@@ -58,28 +38,59 @@ def rank_of(
         dist.destroy_process_group()
 
 
+def forget_the_launcher() -> int:
+    """The rank that it gave."""
+    rank = int(os.environ["RANK"])
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+    return rank
+
+
+def forked(size: int, function: Callable[..., None], method: str, *arguments: Any) -> None:
+    rank = forget_the_launcher()
+    if method != "env://":
+        for variable in ADDRESS:
+            del os.environ[variable]
+    rank_of(rank, size, function, method, *arguments)
+
+
+def forked_by_name(size: int, name: str, method: str, *arguments: Any) -> None:
+    forked(size, globals()[name], method, *arguments)
+
+
+def on_ranks_of_torch(size: int) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
+    """Makes a function a test that runs on ranks which know each other by a file."""
+
+    def decorate(function: Callable[[int, int], None]) -> Callable[..., None]:
+        def test(tmp_path: str) -> None:
+            forked(size, function, f"file://{tmp_path}/store")
+
+        test.__name__ = function.__name__
+        return on_ranks(size)(test)
+
+    return decorate
+
+
+class Spawn:
+    """Starts functions on ranks as mp.spawn does, only that the processes are forks."""
+
+    def __init__(self, ranks: Launcher) -> None:
+        self.ranks = ranks
+
+    def start(self, size: int, function: Callable[..., Any], method: str, *arguments: Any) -> Job:
+        return self.ranks.start(size, forked_by_name, size, function.__name__, method, *arguments)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.start(*arguments).wait()
+
+
+@pytest.fixture
+def spawn(ranks: Launcher) -> Spawn:
+    return Spawn(ranks)
+
+
 def launched(rank: int, size: int, variables: dict[str, str]) -> None:
     os.environ.update({k: v.format(rank=rank, size=size) for k, v in variables.items()})
-
-
-@pytest.fixture(autouse=True)
-def without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(params=["file", "tcp", "env"])
-def method(
-    request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    port = free_port()
-    if request.param == "file":
-        return f"file://{tmp_path}/store"
-    if request.param == "tcp":
-        return f"tcp://127.0.0.1:{port}"
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    return "env://"
 
 
 @pytest.fixture
@@ -119,22 +130,30 @@ def reduces_right(rank: int, size: int, variables: dict[str, str]) -> None:
         del os.environ[name]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_gradients_are_reduced_right(size: int, method: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "method"), [(2, "file://{folder}/store"), (4, "tcp://127.0.0.1:{port}"), (2, "env://")]
+)
+def test_gradients_are_reduced_right(
+    spawn: Spawn, size: int, method: str, tmp_path: pathlib.Path
+) -> None:
+    method = method.format(folder=tmp_path, port=free_port())
     spawn(size, reduces_right, method, {})
 
 
+def test_processes_of_torch(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHED, *ADDRESS):
+        monkeypatch.delenv(name, raising=False)
+    mp.spawn(rank_of, (2, reduces_right, store, {}), nprocs=2)
+
+
 @pytest.mark.parametrize("variables", [LIGHTNING, NO_LOCAL_SIZE, WHOLE])
-def test_some_variables_are_set(variables: dict[str, str], store: str) -> None:
+def test_some_variables_are_set(spawn: Spawn, variables: dict[str, str], store: str) -> None:
     spawn(2, reduces_right, store, variables)
 
 
-def only_one_is_launched(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_only_one_rank_has_variables(rank: int, size: int) -> None:
     reduces_right(rank, size, WHOLE if rank == 1 else {})
-
-
-def test_only_one_rank_has_variables(store: str) -> None:
-    spawn(2, only_one_is_launched, store)
 
 
 def other_job(rank: int, size: int, number: int) -> None:
@@ -146,13 +165,14 @@ def other_job(rank: int, size: int, number: int) -> None:
             assert (x == 2 * number).all()
 
 
-def test_two_jobs_at_once_do_not_meet(tmp_path: pathlib.Path) -> None:
-    jobs = [start(2, other_job, f"file://{tmp_path}/{n}", n) for n in (3, 5)]
+def test_two_jobs_at_once_do_not_meet(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    jobs = [spawn.start(2, other_job, f"file://{tmp_path}/{n}", n) for n in (3, 5)]
     for job in jobs:
-        wait(job)
+        job.wait()
 
 
-def sub_groups(rank: int, size: int) -> None:
+@on_ranks_of_torch(4)
+def test_sub_groups(rank: int, size: int) -> None:
     table = [[2, 0]] if rank % 2 == 0 else [[1], [3]]
     with hsdp.init_mesh(len(table), len(table[0]), ranks=table) as mesh:
         assert mesh.world.ranks[mesh.rank] == rank
@@ -161,11 +181,8 @@ def sub_groups(rank: int, size: int) -> None:
         assert alone.size == 1
 
 
-def test_sub_groups(store: str) -> None:
-    spawn(4, sub_groups, store)
-
-
-def device_mesh(rank: int, size: int) -> None:
+@on_ranks_of_torch(4)
+def test_a_device_mesh(rank: int, size: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     reducer = hsdp.Reducer(mesh)
     assert (reducer.mesh.replica, reducer.mesh.shard_rank) == divmod(rank, 2)
@@ -174,11 +191,8 @@ def device_mesh(rank: int, size: int) -> None:
     reducer.mesh.close()
 
 
-def test_a_device_mesh(store: str) -> None:
-    spawn(4, device_mesh, store)
-
-
-def sizes_that_do_not_fit(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_sizes_that_do_not_fit(rank: int, size: int) -> None:
     with pytest.raises(hsdp.UsageError, match=r"1 x 1.*torch\.distributed.*rank . of 2"):
         hsdp.init_mesh()
     with pytest.raises(hsdp.UsageError, match="timeout_s"):
@@ -187,11 +201,8 @@ def sizes_that_do_not_fit(rank: int, size: int) -> None:
         check_sum(mesh)
 
 
-def test_sizes_that_do_not_fit(store: str) -> None:
-    spawn(2, sizes_that_do_not_fit, store)
-
-
-def contradicts(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_variables_that_contradict_torch(rank: int, size: int) -> None:
     launched(rank, size, {**WHOLE, "WORLD_SIZE": "4"})
     for call in (hsdp.init_mesh, hsdp.job_size):
         with pytest.raises(hsdp.UsageError, match=rf"rank {rank} of 4.*rank {rank} of 2"):
@@ -215,11 +226,8 @@ def contradicts(rank: int, size: int) -> None:
         del os.environ[name]
 
 
-def test_variables_that_contradict_torch(store: str) -> None:
-    spawn(2, contradicts, store)
-
-
-def one_stays_away(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_a_rank_that_stays_away_is_named(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(hsdp.TimeoutError, match="rank 1 of 2") as caught:
             hsdp.init_mesh(shard=2, timeout_s=1.0)
@@ -227,10 +235,6 @@ def one_stays_away(rank: int, size: int) -> None:
     dist.barrier()
     with hsdp.init_mesh(shard=2) as mesh:
         check_sum(mesh)
-
-
-def test_a_rank_that_stays_away_is_named(store: str) -> None:
-    spawn(2, one_stays_away, store)
 
 
 def new_groups(rank: int, size: int, folder: str) -> None:
@@ -252,7 +256,7 @@ def new_groups(rank: int, size: int, folder: str) -> None:
         assert [word["mine"] for word in words] == [[0, turn], [1, turn]]
 
 
-def test_a_new_process_group(store: str, tmp_path: pathlib.Path) -> None:
+def test_a_new_process_group(spawn: Spawn, store: str, tmp_path: pathlib.Path) -> None:
     spawn(2, new_groups, store, str(tmp_path))
 
 
@@ -274,29 +278,27 @@ def hosts(rank: int, size: int, secret: dict[str, str], address: dict[str, str])
 
 
 @pytest.mark.parametrize("secret", [{"HSDP_SECRET": "s"}, {"HSDP_TRUST_STORE": "1"}, {}])
-def test_several_hosts(secret: dict[str, str]) -> None:
+def test_several_hosts(spawn: Spawn, secret: dict[str, str]) -> None:
     spawn(2, hosts, f"tcp://127.0.0.1:{free_port()}", secret, {})
 
 
-def test_several_hosts_and_an_address_of_rank_0(store: str) -> None:
+def test_several_hosts_and_an_address_of_rank_0(spawn: Spawn, store: str) -> None:
     address = {"HSDP_ADDR": "127.0.0.1", "HSDP_PORT": str(free_port())}
     spawn(2, hosts, store, {"HSDP_SECRET": "s"}, address)
 
 
-def no_address(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_several_hosts_that_only_share_a_file(rank: int, size: int) -> None:
     distributed_launch._host_identity = lambda: f"host {rank}"
     store_rendezvous._named_address = lambda: ""
     with pytest.raises(hsdp.UsageError, match="set HSDP_ADDR and HSDP_PORT"):
         hsdp.init_mesh(shard=2)
 
 
-def test_several_hosts_that_only_share_a_file(store: str) -> None:
-    spawn(2, no_address, store)
-
-
-def too_early(rank: int, size: int, method: str) -> None:
+def too_early(method: str) -> None:
+    rank = forget_the_launcher()
     mesh = hsdp.init_mesh(hsdp.job_size())
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
     model = torch.nn.Linear(2, 1)
     reducer = hsdp.Reducer(mesh)
     reducer.attach(model)
@@ -307,17 +309,14 @@ def too_early(rank: int, size: int, method: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_mesh_from_before_torch_knew_the_ranks(store: str) -> None:
-    wait(mp.spawn(too_early, (2, store), nprocs=2, join=False))
+def test_a_mesh_from_before_torch_knew_the_ranks(ranks: Launcher, store: str) -> None:
+    ranks(2, too_early, store)
 
 
-def alone_on_purpose(rank: int, size: int) -> None:
+@on_ranks_of_torch(2)
+def test_a_mesh_of_one_rank_of_several(rank: int, size: int) -> None:
     with hsdp.init_mesh(1, 1, ranks=[[rank]]) as mesh, hsdp.Reducer(mesh) as reducer:
         model = torch.nn.Linear(2, 1)
         reducer.attach(model)
         with reducer.microbatch(last=True):
             model(torch.ones(1, 2)).sum().backward()
-
-
-def test_a_mesh_of_one_rank_of_several(store: str) -> None:
-    spawn(2, alone_on_purpose, store)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import Launcher
+from conftest import Launcher, on_mesh, on_ranks
 from fsdp2_model import start_torch
 from same_tensors import require_same
 from torch import nn
@@ -148,8 +148,9 @@ def test_checkpoints_cross_between_stages_and_meshes(ranks: Launcher, tmp_path: 
     ranks(4, load_all, str(tmp_path), 2, 2, str(tmp_path / "b"))
 
 
-def with_fsdp2(folder: str) -> None:
-    start_torch(folder)
+@on_ranks(2)
+def test_checkpoints_cross_to_fsdp2_and_back(tmp_path: str) -> None:
+    start_torch(tmp_path)
     torch_mesh = init_device_mesh("cpu", (2,))
 
     def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -172,12 +173,12 @@ def with_fsdp2(folder: str) -> None:
             "model": get_model_state_dict(theirs),
             "optim": get_optimizer_state_dict(theirs, their_optimizer),
         }
-        dcp.save(state, checkpoint_id=f"{folder}/fsdp2")
+        dcp.save(state, checkpoint_id=f"{tmp_path}/fsdp2")
         want = get_model_state_dict(theirs, options=whole)
         want_states = get_optimizer_state_dict(theirs, their_optimizer, options=whole)["state"]
 
         run = Run(mesh, 3, "float32", seed=5)
-        run.load(f"{folder}/fsdp2")
+        run.load(f"{tmp_path}/fsdp2")
         got = run.optimizer.full_model_state_dict(run.model)
         assert got.keys() >= set(want)
         for key, value in want.items() if mesh.rank == 0 else ():
@@ -189,14 +190,14 @@ def with_fsdp2(folder: str) -> None:
                 assert torch.equal(states[number][key], value), (name, key)
 
         run.step(2)
-        run.save(f"{folder}/ours")
+        run.save(f"{tmp_path}/ours")
         want = run.optimizer.full_model_state_dict(run.model)
         back, back_optimizer = sharded(9)
         state = {
             "model": get_model_state_dict(back),
             "optim": get_optimizer_state_dict(back, back_optimizer),
         }
-        dcp.load(state, checkpoint_id=f"{folder}/ours")
+        dcp.load(state, checkpoint_id=f"{tmp_path}/ours")
         set_model_state_dict(back, state["model"])
         set_optimizer_state_dict(back, back_optimizer, optim_state_dict=state["optim"])
         got = get_model_state_dict(back, options=whole)
@@ -205,44 +206,36 @@ def with_fsdp2(folder: str) -> None:
         run.close()
 
 
-def test_checkpoints_cross_to_fsdp2_and_back(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    ranks(2, with_fsdp2, str(tmp_path))
-
-
-def load_whole() -> None:
-    with hsdp.init_mesh(shard=2) as mesh:
-        for dtype in DTYPES:
-            run = Run(mesh, 3, dtype)
-            run.step(0)
-            whole = run.optimizer.full_model_state_dict(run.model)
-            assert list(whole) == list(Net().state_dict())
-            assert whole["head.weight"] is whole["embed.weight"], "saved once"
-            Net(getattr(torch, dtype)).load_state_dict(whole)
-            other = Run(mesh, 3, dtype, seed=2)
-            other.model.load_state_dict(copy.deepcopy(whole))
-            got = other.optimizer.full_model_state_dict(other.model)
-            require_same(got, whole)
-            # Its own, through a file.
-            sliced = run.model.state_dict()
-            assert isinstance(sliced["layers.0.weight"], FlatSlice)
-            assert isinstance(sliced["frozen.weight"], FlatSlice)
-            assert sliced["layers.1.bias"].shape == (6,)
-            file = io.BytesIO()
-            torch.save(sliced, file)
-            file.seek(0)
-            other = Run(mesh, 3, dtype, seed=4)
-            other.model.load_state_dict(torch.load(file, weights_only=True))
-            require_same(other.optimizer.full_model_state_dict(other.model), whole)
-            # What does not fit.
-            wrong = {**whole, "layers.0.weight": torch.zeros(3, 3)}
-            with pytest.raises(RuntimeError, match="size mismatch for layers.0.weight"):
-                other.model.load_state_dict(wrong)
-            shifted = FlatSlice(torch.zeros(3), (13, 6), 1)
-            with pytest.raises(RuntimeError, match="elements from 1, 3 of them"):
-                other.model.load_state_dict({**whole, "layers.0.weight": shifted})
-            run.close()
-            other.close()
-
-
-def test_whole_state_dicts(ranks: Launcher) -> None:
-    ranks(2, load_whole)
+@on_mesh(1, 2)
+def test_whole_state_dicts(mesh: hsdp.Mesh) -> None:
+    for dtype in DTYPES:
+        run = Run(mesh, 3, dtype)
+        run.step(0)
+        whole = run.optimizer.full_model_state_dict(run.model)
+        assert list(whole) == list(Net().state_dict())
+        assert whole["head.weight"] is whole["embed.weight"], "saved once"
+        Net(getattr(torch, dtype)).load_state_dict(whole)
+        other = Run(mesh, 3, dtype, seed=2)
+        other.model.load_state_dict(copy.deepcopy(whole))
+        got = other.optimizer.full_model_state_dict(other.model)
+        require_same(got, whole)
+        # Its own, through a file.
+        sliced = run.model.state_dict()
+        assert isinstance(sliced["layers.0.weight"], FlatSlice)
+        assert isinstance(sliced["frozen.weight"], FlatSlice)
+        assert sliced["layers.1.bias"].shape == (6,)
+        file = io.BytesIO()
+        torch.save(sliced, file)
+        file.seek(0)
+        other = Run(mesh, 3, dtype, seed=4)
+        other.model.load_state_dict(torch.load(file, weights_only=True))
+        require_same(other.optimizer.full_model_state_dict(other.model), whole)
+        # What does not fit.
+        wrong = {**whole, "layers.0.weight": torch.zeros(3, 3)}
+        with pytest.raises(RuntimeError, match="size mismatch for layers.0.weight"):
+            other.model.load_state_dict(wrong)
+        shifted = FlatSlice(torch.zeros(3), (13, 6), 1)
+        with pytest.raises(RuntimeError, match="elements from 1, 3 of them"):
+            other.model.load_state_dict({**whole, "layers.0.weight": shifted})
+        run.close()
+        other.close()

@@ -18,7 +18,7 @@ import hsdp
 from hsdp import _hsdp
 from hsdp.zero import ShardedOptimizer
 
-SEEDS = int(os.environ.get("HSDP_KILL_SEEDS", "12"))
+SEEDS = int(os.environ.get("HSDP_KILL_SEEDS", "4"))
 PHASES = ("forward", "backward", "step", "gather")
 
 

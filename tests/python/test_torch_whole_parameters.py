@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -154,9 +153,7 @@ def step_of(reducer: hsdp.Reducer, model: nn.Module, step: int) -> None:
         assign(model, step, reducer.mesh.rank)
 
 
-def run_beside_one(replicate: int, shard: int, stage: int) -> list[str]:
-    torch.set_num_threads(1)
-    equal = []
+def run_beside_one(replicate: int, shard: int, stage: int) -> None:
     with hsdp.init_mesh(replicate, shard) as mesh:
         for rest, optimizers in ((False, MATRICES), (True, ANY)):
             for name, (cls, options) in optimizers.items():
@@ -187,19 +184,14 @@ def run_beside_one(replicate: int, shard: int, stage: int) -> list[str]:
                         assert here.numel() in (0, p.numel())
                         if here.numel() > 0:
                             assert torch.equal(here.reshape(q.shape), q)
-                    equal.append(f"{name} {dtype}")
                     reducer.close()
-    return equal
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "stage"), [(1, 1, 2), (1, 2, 1), (2, 2, 2), (1, 4, 2)]
-)
+@pytest.mark.parametrize(("replicate", "shard", "stage"), [(1, 2, 1), (2, 2, 2), (1, 4, 2)])
 def test_values_are_those_of_one_process(
     ranks: Launcher, replicate: int, shard: int, stage: int
 ) -> None:
-    found = ranks(replicate * shard, run_beside_one, replicate, shard, stage)
-    assert [len(each) for each in found] == [2 * (len(MATRICES) + len(ANY))] * replicate * shard
+    ranks(replicate * shard, run_beside_one, replicate, shard, stage)
 
 
 class Run:
@@ -208,7 +200,6 @@ class Run:
     def __init__(
         self, mesh: hsdp.Mesh, name: str, dtype: str, layout: str = "whole", **options: Any
     ) -> None:
-        torch.set_num_threads(1)
         self.mesh = mesh
         self.model = Model(getattr(torch, dtype), name in ANY)
         self.reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256, missing="zero")
@@ -283,8 +274,7 @@ def run_save(folder: str) -> list[Any]:
     return values
 
 
-def run_load(folder: str, replicate: int, shard: int, layout: str) -> int:
-    loaded = 0
+def run_load(folder: str, replicate: int, shard: int, layout: str) -> None:
     with hsdp.init_mesh(replicate, shard) as mesh:
         join_torch(mesh, f"{folder}/loads_{replicate}_{shard}_{layout}")
         for name, dtype in SAVED:
@@ -305,114 +295,99 @@ def run_load(folder: str, replicate: int, shard: int, layout: str) -> int:
                 require_same_states(found, full, name)
                 run.step(3, 4)
                 assert run.values() == want, name
-                loaded += 1
                 run.reducer.close()
         dist.destroy_process_group()
-    return loaded
 
 
-def test_every_mesh_loads_what_another_saved(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    folder = str(tmp_path)
-    values = ranks(4, run_save, folder)
+@pytest.fixture(scope="module")
+def saved(module_ranks: Launcher) -> str:
+    folder = str(module_ranks.folder)
+    values = module_ranks(4, run_save, folder)
     assert values == [values[0]] * 4
     assert values[0][::2] == values[0][1::2]
-    for replicate, shard in ((1, 4), (4, 1), (1, 1), (2, 2)):
-        found = ranks(replicate * shard, run_load, folder, replicate, shard, "whole")
-        assert found == [2 * len(SAVED)] * replicate * shard
-    assert ranks(3, run_load, folder, 1, 3, "flat") == [2 * 6] * 3
+    return folder
 
 
-def run_plain(folder: str) -> int:
+@pytest.mark.parametrize(
+    ("replicate", "shard", "layout"),
+    [(1, 4, "whole"), (4, 1, "whole"), (1, 1, "whole"), (1, 3, "flat")],
+)
+def test_every_mesh_loads_what_another_saved(
+    ranks: Launcher, saved: str, replicate: int, shard: int, layout: str
+) -> None:
+    ranks(replicate * shard, run_load, saved, replicate, shard, layout)
+
+
+@on_mesh(1, 2)
+def test_into_the_unsharded_optimizer_and_back(mesh: hsdp.Mesh) -> None:
     """One process's optimizer goes on from what ranks saved, and they from what it has."""
-    torch.set_num_threads(1)
-    equal = 0
-    with hsdp.init_mesh(1, 2) as mesh:
-        for name in {**MATRICES, **ANY}:
-            run = Run(mesh, name, "float32")
-            cls, options = {**MATRICES, **ANY}[name]
-            for seed in range(3):
-                run.step(seed, 2)
-            alone = Model(torch.float32, name in ANY)
-            alone.load_state_dict(run.model.state_dict())
-            reference = cls(alone.parameters(), **options)
-            reference.load_state_dict(run.optimizer.full_state_dict())
-            run.step(3, 2)
-            assign_mean(alone, 3, 2)
-            reference.step()
-            run.optimizer.load_state_dict(reference.state_dict())
-            run.step(4, 2)
-            assign_mean(alone, 4, 2)
-            reference.step()
-            for p, q in zip(run.model.parameters(), alone.parameters(), strict=True):
-                assert torch.equal(p, q), name
-                equal += 1
-            run.reducer.close()
-    return equal
+    for name in {**MATRICES, **ANY}:
+        run = Run(mesh, name, "float32")
+        cls, options = {**MATRICES, **ANY}[name]
+        for seed in range(3):
+            run.step(seed, 2)
+        alone = Model(torch.float32, name in ANY)
+        alone.load_state_dict(run.model.state_dict())
+        reference = cls(alone.parameters(), **options)
+        reference.load_state_dict(run.optimizer.full_state_dict())
+        run.step(3, 2)
+        assign_mean(alone, 3, 2)
+        reference.step()
+        run.optimizer.load_state_dict(reference.state_dict())
+        run.step(4, 2)
+        assign_mean(alone, 4, 2)
+        reference.step()
+        for p, q in zip(run.model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p, q), name
+        run.reducer.close()
 
 
-def test_into_the_unsharded_optimizer_and_back(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    assert ranks(2, run_plain, str(tmp_path)) == [3 * 5 + 4 * 7] * 2
-
-
-def run_never_used(folder: str) -> int:
+@on_mesh(1, 2)
+def test_parameters_that_were_never_used(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """Of some optimizers a parameter that no step has used has a state, of others none."""
-    torch.set_num_threads(1)
-    loaded = 0
-    with hsdp.init_mesh(1, 2) as mesh:
-        join_torch(mesh, f"{folder}/store")
-        for name, dtype in SAVED:
-            run = Run(mesh, name, dtype)
-            for seed in range(2):
-                with run.reducer.microbatch(last=True):
-                    assign(run.model, seed, mesh.rank)
-                    run.model.matrix1.grad = run.model.matrix2.grad = None
-                run.optimizer.step()
-            full = run.optimizer.full_state_dict()
-            again = Run(mesh, name, dtype, lr=7.0)
-            again.model.load_state_dict(run.model.state_dict())
-            states = [full, run.optimizer.state_dict()]
-            if name in ("muon", "adamw", "sgd"):  # a state of zeros is as good as none
-                dcp.save(get_optimizer_state_dict(run.model, run.optimizer),
-                         checkpoint_id=f"{folder}/{name}_{dtype}")
-                wanted = get_optimizer_state_dict(again.model, again.optimizer)
-                dcp.load(wanted, checkpoint_id=f"{folder}/{name}_{dtype}")
-                set_optimizer_state_dict(again.model, again.optimizer, wanted)
-                states.append(again.optimizer.state_dict())
-            for state in states:
-                again.optimizer.load_state_dict(state)
-                require_same_states(again.optimizer.full_state_dict(), full, name)
-                loaded += 1
-            for each in (run, again):
-                each.step(3, 2)
-            assert run.values() == again.values(), name
-            run.reducer.close()
-            again.reducer.close()
-        dist.destroy_process_group()
-    return loaded
+    join_torch(mesh, f"{tmp_path}/store")
+    for name, dtype in SAVED:
+        run = Run(mesh, name, dtype)
+        for seed in range(2):
+            with run.reducer.microbatch(last=True):
+                assign(run.model, seed, mesh.rank)
+                run.model.matrix1.grad = run.model.matrix2.grad = None
+            run.optimizer.step()
+        full = run.optimizer.full_state_dict()
+        again = Run(mesh, name, dtype, lr=7.0)
+        again.model.load_state_dict(run.model.state_dict())
+        states = [full, run.optimizer.state_dict()]
+        if name in ("muon", "adamw", "sgd"):  # a state of zeros is as good as none
+            dcp.save(get_optimizer_state_dict(run.model, run.optimizer),
+                     checkpoint_id=f"{tmp_path}/{name}_{dtype}")
+            wanted = get_optimizer_state_dict(again.model, again.optimizer)
+            dcp.load(wanted, checkpoint_id=f"{tmp_path}/{name}_{dtype}")
+            set_optimizer_state_dict(again.model, again.optimizer, wanted)
+            states.append(again.optimizer.state_dict())
+        for state in states:
+            again.optimizer.load_state_dict(state)
+            require_same_states(again.optimizer.full_state_dict(), full, name)
+        for each in (run, again):
+            each.step(3, 2)
+        assert run.values() == again.values(), name
+        run.reducer.close()
+        again.reducer.close()
+    dist.destroy_process_group()
 
 
-def test_parameters_that_were_never_used(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    assert ranks(2, run_never_used, str(tmp_path)) == [2 * len(SAVED) + 6] * 2
-
-
-def run_odd() -> list[str]:
-    with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
-        model = nn.ParameterList([torch.zeros(3, 10)])
-        reducer = hsdp.Reducer(mesh, layout="whole")
-        reducer.attach(model)
-        optimizer = ShardedOptimizer(Odd, model, reducer, lr=0.1)
-        step_of(reducer, model, 0)
-        optimizer.step()
-        with pytest.raises(hsdp.UsageError) as error:
-            optimizer.full_state_dict()
-        step_of(reducer, model, 1)  # all go on
-        optimizer.step()
-        return [str(error.value)]
-
-
-def test_states_that_cannot_be_gathered(ranks: Launcher) -> None:
-    for (text,) in ranks(2, run_odd):
-        assert "lists of them, got 'odd' of '0', an object of type object" in text
+@on_mesh(1, 2, timeout_s=60)
+def test_states_that_cannot_be_gathered(mesh: hsdp.Mesh) -> None:
+    model = nn.ParameterList([torch.zeros(3, 10)])
+    reducer = hsdp.Reducer(mesh, layout="whole")
+    reducer.attach(model)
+    optimizer = ShardedOptimizer(Odd, model, reducer, lr=0.1)
+    step_of(reducer, model, 0)
+    optimizer.step()
+    wanted = "lists of them, got 'odd' of '0', an object of type object"
+    with pytest.raises(hsdp.UsageError, match=wanted):
+        optimizer.full_state_dict()
+    step_of(reducer, model, 1)  # all go on
+    optimizer.step()
 
 
 def split(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -422,7 +397,6 @@ def split(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def run_two(layout: str, scales: bool) -> list[float]:
     """Muon for matrices, AdamW for the rest."""
-    torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
         model, alone = Model(torch.float32, True), Model(torch.float32, True)
         if layout == "flat":  # of slices: both elementwise
@@ -523,15 +497,10 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     adamw.step()
 
 
-def run_text() -> str:
-    with hsdp.init_mesh(1, 2) as mesh:
-        reducer = hsdp.Reducer(mesh, layout="whole")
-        model = nn.ParameterList([torch.zeros(30, 10), torch.zeros(10, 10), torch.zeros(10, 10)])
-        reducer.attach(model)
-        assert reducer.balance() == hsdp.Balance(1.2, 1.2)
-        return repr(reducer)
-
-
-def test_it_says_how_even_it_is(ranks: Launcher) -> None:
-    for text in ranks(2, run_text):
-        assert "layout whole, most on a rank 1.20 of the mean, traffic 1.20" in text
+@on_mesh(1, 2)
+def test_it_says_how_even_it_is(mesh: hsdp.Mesh) -> None:
+    reducer = hsdp.Reducer(mesh, layout="whole")
+    model = nn.ParameterList([torch.zeros(30, 10), torch.zeros(10, 10), torch.zeros(10, 10)])
+    reducer.attach(model)
+    assert reducer.balance() == hsdp.Balance(1.2, 1.2)
+    assert "layout whole, most on a rank 1.20 of the mean, traffic 1.20" in repr(reducer)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -134,7 +134,6 @@ class Run:
     """A model in training."""
 
     def __init__(self, mesh: hsdp.Mesh, dtype: str, lr: float = 0.5, **options: Any) -> None:
-        torch.set_num_threads(1)
         self.mesh = mesh
         self.model = Model(getattr(torch, dtype))
         self.reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=128)
@@ -219,18 +218,26 @@ def run_load(folder: str, replicate: int, shard: int) -> list[str]:
     return hashes
 
 
-def test_every_mesh_continues_to_the_bit(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    folder = str(tmp_path)
-    wanted = ranks(4, run_save, folder)
-    assert wanted == [wanted[0]] * 4
-    for replicate, shard in ((2, 2), (1, 4), (4, 1), (1, 1)):
-        found = ranks(replicate * shard, run_load, folder, replicate, shard)
-        assert found == [wanted[0]] * replicate * shard, (replicate, shard)
+@pytest.fixture(scope="module")
+def saved(module_ranks: Launcher) -> tuple[str, list[str]]:
+    """The folder of what a mesh of 2 x 2 saved, and hashes of what it made of it."""
+    folder = str(module_ranks.folder)
+    hashes = module_ranks(4, run_save, folder)
+    assert hashes == [hashes[0]] * 4
+    return folder, hashes[0]
 
 
-def run_plain(folder: str) -> list[float]:
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (4, 1), (1, 1)])
+def test_every_mesh_continues_to_the_bit(
+    ranks: Launcher, saved: tuple[str, list[str]], replicate: int, shard: int
+) -> None:
+    folder, wanted = saved
+    found = ranks(replicate * shard, run_load, folder, replicate, shard)
+    assert found == [wanted] * replicate * shard
+
+
+def run_plain(folder: str) -> None:
     """In torch's own AdamW, one step further, and back."""
-    torch.set_num_threads(1)
     model = Model(torch.float32)
     optimizer = torch.optim.AdamW(groups(model), lr=0.5)
     weights, state = get_state_dict(model, optimizer)
@@ -250,205 +257,169 @@ def run_plain(folder: str) -> list[float]:
     model.assign_mean(STEPS + 1, 4)
     optimizer.step()
     torch.save(model.values(), f"{folder}/plain.pt")
-    return [float(v.sum()) for v in model.values()]
 
 
-def run_back(folder: str) -> float:
+def run_back(folder: str) -> None:
     with hsdp.init_mesh(2, 2) as mesh:
         join_torch(mesh, folder)
         run = Run(mesh, "float32")
         run.load(f"{folder}/plain")
         run.step(STEPS + 1, 4)
         dist.destroy_process_group()
-        return max(
-            float((p - q).abs().max()) if q.numel() else 0.0
-            for p, q in zip(run.model.values(), torch.load(f"{folder}/plain.pt"), strict=True)
-        )
+        for p, q in zip(run.model.values(), torch.load(f"{folder}/plain.pt"), strict=True):
+            assert torch.allclose(p, q, rtol=0.0, atol=1e-6)
 
 
-def test_into_the_unsharded_optimizer_and_back(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    folder = str(tmp_path)
-    ranks(4, run_save, folder)
-    run_plain(folder)
-    assert max(ranks(4, run_back, folder)) <= 1e-6
+def test_into_the_unsharded_optimizer_and_back(
+    ranks: Launcher, saved: tuple[str, list[str]]
+) -> None:
+    run_plain(saved[0])
+    ranks(4, run_back, saved[0])
 
 
-def run_targets() -> list[list[str]]:
+@on_mesh(1, 2)
+def test_load_targets_are_local_and_forgotten(mesh: hsdp.Mesh) -> None:
     """Asked for by one rank alone, load targets change nothing of the training after them."""
-    found = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
-                            ("Adagrad", "bfloat16"), ("ASGD", "float32")):
-            hashes = []
-            for asks in (False, True):
-                run = Run(mesh, dtype, lr=0.01, cls=getattr(torch.optim, name))
-                if asks and mesh.rank == 0:
-                    state = get_optimizer_state_dict(run.model, run.optimizer)["state"]
-                    assert set(state) == {n for n, p in run.model.named_parameters()
-                                          if p.requires_grad}
-                    assert run.optimizer.param_groups[0]["lr"] == 0.01
-                    assert run.optimizer.state
-                for seed in range(3):
-                    run.step(seed, 2)
-                states = run.optimizer.full_state_dict()["state"].values()
-                hashes.append(hash_of(run.model.values() + [
-                    value for state in states for value in state.values()
-                    if isinstance(value, torch.Tensor)
-                ]))
-                run.reducer.close()
-            found.append(hashes)
-    return found
-
-
-def test_load_targets_are_local_and_forgotten(ranks: Launcher) -> None:
-    found = ranks(2, run_targets)
-    assert found[0] == found[1]
-    for without, asked in found[0]:
-        assert without == asked
-
-
-def run_before_the_first_step(folder: str) -> list[str]:
-    """Saved before it began, a training begins as any other."""
-    hashes = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        join_torch(mesh, folder)
-        for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
-                            ("ASGD", "float32")):
-            cls = getattr(torch.optim, name)
-            run = Run(mesh, dtype, lr=0.01, cls=cls)
-            run.save(f"{folder}/start_{name}_{dtype}")
-            for resumed in (False, True):
-                if resumed:
-                    run.reducer.close()
-                    run = Run(mesh, dtype, cls=cls)
-                    run.load(f"{folder}/start_{name}_{dtype}")
-                for seed in range(2):
-                    run.step(seed, 2)
-                hashes.append(hash_of(run.model.values()))
-            run.reducer.close()
-        dist.destroy_process_group()
-    return hashes
-
-
-def test_a_checkpoint_of_the_start(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    for found in ranks(2, run_before_the_first_step, str(tmp_path)):
-        assert found[::2] == found[1::2]
-
-
-def run_other_ways(folder: str) -> list[str]:
-    """Flattened, saved behind the training's back, and as a whole."""
-    done = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        join_torch(mesh, folder)
-        for dtype in DTYPES:
-            run = Run(mesh, dtype, lr=0.01)
-            for seed in range(STEPS):
+    for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
+                        ("Adagrad", "bfloat16"), ("ASGD", "float32")):
+        hashes = []
+        for asks in (False, True):
+            run = Run(mesh, dtype, lr=0.01, cls=getattr(torch.optim, name))
+            if asks and mesh.rank == 0:
+                state = get_optimizer_state_dict(run.model, run.optimizer)["state"]
+                assert set(state) == {n for n, p in run.model.named_parameters()
+                                      if p.requires_grad}
+                assert run.optimizer.param_groups[0]["lr"] == 0.01
+                assert run.optimizer.state
+            for seed in range(3):
                 run.step(seed, 2)
-            flat = StateDictOptions(flatten_optimizer_state_dict=True)
-            weights, state = get_state_dict(run.model, run.optimizer, options=flat)
-            dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/flat_{dtype}")
-            weights, state = get_state_dict(run.model, run.optimizer)
-            saving: Any = dcp.async_save({"model": weights, "optim": state},
-                                         checkpoint_id=f"{folder}/async_{dtype}")
-            whole = run.optimizer.full_state_dict()
-            names = [n for g in groups(run.model) for p in g["params"]
-                     for n, q in run.model.named_parameters() if q is p]
-            whole["state"] = {names[i]: s for i, s in whole["state"].items()}
-            for group in whole["param_groups"]:
-                group["params"] = [names[i] for i in group["params"]]
-            weights = copy.deepcopy(run.model.state_dict())
-            run.step(STEPS, 2)  # while it saves
-            wanted = hash_of(run.model.values())
-            saving.result()
+            states = run.optimizer.full_state_dict()["state"].values()
+            hashes.append(hash_of(run.model.values() + [
+                value for state in states for value in state.values()
+                if isinstance(value, torch.Tensor)
+            ]))
             run.reducer.close()
+        others = mesh.world._handle.exchange("".join(hashes), "test")
+        assert others == [2 * hashes[0]] * 2, (name, dtype)
 
-            run = Run(mesh, dtype)
-            run.load(f"{folder}/async_{dtype}")
-            run.step(STEPS, 2)
-            assert hash_of(run.model.values()) == wanted
-            done.append("async")
-            run.reducer.close()
 
-            for fresh in (True, False):
-                run = Run(mesh, dtype)
-                if not fresh:
-                    run.step(7, 2)
-                loaded, state = get_state_dict(run.model, run.optimizer, options=flat)
-                state_dict = {"model": loaded, "optim": state}
-                dcp.load(state_dict, checkpoint_id=f"{folder}/flat_{dtype}")
-                set_state_dict(run.model, run.optimizer, model_state_dict=state_dict["model"],
-                               optim_state_dict=state_dict["optim"], options=flat)
-                run.step(STEPS, 2)
-                assert hash_of(run.model.values()) == wanted
-                done.append("flat")
+@on_mesh(1, 2)
+def test_a_checkpoint_of_the_start(mesh: hsdp.Mesh, tmp_path: str) -> None:
+    """Saved before it began, a training begins as any other."""
+    join_torch(mesh, tmp_path)
+    for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
+                        ("ASGD", "float32")):
+        cls = getattr(torch.optim, name)
+        run = Run(mesh, dtype, lr=0.01, cls=cls)
+        run.save(f"{tmp_path}/start_{name}_{dtype}")
+        hashes = []
+        for resumed in (False, True):
+            if resumed:
                 run.reducer.close()
-
-            for from_first in (False, True):
-                run = Run(mesh, dtype)
-                run.model.load_state_dict(weights)
-                set_optimizer_state_dict(
-                    run.model, run.optimizer, whole if mesh.rank == 0 or not from_first else {},
-                    options=StateDictOptions(full_state_dict=True,
-                                             broadcast_from_rank0=from_first),
-                )
-                run.step(STEPS, 2)
-                assert hash_of(run.model.values()) == wanted
-                done.append("whole")
-                run.reducer.close()
-        dist.destroy_process_group()
-    return done
+                run = Run(mesh, dtype, cls=cls)
+                run.load(f"{tmp_path}/start_{name}_{dtype}")
+            for seed in range(2):
+                run.step(seed, 2)
+            hashes.append(hash_of(run.model.values()))
+        assert hashes[0] == hashes[1], (name, dtype)
+        run.reducer.close()
+    dist.destroy_process_group()
 
 
-def test_flattened_async_and_whole(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    wanted = ["async", "flat", "flat", "whole", "whole"] * 2
-    assert ranks(2, run_other_ways, str(tmp_path)) == [wanted] * 2
-
-
-def run_bad(folder: str) -> list[str]:
-    """What does not fit is refused, and the training goes on as if nothing had been."""
-    errors = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        join_torch(mesh, folder)
-        run = Run(mesh, "bfloat16", lr=0.01)
-        run.step(0, 2)
+@on_mesh(1, 2)
+def test_flattened_async_and_whole(mesh: hsdp.Mesh, tmp_path: str) -> None:
+    """Flattened, saved behind the training's back, and as a whole."""
+    join_torch(mesh, tmp_path)
+    for dtype in DTYPES:
+        run = Run(mesh, dtype, lr=0.01)
+        for seed in range(STEPS):
+            run.step(seed, 2)
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        weights, state = get_state_dict(run.model, run.optimizer, options=flat)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{tmp_path}/flat_{dtype}")
+        weights, state = get_state_dict(run.model, run.optimizer)
+        saving: Any = dcp.async_save({"model": weights, "optim": state},
+                                     checkpoint_id=f"{tmp_path}/async_{dtype}")
+        whole = run.optimizer.full_state_dict()
+        names = [n for g in groups(run.model) for p in g["params"]
+                 for n, q in run.model.named_parameters() if q is p]
+        whole["state"] = {names[i]: s for i, s in whole["state"].items()}
+        for group in whole["param_groups"]:
+            group["params"] = [names[i] for i in group["params"]]
+        weights = copy.deepcopy(run.model.state_dict())
+        run.step(STEPS, 2)  # while it saves
         wanted = hash_of(run.model.values())
-        state: Any = get_optimizer_state_dict(run.model, run.optimizer)
-        dcp.save({"optim": state}, checkpoint_id=f"{folder}/truncated")
-        del state["state"]["first.bias"]["exp_avg_sq"]
-        dcp.save({"optim": state}, checkpoint_id=f"{folder}/lacks")
-        if mesh.rank == 0:
-            for file in pathlib.Path(f"{folder}/truncated").glob("*.distcp"):
-                with file.open("r+b") as opened:
-                    opened.truncate(file.stat().st_size // 2)
-        dist.barrier()
+        saving.result()
         run.reducer.close()
 
-        run = Run(mesh, "bfloat16", lr=0.01)
-        for name in ("lacks", "truncated"):
-            try:
-                state = get_optimizer_state_dict(run.model, run.optimizer)
-                dcp.load({"optim": state}, checkpoint_id=f"{folder}/{name}")
-            except BaseException as error:  # its CheckpointException is no Exception
-                errors.append(f"{type(error).__name__} {error}")
-        other = nn.Linear(4, 4)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(other)
-        small = ShardedOptimizer(torch.optim.AdamW, other, reducer)
-        with pytest.raises(hsdp.UsageError) as refused:
-            small.load_state_dict(run.optimizer.state_dict())
-        errors.append(str(refused.value))
-        assert not small.state
-        run.step(0, 2)
-        assert hash_of(run.model.values()) == wanted
-        dist.destroy_process_group()
-    return errors
+        run = Run(mesh, dtype)
+        run.load(f"{tmp_path}/async_{dtype}")
+        run.step(STEPS, 2)
+        assert hash_of(run.model.values()) == wanted, "async"
+        run.reducer.close()
+
+        for fresh in (True, False):
+            run = Run(mesh, dtype)
+            if not fresh:
+                run.step(7, 2)
+            loaded, state = get_state_dict(run.model, run.optimizer, options=flat)
+            state_dict = {"model": loaded, "optim": state}
+            dcp.load(state_dict, checkpoint_id=f"{tmp_path}/flat_{dtype}")
+            set_state_dict(run.model, run.optimizer, model_state_dict=state_dict["model"],
+                           optim_state_dict=state_dict["optim"], options=flat)
+            run.step(STEPS, 2)
+            assert hash_of(run.model.values()) == wanted, ("flat", fresh)
+            run.reducer.close()
+
+        for from_first in (False, True):
+            run = Run(mesh, dtype)
+            run.model.load_state_dict(weights)
+            set_optimizer_state_dict(
+                run.model, run.optimizer, whole if mesh.rank == 0 or not from_first else {},
+                options=StateDictOptions(full_state_dict=True,
+                                         broadcast_from_rank0=from_first),
+            )
+            run.step(STEPS, 2)
+            assert hash_of(run.model.values()) == wanted, ("whole", from_first)
+            run.reducer.close()
+    dist.destroy_process_group()
 
 
-def test_checkpoints_that_do_not_fit(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    for lacks, truncated, other in ranks(2, run_bad, str(tmp_path)):
-        assert "optim.state.first.bias.exp_avg_sq" in lacks
-        assert "CheckpointException" in truncated
-        assert "parameter groups of [2], got [7, 2]" in other
+@on_mesh(1, 2)
+def test_checkpoints_that_do_not_fit(mesh: hsdp.Mesh, tmp_path: str) -> None:
+    """What does not fit is refused, and the training goes on as if nothing had been."""
+    join_torch(mesh, tmp_path)
+    run = Run(mesh, "bfloat16", lr=0.01)
+    run.step(0, 2)
+    wanted = hash_of(run.model.values())
+    state: Any = get_optimizer_state_dict(run.model, run.optimizer)
+    dcp.save({"optim": state}, checkpoint_id=f"{tmp_path}/truncated")
+    del state["state"]["first.bias"]["exp_avg_sq"]
+    dcp.save({"optim": state}, checkpoint_id=f"{tmp_path}/lacks")
+    if mesh.rank == 0:
+        for file in pathlib.Path(f"{tmp_path}/truncated").glob("*.distcp"):
+            with file.open("r+b") as opened:
+                opened.truncate(file.stat().st_size // 2)
+    dist.barrier()
+    run.reducer.close()
+
+    run = Run(mesh, "bfloat16", lr=0.01)
+    for name, text in (("lacks", "optim.state.first.bias.exp_avg_sq"),
+                       ("truncated", "CheckpointException")):
+        with pytest.raises(BaseException) as error:  # its CheckpointException is no Exception
+            state = get_optimizer_state_dict(run.model, run.optimizer)
+            dcp.load({"optim": state}, checkpoint_id=f"{tmp_path}/{name}")
+        assert text in f"{type(error.value).__name__} {error.value}"
+    other = nn.Linear(4, 4)
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(other)
+    small = ShardedOptimizer(torch.optim.AdamW, other, reducer)
+    with pytest.raises(hsdp.UsageError, match=r"parameter groups of \[2\], got \[7, 2\]"):
+        small.load_state_dict(run.optimizer.state_dict())
+    assert not small.state
+    run.step(0, 2)
+    assert hash_of(run.model.values()) == wanted
+    dist.destroy_process_group()
 
 
 class Late(torch.optim.SGD):
@@ -469,103 +440,95 @@ def refusal(call: Any) -> str:
     return str(refused.value)
 
 
-def run_habits(folder: str) -> list[str]:
+@on_mesh(1, 2)
+def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """What people do between steps, and must not lose anything by."""
-    errors = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        join_torch(mesh, folder)
-        run = Run(mesh, "bfloat16", lr=0.01)
-        fresh = run.optimizer.state_dict()
-        for seed in range(2):
-            run.step(seed, 2)
+    join_torch(mesh, tmp_path)
+    run = Run(mesh, "bfloat16", lr=0.01)
+    fresh = run.optimizer.state_dict()
+    for seed in range(2):
+        run.step(seed, 2)
 
-        # Others' weights for a while: neither reading nor saving takes them for new ones.
-        own = [run.optimizer.master(p).clone() for p in run.optimizer._parameters]
-        weights = copy.deepcopy(run.model.state_dict())
-        run.model.load_state_dict({k: v * 2 for k, v in weights.items()})
-        run.optimizer.full_state_dict()
-        with run.optimizer.whole_parameters() as whole:
-            assert torch.equal(whole["gain"], weights["gain"].float() * 2)
-        run.optimizer.master(run.model.gain)
-        run.model.load_state_dict(weights)
-        run.optimizer._reread_written()
-        for p, master in zip(run.optimizer._parameters, own, strict=True):
-            assert torch.equal(run.optimizer.master(p), master)
+    # Others' weights for a while: neither reading nor saving takes them for new ones.
+    own = [run.optimizer.master(p).clone() for p in run.optimizer._parameters]
+    weights = copy.deepcopy(run.model.state_dict())
+    run.model.load_state_dict({k: v * 2 for k, v in weights.items()})
+    run.optimizer.full_state_dict()
+    with run.optimizer.whole_parameters() as whole:
+        assert torch.equal(whole["gain"], weights["gain"].float() * 2)
+    run.optimizer.master(run.model.gain)
+    run.model.load_state_dict(weights)
+    run.optimizer._reread_written()
+    for p, master in zip(run.optimizer._parameters, own, strict=True):
+        assert torch.equal(run.optimizer.master(p), master)
 
-        # A load that fails leaves a training as it was.
-        dcp.save({"optim": get_optimizer_state_dict(run.model, run.optimizer)},
-                 checkpoint_id=f"{folder}/live")
-        dist.barrier()
-        if mesh.rank == 0:
-            for file in pathlib.Path(f"{folder}/live").glob("*.distcp"):
-                with file.open("r+b") as opened:
-                    opened.truncate(file.stat().st_size // 2)
-        dist.barrier()
-        run.step(2, 2)
-        before = hash_of([v for s in run.optimizer.state.values() for v in s.values()])
-        with contextlib.suppress(BaseException):
-            dcp.load({"optim": get_optimizer_state_dict(run.model, run.optimizer)},
-                     checkpoint_id=f"{folder}/live")
-        assert hash_of([v for s in run.optimizer.state.values() for v in s.values()]) == before
+    # A load that fails leaves a training as it was.
+    dcp.save({"optim": get_optimizer_state_dict(run.model, run.optimizer)},
+             checkpoint_id=f"{tmp_path}/live")
+    dist.barrier()
+    if mesh.rank == 0:
+        for file in pathlib.Path(f"{tmp_path}/live").glob("*.distcp"):
+            with file.open("r+b") as opened:
+                opened.truncate(file.stat().st_size // 2)
+    dist.barrier()
+    run.step(2, 2)
+    before = hash_of([v for s in run.optimizer.state.values() for v in s.values()])
+    with contextlib.suppress(BaseException):
+        dcp.load({"optim": get_optimizer_state_dict(run.model, run.optimizer)},
+                 checkpoint_id=f"{tmp_path}/live")
+    assert hash_of([v for s in run.optimizer.state.values() for v in s.values()]) == before
 
-        # What lacks something, or is of something else.
-        full = run.optimizer.full_state_dict()
-        for key in ("step", "master"):
-            lacks = copy.deepcopy(full)
-            del lacks["state"][6][key]
-            errors.append(refusal(functools.partial(run.optimizer.load_state_dict, lacks)))
-        for bad in (None, {"state": {}}):
-            errors.append(refusal(functools.partial(run.optimizer.load_state_dict, bad)))
-        full["state"] = {k: {**s, "step": int(s["step"])} for k, s in full["state"].items()}
-        run.optimizer.load_state_dict(full)  # as old versions saved it
-        run.step(3, 2)
-        run.optimizer.state = collections.defaultdict(dict)
-        run.step(4, 2)
-        for p, state in run.optimizer.state.items():
-            assert float(state["step"]) == (0.0 if p is run.model.unused else 1.0)
-        run.optimizer.load_state_dict(fresh)  # all over again
-        assert not run.optimizer.state
-        if mesh.rank == 0:
-            assert get_optimizer_state_dict(run.model, run.optimizer)["state"]
-        run.optimizer.full_state_dict()  # whoever asked for targets
-        if mesh.rank == 0:
-            run.model.first.weight.data = run.model.first.weight.data.clone()
-        run.step(5, 2)
-        run.reducer.close()
+    # What lacks something, or is of something else.
+    full = run.optimizer.full_state_dict()
+    for key, text in (("step", "'step'] of 'second.weight', as of"),
+                      ("master", "'master', 'step'] of 'second.weight'")):
+        lacks = copy.deepcopy(full)
+        del lacks["state"][6][key]
+        assert text in refusal(functools.partial(run.optimizer.load_state_dict, lacks))
+    for bad, text in ((None, "got NoneType"), ({"state": {}}, "got ['state']")):
+        assert text in refusal(functools.partial(run.optimizer.load_state_dict, bad))
+    full["state"] = {k: {**s, "step": int(s["step"])} for k, s in full["state"].items()}
+    run.optimizer.load_state_dict(full)  # as old versions saved it
+    run.step(3, 2)
+    run.optimizer.state = collections.defaultdict(dict)
+    run.step(4, 2)
+    for p, state in run.optimizer.state.items():
+        assert float(state["step"]) == (0.0 if p is run.model.unused else 1.0)
+    run.optimizer.load_state_dict(fresh)  # all over again
+    assert not run.optimizer.state
+    if mesh.rank == 0:
+        assert get_optimizer_state_dict(run.model, run.optimizer)["state"]
+    run.optimizer.full_state_dict()  # whoever asked for targets
+    if mesh.rank == 0:
+        run.model.first.weight.data = run.model.first.weight.data.clone()
+    run.step(5, 2)
+    run.reducer.close()
 
-        late = Run(mesh, "float32", lr=0.1, cls=Late)
-        for seed in range(3):
-            late.step(seed, 2)
-        full = late.optimizer.full_state_dict()
-        assert full["state"][5]["slow"].shape == late.model.first.weight.shape
-        late.optimizer.load_state_dict(full)
-        late.step(3, 2)
-        late.reducer.close()
+    late = Run(mesh, "float32", lr=0.1, cls=Late)
+    for seed in range(3):
+        late.step(seed, 2)
+    full = late.optimizer.full_state_dict()
+    assert full["state"][5]["slow"].shape == late.model.first.weight.shape
+    late.optimizer.load_state_dict(full)
+    late.step(3, 2)
+    late.reducer.close()
 
-        named = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(named)
-        two = [(n, p) for n, p in named.named_parameters() if n.endswith("weight")]
-        optimizer = ShardedOptimizer(
-            torch.optim.AdamW, [{"params": two, "initial_lr": 0.1, "fused": False}], reducer,
-            fused=True, max_grad_norm=1.0,
-        )
-        with reducer.microbatch(last=True):
-            named(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        other = optimizer.full_state_dict()
-        other["param_groups"][0]["param_names"] = ["1.weight", "0.weight"]
-        errors.append(refusal(lambda: optimizer.load_state_dict(other)))
-        dist.destroy_process_group()
-    return errors
-
-
-def test_habits(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    for step, master, none, group, names in ranks(2, run_habits, str(tmp_path)):
-        assert "'step'] of 'second.weight', as of" in step
-        assert "'master', 'step'] of 'second.weight'" in master
-        assert "got NoneType" in none and "got ['state']" in group
-        assert "the states of '0.weight' in its place, got those of '1.weight'" in names
+    named = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    reducer = hsdp.Reducer(mesh)
+    reducer.attach(named)
+    two = [(n, p) for n, p in named.named_parameters() if n.endswith("weight")]
+    optimizer = ShardedOptimizer(
+        torch.optim.AdamW, [{"params": two, "initial_lr": 0.1, "fused": False}], reducer,
+        fused=True, max_grad_norm=1.0,
+    )
+    with reducer.microbatch(last=True):
+        named(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    other = optimizer.full_state_dict()
+    other["param_groups"][0]["param_names"] = ["1.weight", "0.weight"]
+    text = "the states of '0.weight' in its place, got those of '1.weight'"
+    assert text in refusal(lambda: optimizer.load_state_dict(other))
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def test_what_a_drill_does_not_accept() -> None:
     assert judge(Outcome(-11, good, ""), "PeerLostError", 1, 10.0) == "exit status -11"
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x1", "2x2"])
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
 def test_steps_are_timed(python: pathlib.Path, mesh: str) -> None:
     output = run(python, "step_times.py", "--mesh", mesh)
     names = {measured.name for measured in values_in(output)}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 
 import ranks
 from gpu_report import command
-from gpu_report.lines import FAILED, Check
+from gpu_report.checks import titles
+from gpu_report.lines import FAILED, NOT_RUN, OK, Check
 
 
 def run(
@@ -48,15 +50,20 @@ def main(
     mesh: str,
     expected: str,
     takes: Callable[[int], bool],
-    names: Iterable[str],
-    run_check: Callable[[str, str, str], Check],
+    script: str,
+    run_check: Callable[[str, str, str], str],
+    why_not: Callable[[str, str], str] = lambda name, device: "",
 ) -> int:
-    """Runs the checks of those names, `run_check(name, mesh, device)`, and prints their lines."""
+    """Runs a script's checks and prints their lines. `run_check(name, mesh, device)` says what is wrong,
+    `why_not(name, device)` why a check cannot run there; or nothing."""
 
     def work(mesh: str, device: str) -> int:
         failed = False
-        for name in names:
-            check = run_check(name, mesh, device)
+        for title, name in titles(script, mesh).items():
+            check, start = Check(title, NOT_RUN, why_not(name, device)), time.monotonic()
+            if not check.detail:
+                problem = run_check(name, mesh, device)
+                check = Check(title, FAILED if problem else OK, problem, time.monotonic() - start)
             print(check.line(), flush=True)
             failed = failed or check.verdict == FAILED
         return 1 if failed else 0

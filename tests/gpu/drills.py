@@ -9,7 +9,7 @@ but right values or NaN.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import signal
 import sys
@@ -19,10 +19,11 @@ from typing import Any
 
 import check_script
 import ranks
-from gpu_report.lines import FAILED, NOT_RUN, OK, Check
+import torch
 from ranks import Outcome
 
-DRILLS = ["kill", "stop", "out of memory", "capture"]
+import hsdp
+
 NAMES = [f"w{i}" for i in range(8)]
 COUNT = 40_000
 # Eight processes that start on as many GPUs take a minute until NCCL has connected them, which the
@@ -37,13 +38,7 @@ BUSY_CYCLES = 1_000_000_000
 CAPTURE_S = 0.2
 
 
-def check_names(mesh: str) -> list[str]:
-    return [f"drill {mesh}: {name}" for name in DRILLS]
-
-
 def _step(reducer: Any, device: Any, scale: float, in_the_middle: Callable[[], None]) -> None:
-    import torch
-
     with reducer.microbatch(last=True):
         for index, name in enumerate(NAMES):
             if index == len(NAMES) // 2:
@@ -53,15 +48,11 @@ def _step(reducer: Any, device: Any, scale: float, in_the_middle: Callable[[], N
 
 
 def _shards(reducer: Any) -> list[Any]:
-    import torch
-
     return [torch.from_dlpack(reducer.shard(name)) for name in NAMES]
 
 
 def _stray_values(tensors: list[Any], allowed: list[float]) -> list[float]:
     """What is neither allowed nor NaN."""
-    import torch
-
     values = torch.cat([t.float().flatten().cpu() for t in tensors]) if tensors else torch.empty(0)
     right = values.isnan()
     for value in allowed:
@@ -72,10 +63,6 @@ def _stray_values(tensors: list[Any], allowed: list[float]) -> list[float]:
 def lose_last_rank(replicate: int, shard: int, on: str, signal_number: int) -> Any:
     """One rank; the last one sends itself the signal in the middle of its second step."""
     device = ranks.device_of_rank(on)
-    import torch
-
-    import hsdp
-
     mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S[on])
     reducer = hsdp.Reducer(mesh, bucket_bytes=2 * 4 * COUNT)
     for name in NAMES:
@@ -113,15 +100,12 @@ def lose_last_rank(replicate: int, shard: int, on: str, signal_number: int) -> A
 
 
 def _lost(mesh: str, device: str, signal_number: int, error: str, limit_s: float) -> str:
-    replicate, shard = ranks.mesh_of(mesh)
-    size = replicate * shard
-    arguments = [replicate, shard, device, signal_number]
-    outcomes = ranks.run_ranks(lose_last_rank, arguments, size, device, LIMIT_S[device], victim=size - 1)
-    problems = []
-    for rank, outcome in enumerate(outcomes[:-1]):
-        problem = _problem_of_survivor(outcome, error, size - 1, limit_s)
-        problems += [f"rank {rank}: {problem}"] if problem else []
-    return "; ".join(problems)
+    last = math.prod(ranks.mesh_of(mesh)) - 1
+    outcomes = ranks.run_ranks(
+        lose_last_rank, mesh, [device, signal_number], device, LIMIT_S[device], victim=last
+    )
+    problems = [_problem_of_survivor(outcome, error, last, limit_s) for outcome in outcomes[:-1]]
+    return ranks.problems_of([Outcome(0, problem, "") for problem in problems])
 
 
 def _problem_of_survivor(outcome: Outcome, error: str, victim: int, limit_s: float) -> str:
@@ -145,8 +129,6 @@ def stop(mesh: str, device: str) -> str:
 
 def _fill_memory() -> list[Any]:
     """Leaves no block of KEPT_FREE_BYTES on this GPU."""
-    import torch
-
     held = []
     size = torch.cuda.mem_get_info()[0]
     while size > KEPT_FREE_BYTES:
@@ -157,13 +139,9 @@ def _fill_memory() -> list[Any]:
     return held
 
 
-def fill_and_step(replicate: int, shard: int) -> str:
+def fill_and_step(replicate: int, shard: int) -> list[str]:
     """One rank; the first one leaves no memory for the Reducer. How the step ended, and the next."""
     device = ranks.device_of_rank("cuda")
-    import torch
-
-    import hsdp
-
     mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S["cuda"])
     reducer = hsdp.Reducer(mesh)
     reducer.register("w", (MEMORY_STEP_ELEMENTS,))
@@ -184,20 +162,18 @@ def fill_and_step(replicate: int, shard: int) -> str:
         held.clear()
         torch.cuda.empty_cache()
         mesh.world.barrier()  # nobody tries again before the memory is there
-    return json.dumps(told)
+    return told
 
 
 def out_of_memory(mesh: str, device: str) -> str:
-    replicate, shard = ranks.mesh_of(mesh)
-    size = replicate * shard
-    outcomes = ranks.run_ranks(fill_and_step, [replicate, shard], size, device, LIMIT_S[device])
+    outcomes = ranks.run_ranks(fill_and_step, mesh, [], device, LIMIT_S[device])
     problems = []
     fulls = []
     for rank, outcome in enumerate(outcomes):
         if outcome.status != 0 or not outcome.result:
             problems.append(f"rank {rank}: {outcome.problem()}")
             continue
-        full, freed = json.loads(outcome.result)
+        full, freed = outcome.result
         fulls.append(full)
         told = f"rank {rank}: full: {full}; freed: {freed}"
         print(f"  {told}", flush=True)
@@ -213,10 +189,6 @@ def capture_and_step(replicate: int, shard: int) -> str:
     so that the threads that look after its collectives ask for its events meanwhile: from any thread
     CUDA takes such a question for an error that spoils the capture."""
     device = ranks.device_of_rank("cuda")
-    import torch
-
-    import hsdp
-
     mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S["cuda"])
     reducer = hsdp.Reducer(mesh)
     reducer.register("w", (1000,))
@@ -262,27 +234,23 @@ def capture_and_step(replicate: int, shard: int) -> str:
 
 
 def capture(mesh: str, device: str) -> str:
-    replicate, shard = ranks.mesh_of(mesh)
-    size = replicate * shard
-    outcomes = ranks.run_ranks(capture_and_step, [replicate, shard], size, device, LIMIT_S[device])
-    problems = [outcome.result if outcome.status == 0 else outcome.problem() for outcome in outcomes]
-    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    return ranks.problems_of(ranks.run_ranks(capture_and_step, mesh, [], device, LIMIT_S[device]))
 
 
-def _run_drill(name: str, mesh: str, device: str) -> Check:
-    title = f"drill {mesh}: {name}"
-    if device == "cpu" and name in ("out of memory", "capture"):
-        return Check(title, NOT_RUN, "it needs a GPU; use --device cuda")
+def _why_not(name: str, device: str) -> str:
+    needs_gpu = device == "cpu" and name in ("out of memory", "capture")
+    return "it needs a GPU; use --device cuda" if needs_gpu else ""
+
+
+def _run_drill(name: str, mesh: str, device: str) -> str:
     drill = {"kill": kill, "stop": stop, "out of memory": out_of_memory, "capture": capture}[name]
-    start = time.monotonic()
-    problem = drill(mesh, device)
-    return Check(title, FAILED if problem else OK, problem, time.monotonic() - start)
+    return drill(mesh, device)
 
 
 def main() -> int:
     expected = "at least 2 ranks, one of which is lost"
     return check_script.main(
-        "Failures on purpose.", "1x2", expected, lambda size: size >= 2, DRILLS, _run_drill
+        "Failures on purpose.", "1x2", expected, lambda size: size >= 2, "drills", _run_drill, _why_not
     )
 
 

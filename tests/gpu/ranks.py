@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import secrets
@@ -79,14 +80,16 @@ def _environment(rank: int, size: int, job: str, shared: bool) -> dict[str, str]
 
 
 def run_ranks(
-    function: Any, arguments: Sequence[Any], size: int, device: str, limit_s: float, victim: int = -1
+    function: Any, mesh: str, arguments: Sequence[Any], device: str, limit_s: float, victim: int = -1
 ) -> list[Outcome]:
-    """`function(*arguments)` on `size` ranks; what is left after `limit_s` is killed. Nobody waits
-    for `victim`, which may never end."""
+    """`function(replicate, shard, *arguments)` on each rank; what is left after `limit_s` is killed.
+    Nobody waits for `victim`, which may never end."""
+    sizes = mesh_of(mesh)
+    size = math.prod(sizes)
     job = f"hsdp-gpu-{secrets.token_hex(4)}"
     shared = device == "cuda" and gpu_count() < size
     command = [sys.executable, __file__, sys.modules[function.__module__].__file__ or ""]
-    command += [function.__name__, json.dumps(list(arguments))]
+    command += [function.__name__, json.dumps([*sizes, *arguments])]
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         processes: list[subprocess.Popen[bytes]] = []
@@ -108,6 +111,12 @@ def run_ranks(
                 process.kill()
                 process.wait()
         return [_outcome(folder, rank, status) for rank, status in enumerate(statuses)]
+
+
+def problems_of(outcomes: list[Outcome]) -> str:
+    """What ranks that return what is wrong have returned, or how they ended; or nothing."""
+    said = [outcome.result if outcome.status == 0 else outcome.problem() for outcome in outcomes]
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(said) if problem != "")
 
 
 def _outcome(folder: pathlib.Path, rank: int, status: int | None) -> Outcome:

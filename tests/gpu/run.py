@@ -11,7 +11,6 @@ architecture to build for, default this machine's GPU.
 
 import argparse
 import functools
-import importlib
 import math
 import pathlib
 import re
@@ -21,6 +20,7 @@ import time
 from typing import Callable, Dict, List, Optional, Tuple
 
 from gpu_report import command, machine, programs
+from gpu_report.checks import titles
 from gpu_report.command import SKIPPED, Ended, Interrupted
 from gpu_report.lines import (
     FAILED,
@@ -282,18 +282,9 @@ class Run:
         self.add_verdicts(stage, done, names, f"{script} {mesh}")
         stage.notes += re.findall(r"^  (rank \d+: .+)$", done.output, re.M)
 
-    def torch_loop(self, stage: Stage) -> None:
-        for mesh in ["1x1", *self.meshes]:
-            self.run_script(stage, "torch_loop.py", mesh, names_of("torch_loop", mesh), 600)
-
-    def sharded_loop(self, stage: Stage) -> None:
-        for mesh in ["1x1", *self.meshes]:
-            self.run_script(stage, "sharded_loop.py", mesh, names_of("sharded_loop", mesh), 400)
-
-    def drills(self, stage: Stage) -> None:
-        meshes = [mesh for mesh in ("1x2", "2x2", "2x4") if mesh in self.meshes]
+    def scripts(self, script: str, meshes: List[str], limit_s: float, stage: Stage) -> None:
         for mesh in meshes:
-            self.run_script(stage, "drills.py", mesh, names_of("drills", mesh), 1200)
+            self.run_script(stage, f"{script}.py", mesh, [*titles(script, mesh)], limit_s)
 
     def step_times(self, stage: Stage) -> None:
         # Each rank holds three models: two of them fit a small GPU.
@@ -336,11 +327,14 @@ class Run:
         if self.programs.manifest:
             shown = ("commit", "python", "cuda", "architectures", "nccl_header")
             self.report.machine["kit"] = {key: self.programs.manifest[key] for key in shown}
+        loops = ["1x1", *self.meshes]
+        drilled = [mesh for mesh in ("1x2", "2x2", "2x4") if mesh in self.meshes]
         stages: Dict[str, Callable[[Stage], None]] = {
             "build": self.build, "kernels": self.kernels, "kernel bandwidths": self.bandwidths,
             "engine over NCCL": self.engine, "rules of NCCL": self.rules_of_nccl,
-            "torch loop": self.torch_loop, "sharded loop": self.sharded_loop,
-            "failure drills": self.drills,
+            "torch loop": functools.partial(self.scripts, "torch_loop", loops, 600),
+            "sharded loop": functools.partial(self.scripts, "sharded_loop", loops, 400),
+            "failure drills": functools.partial(self.scripts, "drills", drilled, 1200),
             "step times": self.step_times, "compute-sanitizer": self.sanitizer,
         }
         asked = [name for name in stages if not self.only or name in self.only or name == "build"]
@@ -388,14 +382,6 @@ class Run:
             return 1
         on_gpu = [check for stage in self.report.stages if stage.name != "build" for check in stage.checks]
         return 0 if any(check.verdict == OK for check in on_gpu) else SKIPPED
-
-
-def names_of(script: str, mesh: str) -> List[str]:
-    """What a script will check. Its source needs a newer Python than this file."""
-    if sys.version_info < programs.OLDEST_PYTHON:
-        return [f"{script}.py {mesh}"]
-    names: List[str] = importlib.import_module(script).check_names(mesh)
-    return names
 
 
 def _whole(name: str, done: Ended) -> Check:

@@ -13,62 +13,41 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import check_script
 import ranks
+import torch
+from gpu_report.checks import LOCO, NEAR, OFFLOADED, OTHERS, PAIRS, SHARDED, WINDOW, titles
 from gpu_report.lines import FAILED, NOT_RUN, OK, Check
 from ranks import Outcome
+from torch import nn
+
+import hsdp
 
 STEPS, MICROBATCHES = 3, 2
 LIMIT_S = 360.0
 TIMEOUT_S = 120.0
 WIDTH, LAYERS = 96, 3
 LOCO_COUNT = 100_003
-STAGE_3 = {"stage": 3, "persistence_threshold": 0}
-# What both loops are given beside the model's dtype: what must not change a bit.
-PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gather while step returns": (
-        "float32", {"overlap_param_gather": True}, {"overlap_param_gather": False}
-    ),
-    "stage 3 as stage 2, fp32": ("float32", STAGE_3, {}),
-    "stage 3 as stage 2, bf16": ("bfloat16", STAGE_3, {}),
-    "stage 3 that keeps units": (
-        "bfloat16", {**STAGE_3, "reshard_after_forward": False, "reshard_after_backward": False}, {}
-    ),
-    "stage 3 that clips": ("float32", {**STAGE_3, "max_grad_norm": 0.01}, {"max_grad_norm": 0.01}),
-}
-OFFLOADED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "stage 3 with offload, fp32": ("float32", {**STAGE_3, "offload": "host"}, {"offload": "host"}),
-    "stage 3 with offload, bf16": ("bfloat16", {**STAGE_3, "offload": "host"}, {"offload": "host"}),
-}
-NEAR = "offload beside none"
-LOCO = "LoCo as on the host"
+NEEDS_GPU = {*OFFLOADED, NEAR, WINDOW, LOCO}
+NEEDS_SHARDS = {*PAIRS, *OFFLOADED}
 
 
-def _model(device: Any, dtype: Any) -> Any:
-    import torch
-    from torch import nn
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 5)
 
-    class Tower(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(3)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-            self.head = nn.Linear(WIDTH, 5)
-
-        def forward(self, x: Any) -> Any:
-            for layer in self.layers:
-                x = x + torch.tanh(layer(x))
-            return self.head(x)
-
-    return Tower().to(device, dtype)
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
 
 
 def _loss(model: Any, mesh: Any, device: Any, dtype: Any, step: int, microbatch: int) -> Any:
-    import torch
-
     random = torch.Generator().manual_seed(1_000_000 * step + 1_000 * microbatch + mesh.rank)
     x = torch.randn(16, WIDTH, generator=random).to(device, dtype)
     return model(x).float().square().mean()
@@ -81,11 +60,7 @@ def _run_step(reducer: Any, model: Any, device: Any, dtype: Any, step: int) -> N
 
 
 def _train(mesh: Any, device: Any, dtype: Any, options: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    import hsdp
-
-    model = _model(device, dtype)
+    model = Tower().to(device, dtype)
     with hsdp.Reducer(mesh, reduce_dtype="bf16", bucket_bytes=1 << 14) as reducer:
         reducer.attach(model)
         optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, model, reducer, lr=1e-2, **options)
@@ -106,29 +81,21 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any], tolerance: float 
     return ""
 
 
-def _same_training(mesh: Any, device: Any, name: str) -> str:
-    import torch
-
+def same_training(mesh: Any, device: Any, name: str) -> str:
     dtype, *both = {**PAIRS, **OFFLOADED}[name]
     return _difference(*(_train(mesh, device, getattr(torch, dtype), options) for options in both))
 
 
-def _near_training(mesh: Any, device: Any) -> str:
+def near_training(mesh: Any, device: Any) -> str:
     """Updates on the host and on the GPU, whose divisions may round differently."""
-    import torch
-
     both = ({"offload": "host"}, {})
     return _difference(*(_train(mesh, device, torch.float32, options) for options in both), 1e-4)
 
 
-def _one_process(mesh: Any, device: Any) -> str:
+def one_process(mesh: Any, device: Any) -> str:
     """The sharded optimizer, and torch's on whole parameters with the same mean gradients."""
-    import torch
-
-    import hsdp
-
     found = _train(mesh, device, torch.float32, {})
-    model = _model(device, torch.float32)
+    model = Tower().to(device)
     with hsdp.Reducer(mesh, reduce_dtype="bf16", bucket_bytes=1 << 14) as reducer:
         reducer.attach(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -139,15 +106,11 @@ def _one_process(mesh: Any, device: Any) -> str:
     return _difference(found, {name: value.detach().cpu() for name, value in model.state_dict().items()})
 
 
-def _window(mesh: Any, device: Any) -> str:
+def window(mesh: Any, device: Any) -> str:
     """A coalesced window whose sums lie here, and one whose sums lie in pinned memory."""
-    import torch
-
-    import hsdp
-
     results = []
     for where in ("host", "device"):
-        model = _model(device, torch.float32)
+        model = Tower().to(device)
         with hsdp.Reducer(mesh, bucket_bytes=1 << 14, accumulate_on=where) as reducer:
             reducer.attach(model)
             for step in range(2):
@@ -160,10 +123,6 @@ def _window(mesh: Any, device: Any) -> str:
 
 
 def _loco_shards(mesh: Any, device: Any) -> dict[str, Any]:
-    import torch
-
-    import hsdp
-
     shards = {}
     names = [f"w{index}" for index in range(3)]
     with hsdp.Reducer(mesh, replica_hop=hsdp.quant.LocoHop(), bucket_bytes=1 << 17) as reducer:
@@ -180,27 +139,12 @@ def _loco_shards(mesh: Any, device: Any) -> dict[str, Any]:
     return shards
 
 
-def _loco(mesh: Any, device: Any) -> str:
+def loco(mesh: Any, device: Any) -> str:
     """The same gradients through the same hop, on this device and on the host engine."""
-    import torch
-
-    import hsdp
-
     sizes = mesh.replicate_group.size, mesh.shard_group.size
     with hsdp.init_mesh(*sizes, device=torch.device("cpu"), timeout_s=TIMEOUT_S) as host:
         wanted = _loco_shards(host, torch.device("cpu"))
     return _difference(_loco_shards(mesh, device), wanted)
-
-
-OTHERS: dict[str, Callable[[Any, Any], str]] = {
-    "AdamW as in one process": _one_process,
-    NEAR: _near_training,
-    "a window, sums on the host": _window,
-    LOCO: _loco,
-}
-CHECKS = [*PAIRS, *OFFLOADED, *OTHERS]
-NEEDS_GPU = {*OFFLOADED, NEAR, "a window, sums on the host", LOCO}
-NEEDS_SHARDS = {*PAIRS, *OFFLOADED}
 
 
 def why_not(name: str, replicate: int, shard: int, on: str) -> str:
@@ -212,25 +156,18 @@ def why_not(name: str, replicate: int, shard: int, on: str) -> str:
     return "it needs two replicas" if replicate == 1 and name == LOCO else ""
 
 
-def check_names(mesh: str) -> list[str]:
-    return [f"sharded {mesh}: {name}" for name in CHECKS]
-
-
 def all_checks(replicate: int, shard: int, on: str) -> list[tuple[str, str, float]]:
     """One rank: each check's name, what is wrong or nothing, and seconds; up to one that raised."""
     device = ranks.device_of_rank(on)
-
-    import hsdp
-
     done = []
-    for name in CHECKS:
+    for name in SHARDED:
         if why_not(name, replicate, shard, on):
             continue
         start = time.monotonic()
         try:
             with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
                 other = OTHERS.get(name)
-                problem = other(mesh, device) if other else _same_training(mesh, device, name)
+                problem = globals()[other](mesh, device) if other else same_training(mesh, device, name)
         except Exception as error:
             traceback.print_exc()
             done.append((name, f"{type(error).__name__}: {error}", time.monotonic() - start))
@@ -256,11 +193,10 @@ def _check(title: str, name: str, outcomes: list[Outcome]) -> Check:
 
 
 def _run(mesh: str, device: str) -> int:
-    replicate, shard = ranks.mesh_of(mesh)
-    outcomes = ranks.run_ranks(all_checks, [replicate, shard, device], replicate * shard, device, LIMIT_S)
+    outcomes = ranks.run_ranks(all_checks, mesh, [device], device, LIMIT_S)
     failed = False
-    for title, name in zip(check_names(mesh), CHECKS):
-        why = why_not(name, replicate, shard, device)
+    for title, name in titles("sharded_loop", mesh).items():
+        why = why_not(name, *ranks.mesh_of(mesh), device)
         check = Check(title, NOT_RUN, why) if why else _check(title, name, outcomes)
         failed = failed or check.verdict == FAILED
         print(check.line(), flush=True)

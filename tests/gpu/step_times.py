@@ -21,6 +21,13 @@ from typing import Any
 
 import check_script
 import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import hsdp
 
 LAYERS = {"cpu": 4, "cuda": 16}
 WIDTH = {"cpu": 256, "cuda": 4096}
@@ -35,9 +42,6 @@ Step = Callable[[], None]
 
 
 def _model(on: str, device: Any) -> Any:
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
     layers = (nn.Linear(WIDTH[on], WIDTH[on], bias=False) for _ in range(LAYERS[on]))
     return nn.Sequential(*layers).to(device, torch.bfloat16)
@@ -57,8 +61,6 @@ def _alone(model: Any, x: Any) -> Step:
 
 
 def _with_hsdp(mesh: Any, model: Any, x: Any) -> Step:
-    import hsdp
-
     reducer = hsdp.Reducer(mesh)
     reducer.attach(model)
 
@@ -72,10 +74,6 @@ def _with_hsdp(mesh: Any, model: Any, x: Any) -> Step:
 
 
 def _with_fsdp2(model: Any, x: Any, on: str, replicate: int, shard: int) -> Step:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     names = ("replicate", "shard")
     mesh = init_device_mesh(on, (replicate, shard), mesh_dim_names=names)
     if replicate == 1:
@@ -84,13 +82,7 @@ def _with_fsdp2(model: Any, x: Any, on: str, replicate: int, shard: int) -> Step
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-
-    def step() -> None:
-        model.zero_grad()
-        for _ in range(MICROBATCHES):
-            _backward(model, x)
-
-    return step
+    return _alone(model, x)
 
 
 def _medians_ms(systems: dict[str, Step], wait: Callable[[], None]) -> dict[str, float]:
@@ -107,8 +99,6 @@ def _medians_ms(systems: dict[str, Step], wait: Callable[[], None]) -> dict[str,
 
 
 def _step_lines(mesh: Any, on: str, device: Any, wait: Callable[[], None]) -> list[str]:
-    import torch
-
     replicate, shard = mesh.replicate_group.size, mesh.shard_group.size
 
     x = torch.randn(ROWS[on], WIDTH[on], device=device, dtype=torch.bfloat16)
@@ -128,11 +118,6 @@ def _step_lines(mesh: Any, on: str, device: Any, wait: Callable[[], None]) -> li
 
 
 def _host_time_line(mesh: Any, device: Any, wait: Callable[[], None]) -> str:
-    import torch
-    from torch import nn
-
-    import hsdp
-
     model, other = (
         nn.ParameterList([nn.Parameter(torch.ones(16, device=device)) for _ in range(SMALL_PARAMETERS)])
         for _ in range(2)
@@ -160,11 +145,6 @@ def _host_time_line(mesh: Any, device: Any, wait: Callable[[], None]) -> str:
 def measure(replicate: int, shard: int, on: str, rendezvous: str) -> list[str]:
     """One rank; the lines to print."""
     device = ranks.device_of_rank(on)
-    import torch
-    import torch.distributed as dist
-
-    import hsdp
-
     def wait() -> None:
         if on == "cuda":
             torch.cuda.synchronize()
@@ -182,10 +162,9 @@ def measure(replicate: int, shard: int, on: str, rendezvous: str) -> list[str]:
 
 
 def _run(mesh: str, on: str) -> int:
-    replicate, shard = ranks.mesh_of(mesh)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [replicate, shard, on, str(pathlib.Path(folder) / "rendezvous")]
-        outcomes = ranks.run_ranks(measure, arguments, replicate * shard, on, LIMIT_S)
+        arguments = [on, str(pathlib.Path(folder) / "rendezvous")]
+        outcomes = ranks.run_ranks(measure, mesh, arguments, on, LIMIT_S)
     problems = [f"FAILED rank {rank}: {outcome.problem()}"
                 for rank, outcome in enumerate(outcomes) if outcome.status != 0 or not outcome.result]
     print("\n".join(problems or outcomes[0].result), flush=True)

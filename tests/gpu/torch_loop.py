@@ -12,60 +12,40 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import check_script
 import ranks
-from gpu_report.lines import FAILED, OK, Check
+import torch
+from gpu_report.checks import LOOPS
+from torch import nn
+
+import hsdp
 
 STEPS, MICROBATCHES = 4, 2
 LARGEST = 7  # 8 ranks x 2 microbatches of it are exact in bf16
 LIMIT_S = 300.0
 TIMEOUT_S = 120.0  # NCCL takes up to a minute to connect on a machine that was just started
 SHAPES = [(37, 5), (1,), (64, 129), (300_001,), (8, 3, 3)]
-CHECKS = {
-    "whole numbers, fp32": ("whole_numbers", "float32", "f32"),
-    "whole numbers, bf16 wire": ("whole_numbers", "float32", "bf16"),
-    "whole numbers, bf16 model": ("whole_numbers", "bfloat16", "bf16"),
-    "an MLP by the rules": ("by_the_rules",),
-    "found_inf": ("found_inf",),
-}
 
 
-def check_names(mesh: str) -> list[str]:
-    return [f"torch {mesh}: {name}" for name in CHECKS]
-
-
-def _make_model(device: Any, dtype: Any) -> Any:
+class Weighted(nn.Module):
     """A model whose gradients are what it is called with."""
-    import torch
-    from torch import nn
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in SHAPES])
 
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(
-                [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
-            )
-
-        def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([(w * x).sum() for w, x in zip(self.weights, factors)]).sum()
-
-    return Weighted().to(device)
+    def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(w * x).sum() for w, x in zip(self.weights, factors)]).sum()
 
 
 def _factors(step: int, microbatch: int, rank: int) -> list[Any]:
-    import torch
-
     random = torch.Generator().manual_seed(1_000_000 * step + 1_000 * microbatch + rank)
     return [torch.randint(-LARGEST, LARGEST + 1, shape, generator=random) for shape in SHAPES]
 
 
 def _exact_means(step: int, size: int) -> Iterator[Any]:
-    import torch
-
     made = [_factors(step, m, rank) for rank in range(size) for m in range(MICROBATCHES)]
     for same in zip(*made):
         yield torch.stack(same).sum(0).double() / size
@@ -81,13 +61,9 @@ def _train_step(reducer: Any, model: Any, step: int, device: Any, dtype: Any) ->
 def whole_numbers(replicate: int, shard: int, on: str, dtype_name: str, wire: str) -> str:
     """One rank; what is wrong, or nothing."""
     device = ranks.device_of_rank(on)
-    import torch
-
-    import hsdp
-
     dtype = getattr(torch, dtype_name)
     with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
-        model = _make_model(device, dtype)
+        model = Weighted().to(device, dtype)
         reducer = hsdp.Reducer(mesh, reduce_dtype=wire, bucket_bytes=1 << 18)
         reducer.attach(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -109,16 +85,11 @@ def whole_numbers(replicate: int, shard: int, on: str, dtype_name: str, wire: st
 
 
 def _mlp(device: Any) -> Any:
-    import torch
-    from torch import nn
-
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(24, 65), nn.GELU(), nn.Linear(65, 7)).to(device)
 
 
 def _backward(model: Any, device: Any, step: int, microbatch: int, rank: int) -> None:
-    import torch
-
     random = torch.Generator().manual_seed(1_000_000 * step + 1_000 * microbatch + rank)
     model(torch.randn(16, 24, generator=random).to(device)).square().mean().backward()
 
@@ -143,10 +114,6 @@ def _sum_by_the_rules(plain: Any, device: Any, step: int, replicate: int, shard:
 def by_the_rules(replicate: int, shard: int, on: str) -> str:
     """One rank, which computes every rank's gradients for the reference."""
     device = ranks.device_of_rank(on)
-    import torch
-
-    import hsdp
-
     with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
         model = _mlp(device)
         plain = copy.deepcopy(model)
@@ -172,10 +139,6 @@ def by_the_rules(replicate: int, shard: int, on: str) -> str:
 def found_inf(replicate: int, shard: int, on: str) -> str:
     """One rank; the last one has an infinity in every second step."""
     device = ranks.device_of_rank(on)
-    import torch
-
-    import hsdp
-
     with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
         reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
         reducer.register("w", (1000,))
@@ -191,27 +154,16 @@ def found_inf(replicate: int, shard: int, on: str) -> str:
     return ""
 
 
-def _run_check(name: str, mesh: str, device: str) -> Check:
-    replicate, shard = ranks.mesh_of(mesh)
-    function, *rest = CHECKS[name]
-    start = time.monotonic()
-    arguments = [replicate, shard, device, *rest]
-    outcomes = ranks.run_ranks(globals()[function], arguments, replicate * shard, device, LIMIT_S)
-    problems = [
-        f"rank {rank}: {outcome.result if outcome.status == 0 else outcome.problem()}"
-        for rank, outcome in enumerate(outcomes)
-        if outcome.status != 0 or outcome.result != ""
-    ]
-    verdict = FAILED if problems else OK
-    title = f"torch {mesh}: {name}"
-    return Check(title, verdict, "; ".join(problems), time.monotonic() - start)
+def _run_check(name: str, mesh: str, device: str) -> str:
+    function, *rest = LOOPS[name]
+    return ranks.problems_of(ranks.run_ranks(globals()[function], mesh, [device, *rest], device, LIMIT_S))
 
 
 def main() -> int:
     expected = "1, 2, 4 or 8 ranks, whose means are exact"
     description = "Training loops in torch against a reference."
     return check_script.main(
-        description, "1x1", expected, lambda size: size in (1, 2, 4, 8), CHECKS, _run_check
+        description, "1x1", expected, lambda size: size in (1, 2, 4, 8), "torch_loop", _run_check
     )
 
 

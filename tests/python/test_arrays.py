@@ -6,30 +6,19 @@ import array
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from dlpack_only import DlpackOnly, Handmade
+from one_rank import add_gradient, mesh, registered
 
 import hsdp
 
-DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
-
-
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
-
-
 def reduced(mesh: hsdp.Mesh, gradient: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", shape, dtype)
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", gradient)
+    reducer = registered(mesh, "w", shape, dtype)
+    add_gradient(reducer, "w", gradient, last=True)
     return reducer.shard("w").numpy()
 
 
@@ -38,19 +27,30 @@ def sample(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray[Any, A
     return (np.arange(count) % 251 - 100).astype(dtype).reshape(shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_numpy_gradients(mesh: hsdp.Mesh, dtype: Any) -> None:
-    x = sample((5, 33), dtype)
-    got = reduced(mesh, x, x.shape, dtype)
+def frozen(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize(
+    ("handed_over", "shape", "dtype"),
+    [
+        *[(lambda x: x, (5, 33), dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16)],
+        (lambda x: x.reshape(()), (1,), np.float32),
+        (lambda x: x, (0, 5), np.float32),
+        *[(DlpackOnly, (3, 4, 17), dtype) for dtype in (np.float32, np.float16)],
+        *[(lambda x: DlpackOnly(x, False), (3, 4, 17), dtype) for dtype in (np.float32, np.float16)],
+        (frozen, (64,), np.float32),
+        (lambda x: DlpackOnly(frozen(x)), (64,), np.float32),
+        (lambda x: array.array("f", x), (20,), np.float32),
+        (lambda x: memoryview(array.array("f", x)), (20,), np.float32),
+    ],
+)
+def test_kinds_of_gradients(mesh: hsdp.Mesh, handed_over: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    x = sample(shape, dtype)
+    given = handed_over(x)
+    got = reduced(mesh, given, getattr(given, "shape", shape), dtype)
     assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, x.astype(np.float32).ravel())
-
-
-@pytest.mark.parametrize("versioned", [True, False])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_dlpack_gradients(mesh: hsdp.Mesh, dtype: Any, versioned: bool) -> None:
-    x = sample((3, 4, 17), dtype)
-    got = reduced(mesh, DlpackOnly(x, versioned), x.shape, dtype)
     np.testing.assert_array_equal(got, x.astype(np.float32).ravel())
 
 
@@ -58,19 +58,6 @@ def test_dlpack_bf16_and_byte_offset(mesh: hsdp.Mesh) -> None:
     x = sample((40,), ml_dtypes.bfloat16)
     got = reduced(mesh, Handmade(x[8:], dtype=(4, 16, 1), byte_offset=16), (32,), "bf16")
     np.testing.assert_array_equal(got, x[8:].astype(np.float32))
-
-
-def test_read_only_gradients(mesh: hsdp.Mesh) -> None:
-    x = sample((64,))
-    x.flags.writeable = False
-    np.testing.assert_array_equal(reduced(mesh, x, x.shape, "f32"), x)
-    np.testing.assert_array_equal(reduced(mesh, DlpackOnly(x), x.shape, "f32"), x)
-
-
-def test_buffers(mesh: hsdp.Mesh) -> None:
-    values = array.array("f", range(20))
-    np.testing.assert_array_equal(reduced(mesh, values, (20,), "f32"), np.arange(20))
-    np.testing.assert_array_equal(reduced(mesh, memoryview(values), (20,), "f32"), np.arange(20))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +74,6 @@ def test_strided_gradients_are_read_in_logical_order(mesh: hsdp.Mesh, strided: A
     x = strided(sample((24, 50)))
     assert not x.flags.c_contiguous
     np.testing.assert_array_equal(reduced(mesh, x, x.shape, "f32"), x.ravel())
-
-
-def test_scalars_and_empty_parameters(mesh: hsdp.Mesh) -> None:
-    assert reduced(mesh, np.float32(3.5).reshape(()), (), "f32").tolist() == [3.5]
-    assert reduced(mesh, np.zeros((0, 5), np.float32), (0, 5), "f32").size == 0
 
 
 def test_dtype_spellings(mesh: hsdp.Mesh) -> None:
@@ -155,10 +137,8 @@ def test_an_array_is_taken_back(mesh: hsdp.Mesh) -> None:
 
 
 def test_views_outlive_everything(mesh: hsdp.Mesh) -> None:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", 1000)
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", np.full(1000, 7, np.float32))
+    reducer = registered(mesh, "w", 1000)
+    add_gradient(reducer, "w", np.full(1000, 7, np.float32), last=True)
     shard = reducer.shard("w")
     views = [shard.numpy(), np.from_dlpack(shard), shard, np.asarray(shard)[5:]]
     gone = weakref.ref(reducer)
@@ -183,12 +163,10 @@ def test_allocated_memory_outlives_its_mesh() -> None:
 
 
 def test_gradients_are_let_go(mesh: hsdp.Mesh) -> None:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", 50_000)
+    reducer = registered(mesh, "w", 50_000)
     x = np.ones(50_000, np.float32)
     holders = sys.getrefcount(x)
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", x)
+    add_gradient(reducer, "w", x, last=True)
     assert sys.getrefcount(x) == holders
     reducer.shard("w")[0] = 1
 
@@ -198,6 +176,8 @@ def test_collectives_of_one_rank(mesh: hsdp.Mesh) -> None:
     x = np.arange(6, dtype=np.float64)
     assert world.all_reduce(x) is x
     assert world.mean(2) == 2.0 and isinstance(world.mean(2), float)
+    assert (world.all_reduce(3), world.all_reduce(2.5, op="max")) == (3, 2.5)
+    assert world.all_reduce(x, op="min") is x and x.tolist() == [*range(6)]
     assert world.broadcast(x) is x
     assert world.reduce_scatter(x).numpy().tolist() == list(range(6))
     out = np.zeros(6)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import Launcher
 from dlpack_only import DlpackOnly
+from one_rank import add_gradient, registered
 
 import hsdp
 
@@ -155,12 +156,10 @@ def test_collectives_are_exact(ranks: Launcher) -> None:
 def schedule() -> None:
     """none, shard and all; partials; factor, loss scale and finish."""
     with hsdp.init_mesh(2, 2) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 8)
+        reducer = registered(mesh, "w", 8)
 
         def add(value: float, **how: Any) -> None:
-            with reducer.microbatch(**how):
-                reducer.gradient_ready("w", np.full(8, value, np.float32))
+            add_gradient(reducer, "w", np.full(8, value, np.float32), **how)
 
         add(1 + mesh.rank, sync="none")
         add(1 + mesh.rank, last=False)
@@ -172,10 +171,8 @@ def schedule() -> None:
         assert reducer.grad_norm() == pytest.approx(5 * 8**0.5)
         assert reducer.clip_grad_norm_(1.0) == pytest.approx(5 * 8**0.5)
         assert reducer.grad_norm() == pytest.approx(1.0, rel=1e-5)
-        other = hsdp.Reducer(mesh)
-        other.register("v", 1)
-        with other.microbatch(last=True):
-            other.gradient_ready("v", np.zeros(1, np.float32))
+        other = registered(mesh, "v", 1)
+        add_gradient(other, "v", np.zeros(1, np.float32), last=True)
         assert hsdp.clip_grad_norm_([reducer, other], 0.5) == pytest.approx(1.0, rel=1e-5)
         reducer.set_loss_scale(2.0)
         reducer.set_gradient_divide_factor(16)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Launcher
+from one_rank import registered
 
 import hsdp
 
@@ -82,8 +83,7 @@ def test_gathers_complete_parameters(ranks: Launcher, replicate: int, shard: int
 
 def test_what_is_refused() -> None:
     with hsdp.init_mesh() as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", (3,))
+        reducer = registered(mesh, "w", (3,))
         whole = np.zeros(3, np.float32)
 
         def message(*arguments: Any) -> str:

@@ -207,20 +207,23 @@ def test_a_kit_for_a_newer_system(machine: pathlib.Path) -> None:
     assert lent == {"libof_the_kit.so.1", "libstdc++.so.6"}
 
 
-def test_wrong_arguments_are_explained(machine: pathlib.Path) -> None:
-    for arguments, message in [
-        (["--prebuilt", str(machine / "bin")], "expected a folder with manifest.json or check_device, got"),
-        (["--seconds", "0"], "--seconds: expected a number above 0, got 0"),
-        (["--seconds", "nan"], "--seconds: expected a number above 0, got nan"),
-        (["--report", "/proc/nowhere"], "--report: expected a folder to write to, got /proc/nowhere"),
-        (["--only", "kernel"], "invalid choice: 'kernel'"),
+def test_wrong_arguments_are_explained(
+    machine: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_programs = "expected a folder with manifest.json or check_device, got"
+    architectures = "expected an architecture such as 90, or several as '80;90', got"
+    for arguments, architecture, message in [
+        (["--prebuilt", str(machine / "bin")], "", no_programs),
+        (["--seconds", "0"], "", "--seconds: expected a number above 0, got 0"),
+        (["--seconds", "nan"], "", "--seconds: expected a number above 0, got nan"),
+        (["--report", "/proc/nowhere"], "", "--report: expected a folder to write to, got /proc/nowhere"),
+        (["--only", "kernel"], "", "invalid choice: 'kernel'"),
+        *[([], wrong, f"{architectures} '{wrong}'") for wrong in ("abc", "90;", "9.0")],
     ]:
-        status, _, text = run(machine, *arguments)
-        assert status == 2 and message in text
-    for architecture in ("abc", "90;", "9.0"):
-        status, _, text = run(machine, HSDP_GPU_ARCH=architecture)
-        assert status == 2
-        assert f"expected an architecture such as 90, or several as '80;90', got '{architecture}'" in text
+        monkeypatch.setenv("HSDP_GPU_ARCH", architecture)
+        with pytest.raises(SystemExit) as ended:
+            script.parse_arguments(arguments)
+        assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_the_architecture_to_compile_for(machine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import Launcher
 from dlpack_only import DlpackOnly
+from one_rank import add_gradient, registered
 
 import hsdp
 
@@ -92,10 +93,8 @@ def test_two_ranks_do_not_grow(ranks: Launcher) -> None:
 def test_meshes_and_reducers_leave_nothing() -> None:
     def once() -> None:
         with hsdp.init_mesh() as mesh:
-            reducer = hsdp.Reducer(mesh)
-            reducer.register("w", 1000)
-            with reducer.microbatch(last=True):
-                reducer.gradient_ready("w", np.ones(1000, np.float32))
+            reducer = registered(mesh, "w", 1000)
+            add_gradient(reducer, "w", np.ones(1000, np.float32), last=True)
             reducer.shard("w").numpy()[:] = 1
 
     for _ in range(20):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Launcher
+from one_rank import add_gradient, registered
 
 import hsdp
 
@@ -21,8 +23,7 @@ WITHIN_S = 5.0  # a second on an idle machine
 
 
 def one_step(reducer: hsdp.Reducer, rank: int) -> None:
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", np.full(8, rank, np.float32))
+    add_gradient(reducer, "w", np.full(8, rank, np.float32), last=True)
 
 
 WAITS: dict[str, Callable[[hsdp.Mesh, hsdp.Reducer], Any]] = {
@@ -38,13 +39,11 @@ WAITS: dict[str, Callable[[hsdp.Mesh, hsdp.Reducer], Any]] = {
 def interrupted(wait: str) -> str:
     """Rank 0 waits for rank 1, which never comes, until it is interrupted."""
     mesh = hsdp.init_mesh(1, 2, timeout_s=60)
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", 8)
+    reducer = registered(mesh, "w", 8)
     one_step(reducer, mesh.rank)
     reducer.shard("w")
     if wait == "finish":
-        with reducer.microbatch(last=False):
-            reducer.gradient_ready("w", np.ones(8, np.float32))
+        add_gradient(reducer, "w", np.ones(8, np.float32), last=False)
     if mesh.rank == 1:
         try:
             return wait_for_end(mesh)
@@ -77,10 +76,8 @@ def after_interrupt(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> str:
     with pytest.raises(hsdp.Error, match="interrupted"):
         one_step(reducer, 0)
         reducer.shard("w")
-    try:
+    with contextlib.suppress(hsdp.Error):
         reducer.close()
-    except hsdp.Error:
-        pass
     mesh.close()
     return "KeyboardInterrupt"
 
@@ -103,8 +100,7 @@ def test_ctrl_c_in_a_wait_ends_it_on_every_rank(ranks: Launcher) -> None:
 def interrupted_in_user_code() -> str:
     """A KeyboardInterrupt in the block drops the step; the mesh goes on."""
     with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 8)
+        reducer = registered(mesh, "w", 8)
         try:
             with reducer.microbatch(last=True):
                 reducer.gradient_ready("w", np.ones(8, np.float32))
@@ -131,10 +127,8 @@ def handlers_run() -> list[str]:
     """A handler that does not raise runs during the wait, which goes on; it may not call again."""
     heard: list[str] = []
     with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 8)
-        with reducer.microbatch(last=False):
-            reducer.gradient_ready("w", np.ones(8, np.float32))
+        reducer = registered(mesh, "w", 8)
+        add_gradient(reducer, "w", np.ones(8, np.float32), last=False)
         if mesh.rank == 0:
             came = threading.Event()
 
@@ -177,8 +171,7 @@ def test_handlers_run_during_a_wait(ranks: Launcher) -> None:
 
 def faulty_local_microbatch() -> float:
     with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", (4,), np.float32)
+        reducer = registered(mesh, "w", (4,), np.float32)
         reducer.begin_microbatch(sync="shard")
         reducer.gradient_ready("w", np.ones(4, np.float32))
         if mesh.rank == 1:

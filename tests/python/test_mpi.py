@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from one_rank import add_gradient, registered
 
 import hsdp
 
@@ -41,19 +42,18 @@ def has_mpi() -> bool:
     return True
 
 
-def launcher() -> list[str]:
-    """The mpirun of the MPI that this process has loaded."""
+def run_on_two(script: pathlib.Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """By the mpirun of the MPI that this process has loaded."""
     loaded = pathlib.Path("/proc/self/maps").read_text()
     name = "mpirun.mpich" if "libmpich" in loaded else "mpirun.openmpi"
     if not has_mpi() or not shutil.which(name):
         pytest.skip(f"needs a build with MPI, and {name}")
     settings = [] if name == "mpirun.mpich" else ["--oversubscribe", "--bind-to", "none"]
-    return [name, *settings, "-n", "2", sys.executable]
-
-
-def environment(**more: str) -> dict[str, str]:
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**os.environ, **allowed, **more}
+    return subprocess.run(
+        [name, *settings, "-n", "2", sys.executable, str(script)], capture_output=True, text=True,
+        timeout=100, env={**os.environ, **allowed, **environment},
+    )
 
 
 # Whoever forgets to close still ends well: MPI is finalized at exit.
@@ -61,8 +61,7 @@ def environment(**more: str) -> dict[str, str]:
 def test_a_reducer_under_mpirun(tmp_path: pathlib.Path, closes: str) -> None:
     script = tmp_path / "reduce.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([*launcher(), str(script)], env=environment(CLOSES=closes),
-                          capture_output=True, text=True, timeout=100)
+    done = run_on_two(script, CLOSES=closes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 0: 1.5" in done.stdout and "rank 1: 1.5" in done.stdout
 
@@ -70,8 +69,7 @@ def test_a_reducer_under_mpirun(tmp_path: pathlib.Path, closes: str) -> None:
 # With no setting of ours, on the engine that it would have anyway.
 def test_an_example_under_mpirun() -> None:
     example = pathlib.Path(__file__).parents[2] / "examples" / "numpy_loop.py"
-    done = subprocess.run([*launcher(), str(example)], env=environment(), capture_output=True,
-                          text=True, timeout=100)
+    done = run_on_two(example)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on 2 ranks" in done.stdout
 
@@ -79,8 +77,7 @@ def test_an_example_under_mpirun() -> None:
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "reduce.py"
     script.write_text(SCRIPT.replace("mesh.rank, np.float32", "[0][microbatch - mesh.rank], np.float32"))
-    done = subprocess.run([*launcher(), str(script)], env=environment(CLOSES="no"),
-                          capture_output=True, text=True, timeout=100)
+    done = run_on_two(script, CLOSES="no")
     assert done.returncode != 0
     assert "IndexError" in done.stderr
 
@@ -89,8 +86,6 @@ def test_a_world_of_one_needs_no_mpi() -> None:
     if not has_mpi():
         pytest.skip("needs a build with MPI")
     with hsdp.init_mesh(engine="mpi") as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("weight", (4,))
-        with reducer.microbatch(last=True):
-            reducer.gradient_ready("weight", np.full(4, 2.5, np.float32))
+        reducer = registered(mesh, "weight", (4,))
+        add_gradient(reducer, "weight", np.full(4, 2.5, np.float32), last=True)
         np.testing.assert_array_equal(np.asarray(reducer.shard("weight")), np.full(4, 2.5, np.float32))

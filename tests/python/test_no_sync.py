@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Launcher
+from one_rank import add_gradient
 
 import hsdp
 
@@ -23,8 +24,7 @@ def reducer() -> Iterator[hsdp.Reducer]:
 
 
 def add(reducer: hsdp.Reducer, value: float, **how: Any) -> None:
-    with reducer.microbatch(**how):
-        reducer.gradient_ready("w", np.full(4, value, F32))
+    add_gradient(reducer, "w", np.full(4, value, F32), **how)
 
 
 def run_as_ddp() -> list[float]:

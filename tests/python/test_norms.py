@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Launcher
+from one_rank import add_gradient
 
 import hsdp
 
@@ -85,8 +86,7 @@ def test_one_norm_over_several_reducers() -> None:
         reducers = [hsdp.Reducer(mesh), hsdp.Reducer(mesh)]
         for i, reducer in enumerate(reducers):
             reducer.register("w", 3)
-            with reducer.microbatch(last=True):
-                reducer.gradient_ready("w", np.array([1, -2, 3 + i], np.float32))
+            add_gradient(reducer, "w", np.array([1, -2, 3 + i], np.float32), last=True)
         assert float(hsdp.clip_grad_norm_(reducers, 100, norm_type=1)) == 13
         assert float(hsdp.clip_grad_norm_(reducers, 2, norm_type=math.inf)) == 4
         assert np.asarray(reducers[1].shard("w")).tolist() == pytest.approx([0.5, -1, 2], rel=1e-6)
@@ -105,8 +105,7 @@ def run_two_meshes() -> list[Any]:
                 for reducer, values in ((one, [1, -2, 3, 4]), (other, [-9, 5])):
                     if not reducer.parameters:
                         reducer.register("w", len(values))
-                    with reducer.microbatch(last=True):
-                        reducer.gradient_ready("w", np.array(values, np.float32))
+                    add_gradient(reducer, "w", np.array(values, np.float32), last=True)
                 found.append(float(hsdp.clip_grad_norm_(reducers, 1, norm_type)))
     return found
 
@@ -121,8 +120,7 @@ def test_one_norm_over_reducers_of_several_meshes(ranks: Launcher) -> None:
 def test_what_is_no_limit_and_no_reducer() -> None:
     with hsdp.init_mesh() as mesh, hsdp.Reducer(mesh) as reducer:
         reducer.register("w", 2)
-        with reducer.microbatch(last=True):
-            reducer.gradient_ready("w", np.array([3, -4], np.float32))
+        add_gradient(reducer, "w", np.array([3, -4], np.float32), last=True)
         for norm_type in (1.0, 2.0, math.inf):
             for limit in (-0.5, math.nan):
                 with pytest.raises(hsdp.UsageError, match=f"max_norm of at least 0, got {limit:g}"):
@@ -143,7 +141,6 @@ def test_by_what_is_not_finite_all_norms_clip_alike() -> None:
         reducer.register("w", 2)
         for bad, expected in [(math.nan, [math.nan, 1.0]), (math.inf, [math.nan, 0.0])]:
             for norm_type in (1.0, 2.0, math.inf):
-                with reducer.microbatch(last=True):
-                    reducer.gradient_ready("w", np.array([bad, 1], np.float32))
+                add_gradient(reducer, "w", np.array([bad, 1], np.float32), last=True)
                 reducer.clip_grad_norm_(0.5, norm_type)
                 np.testing.assert_array_equal(np.asarray(reducer.shard("w")), expected)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import Launcher
 from gpu_array import GpuArray, Reader, stand_in
+from one_rank import add_gradient, registered
 
 import hsdp
 from hsdp import _hsdp
@@ -55,8 +56,7 @@ def run_step(reducer: hsdp.Reducer, stream: int, microbatches: int = 2) -> list[
     made = []
     for m in range(microbatches):
         array = GpuArray(gradient(reducer.mesh.rank, m), stream)
-        with reducer.microbatch(last=m == microbatches - 1):
-            reducer.gradient_ready("w", array)
+        add_gradient(reducer, "w", array, last=m == microbatches - 1)
         array.write(np.full(SHAPE, np.nan))
         made.append(array)
     return made
@@ -66,8 +66,7 @@ def step_of_rank(replicate: int, shard: int) -> None:
     with gpu_mesh(replicate, shard) as mesh:
         stream = stand_in.make_stream()
         mesh.set_stream(stream)
-        reducer = hsdp.Reducer(mesh, bucket_bytes=128)
-        reducer.register("w", SHAPE)
+        reducer = registered(mesh, "w", SHAPE, bucket_bytes=128)
         want = mean(mesh.size, 2)
         for _ in range(2):
             alive = run_step(reducer, stream)
@@ -87,8 +86,7 @@ def step_of_rank(replicate: int, shard: int) -> None:
             np.testing.assert_allclose(got, want[offset : offset + count] / 2, rtol=1e-5)
             assert len(alive) == 2
         infinite = GpuArray(np.full(SHAPE, np.inf, np.float32), stream)
-        with reducer.microbatch(last=True):
-            reducer.gradient_ready("w", infinite)
+        add_gradient(reducer, "w", infinite, last=True)
         reducer.found_inf_tensor(found)
         assert found.read() == 1.0
         assert reducer.found_inf()
@@ -101,8 +99,7 @@ def test_steps_are_exact_on_every_mesh(ranks: Launcher, replicate: int, shard: i
 
 
 def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", SHAPE)
+    reducer = registered(mesh, "w", SHAPE)
     alive = run_step(reducer, stream)
     assert not reducer.found_inf()
     whole = GpuArray(np.zeros(SHAPE, np.float32), stream)
@@ -111,15 +108,16 @@ def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
         alive += run_step(reducer, stream)
         reducer.finish()
         shard = Reader(reducer.shard("w"), stream)
+        elsewhere = Reader(reducer.shard("w"), stand_in.make_stream())
         reducer.gather_gradients({"w": whole})
         reducer.found_inf_tensor(found)
         norm = reducer.clip_grad_norm_(1e9)
         last = GpuArray(gradient(0, 0), stream)
-        with reducer.microbatch(last=False):
-            reducer.gradient_ready("w", last)
+        add_gradient(reducer, "w", last, last=False)
         partial = Reader(reducer.partial_shard("w"), stream)
         assert not stand_in.is_done(stream)
-    np.testing.assert_array_equal(shard.values(), mean(1, 2))
+    for taken in (elsewhere, shard):
+        np.testing.assert_array_equal(taken.values(), mean(1, 2))
     np.testing.assert_array_equal(whole.read().reshape(-1), mean(1, 2))
     np.testing.assert_array_equal(partial.values(), gradient(0, 0).reshape(-1))
     assert found.read() == 0.0
@@ -129,8 +127,7 @@ def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
 
 
 def test_producers_are_told_the_stream(mesh: hsdp.Mesh) -> None:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", SHAPE)
+    reducer = registered(mesh, "w", SHAPE)
     first, second = stand_in.make_stream(), stand_in.make_stream()
     array = GpuArray(gradient(0, 0), stand_in.make_stream())
     for source, want in [
@@ -139,8 +136,7 @@ def test_producers_are_told_the_stream(mesh: hsdp.Mesh) -> None:
     ]:
         mesh.set_stream(source)
         array.streams.clear()
-        with reducer.microbatch(last=True):
-            reducer.gradient_ready("w", array)
+        add_gradient(reducer, "w", array, last=True)
         assert array.streams == [want]
     for wrong in ["main", -1, True, 1.5]:
         with pytest.raises(hsdp.UsageError, match="set_stream: expected None, a cudaStream_t"):
@@ -149,21 +145,8 @@ def test_producers_are_told_the_stream(mesh: hsdp.Mesh) -> None:
     stand_in.synchronize(array.stream)
 
 
-def test_another_stream_may_take_the_result(mesh: hsdp.Mesh, stream: int) -> None:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", SHAPE)
-    alive = run_step(reducer, stream)
-    other = stand_in.make_stream()
-    with stand_in.Standstill():
-        alive += run_step(reducer, stream)
-        got = Reader(reducer.shard("w"), other)
-    np.testing.assert_array_equal(got.values(), mean(1, 2))
-    assert len(alive) == 4
-
-
 def test_gradients_are_let_go(mesh: hsdp.Mesh, stream: int) -> None:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", SHAPE)
+    reducer = registered(mesh, "w", SHAPE)
 
     class Export:
         def __init__(self, array: GpuArray) -> None:
@@ -200,16 +183,14 @@ def test_gradients_are_let_go(mesh: hsdp.Mesh, stream: int) -> None:
 
 
 def test_memory_of_another_device_is_refused(mesh: hsdp.Mesh, stream: int) -> None:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", SHAPE)
+    reducer = registered(mesh, "w", SHAPE)
     on_host = gradient(0, 0)
     elsewhere = GpuArray(on_host, stream, index=1)
     remedy = "; move it there, or make the mesh with its device"
     for array, where in [(on_host, "cpu"), (elsewhere, "cuda:1")]:
         message = f"expected memory on cuda:0, the mesh's device, got {where}{remedy}"
         with pytest.raises(hsdp.UsageError, match=f"gradient of 'w': {message}"):
-            with reducer.microbatch(last=True):
-                reducer.gradient_ready("w", array)
+            add_gradient(reducer, "w", array, last=True)
         with pytest.raises(hsdp.UsageError, match=message):
             reducer.gather_gradients({"w": array})
         with pytest.raises(hsdp.UsageError, match=message):
@@ -219,12 +200,10 @@ def test_memory_of_another_device_is_refused(mesh: hsdp.Mesh, stream: int) -> No
     assert elsewhere.streams == []  # not even asked
     on_gpu = GpuArray(on_host, stream)
     with hsdp.init_mesh() as host:
-        other = hsdp.Reducer(host)
-        other.register("w", SHAPE)
+        other = registered(host, "w", SHAPE)
         message = f"expected memory on cpu, the mesh's device, got cuda:0{remedy}"
         with pytest.raises(hsdp.UsageError, match=f"gradient of 'w': {message}"):
-            with other.microbatch(last=True):
-                other.gradient_ready("w", on_gpu)
+            add_gradient(other, "w", on_gpu, last=True)
         with pytest.raises(hsdp.UsageError, match=message):
             host.world.all_reduce(on_gpu)
         with pytest.raises(hsdp.UsageError, match="set_stream: expected a mesh on a CUDA device"):
@@ -346,26 +325,20 @@ def mean_of_a_step(mesh: hsdp.Mesh) -> np.ndarray[Any, Any]:
         arrays = []
         for m, sync in enumerate(("none", "all")):
             arrays.append(GpuArray(gradient(0, m), stream))
-            with reducer.microbatch(sync=sync):
-                reducer.gradient_ready("w", arrays[-1])
+            add_gradient(reducer, "w", arrays[-1], sync=sync)
         return Reader(reducer.shard("w"), stream).values()
 
 
-def test_memory_comes_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = TorchMemory()
+@pytest.mark.parametrize("initialized", [False, True])
+def test_memory_comes_from_torch_where_it_uses_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, initialized: bool
+) -> None:
+    torch = TorchMemory(initialized=initialized)
     monkeypatch.setitem(sys.modules, "torch", torch)
     with gpu_mesh() as mesh:
         np.testing.assert_array_equal(mean_of_a_step(mesh), mean(1, 2))
-    assert torch.most >= 4 * gradient(0, 0).size
+    assert torch.most >= 4 * gradient(0, 0).size if initialized else torch.most == 0
     assert torch.in_use == 0
-
-
-def test_without_torch_on_a_gpu_memory_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = TorchMemory(initialized=False)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    with gpu_mesh() as mesh:
-        np.testing.assert_array_equal(mean_of_a_step(mesh), mean(1, 2))
-    assert torch.most == 0
 
 
 def test_torch_gives_back_what_it_keeps_before_memory_runs_out(

@@ -23,6 +23,7 @@ import drills  # noqa: E402
 import ranks  # noqa: E402
 import sharded_loop  # noqa: E402
 import torch_loop  # noqa: E402
+from gpu_report.checks import LOCO, LOOPS, PAIRS, SHARDED, titles  # noqa: E402
 from gpu_report.lines import NOT_RUN, OK, checks_in, values_in  # noqa: E402
 from ranks import Outcome  # noqa: E402
 
@@ -34,27 +35,32 @@ def run(python: pathlib.Path, script: str, *arguments: str, status: int = 0) -> 
     return done.stdout + done.stderr
 
 
+def verdicts(python: pathlib.Path, script: str, mesh: str) -> list[str]:
+    """Of all checks of a script, in their order."""
+    names = [*titles(script, mesh)]
+    found = checks_in(run(python, f"{script}.py", "--mesh", mesh), names)
+    assert [check.name for check in found] == names
+    return [check.verdict for check in found]
+
+
 @pytest.mark.parametrize("mesh", ["1x1", "2x2"])
 def test_loops_equal_their_references(python: pathlib.Path, mesh: str) -> None:
-    names = torch_loop.check_names(mesh)
-    found = checks_in(run(python, "torch_loop.py", "--mesh", mesh), names)
-    assert [(check.name, check.verdict) for check in found] == [(name, OK) for name in names]
+    assert verdicts(python, "torch_loop", mesh) == [OK] * len(LOOPS)
 
 
 @pytest.mark.parametrize("mesh", ["2x1", "2x2"])
 def test_sharded_loops_agree(python: pathlib.Path, mesh: str) -> None:
-    names = sharded_loop.check_names(mesh)
-    found = checks_in(run(python, "sharded_loop.py", "--mesh", mesh), names)
     sizes = ranks.mesh_of(mesh)
-    verdicts = [NOT_RUN if sharded_loop.why_not(name, *sizes, "cpu") else OK for name in sharded_loop.CHECKS]
-    assert [(c.name, c.verdict) for c in found] == list(zip(names, verdicts, strict=True))
+    assert verdicts(python, "sharded_loop", mesh) == [
+        NOT_RUN if sharded_loop.why_not(name, *sizes, "cpu") else OK for name in SHARDED
+    ]
 
 
 def test_what_the_sharded_loops_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(mesh: Any, device: Any) -> str:
         raise RuntimeError("no way")
 
-    monkeypatch.setitem(sharded_loop.OTHERS, "AdamW as in one process", fail)
+    monkeypatch.setattr(sharded_loop, "one_process", fail)
     monkeypatch.setattr(sharded_loop, "_train", lambda mesh, device, dtype, options: {
         "w": torch.tensor([float("nan") if options.get("stage") == 3 else 1.0])
     })
@@ -64,22 +70,19 @@ def test_what_the_sharded_loops_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     done = sharded_loop.all_checks(1, 1, "cpu")
-    assert [name for name, _, _ in done] == [*sharded_loop.PAIRS, "AdamW as in one process"]
+    assert [name for name, _, _ in done] == [*PAIRS, "AdamW as in one process"]
     assert [problem for _, problem, _ in done[1:3]] == ["'w' is off by up to nan"] * 2
     outcomes = [Outcome(0, json.loads(json.dumps(done)), "")]
     tell = sharded_loop._check
     assert tell("t", "gather while step returns", outcomes).verdict == OK
     assert tell("t", "stage 3 as stage 2, fp32", outcomes).detail == "rank 0: 'w' is off by up to nan"
     assert tell("t", "AdamW as in one process", outcomes).detail == "rank 0: RuntimeError: no way"
-    assert tell("t", sharded_loop.LOCO, outcomes).detail == "one before it raised"
-    assert tell("t", sharded_loop.LOCO, [Outcome(-9, None, "a")]).detail == "rank 0: exit status -9: a"
+    assert tell("t", LOCO, outcomes).detail == "one before it raised"
+    assert tell("t", LOCO, [Outcome(-9, None, "a")]).detail == "rank 0: exit status -9: a"
 
 
 def test_lost_and_stopped_ranks_are_survived(python: pathlib.Path) -> None:
-    names = drills.check_names("2x2")
-    found = checks_in(run(python, "drills.py", "--mesh", "2x2"), names)
-    verdicts = [OK, OK, NOT_RUN, NOT_RUN]
-    assert [(c.name, c.verdict) for c in found] == list(zip(names, verdicts, strict=True))
+    assert verdicts(python, "drills", "2x2") == [OK, OK, NOT_RUN, NOT_RUN]
 
 
 def test_a_script_that_is_ended_ends_its_ranks() -> None:
@@ -119,7 +122,7 @@ def test_what_a_drill_does_not_accept() -> None:
     assert judge(Outcome(-11, good, ""), "PeerLostError", 1, 10.0) == "exit status -11"
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x1", "2x2"])
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
 def test_steps_are_timed(python: pathlib.Path, mesh: str) -> None:
     output = run(python, "step_times.py", "--mesh", mesh)
     names = {measured.name for measured in values_in(output)}

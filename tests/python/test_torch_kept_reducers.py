@@ -1,4 +1,6 @@
-"""A model keeps the Reducers that it is attached to, and what is made from it has none."""
+"""A model keeps the Reducers that it is attached to, and what is made from it has none; nor is it attached
+and in DistributedDataParallel both.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import Launcher
+from one_rank import attached_to, mesh
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hsdp
-
-
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
+from hsdp.torch import ddp_guard
 
 
 def attached(mesh: hsdp.Mesh, **options: Any) -> nn.Module:
@@ -96,8 +96,7 @@ def test_copies_have_no_reducer(mesh: hsdp.Mesh, how: str) -> None:
     backward(other)
     assert all(p.grad is not None for p in other.parameters())
     other.zero_grad()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(other)
+    reducer = attached_to(other, mesh)
     again = copy.deepcopy(other)
     with reducer.microbatch(last=True):
         backward(other)
@@ -155,3 +154,86 @@ def run_collection(collected: str) -> float:
 def test_collecting_waits_for_nobody(ranks: Launcher, tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "collected")
     assert ranks(2, run_collection, str(tmp_path / "collected"))[0] < 1.5
+
+
+# A model has one who reduces its gradients: a Reducer or DistributedDataParallel.
+
+
+@pytest.fixture(scope="module")
+def ddp() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel
+    dist.destroy_process_group()
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def require_refused(model: nn.Module, name: str) -> None:
+    message = f"'{name}' both attached and in one.*call the model that it wraps.*reducer.close"
+    for _ in range(2):
+        with pytest.raises(hsdp.UsageError, match=message):
+            model(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("first", ["wrapper", "reducer"])
+def test_the_wrapped_model_is_attached(mesh: hsdp.Mesh, ddp: Any, first: str) -> None:
+    model = make_model()
+    reducer = hsdp.Reducer(mesh)
+    if first == "wrapper":
+        wrapper = ddp(model)
+        wrapper(torch.ones(2, 3)).sum().backward()
+        model.zero_grad()
+        reducer.attach(model)
+    else:
+        reducer.attach(model)
+        wrapper = ddp(model)
+    require_refused(wrapper, "0.weight")
+    with reducer.microbatch(last=True):
+        model(torch.ones(2, 3)).sum().backward()
+    reducer.close()
+    wrapper(torch.ones(2, 3)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_a_module_within_is_wrapped(mesh: hsdp.Mesh, ddp: Any) -> None:
+    model = make_model()
+    reducer = attached_to(model, mesh)
+    model[1] = ddp(model[1])
+    require_refused(model, "weight")
+
+
+def test_what_it_ignores_may_be_attached(mesh: hsdp.Mesh, ddp: Any) -> None:
+    model = make_model()
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    wrapper = ddp(model)
+    reducer = attached_to(model[0], mesh)
+    with reducer.microbatch(last=True):
+        wrapper(torch.ones(2, 3)).sum().backward()
+    assert model[0].weight.grad is None and model[1].weight.grad is not None
+
+
+def test_others_are_looked_at_once(mesh: hsdp.Mesh, ddp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = ddp(make_model())
+    looked = []
+    require = ddp_guard._require_unattached
+    monkeypatch.setattr(
+        ddp_guard, "_require_unattached", lambda *args: (looked.append(1), require(*args))
+    )
+    hsdp.Reducer(mesh).attach(make_model())
+    for _ in range(3):
+        wrapper(torch.ones(2, 3)).sum().backward()
+    assert len(looked) == 1
+    other = make_model()
+    hsdp.Reducer(mesh).attach(other)
+    for _ in range(3):
+        wrapper(torch.ones(2, 3))
+    assert len(looked) == 2
+
+
+def test_a_compiled_wrapper_runs(mesh: hsdp.Mesh, ddp: Any) -> None:
+    hsdp.Reducer(mesh).attach(make_model())
+    wrapper = ddp(make_model())
+    want = wrapper(torch.ones(2, 3))
+    assert torch.equal(torch.compile(wrapper, backend="eager")(torch.ones(2, 3)), want)

@@ -277,15 +277,15 @@ def test_a_rank_that_fails_is_named(on_two: list[dict[str, Any]]) -> None:
     assert re.match("StepAbortedError.*rank 1 of 2.*ValueError: a bad batch", on_two[0]["failed"])
 
 
-def test_what_is_not_supported() -> None:
-    with pytest.raises(hsdp.UsageError, match="got both; leave one out"):
-        HsdpStrategy(mesh=1, replicate=2)
-    with pytest.raises(hsdp.UsageError, match="got bucket_cap_mb, static_graph; options of"):
-        HsdpStrategy(static_graph=True, bucket_cap_mb=25)
-    with pytest.raises(hsdp.UsageError, match="expected no ddp_comm_hook"):
-        HsdpStrategy(ddp_comm_hook=print)
-    with pytest.raises(hsdp.UsageError, match="expected divide_by='ranks'"):
-        HsdpStrategy(reducer_options={"divide_by": "ranks*microbatches"})
+@pytest.mark.parametrize(("options", "message"), [
+    ({"mesh": 1, "replicate": 2}, "got both; leave one out"),
+    ({"static_graph": True, "bucket_cap_mb": 25}, "got bucket_cap_mb, static_graph; options of"),
+    ({"ddp_comm_hook": print}, "expected no ddp_comm_hook"),
+    ({"reducer_options": {"divide_by": "ranks*microbatches"}}, "expected divide_by='ranks'"),
+])
+def test_what_is_not_supported(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(hsdp.UsageError, match=message):
+        HsdpStrategy(**options)
 
 
 def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

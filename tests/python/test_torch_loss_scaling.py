@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from conftest import Launcher
+from one_rank import attached_to, mesh
 from torch import nn
 
 import hsdp
@@ -17,12 +17,6 @@ from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
 
 SCALE = 1024.0
 OPTIONS: dict[str, Any] = {"device": "cpu", "init_scale": SCALE, "growth_interval": 100}
-
-
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
 
 
 def make_model() -> nn.Linear:
@@ -137,16 +131,24 @@ def test_every_order_is_right_or_refused(outcomes: list[list[dict[str, str]]], i
 
 
 def attached(
-    mesh: hsdp.Mesh, keep_grads: bool = False
+    mesh: hsdp.Mesh, divided: bool = False, keep_grads: bool = False
 ) -> tuple[nn.Linear, hsdp.Reducer, torch.optim.SGD, Any]:
-    model, reducer = make_model(), hsdp.Reducer(mesh)
-    reducer.attach(model, keep_grads=keep_grads)
+    model = make_model()
+    reducer = attached_to(model, mesh, keep_grads)
+    if divided:
+        reducer.set_loss_scale(SCALE)
     return model, reducer, torch.optim.SGD(model.parameters(), 1.0), torch.amp.GradScaler(**OPTIONS)
 
 
 def run(reducer: hsdp.Reducer, model: nn.Module, scaler: Any) -> None:
     with reducer.microbatch(last=True):
         scaler.scale(loss_of(model)).backward()
+
+
+def clip_and_step(reducer: hsdp.Reducer, scaler: Any, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+    reducer.clip_grad_norm_(0.5)
+    scaler.step(optimizer)
 
 
 def message(call: Any) -> str:
@@ -203,10 +205,8 @@ def test_an_unfinished_step(mesh: hsdp.Mesh) -> None:
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_optimizers_of_parts(mesh: hsdp.Mesh, divided: bool) -> None:
-    model, reducer, _, scaler = attached(mesh)
+    model, reducer, _, scaler = attached(mesh, divided)
     optimizers = [torch.optim.SGD([p], 1.0) for p in model.parameters()]
-    if divided:
-        reducer.set_loss_scale(SCALE)
     run(reducer, model, scaler)
     reducer.gather_gradients()
     scaler.unscale_(optimizers[0])
@@ -263,9 +263,7 @@ def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
 
 def sum_locally(mesh: hsdp.Mesh, divided: bool) -> list[Any]:
     """p.grad has this rank's own, scaled in any case; the shards may be divided."""
-    model, reducer, optimizer, scaler = attached(mesh, keep_grads=True)
-    if divided:
-        reducer.set_loss_scale(SCALE)
+    model, reducer, optimizer, scaler = attached(mesh, divided, keep_grads=True)
     with reducer.microbatch(last=True):
         scaler.scale(loss_of(model, mesh.rank)).backward()
     said = [message(optimizer.step)]
@@ -337,11 +335,9 @@ def test_all_ranks_skip_with_the_scaler_of_torch(ranks: Launcher) -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_slices_of_ones_own(mesh: hsdp.Mesh, own: bool, divided: bool) -> None:
     """Parameters whose .grad is the shard: it is unscaled once, and known to be."""
-    model, reducer, _, scaler = attached(mesh)
+    model, reducer, _, scaler = attached(mesh, divided)
     if own:
         scaler = hsdp.torch.GradScaler(reducer, **OPTIONS)
-    if divided:
-        reducer.set_loss_scale(SCALE)
     run(reducer, model, scaler)
     slices = []
     for name, p in model.named_parameters():
@@ -350,9 +346,7 @@ def test_slices_of_ones_own(mesh: hsdp.Mesh, own: bool, divided: bool) -> None:
     optimizer = torch.optim.SGD(slices, 1.0)
     if not divided:
         assert "times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
-    scaler.unscale_(optimizer)
-    reducer.clip_grad_norm_(0.5)
-    scaler.step(optimizer)
+    clip_and_step(reducer, scaler, optimizer)
     scaler.update()
     assert close(model, expected(1, 0.5))
 
@@ -372,11 +366,9 @@ class TakesShards(torch.optim.SGD):
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("gathers", [False, True])
 def test_an_optimizer_that_takes_shards(mesh: hsdp.Mesh, divided: bool, gathers: bool) -> None:
-    model, reducer, _, scaler = attached(mesh)
+    model, reducer, _, scaler = attached(mesh, divided)
     optimizer = TakesShards(model.parameters(), 1.0)
     optimizer.reducer, optimizer.model = reducer, model
-    if divided:
-        reducer.set_loss_scale(SCALE)
     run(reducer, model, scaler)
     if gathers:
         reducer.gather_gradients()
@@ -441,9 +433,7 @@ def test_windows(mesh: hsdp.Mesh, accumulate: str) -> None:
         half.backward(scaler.scale(torch.ones(())))
     assert "times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
     reducer.gather_gradients()
-    scaler.unscale_(optimizer)
-    reducer.clip_grad_norm_(0.5)
-    scaler.step(optimizer)
+    clip_and_step(reducer, scaler, optimizer)
     assert close(model, expected(1, 0.5))
 
 

@@ -1,29 +1,32 @@
-"""What a Reducer gives of a step to somebody with an attached torch model."""
+"""What a Reducer gives of a step to somebody with an attached torch model: tensors, what losses are
+divided by, and, with tensors and streams that only look like CUDA's, what is done on a GPU.
+"""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import Launcher
+from one_rank import add_gradient, attached_to, mesh, registered
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hsdp
-
-
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
+from hsdp.current_stream import CurrentStream
+from hsdp.mesh import _current_device
+from hsdp.torch.gradient_hook import HeldGradients, keeping_hook, make_hook
+from hsdp.torch.trainable_parameters import _require_usable
 
 
 def attached(mesh: hsdp.Mesh) -> tuple[nn.Linear, hsdp.Reducer]:
     model = nn.Linear(3, 2)
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("other", 4)
+    reducer = registered(mesh, "other", 4)
     reducer.attach(model)
     return model, reducer
 
@@ -80,10 +83,8 @@ def test_norms_are_tensors_of_no_dimensions(mesh: hsdp.Mesh) -> None:
     norms = [reducer.grad_norm(), reducer.clip_grad_norm_(1e6), hsdp.clip_grad_norm_([reducer], 1e6)]
     for norm in norms:
         assert type(norm) is torch.Tensor and norm.shape == () and norm.item() == 48**0.5
-    plain = hsdp.Reducer(mesh)
-    plain.register("w", 4)
-    with plain.microbatch(last=True):
-        plain.gradient_ready("w", np.full(4, 2, np.float32))
+    plain = registered(mesh, "w", 4)
+    add_gradient(plain, "w", np.full(4, 2, np.float32), last=True)
     for norm in (plain.grad_norm(), plain.clip_grad_norm_(1e6), hsdp.clip_grad_norm_([plain], 1e6)):
         assert type(norm) is float and norm == 4
     assert hsdp.clip_grad_norm_([plain, reducer], 1e6).shape == ()  # one of them has a model
@@ -103,21 +104,6 @@ def test_gathered_gradients_use_their_memory_again(mesh: hsdp.Mesh) -> None:
     assert len(set(addresses)) == 1
     reducer.gather_gradients()  # again in the step, while p.grad has the last one's
     assert (model.weight.grad == 3).all()
-
-
-def test_channels_last_gradients_do_too(mesh: hsdp.Mesh) -> None:
-    model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
-    addresses = set()
-    for step in range(3):
-        with reducer.microbatch(last=True):
-            (step * model.weight.sum() + model.bias.sum()).backward()
-        reducer.gather_gradients()
-        assert model.weight.grad.stride() == model.weight.stride()
-        assert (model.weight.grad == step).all()
-        addresses.add(model.weight.grad.data_ptr())
-    assert len(addresses) == 1
 
 
 @pytest.mark.parametrize("keep", [
@@ -158,20 +144,258 @@ def test_the_memory_can_be_freed(mesh: hsdp.Mesh) -> None:
     model, reducer = attached(mesh)
     give(reducer, model, 1.0, last=True)
     reducer.gather_gradients()
-    storage = weakref.ref(model.weight.grad.untyped_storage())
+    storage = StorageWeakRef(model.weight.grad.untyped_storage())
     model.zero_grad()
-    gc.collect()
-    before = StorageWatch(reducer)
+    assert not storage.expired()  # for the next step
     reducer.release_memory()
-    assert before.count() == 0 and storage() is None
+    assert storage.expired()
 
 
-class StorageWatch:
-    """How many gathered gradients a Reducer keeps."""
+# What losses are divided by: the result is that of one process that sees everything.
 
-    def __init__(self, reducer: hsdp.Reducer) -> None:
-        self.gathered = reducer._attachments[0]._gathered_gradients  # type: ignore[attr-defined]
-        assert self.count() == 2
+MICROBATCHES = 3
 
-    def count(self) -> int:
-        return len(self.gathered._kept)
+
+def make_model() -> nn.Module:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double().float()
+
+
+def batch_of(rank: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a length of its own, with labels that do not count."""
+    generator = torch.Generator().manual_seed(10 * rank + microbatch)
+    length = 4 + 3 * rank + microbatch
+    labels = torch.randint(0, 5, (length,), generator=generator)
+    labels[::3] = -100
+    return torch.randn(length, 6, generator=generator), labels
+
+
+def loss_of(model: nn.Module, rank: int, m: int, reduction: str) -> torch.Tensor:
+    inputs, labels = batch_of(rank, m)
+    return nn.functional.cross_entropy(model(inputs), labels, reduction=reduction)
+
+
+def gradients(model: nn.Module) -> list[float]:
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).tolist()
+
+
+def of_one_process(size: int, loss: Callable[[nn.Module], torch.Tensor]) -> list[float]:
+    model = make_model()
+    loss(model).backward()
+    return gradients(model)
+
+
+def run_steps() -> dict[str, list[float]]:
+    with hsdp.init_mesh(2, 2) as mesh:
+        found: dict[str, list[float]] = {}
+
+        def run(name: str, reduction: str, before: Callable[[hsdp.Reducer, int], Any],
+                scale: float = 1.0, **options: Any) -> None:
+            model = make_model()
+            with hsdp.Reducer(mesh, **options) as reducer:
+                reducer.attach(model)
+                for m in range(MICROBATCHES):
+                    before(reducer, m)
+                    with reducer.microbatch(last=m == MICROBATCHES - 1):
+                        (loss_of(model, mesh.rank, m, reduction) * scale).backward()
+                reducer.gather_gradients()
+                found[name] = gradients(model)
+
+        run("ranks", "mean", lambda *_: None, scale=1 / MICROBATCHES)
+        run("ranks*microbatches", "mean", lambda *_: None, divide_by="ranks*microbatches")
+        run("tokens", "sum", lambda reducer, m: reducer.divide_by_tokens(
+            int((batch_of(mesh.rank, m)[1] != -100).sum())))
+        return found
+
+
+def test_the_table_of_losses(ranks: Launcher) -> None:
+    def mean_of_means(model: nn.Module) -> torch.Tensor:
+        losses = [loss_of(model, r, m, "mean") for r in range(4) for m in range(MICROBATCHES)]
+        return torch.stack(losses).mean()
+
+    def mean_of_tokens(model: nn.Module) -> torch.Tensor:
+        losses = [loss_of(model, r, m, "sum") for r in range(4) for m in range(MICROBATCHES)]
+        count = sum(int((batch_of(r, m)[1] != -100).sum()) for r in range(4) for m in range(MICROBATCHES))
+        return torch.stack(losses).sum() / count
+
+    means = torch.tensor(of_one_process(4, mean_of_means))
+    tokens = torch.tensor(of_one_process(4, mean_of_tokens))
+    assert not torch.allclose(means, tokens, rtol=1e-2)
+    for found in ranks(4, run_steps):
+        for name, expected in [("ranks", means), ("ranks*microbatches", means), ("tokens", tokens)]:
+            torch.testing.assert_close(torch.tensor(found[name]), expected, rtol=1e-5, atol=1e-7)
+
+
+def run_unused() -> dict[str, Any]:
+    with hsdp.init_mesh(2, 2) as mesh:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({k: nn.Linear(4, 4) for k in ("all", "one", "none")})
+        reference = copy.deepcopy(model)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
+        reducer = attached_to(model, mesh, missing="zero")
+        options = {"lr": 0.125, "weight_decay": 0.5}
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        other = torch.optim.AdamW(reference.parameters(), **options)
+        sharded_model = copy.deepcopy(reference)
+        sharded_reducer = attached_to(sharded_model, mesh, missing="zero")
+        sharded = hsdp.zero.ShardedOptimizer(
+            torch.optim.AdamW, sharded_model, sharded_reducer, max_grad_norm=1e9, **options
+        )
+
+        def loss(of: nn.ModuleDict, use_one: bool) -> torch.Tensor:
+            y = of["all"](x)
+            return (y + of["one"](x) if use_one else y).square().sum()
+
+        # "one" is used on rank 2 alone, and in the second step on none.
+        grads = []
+        for step in range(3):
+            for its in (reducer, sharded_reducer):
+                of = model if its is reducer else sharded_model
+                with its.microbatch(last=True):
+                    loss(of, step != 1 and mesh.rank == 2).backward()
+            reducer.gather_gradients()
+            reducer.clip_grad_norm_(1e9)
+            grads.append([name for name, p in model.named_parameters() if p.grad is None])
+            optimizer.step()
+            sharded.step()
+            other.zero_grad()
+            rest = 3 if step != 1 else 4
+            (loss(reference, False) * (rest / 4)).backward()
+            if step != 1:
+                (loss(reference, True) / 4).backward()
+            other.step()
+        sharded.wait_parameters()
+        with torch.no_grad():
+            apart = max(
+                float((a - b).abs().max())
+                for of in (model, sharded_model)
+                for a, b in zip(of.parameters(), reference.parameters(), strict=True)
+            )
+        same = all(
+            torch.equal(a, b)
+            for a, b in zip(model["none"].parameters(), reference["none"].parameters(), strict=True)
+        )
+        return {"grads": grads, "apart": apart, "same": same}
+
+
+# As with DDP's find_unused_parameters: what no rank used keeps no gradient, and an optimizer leaves it.
+def test_parameters_that_no_rank_uses_do_not_move(ranks: Launcher) -> None:
+    none = ["none.weight", "none.bias"]
+    one = ["one.weight", "one.bias"]
+    for found in ranks(4, run_unused):
+        assert found["grads"] == [none, [*one, *none], none]
+        assert found["apart"] < 2e-6 and found["same"]
+
+
+# On a GPU.
+
+GPU = torch.device("cuda", 0)
+SHAPE = torch.Size([4, 4])
+
+
+class Handle:
+    """A Reducer that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def gradient_of(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+    def reject_gradient(self, message: str) -> None:
+        self.calls.append(message)
+
+
+def cuda_weight() -> Any:
+    """A parameter there, as far as a hook looks at one."""
+    return SimpleNamespace(
+        dtype=torch.bfloat16, device=GPU, is_cpu=False, shape=SHAPE, grad=None
+    )
+
+
+def cuda_gradient(**changes: Any) -> Any:
+    """A CUDA tensor, as far as a hook looks at one."""
+    fields = {
+        "layout": torch.strided, "dtype": torch.bfloat16, "device": GPU, "is_cpu": False,
+        "shape": SHAPE, "is_neg": lambda: False, "is_contiguous": lambda: False, "stride": lambda: (1, 4), "data_ptr": lambda: 4096,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def test_a_gradient_goes_over_by_address() -> None:
+    handle = Handle()
+    parameter = cuda_weight()
+    hook = make_hook(handle, 3, "w", parameter, HeldGradients())  # type: ignore[arg-type]
+    hook(parameter)  # no gradient: nothing
+    assert handle.calls == []
+    parameter.grad = grad = cuda_gradient()
+    hook(parameter)
+    assert parameter.grad is None
+    assert handle.calls == [(3, 4096, (1, 4), grad)]
+
+
+def test_a_gradient_that_does_not_fit_is_refused() -> None:
+    handle = Handle()
+    parameter = cuda_weight()
+    parameter.grad = cuda_gradient(dtype=torch.float32)
+    fresh: dict[str, torch.Tensor] = {}
+    hook = keeping_hook(make_hook(handle, 0, "w", parameter, HeldGradients()), "w", fresh)  # type: ignore[arg-type]
+    message = "reducer: gradient of 'w': expected bfloat16, got float32"
+    with pytest.raises(hsdp.UsageError, match=message):
+        hook(parameter)
+    assert len(handle.calls) == 1 and handle.calls[0].startswith(message)
+    assert not fresh
+
+
+def test_the_stream_is_torchs_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = CurrentStream("cuda:3")
+    assert current() == 0  # torch has not used a GPU
+    used: list[Any] = []
+
+    def current_stream(device: int) -> Any:
+        used.append(device)
+        return SimpleNamespace(cuda_stream=77)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    assert current() == 77
+    assert used == [3]
+    current.set(5)
+    assert current() == 5
+    current.set(lambda: SimpleNamespace(ptr=6))
+    assert current() == 6
+    current.set(None)
+    assert current() == 77
+
+
+def test_cuda_is_torchs_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _current_device() == "cuda:0"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert _current_device() == "cuda:2"
+
+
+def test_a_model_on_another_gpu_is_refused() -> None:
+    parameter: Any = SimpleNamespace(
+        layout=torch.strided, dtype=torch.float32, device=torch.device("cuda", 1), is_meta=False
+    )
+    _require_usable("w", parameter, "cuda:1")
+    message = "attach: expected 'w' on the mesh's device, cuda:0, got cuda:1; move the model"
+    with pytest.raises(hsdp.UsageError, match=message):
+        _require_usable("w", parameter, "cuda:0")
+
+
+def test_found_inf_is_a_tensor(mesh: hsdp.Mesh) -> None:
+    reducer = registered(mesh, "w", (3,))
+    for value, want in [(1.0, 0.0), (float("inf"), 1.0), (2.0, 0.0)]:
+        add_gradient(reducer, "w", torch.full((3,), value), last=True)
+        found = reducer.found_inf_tensor()
+        assert found.shape == () and found.dtype == torch.float32 and found.item() == want
+        out = torch.full((1,), -1.0)
+        assert reducer.found_inf_tensor(out) is out and out.item() == want
+    with pytest.raises(hsdp.UsageError, match="expected an output of 1 f32 on cpu, got 2 f32"):
+        reducer.found_inf_tensor(torch.zeros(2))
+    with pytest.raises(hsdp.UsageError, match="1 f32 on cpu, got 1 f64"):
+        reducer.found_inf_tensor(torch.zeros(1, dtype=torch.float64))
+    reducer.close()

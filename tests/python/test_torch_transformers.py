@@ -380,14 +380,11 @@ def test_it_trains_again(on_two: list[dict[str, Any]]) -> None:
         assert found["twice"] == {"weights": 0, "logged": 0, "DDP again": True}
 
 
-def test_fsdp_is_refused(on_two: list[dict[str, Any]]) -> None:
-    for found in on_two:
-        assert re.match("UsageError: .*got fsdp in the arguments; leave fsdp", found["FSDP"])
-
-
-def test_a_training_step_calls_super(on_two: list[dict[str, Any]]) -> None:
-    for found in on_two:
-        assert re.match("UsageError: .*a backward pass outside of one", found["without super"])
+@pytest.mark.parametrize(("name", "message"), [
+    ("FSDP", "got fsdp in the arguments; leave fsdp"), ("without super", "a backward pass outside of one"),
+])
+def test_errors_say_what_to_do(on_two: list[dict[str, Any]], name: str, message: str) -> None:
+    assert [bool(re.match(f"UsageError: .*{message}", found[name])) for found in on_two] == [True, True]
 
 
 def test_a_mesh_and_options_are_taken(on_two: list[dict[str, Any]]) -> None:
@@ -422,10 +419,12 @@ def test_what_is_not_supported(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     def make(**options: Any) -> Any:
         return make_trainer(HsdpTrainer, str(tmp_path), options=options)
 
-    with pytest.raises(hsdp.UsageError, match="got both; leave one out"):
-        make(mesh=1, shard=2)
-    with pytest.raises(hsdp.UsageError, match="expected divide_by='ranks'"):
-        make(reducer_options={"divide_by": "ranks*microbatches"})
+    for options, message in [
+        ({"mesh": 1, "shard": 2}, "got both; leave one out"),
+        ({"reducer_options": {"divide_by": "ranks*microbatches"}}, "expected divide_by='ranks'"),
+    ]:
+        with pytest.raises(hsdp.UsageError, match=message):
+            make(**options)
     with pytest.raises(hsdp.UsageError, match="training step within training"):
         make().training_step(None, {})
     with pytest.raises(hsdp.UsageError, match="expected an hsdp.Mesh"):
@@ -434,23 +433,20 @@ def test_what_is_not_supported(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     args.deepspeed = "deepspeed.json"
     with pytest.raises(hsdp.UsageError, match="got deepspeed in the arguments; leave fsdp, deepspeed"):
         HsdpTrainer(make_gpt2(), args)
-    with monkeypatch.context() as patch:
-        spread = property(lambda self: True)
-        patch.setattr(transformers.GPT2LMHeadModel, "is_distributed_loading_by_transformers", spread)
-        with pytest.raises(hsdp.UsageError, match="got a model that from_pretrained has spread"):
-            make()
-    with monkeypatch.context() as patch:
-        config = accelerate.ParallelismConfig()
-        patch.setattr(accelerate.Accelerator, "parallelism_config", config, raising=False)
-        with pytest.raises(hsdp.UsageError, match="got a parallelism_config; leave"):
-            make()
-    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
-    with pytest.raises(hsdp.UsageError, match="got one with 2 GPUs .DataParallel"):
-        make()
     kind = accelerate.utils.DistributedType.FSDP
-    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kind))
-    with pytest.raises(hsdp.UsageError, match="got accelerate's distributed type FSDP; leave fsdp"):
-        make()
+    for of, name, value, message in [
+        (transformers.GPT2LMHeadModel, "is_distributed_loading_by_transformers", property(lambda self: True),
+         "got a model that from_pretrained has spread"),
+        (accelerate.Accelerator, "parallelism_config", accelerate.ParallelismConfig(),
+         "got a parallelism_config; leave"),
+        (transformers.TrainingArguments, "n_gpu", property(lambda self: 2),
+         "got one with 2 GPUs .DataParallel"),
+        (accelerate.Accelerator, "distributed_type", property(lambda self: kind),
+         "got accelerate's distributed type FSDP; leave fsdp"),
+    ]:
+        with monkeypatch.context() as patch, pytest.raises(hsdp.UsageError, match=message):
+            patch.setattr(of, name, value, raising=False)
+            make()
 
 
 def test_packages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import Launcher
+from one_rank import attached_to, mesh, registered
+from same_tensors import require_same
 from torch import nn
 
 import hsdp
@@ -20,16 +22,9 @@ COUNTS = (1, 2, 5)
 
 
 @pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
-
-
-@pytest.fixture
 def attached(mesh: hsdp.Mesh) -> tuple[hsdp.Reducer, nn.Module]:
     model = make_model()
-    reducer = hsdp.Reducer(mesh, bucket_bytes=64)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, bucket_bytes=64)
     return reducer, model
 
 
@@ -64,12 +59,6 @@ def taken(model: nn.Module) -> dict[str, torch.Tensor]:
         assert p.grad is not None
         grads[name], p.grad = p.grad, None
     return grads
-
-
-def require_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert sorted(got) == sorted(want)
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
 
 
 def run_ways(replicate: int, shard: int) -> list[list[Any]]:
@@ -108,7 +97,7 @@ def run_ways(replicate: int, shard: int) -> list[list[Any]]:
                     for rank in range(mesh.size)
                     for i in range(2 * count + 1 + rank % 2)
                 ]
-                require_equal(taken(model), big_batch(of_all, mesh.size))
+                require_same(taken(model), big_batch(of_all, mesh.size))
             stats = reducer.stats()
             counted.append(
                 [stage, stats.bucket_count, stats.reduce_scatter_count, stats.all_reduce_count,
@@ -146,7 +135,7 @@ def test_the_local_sum_is_readable(
             run_pass(model, count)
             got = {name: torch.from_dlpack(reducer.local_sum(name)).clone()
                    for name, _ in model.named_parameters()}
-            require_equal(got, big_batch(list(range(1, count + 1)), 1))
+            require_same(got, big_batch(list(range(1, count + 1)), 1))
         held = [p.grad is not None for p in model.parameters()]
         assert held == [accumulate == "grad"] * 4
     assert all(p.grad is None for p in model.parameters())
@@ -194,20 +183,19 @@ def test_flags_are_as_before(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
     with reducer.microbatch(last=True):
         run_pass(model, 3)
     reducer.gather_gradients()
-    require_equal(taken(model), big_batch([2, 3], 1))
+    require_same(taken(model), big_batch([2, 3], 1))
 
 
 def test_keep_grads_has_the_windows_sum(mesh: hsdp.Mesh) -> None:
     for accumulate in ("buffer", "grad"):
         model = make_model()
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model, keep_grads=True)
+        reducer = attached_to(model, mesh, keep_grads=True)
         with coalesce_grad_reduction(reducer, last=False, accumulate=accumulate):
             run_pass(model, 1)
             run_pass(model, 2)
         with coalesce_grad_reduction(reducer, accumulate=accumulate):
             run_pass(model, 3)
-        require_equal(taken(model), big_batch([1, 2, 3], 1))
+        require_same(taken(model), big_batch([1, 2, 3], 1))
         reducer.close()
 
 
@@ -220,7 +208,7 @@ def test_gradients_without_a_backward_pass(attached: tuple[hsdp.Reducer, nn.Modu
                 for name, p in model.named_parameters():
                     p.grad = big_batch([seed], 1)[name]
     reducer.gather_gradients()
-    require_equal(taken(model), big_batch([1, 2], 1))
+    require_same(taken(model), big_batch([1, 2], 1))
 
 
 def message(call: Callable[[], Any]) -> str:
@@ -298,7 +286,7 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
     with coalesce_grad_reduction(reducer):
         run_pass(model, 1)
     reducer.gather_gradients()
-    require_equal(taken(model), big_batch([1], 1))
+    require_same(taken(model), big_batch([1], 1))
 
 
 def run_dropped_before() -> list[str]:
@@ -307,8 +295,7 @@ def run_dropped_before() -> list[str]:
     heard = []
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         for accumulate in ("buffer", "grad"):
             try:
                 with reducer.microbatch(last=False):
@@ -328,7 +315,7 @@ def run_dropped_before() -> list[str]:
             with coalesce_grad_reduction(reducer, accumulate=accumulate):
                 run_pass(model, mesh.rank)
             reducer.gather_gradients()
-            require_equal(taken(model), big_batch([0, 1], 2))
+            require_same(taken(model), big_batch([0, 1], 2))
     return heard
 
 
@@ -399,7 +386,7 @@ def run_faults() -> dict[str, Any]:
             want = big_batch([rank for rank in range(4) for _ in range(1 + rank)], 4)
             for reducer, model in zip(reducers, models, strict=True):
                 reducer.gather_gradients()
-                require_equal(taken(model), want)
+                require_same(taken(model), want)
                 equal += 1
     return {"heard": heard, "equal": equal}
 
@@ -421,8 +408,7 @@ def run_scaled() -> dict[str, Any]:
     torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
         model, alone = make_model(), make_model()
-        reducer = hsdp.Reducer(mesh, reduce_dtype="f16", bucket_bytes=64)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh, reduce_dtype="f16", bucket_bytes=64)
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
         reference = torch.optim.SGD(alone.parameters(), lr=2.0**-6)
         scaler = hsdp.torch.GradScaler(reducer, device="cpu", init_scale=4.0, growth_interval=100)
@@ -468,8 +454,7 @@ def test_scaled_f16_with_clipping(ranks: Launcher) -> None:
 def run_without_torch() -> dict[str, Any]:
     """Gradients that are handed over, and accumulators of the gradients' dtype."""
     with hsdp.init_mesh(1, 2) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", (5,), "f16")
+        reducer = registered(mesh, "w", (5,), "f16")
         values = []
         for accumulate_dtype in ("f32", "param"):
             with coalesce_grad_reduction(reducer, accumulate_dtype=accumulate_dtype):

@@ -217,24 +217,13 @@ class PythonTexts(ast.NodeVisitor):
         if not isinstance(node.value, ast.Constant):  # a docstring
             self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> None:
-        outer, self._call = self._call, ast.unparse(node.func).rpartition(".")[2]
+    def visit_Call(self, node: ast.Call | ast.FunctionDef) -> None:
+        call = node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.func).rpartition(".")[2]
+        outer, self._call = self._call, call
         self.generic_visit(node)
         self._call = outer
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outer, self._call = self._call, node.name
-        self.generic_visit(node)
-        self._call = outer
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        self._add(node)
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        self._add(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        self._add(node)
+    visit_FunctionDef = visit_Call
 
     def _add(self, node: ast.expr) -> None:
         shown = re.sub(f"{VARIES}+", VARIES, self._shown(node))
@@ -242,6 +231,8 @@ class PythonTexts(ast.NodeVisitor):
             self.found.append(Text(self._file, node.lineno, shown, self._call))
         else:
             self.generic_visit(node)
+
+    visit_BinOp = visit_JoinedStr = visit_Constant = _add
 
     def _shown(self, node: ast.expr) -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -291,17 +282,12 @@ def texts() -> Iterator[Text]:
 # --- The page
 
 
-class Entry(NamedTuple):
-    line: int
-    shown: str
-
-
-def entries(page: str) -> Iterator[Entry]:
+def entries(page: str) -> Iterator[tuple[int, str]]:
     """Lines of a list that are one code span, with the backslash that breaks the line."""
     for number, line in enumerate(page.splitlines(), 1):
         match = re.fullmatch(r"(?:- |  )`([^`]+)`\\", line)
         if match:
-            yield Entry(number, match[1])
+            yield number, match[1]
 
 
 def pattern_of(text: Text) -> re.Pattern[str]:
@@ -322,9 +308,9 @@ def missing(found: list[Text], page: str) -> list[str]:
 def stale(found: list[Text], page: str) -> list[str]:
     known = "\n".join({text.shown for text in found})
     return [
-        f"docs/troubleshooting.md:{entry.line}: no source has '{part}' of `{entry.shown}`"
-        for entry in entries(page)
-        for part in parts_of(entry.shown)
+        f"docs/troubleshooting.md:{number}: no source has '{part}' of `{shown}`"
+        for number, shown in entries(page)
+        for part in parts_of(shown)
         if not re.search(rf"(?<!\w){re.escape(part)}(?!\w)", known)
     ]
 

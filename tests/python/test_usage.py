@@ -15,23 +15,17 @@ import numpy as np
 import pytest
 from conftest import Launcher
 from dlpack_only import DlpackOnly, Handmade
+from one_rank import add_gradient, mesh, registered
 
 import hsdp
-from hsdp import open_reducers
+from hsdp import keyword_hints, open_reducers
 
 F32 = np.float32
 
 
 @pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
-
-
-@pytest.fixture
 def reducer(mesh: hsdp.Mesh) -> Iterator[hsdp.Reducer]:
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", (2, 3))
+    reducer = registered(mesh, "w", (2, 3))
     yield reducer
     reducer.close()
 
@@ -76,8 +70,7 @@ def test_gradients_that_do_not_fit(reducer: hsdp.Reducer, gradient: Any, parts: 
     reducer.begin_microbatch(last=True)
     refused(lambda: reducer.gradient_ready("w", gradient), *parts)
     reducer.abandon_step()
-    with reducer.microbatch(last=True):  # usable, as if nothing had been
-        reducer.gradient_ready("w", np.ones((2, 3), F32))
+    add_gradient(reducer, "w", np.ones((2, 3), F32), last=True)
     assert reducer.shard("w").numpy().sum() == 6
 
 
@@ -90,8 +83,7 @@ def test_a_second_an_unknown_and_a_missing_gradient(reducer: hsdp.Reducer) -> No
             reducer.gradient_ready("w", x)
 
     def unknown(key: Any) -> None:
-        with reducer.microbatch():
-            reducer.gradient_ready(key, x)
+        add_gradient(reducer, key, x)
 
     def missing() -> None:
         with reducer.microbatch():
@@ -105,27 +97,25 @@ def test_a_second_an_unknown_and_a_missing_gradient(reducer: hsdp.Reducer) -> No
     refused(lambda: unknown(1 << 70), "index below 1")
     refused(lambda: unknown(1.5), "name or index", "type float")
     refused(lambda: unknown([]), "name or index", "type list")
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", x)
+    add_gradient(reducer, "w", x, last=True)
     assert reducer.shard("w").numpy().sum() == 6
 
 
-def test_a_fault_that_was_caught_still_drops_the_step(reducer: hsdp.Reducer) -> None:
+@pytest.mark.parametrize(("missing", "name", "wrong", "parts"), [
+    ("error", "v", np.ones(1, F32), ["'v'"]),
+    ("zero", "w", [1.0] * 6, ["'w'", "type list"]),  # where it could pass for a hole
+])
+def test_a_fault_that_was_caught_still_drops_the_step(
+    mesh: hsdp.Mesh, missing: str, name: str, wrong: Any, parts: list[str]
+) -> None:
+    reducer = registered(mesh, "w", (2, 3), missing=missing)
     reducer.begin_microbatch(last=True)
     with pytest.raises(hsdp.UsageError):
-        reducer.gradient_ready("v", np.ones(1, F32))
-    reducer.gradient_ready("w", np.ones((2, 3), F32))
-    refused(reducer.end_microbatch, "'v'")
+        reducer.gradient_ready(name, wrong)
+    if name != "w":
+        reducer.gradient_ready("w", np.ones((2, 3), F32))
+    refused(reducer.end_microbatch, *parts)
     refused(lambda: reducer.shard("w"), "finished step")
-
-
-def test_an_array_that_cannot_be_taken_drops_the_step(mesh: hsdp.Mesh) -> None:
-    reducer = hsdp.Reducer(mesh, missing="zero")  # where it could pass for a hole
-    reducer.register("w", 4)
-    reducer.begin_microbatch(last=True)
-    with pytest.raises(hsdp.UsageError):
-        reducer.gradient_ready("w", [1.0] * 4)
-    refused(reducer.end_microbatch, "'w'", "type list")
 
 
 def test_calls_in_the_wrong_order(reducer: hsdp.Reducer) -> None:
@@ -156,7 +146,7 @@ def test_wrong_options(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> None:
     refused(lambda: hsdp.Reducer(mesh, layout=None), "reducer: layout", "type NoneType")
     refused(lambda: hsdp.Reducer(mesh, missing=0), "reducer: missing", "type int")
     refused(lambda: hsdp.Reducer(mesh, replica_hop="f32"), "ReplicaHop", "type str", "PlainHop")
-    refused(lambda: hsdp.Reducer("mesh"), "init_mesh", "type str")
+    refused(hsdp.Reducer(mesh).begin_microbatch, "got none; attach a model or register parameters")
     refused(lambda: reducer.begin_microbatch(sync="some"), "sync", "'some'")
     refused(lambda: reducer.register("v", 1, "i64"), "i64")
     refused(lambda: reducer.register("v", 1, "float8"), "float8")
@@ -201,8 +191,7 @@ def test_outputs_must_be_writable_and_contiguous(mesh: hsdp.Mesh) -> None:
 
 
 def test_gathered_arrays_must_fit(reducer: hsdp.Reducer) -> None:
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", np.ones((2, 3), F32))
+    add_gradient(reducer, "w", np.ones((2, 3), F32), last=True)
     refused(lambda: reducer.gather_gradients({"w": np.ones((3, 2), F32)}), "'w'", r"\(2, 3\)")
     refused(lambda: reducer.gather_gradients({"w": np.ones((2, 3), int)}), "'w'", "i64")
     refused(lambda: reducer.gather_gradients({"v": np.ones((2, 3), F32)}), "'v'")
@@ -214,8 +203,7 @@ def test_gathered_arrays_must_fit(reducer: hsdp.Reducer) -> None:
 
 def test_use_after_close() -> None:
     mesh = hsdp.init_mesh()
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", 4)
+    reducer = registered(mesh, "w", 4)
     world = mesh.world
     reducer.close()
     for call in [
@@ -237,8 +225,7 @@ def test_use_after_close() -> None:
 
 def test_bytes_of_an_optimizer_count_until_it_is_gone() -> None:
     with hsdp.init_mesh() as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 4)
+        reducer = registered(mesh, "w", 4)
         reducer.prepare()
         before = reducer.stats()
         assert before.optimizer_bytes == 0
@@ -271,11 +258,9 @@ def test_meshes_that_cannot_be() -> None:
 
 def test_a_reducer_outlives_its_mesh() -> None:
     mesh = hsdp.init_mesh()
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", 4)
+    reducer = registered(mesh, "w", 4)
     mesh.close()
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", np.ones(4, F32))
+    add_gradient(reducer, "w", np.ones(4, F32), last=True)
     assert reducer.shard("w").numpy().sum() == 4 and reducer.grad_norm() == 2
     reducer.close()
 
@@ -301,10 +286,8 @@ def in_child(check: Callable[[], None]) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_refused() -> None:
     mesh = hsdp.init_mesh()
-    reducer = hsdp.Reducer(mesh)
-    reducer.register("w", 4)
-    with reducer.microbatch(last=True):
-        reducer.gradient_ready("w", np.ones(4, F32))
+    reducer = registered(mesh, "w", 4)
+    add_gradient(reducer, "w", np.ones(4, F32), last=True)
     shard = reducer.shard("w")
 
     def check() -> None:
@@ -330,8 +313,7 @@ def wrong_alone() -> list[str]:
     """What only rank 1 does wrong, and what rank 0 hears of it."""
     heard: list[str] = []
     with hsdp.init_mesh(1, 2, timeout_s=30) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 4)
+        reducer = registered(mesh, "w", 4)
 
         def step(call: Callable[[], None]) -> None:
             try:
@@ -380,23 +362,16 @@ def drop_and_leave() -> str:
     """One rank drops a step and waits for the others' words with its next one; they are gone."""
     rank = int(os.environ["RANK"])
     with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 4)
-        with reducer.microbatch(last=True):
-            reducer.gradient_ready("w", np.ones(4, F32))
+        reducer = registered(mesh, "w", 4)
+        add_gradient(reducer, "w", np.ones(4, F32), last=True)
         reducer.shard("w")
         if rank:
             return "left"
-        try:
-            with reducer.step():
-                raise KeyError("user code")
-        except KeyError:
-            pass
-        try:
+        with pytest.raises(KeyError), reducer.step():
+            raise KeyError("user code")
+        with pytest.raises(hsdp.PeerLostError) as caught:
             reducer.begin_microbatch()
-        except hsdp.PeerLostError as error:
-            return f"{list(error.ranks)}"
-        return "nothing"
+        return f"{list(caught.value.ranks)}"
 
 
 def test_a_drop_that_nobody_hears_is_no_hang(ranks: Launcher) -> None:
@@ -414,8 +389,7 @@ def disagree() -> list[str]:
             heard.append(f"{list(error.ranks)} {error}")
     try:
         with hsdp.init_mesh(1, 2, timeout_s=30) as mesh:
-            reducer = hsdp.Reducer(mesh)
-            reducer.register("w", 4 + rank)
+            reducer = registered(mesh, "w", 4 + rank)
             reducer.begin_microbatch()
     except hsdp.MismatchError as error:
         heard.append(f"{list(error.ranks)} {error}")
@@ -511,8 +485,7 @@ def test_errors_from_elsewhere_name_the_reducer_at_their_end(mesh: hsdp.Mesh, tm
     with hsdp.Reducer(mesh, name="actor") as actor, hsdp.Reducer(mesh, name="critic") as critic:
         for reducer in (actor, critic):
             reducer.register("w", 2)
-            with reducer.microbatch(last=True):
-                reducer.gradient_ready("w", np.ones(2, F32))
+            add_gradient(reducer, "w", np.ones(2, F32), last=True)
         refused(lambda: hsdp.zero.ParameterGather(critic, {"v": np.ones(2, F32)}), "zero: ", "'critic'")
         refused(lambda: hsdp.clip_grad_norm_([actor, critic], -1.0), "reducers 'actor', 'critic': ")
         (tmp_path / "file").write_text("")
@@ -555,19 +528,13 @@ def test_a_mesh_says_where_it_has_what_process_groups_have(mesh: hsdp.Mesh) -> N
     assert not hasattr(mesh, "mesh_dim_names")
 
 
-def test_nothing_to_reduce(mesh: hsdp.Mesh) -> None:
-    refused(hsdp.Reducer(mesh).begin_microbatch, "got none; attach a model or register parameters")
-
-
 LEFT = "^reducer: close: expected no step under way, got one with microbatches pending"
 
 
 def test_closing_says_so_where_it_drops_microbatches(mesh: hsdp.Mesh) -> None:
     def pending() -> hsdp.Reducer:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 2)
-        with reducer.microbatch(last=False):
-            reducer.gradient_ready("w", np.ones(2, F32))
+        reducer = registered(mesh, "w", 2)
+        add_gradient(reducer, "w", np.ones(2, F32), last=False)
         return reducer
 
     with pytest.warns(RuntimeWarning, match=LEFT) as caught:
@@ -591,10 +558,8 @@ def test_closing_says_so_where_it_drops_microbatches(mesh: hsdp.Mesh) -> None:
 def left_by_rank_1() -> str:
     """What rank 0 meets as it ends a step while rank 1 leaves; closing has nothing to say then."""
     with hsdp.init_mesh(1, 2) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 2)
-        with reducer.microbatch(last=False):
-            reducer.gradient_ready("w", np.ones(2, F32))
+        reducer = registered(mesh, "w", 2)
+        add_gradient(reducer, "w", np.ones(2, F32), last=False)
         reducer.partial_shard("w")
         if mesh.rank == 1:
             time.sleep(1)  # until rank 0 waits
@@ -622,8 +587,7 @@ def fail_one_of_two() -> tuple[list[str], list[str]]:
         texts = []
         for reducer in (critic, actor):
             with pytest.raises(hsdp.MismatchError) as caught:
-                with reducer.microbatch(last=True):
-                    reducer.gradient_ready("w", np.ones(2, F32))
+                add_gradient(reducer, "w", np.ones(2, F32), last=True)
                 reducer.shard("w")
             texts.append(str(caught.value))
         return texts, [repr(critic), repr(actor)]
@@ -641,8 +605,7 @@ def leave_in_a_microbatch() -> str:
     """What rank 0 meets that waits, not for hsdp, until rank 1 is gone, whose program fails in a step."""
     open_reducers.GRACE_S = 0.5
     with hsdp.init_mesh(2, 1) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", 2)
+        reducer = registered(mesh, "w", 2)
         other = Path(f"/proc/{mesh.world.all_reduce(mesh.rank * os.getpid())}")
         with pytest.raises(hsdp.Error) as caught, reducer.microbatch(last=True):
             if mesh.rank == 1:
@@ -665,8 +628,7 @@ def test_a_snapshot_has_the_name_of_its_reducer(mesh: hsdp.Mesh, tmp_path: Path)
     for name in (None, "critic"):
         with hsdp.Reducer(mesh, name=name) as reducer:
             reducer.register("w", 2)
-            with reducer.microbatch(last=True):
-                reducer.gradient_ready("w", np.ones(2, F32))
+            add_gradient(reducer, "w", np.ones(2, F32), last=True)
             reducer.save_snapshot(tmp_path / str(name), 0)
         assert hsdp.read_snapshot(tmp_path / str(name)).info.reducer == (name or "")
 
@@ -676,3 +638,54 @@ def test_a_timeout_is_pythons_own_too() -> None:
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert isinstance(one, TimeoutError) and isinstance(one, hsdp.Error)
         assert (str(one), one.ranks) == ("rank 1 did not arrive", (1,))
+
+
+# Keyword arguments of other libraries: a TypeError, as Python's own, that says what to write.
+
+
+@pytest.mark.parametrize(("word", "value", "hint"), [
+    ("bucket_cap_mb", 25, r"bucket_bytes=.*25 << 20"),
+    ("find_unused_parameters", True, 'missing="zero"'),
+    ("process_group", None, "mesh"),
+    ("mixed_precision", None, 'reduce_dtype="bf16"'),
+    ("gradient_accumulation_steps", 4, "last=True"),
+])
+def test_words_of_other_libraries(mesh: hsdp.Mesh, word: str, value: Any, hint: str) -> None:
+    text = rf"^Reducer\(\) got an unexpected keyword argument '{word}'; .*{hint}"
+    with pytest.raises(TypeError, match=text) as caught:
+        hsdp.Reducer(mesh, **{word: value})
+    assert type(caught.value) is TypeError
+    with hsdp.Reducer(mesh) as reducer, pytest.raises(TypeError, match=rf"attach\(\).*{hint}"):
+        reducer.attach(None, **{word: value})
+
+
+@pytest.mark.parametrize(("call", "text"), [
+    (lambda _: hsdp.init_mesh(backend="nccl"), r"^init_mesh\(\) got.*'backend'; engine="),
+    (lambda _: hsdp.init_mesh(replicates=2), r"init_mesh\(\) got.*'replicates'; did you mean replicate="),
+    (lambda mesh: hsdp.Reducer(mesh, bucket_mb=1), r"Reducer\(\) got.*; did you mean bucket_bytes="),
+    (lambda mesh: hsdp.Reducer(mesh).microbatch(lst=True), r"microbatch\(\) got.*; did you mean last="),
+    (lambda mesh: hsdp.Reducer(mesh).begin_microbatch(snyc="all"), r"; did you mean sync="),
+    (lambda mesh: hsdp.Reducer(mesh, colour="red"), "unexpected keyword argument 'colour'$"),
+])
+def test_words_that_are_not_known(mesh: hsdp.Mesh, call: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call(mesh)
+
+
+def test_a_word_for_another_optimizer(mesh: hsdp.Mesh) -> None:
+    torch = pytest.importorskip("torch")
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.attach(torch.nn.Linear(2, 2))
+        make: Any = hsdp.zero.ShardedOptimizer
+        with pytest.raises(TypeError, match="ShardedOptimizer.*'parameters_as_bucket_view'; "):
+            make(torch.optim.SGD, None, reducer, parameters_as_bucket_view=True, lr=0.1)
+
+
+def test_a_word_that_a_function_takes_itself_is_no_mistake() -> None:
+    @keyword_hints.hinting({"stage": "leave it out", "lr": "leave it out"})
+    def make(stage: int) -> int:
+        return stage
+
+    assert make(stage=2) == 2
+    with pytest.raises(TypeError, match="'lr'; leave it out"):
+        make(lr=1)  # type: ignore[call-arg]

@@ -1,0 +1,42 @@
+"""What each script checks. run.py lists it also where neither torch nor hsdp is there."""
+
+from typing import Any, Dict, Tuple
+
+DRILLS = ["kill", "stop", "out of memory", "capture"]
+# A function of torch_loop.py, and what it is given beside the mesh and the device.
+LOOPS = {
+    "whole numbers, fp32": ("whole_numbers", "float32", "f32"),
+    "whole numbers, bf16 wire": ("whole_numbers", "float32", "bf16"),
+    "whole numbers, bf16 model": ("whole_numbers", "bfloat16", "bf16"),
+    "an MLP by the rules": ("by_the_rules",),
+    "found_inf": ("found_inf",),
+}
+Pair = Tuple[str, Dict[str, Any], Dict[str, Any]]
+STAGE_3 = {"stage": 3, "persistence_threshold": 0}
+# What both loops of sharded_loop.py are given beside the model's dtype: what must not change a bit.
+PAIRS: Dict[str, Pair] = {
+    "gather while step returns": (
+        "float32", {"overlap_param_gather": True}, {"overlap_param_gather": False}
+    ),
+    "stage 3 as stage 2, fp32": ("float32", STAGE_3, {}),
+    "stage 3 as stage 2, bf16": ("bfloat16", STAGE_3, {}),
+    "stage 3 that keeps units": (
+        "bfloat16", {**STAGE_3, "reshard_after_forward": False, "reshard_after_backward": False}, {}
+    ),
+    "stage 3 that clips": ("float32", {**STAGE_3, "max_grad_norm": 0.01}, {"max_grad_norm": 0.01}),
+}
+OFFLOADED: Dict[str, Pair] = {
+    "stage 3 with offload, fp32": ("float32", {**STAGE_3, "offload": "host"}, {"offload": "host"}),
+    "stage 3 with offload, bf16": ("bfloat16", {**STAGE_3, "offload": "host"}, {"offload": "host"}),
+}
+NEAR, WINDOW, LOCO = "offload beside none", "a window, sums on the host", "LoCo as on the host"
+OTHERS = {"AdamW as in one process": "one_process", NEAR: "near_training", WINDOW: "window", LOCO: "loco"}
+SHARDED = [*PAIRS, *OFFLOADED, *OTHERS]
+
+
+def titles(script: str, mesh: str) -> Dict[str, str]:
+    """The title of each check of a script on a mesh, and the check's name."""
+    kind, names = {
+        "torch_loop": ("torch", [*LOOPS]), "sharded_loop": ("sharded", SHARDED), "drills": ("drill", DRILLS)
+    }[script]
+    return {f"{kind} {mesh}: {name}": name for name in names}

@@ -6,17 +6,18 @@ nothing but the hop differs. What each has delivered over all steps is compared 
 
 from __future__ import annotations
 
+import pathlib
 import sys
 from collections.abc import Iterator
 
 import torch
-from conftest import HERE, Launcher
+from conftest import Launcher
 from torch import nn
 
 import hsdp
 from hsdp.quant import LocoHop
 
-sys.path.insert(0, str(HERE.parents[1] / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import train_gpt  # noqa: E402
 
 STEPS = 200

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs what the project needs on Debian and Ubuntu, if it is not there yet.
-# Usage: install_dependencies.sh GROUP...   with GROUP one of: build mpi lint fuzz bench docs
+# Usage: install_dependencies.sh GROUP...   with GROUP one of: build mpi lint clang bench docs
 # Needs root or sudo only when a package is missing. Elsewhere it prints the list and goes on.
 set -eu
 
@@ -11,12 +11,12 @@ for group in "$@"; do
       libboost-program-options-dev libhdf5-dev libhwy-dev libssl-dev nlohmann-json3-dev
       libxxhash-dev libgtest-dev libgmock-dev" ;;
     lint) packages="$packages clang-format clang-tidy" ;;
-    fuzz) packages="$packages clang" ;;
+    clang) packages="$packages clang" ;;
     mpi) packages="$packages openmpi-bin libopenmpi-dev mpich libmpich-dev" ;;
     bench) packages="$packages openmpi-bin libopenmpi-dev mpich libmpich-dev libgloo-dev
       hdf5-tools iproute2" ;;
     docs) packages="$packages doxygen" ;;
-    *) echo "install_dependencies: unknown group '$group': use build, mpi, lint, fuzz, bench or docs" >&2
+    *) echo "install_dependencies: unknown group '$group': use build, mpi, lint, clang, bench or docs" >&2
        exit 2 ;;
   esac
 done
@@ -62,6 +62,6 @@ install_packages() {
 
 install_packages $packages
 case " $* " in
-  *" fuzz "*)  # the sanitizer runtimes carry the compiler's version in their name
+  *" clang "*)  # the sanitizer runtimes carry the compiler's version in their name
     install_packages "libclang-rt-$(clang -dumpversion | cut -d. -f1)-dev" ;;
 esac

@@ -147,7 +147,7 @@ TEST_F(ControlTest, EveryRankSharesOneSecret) {
 
 TEST_F(ControlTest, MisuseIsAnErrorAtOnce) {
   const auto outcomes = run_processes(2, {}, [](int rank) {
-    const auto control = connect(milliseconds(20'000));
+    const auto control = connect(milliseconds(100'000));
     const auto is_refused = [&](const std::function<void()>& call) {
       try {
         call();

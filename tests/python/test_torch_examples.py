@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-from typing import Protocol
 
 import pytest
-from conftest import program
 from page import ROOT, blocks_of, python_blocks
+from warm_python import Run, output_of
 
 pytest_plugins = ["warm_python"]
 EXAMPLES = ROOT / "examples"
-
-
-class Run(Protocol):
-    """A program on so many ranks; what it printed."""
-
-    def __call__(self, size: int, path: pathlib.Path, *arguments: str) -> str: ...
-
-
-@pytest.fixture
-def run(python: pathlib.Path) -> Run:
-    def run(size: int, path: pathlib.Path, *arguments: str) -> str:
-        return output_of(program("hsdp_run"), "-n", str(size), str(python), str(path), *arguments)
-
-    return run
-
-
-def output_of(*command: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_train_gpt(run: Run, tmp_path: pathlib.Path) -> None:

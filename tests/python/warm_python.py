@@ -14,8 +14,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Protocol
 
 import pytest
+from conftest import program
 
 START = str(pathlib.Path(__file__).with_name("warm_start.py"))
 SERVER_COUNT = 2  # as warm_start.py has
@@ -57,8 +59,29 @@ def _server(folder: pathlib.Path, index: int) -> Iterator[None]:
         server.communicate()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     """That program."""
     with warm_python(tmp_path_factory.mktemp("warm")) as folder:
         yield folder / "python"
+
+
+class Run(Protocol):
+    """A program on so many ranks; what it printed."""
+
+    def __call__(self, size: int, path: pathlib.Path, *arguments: str) -> str: ...
+
+
+@pytest.fixture
+def run(python: pathlib.Path) -> Run:
+    def run(size: int, path: pathlib.Path, *arguments: str) -> str:
+        return output_of(program("hsdp_run"), "-n", str(size), str(python), str(path), *arguments)
+
+    return run
+
+
+def output_of(*command: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

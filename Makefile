@@ -1,7 +1,7 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
-.PHONY: help demo test build nightly bench gpu gpu-checks gpu-kit wheel docs format format-check lint fuzz clean \
-        configure-again venv dependencies mpi-dependencies nccl-dependencies lint-dependencies fuzz-dependencies \
+.PHONY: help demo test build nightly mutants bench gpu gpu-checks gpu-kit wheel docs format format-check lint fuzz clean \
+        configure-again venv dependencies mpi-dependencies nccl-dependencies lint-dependencies clang-dependencies \
         bench-dependencies docs-dependencies
 .DEFAULT_GOAL := help
 
@@ -23,8 +23,8 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 export CCACHE_NOHASHDIR ?= 1
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
-# Ranks wait for each other as long as they compute.
-TEST_JOBS ?= $(shell expr $(JOBS) \* 3 / 2)
+# Ranks wait for each other; those of torch take two places (tests/python/CMakeLists.txt).
+TEST_JOBS ?= $(shell expr $(JOBS) \* 5 / 2)
 # ThreadSanitizer cannot place its shadow memory under every kernel's address randomization.
 RUN_TESTS = $(if $(filter tsan%,$(PRESET)),$(shell setarch -R true 2>/dev/null && echo setarch -R))
 RESULTS = $(CURDIR)/build/$(PRESET)/tests.xml
@@ -50,6 +50,10 @@ test: dependencies mpi-dependencies venv build  ## build everything and run all 
 nightly:  ## what takes too long for every change: all sources linted, all tests sanitized, long runs
 	@.ci/nightly
 
+mutants: WITH_TORCH = $(TORCH)
+mutants: dependencies mpi-dependencies venv  ## plant faults in the product and tell which no test sees
+	@build/venv/bin/python -B tests/mutants/run.py $(ARGS)
+
 bench: bench-dependencies build/bench/build.ninja  ## measure against Intel MPI, Open MPI, MPICH, Gloo and the roofline
 	@cmake --build --preset bench -j $(JOBS)
 	@python3 tests/bench/run.py --build build/bench --json build/bench/bench.json \
@@ -73,11 +77,11 @@ docs: docs-dependencies venv  ## build the documentation site, strictly: no link
 	@NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 build/venv/bin/mkdocs build --strict
 	@echo "make: built the site; to read it, open build/site/index.html in a browser"
 
-fuzz: fuzz-dependencies build/fuzz/build.ninja  ## feed hostile files to the snapshot reader for FUZZ_SECONDS
-	@cmake --build --preset fuzz -j $(JOBS) --target snapshot_fuzzer
-	@mkdir -p build/fuzz/corpus
-	@$$(find build/fuzz/tests/fuzz -name snapshot_fuzzer -type f) -max_total_time=$(FUZZ_SECONDS) \
-	  -print_final_stats=1 -artifact_prefix=build/fuzz/ build/fuzz/corpus
+fuzz: build/asan/build.ninja  ## feed hostile files to the snapshot reader for FUZZ_SECONDS
+	@cmake --build --preset asan -j $(JOBS) --target snapshot_fuzzer
+	@mkdir -p build/asan/corpus
+	@build/asan/tests/fuzz/snapshot_fuzzer -max_total_time=$(FUZZ_SECONDS) \
+	  -print_final_stats=1 -artifact_prefix=build/asan/ build/asan/corpus
 
 format: lint-dependencies  ## lay out all sources
 	@$(SOURCES) | xargs -0 clang-format -i
@@ -104,14 +108,15 @@ mpi-dependencies: dependencies
 venv: dependencies
 	@sh cmake/make_venv.sh build/venv $(or $(WITH_TORCH),0) $(or $(WITH_DOCS),0)
 build/cuda/build.ninja: | nccl-dependencies
+build/asan/build.ninja build/asan-all/build.ninja: | clang-dependencies
 nccl-dependencies: venv
 	@PYTHON=build/venv/bin/python sh cmake/install_nccl.sh build/nccl || echo "make: without NCCL's headers: no NCCL engine"
 lint-dependencies: dependencies
 	@$(INSTALL) lint
 docs-dependencies: dependencies
 	@$(INSTALL) docs
-fuzz-dependencies: dependencies
-	@$(INSTALL) fuzz
+clang-dependencies: dependencies
+	@$(INSTALL) clang
 bench-dependencies: dependencies venv
 	@$(INSTALL) bench
 	@PYTHON=build/venv/bin/python sh cmake/install_impi.sh build/impi || echo "make: without Intel MPI, the fastest peer"

@@ -1,4 +1,5 @@
-// The switch of faults planted in C++: what fault.py says. A fork of a process keeps its parent's fault.
+// The switch of faults planted in C++: what fault.py says. A fork of a process keeps its parent's
+// fault.
 #pragma once
 
 #include <fcntl.h>

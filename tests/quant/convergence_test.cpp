@@ -108,8 +108,10 @@ TEST(Convergence, IsFiveTimesNearerAndTwentyTimesWithADecayingRate) {
   const LocoOptions loco{.group_size = 128, .scale_dtype = Dtype::kF32, .reset_T = 0};
   LocoOptions plain = loco;
   plain.error_feedback = false;
-  EXPECT_LE(5 * distance_from_solution(loco, 500, false), distance_from_solution(plain, 500, false));
-  EXPECT_LE(20 * distance_from_solution(loco, 2000, true), distance_from_solution(plain, 2000, true));
+  EXPECT_LE(5 * distance_from_solution(loco, 500, false),
+            distance_from_solution(plain, 500, false));
+  EXPECT_LE(20 * distance_from_solution(loco, 2000, true),
+            distance_from_solution(plain, 2000, true));
 }
 
 // What a hop's state still owes, in units of gradients.

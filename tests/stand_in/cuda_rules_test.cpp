@@ -48,22 +48,48 @@ cudaError_t launch(cudaStream_t stream) {
   return stand_in::enqueue("cudaLaunchKernel", stream, [] {});
 }
 
+void begin_capture(cudaStream_t stream, cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal) {
+  EXPECT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
+}
+
+cudaError_t end_capture(cudaStream_t stream) {
+  cudaGraph_t graph = nullptr;
+  return cudaStreamEndCapture(stream, &graph);
+}
+
+cudaStreamCaptureStatus status_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  EXPECT_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
+  return status;
+}
+
 class CudaRules : public ::testing::Test {
  protected:
+  CudaRules() { ::testing::GTEST_FLAG(death_test_style) = "threadsafe"; }
   ~CudaRules() override {
     stand_in::break_devices(0);
     stand_in::fail_kernel(std::nullopt);
     stand_in::fail_allocation(std::nullopt);
     stand_in::fail_call(std::nullopt);
     stand_in::delay_work({});
+    for (cudaStream_t const stream : streams_) EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    for (cudaEvent_t const event : events_) EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
     cudaSetDevice(0);
     static_cast<void>(cudaGetLastError());
   }
+
+  // Destroyed when the test is over.
+  cudaStream_t new_stream() { return streams_.emplace_back(make_stream()); }
+  cudaEvent_t new_event() { return events_.emplace_back(make_event()); }
+
+ private:
+  std::vector<cudaStream_t> streams_;
+  std::vector<cudaEvent_t> events_;
 };
 
 // PG, Multi-Device System, Stream and Event Behavior.
 TEST_F(CudaRules, AKernelGoesToAStreamOfTheCurrentDevice) {
-  cudaStream_t const stream = make_stream();
+  cudaStream_t const stream = new_stream();
   EXPECT_EQ(launch(stream), cudaSuccess);
   cudaSetDevice(1);
   EXPECT_EQ(launch(stream), cudaErrorInvalidResourceHandle);
@@ -72,23 +98,19 @@ TEST_F(CudaRules, AKernelGoesToAStreamOfTheCurrentDevice) {
             cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   EXPECT_EQ(copied[1], 7);
-  EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
 // The same section.
 TEST_F(CudaRules, AnEventIsRecordedOnItsOwnDeviceAndWaitedForOnAny) {
-  cudaStream_t const stream = make_stream();
-  cudaEvent_t const event = make_event();
+  cudaStream_t const stream = new_stream();
+  cudaEvent_t const event = new_event();
   cudaSetDevice(1);
-  cudaStream_t const other = make_stream();
+  cudaStream_t const other = new_stream();
   EXPECT_EQ(cudaEventRecord(event, other), cudaErrorInvalidResourceHandle);
   EXPECT_EQ(cudaEventRecord(event, stream), cudaSuccess);
   EXPECT_EQ(cudaStreamWaitEvent(other, event, 0), cudaSuccess);
   EXPECT_EQ(cudaEventSynchronize(event), cudaSuccess);
   EXPECT_EQ(cudaEventQuery(event), cudaSuccess);
-  EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
-  EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
-  EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);
 }
 
 // API, cudaSetDevice and "Interactions with the CUDA Driver API": a context at the first call that
@@ -120,18 +142,16 @@ TEST_F(CudaRules, CallsMakeAContextOnTheCurrentDevice) {
 // The same section: it is the thread's device that counts, and a thread begins with device 0.
 TEST_F(CudaRules, AnotherThreadHasADeviceOfItsOwn) {
   cudaSetDevice(1);
-  cudaEvent_t const event = make_event();
+  cudaEvent_t const event = new_event();
   stand_in::forget_contexts();
   std::thread([event] { EXPECT_EQ(cudaEventQuery(event), cudaSuccess); }).join();
   EXPECT_EQ(stand_in::contexts(), std::set<int>{0});
-  cudaEventDestroy(event);
 }
 
 using CudaRulesDeathTest = CudaRules;
 
 // API, cudaStreamDestroy and cudaEventDestroy: "the handle must not be accessed after this call".
 TEST_F(CudaRulesDeathTest, WhatWasDestroyedIsNotUsed) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_DEATH(
       {
         cudaStream_t const stream = make_stream();
@@ -190,8 +210,8 @@ TEST_F(CudaRules, AWaitEndsWithTheErrorOfAKernelThatFailsMeanwhile) {
       [](cudaStream_t stream, cudaEvent_t) { return cudaStreamSynchronize(stream); },
       [](cudaStream_t, cudaEvent_t event) { return cudaEventSynchronize(event); }};
   for (const auto wait : waits) {
-    cudaStream_t const stream = make_stream();
-    cudaEvent_t const event = make_event();
+    cudaStream_t const stream = new_stream();
+    cudaEvent_t const event = new_event();
     std::optional<stand_in::Standstill> nothing_moves(std::in_place);
     stand_in::fail_kernel({{.device = 0}});
     EXPECT_EQ(launch(stream), cudaSuccess);
@@ -202,17 +222,15 @@ TEST_F(CudaRules, AWaitEndsWithTheErrorOfAKernelThatFailsMeanwhile) {
     nothing_moves.reset();
     waiting.join();
     stand_in::break_devices(0);
-    cudaEventDestroy(event);
-    cudaStreamDestroy(stream);
   }
 }
 
 // API, cudaErrorLaunchFailure, as above; cudaLaunchHostFunc: "the function will not be called in
 // the event of an error in the CUDA context".
 TEST_F(CudaRules, WhatIsQueuedBehindAKernelThatFailedDoesNotRun) {
-  cudaStream_t const stream = make_stream();
-  cudaStream_t const other = make_stream();
-  cudaEvent_t const failed = make_event();
+  cudaStream_t const stream = new_stream();
+  cudaStream_t const other = new_stream();
+  cudaEvent_t const failed = new_event();
   bool ran = false;
   const auto run = [](void* flag) { *static_cast<bool*>(flag) = true; };
   stand_in::fail_kernel({{.device = 0, .after = 1}});
@@ -231,35 +249,30 @@ TEST_F(CudaRules, WhatIsQueuedBehindAKernelThatFailedDoesNotRun) {
   }
   EXPECT_EQ(cudaStreamSynchronize(other), cudaErrorLaunchFailure);
   EXPECT_FALSE(ran);
-  cudaEventDestroy(failed);
-  cudaStreamDestroy(stream);
-  cudaStreamDestroy(other);
 }
 
 // PG, Error Checking: the error is the context's, of which a device has one to a process; the ranks
 // of a test are processes elsewhere.
 TEST_F(CudaRules, AKernelThatFailedBreaksItsDeviceOnly) {
-  cudaStream_t const stream = make_stream();
+  cudaStream_t const stream = new_stream();
   stand_in::fail_kernel({{.device = 0}});
   EXPECT_EQ(launch(stream), cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(stream), cudaErrorLaunchFailure);
   EXPECT_EQ(launch(stream), cudaErrorLaunchFailure);
   cudaSetDevice(1);
-  cudaStream_t const other = make_stream();
+  cudaStream_t const other = new_stream();
   bool ran = false;
   EXPECT_EQ(stand_in::enqueue("cudaLaunchKernel", other, [&ran] { ran = true; }), cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
   EXPECT_TRUE(ran);
-  cudaStreamDestroy(other);
 }
 
 // API, cudaStreamBeginCapture: what is pushed into the stream is not executed.
 TEST_F(CudaRules, ACapturedStreamExecutesNothing) {
-  cudaStream_t const stream = make_stream();
-  cudaGraph_t graph = nullptr;
+  cudaStream_t const stream = new_stream();
   bool ran = false;
   std::array<int, 2> words{7, 8};
-  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  begin_capture(stream);
   EXPECT_EQ(stand_in::enqueue("cudaLaunchKernel", stream, [&ran] { ran = true; }), cudaSuccess);
   EXPECT_EQ(cudaLaunchHostFunc(
                 stream, [](void* flag) { *static_cast<bool*>(flag) = true; }, &ran),
@@ -267,45 +280,39 @@ TEST_F(CudaRules, ACapturedStreamExecutesNothing) {
   EXPECT_EQ(cudaMemsetAsync(words.data(), 0, sizeof(int), stream), cudaSuccess);
   EXPECT_EQ(cudaMemcpyAsync(&words[1], words.data(), sizeof(int), cudaMemcpyDefault, stream),
             cudaSuccess);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  EXPECT_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
-  EXPECT_EQ(status, cudaStreamCaptureStatusActive);
-  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  EXPECT_EQ(status_of(stream), cudaStreamCaptureStatusActive);
+  EXPECT_EQ(end_capture(stream), cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   EXPECT_FALSE(ran);
   EXPECT_EQ(words, (std::array<int, 2>{7, 8}));
-  cudaStreamDestroy(stream);
 }
 
 // API, cudaMallocFromPoolAsync: "During stream capture, this function results in the creation of an
 // allocation node", which owns the memory instead of the pool; cudaFreeAsync "must therefore be
 // passed the address of a graph allocation".
 TEST_F(CudaRules, AnAllocationOfACaptureTakesNothingFromThePool) {
-  cudaStream_t const stream = make_stream();
+  cudaStream_t const stream = new_stream();
   cudaMemPool_t const pool = make_pool();
   void* const before = allocate(8, stream, pool);
   const std::int64_t bytes = stand_in::allocated_bytes();
   const std::int64_t count = stand_in::allocation_count();
-  cudaGraph_t graph = nullptr;
-  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  begin_capture(stream);
   void* const of_graph = allocate(2000, stream, pool);
   void* const kept = allocate(2000, stream, pool);
   EXPECT_EQ(cudaFreeAsync(of_graph, stream), cudaSuccess);
   EXPECT_EQ(stand_in::allocated_bytes(), bytes);
   EXPECT_EQ(stand_in::allocation_count(), count);
-  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  EXPECT_EQ(end_capture(stream), cudaSuccess);
   EXPECT_EQ(cudaFreeAsync(kept, stream), cudaErrorInvalidValue) << "nobody launched the graph";
-  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  begin_capture(stream);
   EXPECT_EQ(cudaFreeAsync(before, stream), cudaErrorInvalidValue);
-  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(end_capture(stream), cudaErrorStreamCaptureInvalidated);
   EXPECT_EQ(stand_in::allocated_bytes(), bytes);
   EXPECT_EQ(cudaFreeAsync(before, stream), cudaSuccess);
-  cudaStreamDestroy(stream);
 }
 
 // The same note: there is no memory before the graph is launched.
 TEST_F(CudaRulesDeathTest, MemoryOfACaptureIsNotThere) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_DEATH(
       {
         cudaStream_t const stream = make_stream();
@@ -318,108 +325,85 @@ TEST_F(CudaRulesDeathTest, MemoryOfACaptureIsNotThere) {
 // PG, Stream Capture, Prohibited and Unhandled Operations: asking for, or waiting for, a stream or
 // an event that is captured invalidates the capture, in every mode.
 TEST_F(CudaRules, AskingForWhatIsCapturedInvalidatesTheCapture) {
-  cudaStream_t const stream = make_stream();
-  cudaEvent_t const event = make_event();
+  cudaStream_t const stream = new_stream();
+  cudaEvent_t const event = new_event();
   const std::vector<cudaError_t (*)(cudaStream_t, cudaEvent_t)> calls{
       [](cudaStream_t asked, cudaEvent_t) { return cudaStreamSynchronize(asked); },
       [](cudaStream_t, cudaEvent_t asked) { return cudaEventQuery(asked); },
       [](cudaStream_t, cudaEvent_t asked) { return cudaEventSynchronize(asked); }};
   for (const auto call : calls) {
-    cudaGraph_t graph = nullptr;
-    EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+    begin_capture(stream, cudaStreamCaptureModeRelaxed);
     EXPECT_EQ(cudaEventRecord(event, stream), cudaSuccess);
     EXPECT_NE(call(stream, event), cudaSuccess);
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    EXPECT_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
-    EXPECT_EQ(status, cudaStreamCaptureStatusInvalidated);
-    EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
+    EXPECT_EQ(status_of(stream), cudaStreamCaptureStatusInvalidated);
+    EXPECT_EQ(end_capture(stream), cudaErrorStreamCaptureInvalidated);
   }
-  cudaEventDestroy(event);
-  cudaStreamDestroy(stream);
 }
 
 // API, cudaThreadExchangeStreamCaptureMode: potentially unsafe calls of other threads, unless
 // theirs is relaxed.
 TEST_F(CudaRules, AGlobalCaptureForbidsOtherThreadsToAsk) {
-  cudaStream_t const stream = make_stream();
-  cudaEvent_t const event = make_event();
+  cudaStream_t const stream = new_stream();
+  cudaEvent_t const event = new_event();
   for (const bool is_relaxed : {true, false}) {
-    cudaGraph_t graph = nullptr;
-    EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+    begin_capture(stream);
     std::thread([&] {
       cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
       if (is_relaxed) cudaThreadExchangeStreamCaptureMode(&mode);
       EXPECT_EQ(cudaEventQuery(event),
                 is_relaxed ? cudaSuccess : cudaErrorStreamCaptureUnsupported);
     }).join();
-    EXPECT_EQ(cudaStreamEndCapture(stream, &graph),
-              is_relaxed ? cudaSuccess : cudaErrorStreamCaptureInvalidated);
+    EXPECT_EQ(end_capture(stream), is_relaxed ? cudaSuccess : cudaErrorStreamCaptureInvalidated);
   }
-  cudaEventDestroy(event);
-  cudaStreamDestroy(stream);
 }
 
 // PG, Stream Capture, Cross-stream Dependencies and Events.
 TEST_F(CudaRules, AStreamThatWaitsForACapturedEventIsCapturedToo) {
-  cudaStream_t const stream = make_stream();
-  cudaStream_t const other = make_stream();
-  cudaEvent_t const event = make_event();
-  cudaGraph_t graph = nullptr;
-  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  cudaStream_t const stream = new_stream();
+  cudaStream_t const other = new_stream();
+  cudaEvent_t const event = new_event();
+  begin_capture(stream, cudaStreamCaptureModeThreadLocal);
   EXPECT_EQ(cudaEventRecord(event, stream), cudaSuccess);
   EXPECT_EQ(cudaStreamWaitEvent(other, event, 0), cudaSuccess);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  EXPECT_EQ(cudaStreamIsCapturing(other, &status), cudaSuccess);
-  EXPECT_EQ(status, cudaStreamCaptureStatusActive);
+  EXPECT_EQ(status_of(other), cudaStreamCaptureStatusActive);
   EXPECT_EQ(cudaStreamWaitEvent(nullptr, event, 0), cudaErrorStreamCaptureImplicit);
-  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  cudaEventDestroy(event);
-  cudaStreamDestroy(stream);
-  cudaStreamDestroy(other);
+  EXPECT_EQ(end_capture(stream), cudaSuccess);
 }
 
 // API, cudaErrorStreamCaptureIsolation: "Only implicit in-stream ordering dependencies are allowed
 // to cross the boundary"; PG, Prohibited and Unhandled Operations: also of an event that is over
 // long since, and the capture is invalid then.
 TEST_F(CudaRules, ACapturedStreamDoesNotWaitForAnEventFromOutside) {
-  cudaStream_t const stream = make_stream();
-  cudaStream_t const other = make_stream();
-  cudaEvent_t const event = make_event();
-  cudaGraph_t graph = nullptr;
+  cudaStream_t const stream = new_stream();
+  cudaStream_t const other = new_stream();
+  cudaEvent_t const event = new_event();
   EXPECT_EQ(cudaEventRecord(event, other), cudaSuccess);
   EXPECT_EQ(cudaEventSynchronize(event), cudaSuccess);
-  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  begin_capture(stream, cudaStreamCaptureModeRelaxed);
   EXPECT_EQ(cudaStreamWaitEvent(stream, event, 0), cudaErrorStreamCaptureIsolation);
   EXPECT_EQ(cudaStreamWaitEvent(stream, event, 0), cudaErrorStreamCaptureInvalidated);
   EXPECT_EQ(cudaEventRecord(event, stream), cudaErrorStreamCaptureInvalidated);
   EXPECT_EQ(launch(stream), cudaErrorStreamCaptureInvalidated);
-  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
-  cudaEventDestroy(event);
-  cudaStreamDestroy(stream);
-  cudaStreamDestroy(other);
+  EXPECT_EQ(end_capture(stream), cudaErrorStreamCaptureInvalidated);
 }
 
 // PG, Prohibited and Unhandled Operations: two captures are not merged by an event of one of them.
 TEST_F(CudaRules, AnEventDoesNotJoinTwoCaptures) {
-  cudaStream_t const stream = make_stream();
-  cudaStream_t const other = make_stream();
-  cudaEvent_t const event = make_event();
-  cudaGraph_t graph = nullptr;
-  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
-  EXPECT_EQ(cudaStreamBeginCapture(other, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  cudaStream_t const stream = new_stream();
+  cudaStream_t const other = new_stream();
+  cudaEvent_t const event = new_event();
+  begin_capture(stream, cudaStreamCaptureModeRelaxed);
+  begin_capture(other, cudaStreamCaptureModeRelaxed);
   EXPECT_EQ(cudaEventRecord(event, other), cudaSuccess);
   EXPECT_EQ(cudaStreamWaitEvent(stream, event, 0), cudaErrorStreamCaptureMerge);
-  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
-  EXPECT_EQ(cudaStreamEndCapture(other, &graph), cudaErrorStreamCaptureInvalidated);
-  cudaEventDestroy(event);
-  cudaStreamDestroy(stream);
-  cudaStreamDestroy(other);
+  EXPECT_EQ(end_capture(stream), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(end_capture(other), cudaErrorStreamCaptureInvalidated);
 }
 
 // API, cudaMallocFromPoolAsync and cudaHostAlloc: cudaErrorMemoryAllocation, and nothing else
 // changes.
 TEST_F(CudaRules, AnyAllocationMayFail) {
-  cudaStream_t const stream = make_stream();
+  cudaStream_t const stream = new_stream();
   void* memory = nullptr;
   stand_in::fail_allocation({{.after = 1, .times = 1}});
   EXPECT_EQ(cudaHostAlloc(&memory, 8, 0), cudaSuccess);
@@ -428,7 +412,6 @@ TEST_F(CudaRules, AnyAllocationMayFail) {
   EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   cudaFreeAsync(allocate(8, stream), stream);
-  cudaStreamDestroy(stream);
 }
 
 // API, cudaStreamCreateWithPriority, cudaEventCreateWithFlags, cudaMemPoolCreate, cudaHostAlloc:
@@ -438,26 +421,21 @@ TEST_F(CudaRules, WhateverIsMadeMayFail) {
     const char* name;
     cudaError_t (*make)();
   };
-  const std::vector<Made> all{{"cudaStreamCreateWithPriority",
-                               [] {
-                                 cudaStream_t stream = nullptr;
-                                 return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-                               }},
-                              {"cudaEventCreateWithFlags",
-                               [] {
-                                 cudaEvent_t event = nullptr;
-                                 return cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-                               }},
-                              {"cudaMemPoolCreate",
-                               [] {
-                                 cudaMemPool_t pool = nullptr;
-                                 const cudaMemPoolProps properties{};
-                                 return cudaMemPoolCreate(&pool, &properties);
-                               }},
-                              {"cudaHostAlloc", [] {
-                                 void* memory = nullptr;
-                                 return cudaHostAlloc(&memory, 8, 0);
-                               }}};
+  static cudaStream_t stream = nullptr;
+  static cudaEvent_t event = nullptr;
+  static cudaMemPool_t pool = nullptr;
+  static void* memory = nullptr;
+  const std::vector<Made> all{
+      {"cudaStreamCreateWithPriority",
+       [] { return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking); }},
+      {"cudaEventCreateWithFlags",
+       [] { return cudaEventCreateWithFlags(&event, cudaEventDisableTiming); }},
+      {"cudaMemPoolCreate",
+       [] {
+         const cudaMemPoolProps properties{};
+         return cudaMemPoolCreate(&pool, &properties);
+       }},
+      {"cudaHostAlloc", [] { return cudaHostAlloc(&memory, 8, 0); }}};
   for (const Made& made : all) {
     const std::int64_t before = stand_in::call_count(made.name, 0);
     stand_in::fail_call(
@@ -477,7 +455,7 @@ TEST_F(CudaRules, WhateverIsMadeMayFail) {
 // behind the free of the first (cudaMemPoolReuseAllowInternalDependencies); only to grow it may
 // fail.
 TEST_F(CudaRules, APoolFailsOnlyWhereItGrows) {
-  cudaStream_t const stream = make_stream();
+  cudaStream_t const stream = new_stream();
   cudaMemPool_t const pool = make_pool();
   void* const first = allocate(2000, stream, pool);
   cudaFreeAsync(first, stream);
@@ -494,43 +472,26 @@ TEST_F(CudaRules, APoolFailsOnlyWhereItGrows) {
   stand_in::fail_allocation({{.times = 1}});
   EXPECT_EQ(cudaMallocFromPoolAsync(&third, 1, pool, stream), cudaErrorMemoryAllocation);
   EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
-  cudaStreamDestroy(stream);
 }
 
-// API, cudaMallocAsync: the memory is not initialized. NaNs show in whatever is made of them.
+// API, cudaMallocAsync and cudaHostAlloc: the memory is not initialized; PG, Stream Ordered Memory
+// Allocator: a pool gives freed memory out again, with whatever it holds, and so does the driver
+// after cudaFreeHost. NaNs show in whatever is made of them.
 TEST_F(CudaRules, NewMemoryIsNoNumber) {
-  cudaStream_t const stream = make_stream();
-  auto* const words = static_cast<std::uint32_t*>(allocate(8, stream));
-  EXPECT_TRUE(std::isnan(*reinterpret_cast<float*>(words)));
-  EXPECT_TRUE(std::isnan(*reinterpret_cast<double*>(words)));
-  cudaFreeAsync(words, stream);
-  cudaStreamDestroy(stream);
-}
-
-// PG, Stream Ordered Memory Allocator: a pool gives freed memory out again, with whatever it holds.
-TEST_F(CudaRules, MemoryThatWasFreedBeforeIsNoNumber) {
-  cudaStream_t const stream = make_stream();
+  cudaStream_t const stream = new_stream();
   cudaMemPool_t const pool = make_pool();
-  for (int round = 0; round < 3; ++round) {
-    auto* const value = static_cast<float*>(allocate(sizeof(float), stream, pool));
-    EXPECT_TRUE(std::isnan(*value));
-    *value = 1;
-    cudaFreeAsync(value, stream);
-    cudaStreamSynchronize(stream);
-  }
-  cudaStreamDestroy(stream);
-}
-
-// API, cudaHostAlloc: it says nothing of what the memory holds, and the driver gives out again what
-// cudaFreeHost gave back.
-TEST_F(CudaRules, NewPinnedMemoryIsNoNumber) {
-  for (int round = 0; round < 3; ++round) {
-    void* memory = nullptr;
-    EXPECT_EQ(cudaHostAlloc(&memory, sizeof(float), 0), cudaSuccess);
-    auto* const value = static_cast<float*>(memory);
-    EXPECT_TRUE(std::isnan(*value));
-    *value = 1;
-    EXPECT_EQ(cudaFreeHost(memory), cudaSuccess);
+  for (const bool pinned : {false, true}) {
+    for (int round = 0; round < 3; ++round) {
+      void* memory = nullptr;
+      EXPECT_EQ(pinned ? cudaHostAlloc(&memory, sizeof(double), 0)
+                       : cudaMallocFromPoolAsync(&memory, sizeof(double), pool, stream),
+                cudaSuccess);
+      EXPECT_TRUE(std::isnan(*static_cast<float*>(memory))) << pinned;
+      EXPECT_TRUE(std::isnan(*static_cast<double*>(memory))) << pinned;
+      std::memset(memory, 0, sizeof(double));
+      EXPECT_EQ(pinned ? cudaFreeHost(memory) : cudaFreeAsync(memory, stream), cudaSuccess);
+      cudaStreamSynchronize(stream);
+    }
   }
 }
 
@@ -539,9 +500,9 @@ TEST_F(CudaRules, OnlyEventsOrderStreams) {
   int first_wins = 0;
   constexpr int kRounds = 64;
   stand_in::delay_work(3);
-  cudaStream_t const first = make_stream();
-  cudaStream_t const second = make_stream();
-  cudaEvent_t const event = make_event();
+  cudaStream_t const first = new_stream();
+  cudaStream_t const second = new_stream();
+  cudaEvent_t const event = new_event();
   for (int round = 0; round < kRounds; ++round) {
     std::atomic<int> turn = 0;
     int of_first = 0;
@@ -560,9 +521,6 @@ TEST_F(CudaRules, OnlyEventsOrderStreams) {
   }
   EXPECT_GT(first_wins, 0);
   EXPECT_LT(first_wins, kRounds);
-  cudaEventDestroy(event);
-  cudaStreamDestroy(first);
-  cudaStreamDestroy(second);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "capture.h"
 #include "cuda_runtime.h"
 #include "cuda_stand_in.h"
 #include "hsdp/device/buffer.h"
@@ -101,31 +102,11 @@ TEST_F(CudaDevice, HasNoContextOnAnother) {
   EXPECT_EQ(stand_in::contexts(), std::set<int>{1});
 }
 
-// What the caller captures into a graph meanwhile.
-class Capture {
- public:
-  Capture() {
-    static_cast<void>(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    static_cast<void>(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal));
-  }
-  ~Capture() { static_cast<void>(cudaStreamDestroy(stream_)); }
-  Capture(const Capture&) = delete;
-  Capture& operator=(const Capture&) = delete;
-  [[nodiscard]] cudaStream_t stream() const { return stream_; }
-  // Whether it is whole.
-  [[nodiscard]] bool end() {
-    cudaGraph_t graph = nullptr;
-    return cudaStreamEndCapture(stream_, &graph) == cudaSuccess;
-  }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 TEST_F(CudaDevice, LeavesACaptureWhole) {
   Stream stream = Stream::create(kGpu, "stream");
   const Event before = stream.record();
-  Capture capture;
+  const Stream captured = Stream::create(kGpu, "captured");
+  const stand_in::Capture capture(captured.native_handle());
   for (const bool in_thread : {false, true}) {
     const auto act = [&] {
       while (!before.complete()) std::this_thread::yield();
@@ -138,14 +119,13 @@ TEST_F(CudaDevice, LeavesACaptureWhole) {
     };
     in_thread ? std::thread(act).join() : act();
   }
-  EXPECT_TRUE(capture.end());
 }
 
 TEST_F(CudaDevice, RefusesAStreamThatIsCaptured) {
   Stream own = Stream::create(kGpu, "own");
   const Buffer buffer(kGpu, 100);
-  Capture capture;
-  Stream caller = Stream::borrow(kGpu, capture.stream());
+  const Stream captured = Stream::create(kGpu, "captured");
+  Stream caller = Stream::borrow(kGpu, captured.native_handle());
   const std::vector<std::function<void()>> calls{
       [&] { static_cast<void>(caller.record()); },
       [&] { caller.wait(own.record()); },
@@ -153,29 +133,29 @@ TEST_F(CudaDevice, RefusesAStreamThatIsCaptured) {
       [&] { caller.synchronize(); },
       [&] { const Scratch scratch(100, caller); },
       [&] { copy_bytes(buffer.data(), buffer.data() + 50, 50, caller); }};
-  for (const auto& call : calls) {
-    EXPECT_THAT(call, ThrowsMessage<UsageError>(AllOf(HasSubstr("cuda:0"), HasSubstr("CUDA graph"),
-                                                      HasSubstr("outside of the capture"))));
+  {
+    const stand_in::Capture capture(captured.native_handle());
+    for (const auto& call : calls) {
+      EXPECT_THAT(call,
+                  ThrowsMessage<UsageError>(AllOf(HasSubstr("cuda:0"), HasSubstr("CUDA graph"),
+                                                  HasSubstr("outside of the capture"))));
+    }
   }
-  EXPECT_TRUE(capture.end());
-  caller.wait(own.record());  // it is a stream like others again
-  caller.record().wait();
+  for (const auto& call : calls) call();  // it is a stream like others again
 }
 
 TEST_F(CudaDevice, TakesNoErrorForDone) {
   Stream stream = Stream::create(kGpu, "stream");
   const stand_in::Standstill nothing_moves;
   const Event event = stream.record();
-  stand_in::fail("cudaEventQuery", cudaErrorLaunchFailure);
+  stand_in::fail_call({{.name = "cudaEventQuery", .error = cudaErrorLaunchFailure}});
   EXPECT_THAT([&] { static_cast<void>(event.complete()); },
               ThrowsMessage<Error>(HasSubstr("cuda:0: cannot ask for an event")));
-  stand_in::fail("cudaEventQuery", 0);
   EXPECT_FALSE(event.complete());
 }
 
 TEST_F(CudaDevice, ThatIsBrokenStillHasEvents) {
-  const Device other{DeviceType::kCuda, 1};  // which is not the thread's current one
-  Stream stream = Stream::create(other, "stream");
+  Stream stream = Stream::create(kOtherGpu, "stream");  // not the thread's current one
   stream.run([] { throw std::runtime_error("of a task"); });
   stand_in::break_devices(cudaErrorLaunchFailure);
   const Event event = stream.record();
@@ -380,10 +360,11 @@ class CudaRefusals : public ::testing::TestWithParam<Refusal> {};
 TEST_P(CudaRefusals, AreErrorsThatSayWhat) {
   const auto [call, message, act] = GetParam();
   act();
-  stand_in::fail(call, cudaErrorLaunchFailure);
+  stand_in::fail_call(
+      {{.name = call, .error = cudaErrorLaunchFailure, .times = stand_in::kAlways}});
   EXPECT_THAT(
       act, ThrowsMessage<Error>(AllOf(HasSubstr("device: cuda:0: cannot "), HasSubstr(message))));
-  stand_in::fail(call, 0);
+  stand_in::fail_call(std::nullopt);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "left for somebody else to find";
   act();
 }

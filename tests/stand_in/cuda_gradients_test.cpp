@@ -1,6 +1,5 @@
 // Gradients that a Reducer reads and lets go, on the stand-in for the CUDA runtime: their memory,
 // their streams, and what cannot be had.
-#include <cuda_runtime.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -14,21 +13,19 @@
 #include <utility>
 #include <vector>
 
+#include "capture.h"
 #include "cuda_stand_in.h"
-#include "device_rank.h"
+#include "gpu_rank.h"
 #include "hsdp/error.h"
 
-namespace hsdp {
+namespace hsdp::test {
 namespace {
 
-using stand_in::kGpu;
-using stand_in::run_gpu_mesh;
-using test::Values;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-class GpuGradients : public ::testing::TestWithParam<test::MeshShape> {};
+class GpuGradients : public ::testing::TestWithParam<MeshShape> {};
 
 Values read_shard(Reducer& reducer, const std::string& name, Stream& stream) {
   const TensorView shard = reducer.shard(name);
@@ -64,26 +61,25 @@ std::shared_ptr<const void> reused(const std::shared_ptr<Values>& memory, const 
 
 TEST_P(GpuGradients, OrderedGradientsAreReusedInTheOrderOfTheirStream) {
   constexpr int kParameters = 12;  // and as many buckets
-  const test::MeshShape shape = GetParam();
+  const MeshShape shape = GetParam();
   run_gpu_mesh(shape, [&](const Mesh& mesh) {
     Stream stream = Stream::create(kGpu, "caller");
     std::vector<std::shared_ptr<Values>> memory;
     std::atomic<int> reuses = 0;
     Reducer reducer(mesh, {.bucket_bytes = 4096});
     reducer.set_stream(stream);
+    register_numbered(reducer, kParameters, 1024);
     for (int p = 0; p < kParameters; ++p) {
-      reducer.register_parameter({.name = std::to_string(p), .shape = {1024}});
       memory.push_back(std::make_shared<Values>(1024, static_cast<float>(p + mesh.rank())));
     }
-    reducer.prepare();
     static_cast<void>(mesh.world().exchange("", "ready"));
     {
       const stand_in::Standstill nothing_moves;
       Microbatch open(reducer, {.last = true});
       for (int p = 0; p < kParameters; ++p) {
         const auto& own = memory[static_cast<std::size_t>(p)];
-        const StridedView view{own->data(), Dtype::kF32, kGpu, {1024}, {}};
-        reducer.gradient_ready(p, view, reused(own, stream, reuses), stream, KeptUntil::kOrdered);
+        reducer.gradient_ready(p, view_of(*own), reused(own, stream, reuses), stream,
+                               KeptUntil::kOrdered);
       }
       open.end();
       // Two are under way, and one is being launched; others may still be let go of.
@@ -108,23 +104,31 @@ TEST_P(GpuGradients, OrderedGradientsAreReusedInTheOrderOfTheirStream) {
 
 TEST_P(GpuGradients, GradientsAreKeptUntilTheyAreRead) {
   run_gpu_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    reducer.register_parameter({.name = "w", .shape = {1024}});
-    reducer.prepare();
-    static_cast<void>(mesh.world().exchange("", "ready"));
+    Stream stream = Stream::create(kGpu, "caller");
     const Values gradient(1024, 1.0F);
-    auto owner = std::make_shared<int>(1);
-    const std::weak_ptr<int> life = owner;
-    {
-      const stand_in::Standstill nothing_moves;
-      Microbatch open(reducer, {.last = true});
-      const StridedView view{gradient.data(), Dtype::kF32, kGpu, {1024}, {}};
-      reducer.gradient_ready("w", view, std::exchange(owner, nullptr), Event());
-      open.end();
-      EXPECT_FALSE(life.expired());
+    Reducer reducer(mesh);
+    reducer.set_stream(stream);
+    register_numbered(reducer, 1, 1024);
+    for (const ValidAfter& valid : {ValidAfter(Event()), ValidAfter()}) {
+      static_cast<void>(mesh.world().exchange("", "ready"));
+      auto owner = std::make_shared<int>(1);
+      const std::weak_ptr<int> life = owner;
+      {
+        const stand_in::Standstill nothing_moves;
+        Microbatch open(reducer, {.last = true});
+        reducer.gradient_ready(0, view_of(gradient), std::exchange(owner, nullptr), valid);
+        open.end();
+        EXPECT_FALSE(life.expired());
+      }
+      if (valid.event) {
+        static_cast<void>(reducer.found_inf());  // the GPU is done: nobody has to ask for the rest
+      } else {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        while (!life.expired() && std::chrono::steady_clock::now() < end) reducer.packed().wait();
+      }
+      EXPECT_TRUE(life.expired());
     }
-    static_cast<void>(reducer.found_inf());  // the GPU is done: nobody has to ask for the rest
-    EXPECT_TRUE(life.expired());
+    static_cast<void>(reducer.found_inf());
   });
 }
 
@@ -162,8 +166,8 @@ TEST_P(GpuGradients, AnOwnerMayTakeALockOfTheCallersWhenItDies) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, GpuGradients,
-                         ::testing::Values(test::MeshShape{1, 1}, test::MeshShape{1, 2},
-                                           test::MeshShape{2, 1}, test::MeshShape{2, 2}),
+                         ::testing::Values(MeshShape{1, 1}, MeshShape{1, 2}, MeshShape{2, 1},
+                                           MeshShape{2, 2}),
                          ::testing::PrintToStringParamName());
 
 // Work of the caller's after which each rank's stream goes on when the other's has come there, too:
@@ -240,9 +244,11 @@ TEST(GpuGradientsOfOneRank, AreSafeWhereAnEventCannotBeMade) {
       {
         const stand_in::Standstill nothing_moves;
         const std::int64_t launches = stand_in::kernel_launches();
-        stand_in::fail("cudaEventCreateWithFlags", cudaErrorMemoryAllocation);
+        stand_in::fail_call({{.name = "cudaEventCreateWithFlags",
+                              .error = cudaErrorMemoryAllocation,
+                              .times = stand_in::kAlways}});
         reducer.gradient_ready(0, view_of(gradient), std::exchange(owner, nullptr), valid);
-        stand_in::fail("cudaEventCreateWithFlags", cudaSuccess);
+        stand_in::fail_call(std::nullopt);
         EXPECT_EQ(stand_in::kernel_launches(), launches + (valid.stream ? 0 : 1));
         EXPECT_FALSE(life.expired());
       }
@@ -279,10 +285,10 @@ TEST(GpuGradientsOfOneRank, LeaveTheirStreamsWithTheMicrobatch) {
         open.end();
       };
       microbatch(false, Stream::borrow(kGpu, other));
-      ASSERT_EQ(cudaStreamBeginCapture(other, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-      microbatch(true, stream);
-      cudaGraph_t graph = nullptr;
-      EXPECT_EQ(cudaStreamEndCapture(other, &graph), cudaSuccess);
+      {
+        const stand_in::Capture capture(other, cudaStreamCaptureModeThreadLocal);
+        microbatch(true, stream);
+      }
       EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);
     }
     EXPECT_THAT(read_shard(reducer, "0", stream), Each(2.0F));
@@ -290,4 +296,4 @@ TEST(GpuGradientsOfOneRank, LeaveTheirStreamsWithTheMicrobatch) {
 }
 
 }  // namespace
-}  // namespace hsdp
+}  // namespace hsdp::test

@@ -1,82 +1,55 @@
 // LocoHop on a GPU, on the stand-in for the CUDA runtime: the bits of the host.
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "device_rank.h"
+#include "gpu_rank.h"
 #include "quant/loco_hop.h"
-#include "tests/support/reducer_step.h"
 
-namespace hsdp {
+namespace hsdp::test {
 namespace {
 
 using quant::LocoHop;
 using quant::LocoOptions;
-using stand_in::Bytes;
 
 constexpr std::size_t kSteps = 5;
 constexpr std::size_t kOverflows = 2;  // this one
 
 // Everything that a rank ends up with: its shards after every step, and the errors.
 struct Outcome {
-  std::vector<test::RankResult> steps = std::vector<test::RankResult>(kSteps);
+  std::vector<RankResult> steps;
   std::vector<std::string> names;
-  std::vector<Bytes> state;
+  std::vector<std::vector<std::byte>> state;
 };
 
-std::vector<test::StepCase> some_steps(test::MeshShape shape) {
-  std::vector<test::StepCase> steps;
-  for (std::uint64_t s = 0; s < kSteps; ++s) {
-    steps.push_back(test::random_step(stand_in::parameters(Dtype::kBf16), shape.size(),
-                                      {Sync::kShard, Sync::kAll}, s + 1));
-  }
-  (*steps[kOverflows].gradients[2][1].back())[17] = std::numeric_limits<float>::infinity();
-  return steps;
-}
+using RunMesh = std::function<void(MeshShape shape, const MeshBody& body)>;
 
-void read_state(LocoHop& hop, Outcome& outcome) {
-  for (const HopState& one : hop.state()) {
-    outcome.names.push_back(one.key);
-    const auto* const begin = static_cast<const std::byte*>(one.data.data);
-    outcome.state.emplace_back(begin, begin + one.data.size_in_bytes());
-  }
-}
-
-std::vector<Outcome> on_host(test::MeshShape shape, const LocoOptions& options) {
+std::vector<Outcome> outcomes_of(const RunMesh& run, MeshShape shape, const LocoOptions& options) {
+  std::vector<Sync> schedule;
+  for (std::size_t s = 0; s < kSteps; ++s)
+    schedule.insert(schedule.end(), {Sync::kShard, Sync::kAll});
+  StepCase all = random_step(parameters(Dtype::kBf16), shape.size(), schedule, 1);
+  (*all.gradients[2][2 * kOverflows + 1].back())[17] = std::numeric_limits<float>::infinity();
   std::vector<Outcome> outcomes(static_cast<std::size_t>(shape.size()));
-  const std::vector<test::StepCase> steps = some_steps(shape);
-  test::run_mesh(shape, [&](const Mesh& mesh) {
+  run(shape, [&](const Mesh& mesh) {
     Outcome& outcome = outcomes[static_cast<std::size_t>(mesh.rank())];
     const auto hop = std::make_shared<LocoHop>(options);
     Reducer reducer(mesh, {.bucket_bytes = 8192, .replica_hop = hop});
-    test::register_all(reducer, steps[0]);
+    GpuRank rank(reducer, all, mesh);
     for (std::size_t s = 0; s < kSteps; ++s) {
-      outcome.steps[s] = test::run_step(reducer, steps[s], mesh.rank());
-    }
-    read_state(*hop, outcome);
-  });
-  return outcomes;
-}
-
-std::vector<Outcome> on_gpu(test::MeshShape shape, const LocoOptions& options) {
-  std::vector<Outcome> outcomes(static_cast<std::size_t>(shape.size()));
-  const std::vector<test::StepCase> steps = some_steps(shape);
-  stand_in::run_gpu_mesh(shape, [&](const Mesh& mesh) {
-    Outcome& outcome = outcomes[static_cast<std::size_t>(mesh.rank())];
-    const auto hop = std::make_shared<LocoHop>(options);
-    Reducer reducer(mesh, {.bucket_bytes = 8192, .replica_hop = hop});
-    test::register_all(reducer, steps[0]);
-    for (std::size_t s = 0; s < kSteps; ++s) {
-      stand_in::Rank rank(reducer, steps[s], mesh.rank());
-      rank.run_steps();
-      rank.read(outcome.steps[s]);
+      rank.run_microbatch(2 * s);
+      rank.run_microbatch(2 * s + 1);
+      outcome.steps.push_back(rank.read());
       EXPECT_EQ(reducer.found_inf(), s == kOverflows);
     }
-    read_state(*hop, outcome);
+    for (const HopState& one : hop->state()) {
+      outcome.names.push_back(one.key);
+      const auto* const begin = static_cast<const std::byte*>(one.data.data);
+      outcome.state.emplace_back(begin, begin + one.data.size_in_bytes());
+    }
   });
   return outcomes;
 }
@@ -84,15 +57,17 @@ std::vector<Outcome> on_gpu(test::MeshShape shape, const LocoOptions& options) {
 class CudaLoco : public ::testing::TestWithParam<LocoOptions> {};
 
 TEST_P(CudaLoco, HasTheBitsOfTheHost) {
-  for (const test::MeshShape shape : {test::MeshShape{2, 2}, test::MeshShape{3, 1}}) {
-    const std::vector<Outcome> host = on_host(shape, GetParam());
-    const std::vector<Outcome> gpu = on_gpu(shape, GetParam());
+  const RunMesh on_host = [](auto shape, const auto& body) { run_mesh(shape, body); };
+  const RunMesh on_gpu = [](auto shape, const auto& body) { run_gpu_mesh(shape, body); };
+  for (const MeshShape shape : {kSquare, MeshShape{3, 1}}) {
+    const std::vector<Outcome> host = outcomes_of(on_host, shape, GetParam());
+    const std::vector<Outcome> gpu = outcomes_of(on_gpu, shape, GetParam());
     for (std::size_t r = 0; r < host.size(); ++r) {
       const std::string rank = "rank " + std::to_string(r);
       for (std::size_t s = 0; s < kSteps; ++s) {
         for (std::size_t p = 0; p < host[r].steps[s].shards.size(); ++p) {
-          test::expect_same_bits(gpu[r].steps[s].shards[p], host[r].steps[s].shards[p],
-                                 rank + ", step " + std::to_string(s));
+          expect_same_bits(gpu[r].steps[s].shards[p], host[r].steps[s].shards[p],
+                           rank + ", step " + std::to_string(s));
         }
       }
       EXPECT_EQ(gpu[r].names, host[r].names);
@@ -110,4 +85,4 @@ INSTANTIATE_TEST_SUITE_P(
                       LocoOptions{.error_feedback = false}));
 
 }  // namespace
-}  // namespace hsdp
+}  // namespace hsdp::test

@@ -1,5 +1,5 @@
-// The RowReducer on a GPU, on the stand-in for the CUDA runtime: errors of a hop that come late,
-// and memory that kernels still use.
+// Hops whose work on a GPU ends late, and the RowReducer's memory that kernels still use, on the
+// stand-in for the CUDA runtime.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -14,21 +14,19 @@
 #include <vector>
 
 #include "cuda_stand_in.h"
-#include "device_rank.h"
+#include "gpu_rank.h"
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 #include "hsdp/row_reducer.h"
-#include "tests/support/reducer_step.h"
 
-namespace hsdp {
+namespace hsdp::test {
 namespace {
 
 using ::testing::HasSubstr;
 
 using std::chrono::milliseconds;
-using test::caught;
 
-constexpr test::MeshShape kTwoReplicas{2, 1};
+constexpr MeshShape kTwoReplicas{2, 1};
 constexpr std::int64_t kRowCount = 8;
 
 std::vector<RowGroup> two_rows(std::int64_t count = kRowCount) {
@@ -65,11 +63,13 @@ class SlowHop final : public ReplicaHop {
     });
     return Event(done);
   }
-  void end_step(const StepEnd& /*end*/) override {
+  void end_step(const StepEnd& end) override {
     if (runs_) ended_while_it_ran_ = true;
+    ends_.push_back(end);
   }
 
   [[nodiscard]] bool ended_while_it_ran() const { return ended_while_it_ran_; }
+  [[nodiscard]] const std::vector<StepEnd>& ends() const { return ends_; }
 
  private:
   milliseconds delay_;
@@ -78,7 +78,26 @@ class SlowHop final : public ReplicaHop {
   std::future<void> last_;
   std::atomic<bool> runs_ = false;
   bool ended_while_it_ran_ = false;
+  std::vector<StepEnd> ends_;
 };
+
+TEST(CudaReducer, AHopThatFailsLateEndsTheWorld) {
+  const StepCase step = random_step({{.name = "w", .shape = {64}}}, 2, {Sync::kAll}, 11);
+  run_gpu_mesh(kTwoReplicas, [&](const Mesh& mesh) {
+    const auto hop = std::make_shared<SlowHop>(milliseconds(50), mesh.rank() == 1);
+    {
+      Reducer reducer(mesh, {.replica_hop = hop});
+      GpuRank rank(reducer, step, mesh);
+      const auto fails = [&] {
+        rank.run();
+        static_cast<void>(reducer.found_inf());
+      };
+      EXPECT_THAT(fails, ::testing::ThrowsMessage<Error>(HasSubstr("hop: the codec failed")));
+    }
+    ASSERT_EQ(hop->ends().size(), 1U);
+    EXPECT_EQ(hop->ends().front().outcome, StepOutcome::kDropped);
+  });
+}
 
 // One rank's two rows of ones, on a stream of the GPU.
 class GpuRows {
@@ -98,7 +117,7 @@ class GpuRows {
   }
   void give(int group) {
     const TensorView row{values_[static_cast<std::size_t>(group)].data(), kRowCount, Dtype::kF32,
-                         stand_in::kGpu};
+                         kGpu};
     if (rows->requires_all_reduce(group)) {
       rows->reduce(group, {.values = row}, row, stream);
     } else {
@@ -118,7 +137,7 @@ class GpuRows {
     return end;
   }
 
-  Stream stream = Stream::create(stand_in::kGpu, "caller");
+  Stream stream = Stream::create(kGpu, "caller");
   std::optional<RowReducer> rows;
 
  private:
@@ -131,7 +150,7 @@ class GpuRows {
 TEST(CudaRows, ALateErrorOfAHopEndsTheWorldWithItsText) {
   for (const bool finishes : {false, true}) {
     const auto start = std::chrono::steady_clock::now();
-    stand_in::run_gpu_mesh(kTwoReplicas, [&](const Mesh& mesh) {
+    run_gpu_mesh(kTwoReplicas, [&](const Mesh& mesh) {
       const bool fails = mesh.rank() == 1;
       GpuRows rank(mesh, std::make_shared<SlowHop>(milliseconds(20), fails));
       const auto error = caught<Error>([&] {
@@ -154,7 +173,7 @@ TEST(CudaRows, ALateErrorOfAHopEndsTheWorldWithItsText) {
 }
 
 TEST(CudaRows, AStepEndsForItsHopWhenTheHopIsDone) {
-  stand_in::run_gpu_mesh(kTwoReplicas, [](const Mesh& mesh) {
+  run_gpu_mesh(kTwoReplicas, [](const Mesh& mesh) {
     const auto hop = std::make_shared<SlowHop>(milliseconds(50), false);
     GpuRows rank(mesh, hop);
     rank.set_last(false, {0});
@@ -176,7 +195,7 @@ TEST(CudaRows, AStepEndsForItsHopWhenTheHopIsDone) {
 TEST(CudaRows, SumsLiveUntilKernelsHaveUsedThem) {
   for (const bool fails : {false, true}) {
     SCOPED_TRACE(fails);
-    stand_in::run_gpu_mesh(kTwoReplicas, [fails](const Mesh& mesh) {
+    run_gpu_mesh(kTwoReplicas, [fails](const Mesh& mesh) {
       GpuRows rank(mesh);
       const Event blocked = rank.block();
       rank.set_last(false);
@@ -194,7 +213,7 @@ TEST(CudaRows, SumsLiveUntilKernelsHaveUsedThem) {
 }
 
 TEST(CudaRows, SumsOfOtherSizesWaitForKernels) {
-  stand_in::run_gpu_mesh(kTwoReplicas, [](const Mesh& mesh) {
+  run_gpu_mesh(kTwoReplicas, [](const Mesh& mesh) {
     GpuRows rank(mesh);
     const Event blocked = rank.block();
     rank.set_last(false);
@@ -206,4 +225,4 @@ TEST(CudaRows, SumsOfOtherSizesWaitForKernels) {
 }
 
 }  // namespace
-}  // namespace hsdp
+}  // namespace hsdp::test

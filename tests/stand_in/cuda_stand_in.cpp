@@ -51,7 +51,6 @@ struct Machine {
   std::condition_variable changed;
   int devices = 2;
   int count_error = 0;
-  std::map<std::string, int, std::less<>> failures;
   std::optional<FailingCall> failing_call;
   std::map<std::pair<std::string, int>, std::int64_t> calls;  // by name and device
   int standstills = 0;
@@ -83,6 +82,15 @@ Machine& machine() {
   return *one;
 }
 
+// The machine while its lock is held.
+class Locked {
+ public:
+  Machine* operator->() const { return &machine(); }
+
+ private:
+  std::lock_guard<std::mutex> lock_{machine().mutex};
+};
+
 constexpr int kHighestPriority = -5;
 
 thread_local int the_current_device = 0;
@@ -94,6 +102,15 @@ cudaError_t sticky_error(int device) {
   const Machine& m = machine();
   const auto one = m.broken_ones.find(device);
   return one == m.broken_ones.end() ? m.broken : one->second;
+}
+
+// With the lock held. Counts on to the failure that a test asked for.
+template <typename Failing>
+bool fails_now(std::optional<Failing>& failing) {
+  if (!failing || failing->device.value_or(the_current_device) != the_current_device) return false;
+  if (--failing->after >= 0) return false;
+  if (--failing->times <= 0) failing.reset();
+  return true;
 }
 
 // What the real runtime leaves undefined: a crash there, if one is lucky.
@@ -108,8 +125,6 @@ class Call {
  public:
   explicit Call(std::string_view name) : name_(name), lock_(machine().mutex) {
     machine().contexts.insert(the_current_device);
-    const auto failure = machine().failures.find(name);
-    if (failure != machine().failures.end()) refuse(static_cast<cudaError_t>(failure->second));
     ++machine().calls[{std::string(name), the_current_device}];
     refuse_as_told();
     refuse_if_broken();
@@ -183,10 +198,8 @@ class Call {
   void refuse_as_told() {
     std::optional<FailingCall>& failing = machine().failing_call;
     if (!failing || failing->name != name_) return;
-    if (failing->device.value_or(the_current_device) != the_current_device) return;
-    if (--failing->after >= 0) return;
-    refuse(static_cast<cudaError_t>(failing->error));
-    if (--failing->times <= 0) failing.reset();
+    const auto error = static_cast<cudaError_t>(failing->error);
+    if (fails_now(failing)) refuse(error);
   }
   void refuse_if_broken() {
     const cudaError_t sticky = sticky_error(the_current_device);
@@ -238,14 +251,9 @@ void run_on_device(int device, const std::string& name, const std::function<void
 
 // Memory that the device, or the host, has to find first: this may fail.
 bool find_memory(Call& call, std::size_t size) {
-  Machine& m = machine();
-  ++m.allocations;
-  std::optional<FailingAllocation>& failing = m.failing_allocation;
-  const bool counts = failing && failing->device.value_or(the_current_device) == the_current_device;
-  const bool fails = counts && --failing->after < 0;
-  if (fails && --failing->times <= 0) failing.reset();
+  ++machine().allocations;
   constexpr std::size_t kMostBytes = std::size_t{16} << 30U;
-  if (!fails && size <= kMostBytes) return true;
+  if (!fails_now(machine().failing_allocation) && size <= kMostBytes) return true;
   call.refuse(cudaErrorMemoryAllocation);
   return false;
 }
@@ -267,108 +275,63 @@ void* make_addresses(std::size_t size) {
 }
 
 int primary_context_state(int device, unsigned* flags, int* active) {
-  const std::lock_guard lock(machine().mutex);
   *flags = 0;
-  *active = machine().contexts.contains(device) ? 1 : 0;
+  *active = Locked()->contexts.contains(device) ? 1 : 0;
   return 0;
 }
 
 }  // namespace
 
 void set_devices(int count, int error) {
-  const std::lock_guard lock(machine().mutex);
-  machine().devices = count;
-  machine().count_error = error;
+  const Locked m;
+  m->devices = count;
+  m->count_error = error;
 }
 
-void fail(const std::string& call, int error) {
-  const std::lock_guard lock(machine().mutex);
-  if (error == 0) {
-    machine().failures.erase(call);
-  } else {
-    machine().failures[call] = error;
-  }
-}
-
-void fail_call(std::optional<FailingCall> which) {
-  const std::lock_guard lock(machine().mutex);
-  machine().failing_call = std::move(which);
-}
-
-std::int64_t call_count(const std::string& name, int device) {
-  const std::lock_guard lock(machine().mutex);
-  return machine().calls[{name, device}];
-}
-
+void fail_call(std::optional<FailingCall> which) { Locked()->failing_call = std::move(which); }
 void fail_allocation(std::optional<FailingAllocation> which) {
-  const std::lock_guard lock(machine().mutex);
-  machine().failing_allocation = which;
+  Locked()->failing_allocation = which;
 }
-
-std::int64_t allocation_count() {
-  const std::lock_guard lock(machine().mutex);
-  return machine().allocations;
-}
+void fail_kernel(std::optional<FailingKernel> which) { Locked()->failing_kernel = which; }
 
 void break_devices(int error) {
-  const std::lock_guard lock(machine().mutex);
-  machine().broken = last_error = static_cast<cudaError_t>(error);
+  const Locked m;
+  m->broken = last_error = static_cast<cudaError_t>(error);
   if (error != 0) return;
-  machine().broken_ones.clear();
-  machine().doomed.clear();
-}
-
-void fail_kernel(std::optional<FailingKernel> which) {
-  const std::lock_guard lock(machine().mutex);
-  machine().failing_kernel = which;
+  m->broken_ones.clear();
+  m->doomed.clear();
 }
 
 void delay_work(std::optional<std::uint64_t> seed) {
-  const std::lock_guard lock(machine().mutex);
-  machine().delays.reset();
-  if (seed) machine().delays.emplace(*seed);
+  const Locked m;
+  m->delays.reset();
+  if (seed) m->delays.emplace(*seed);
 }
 
-Standstill::Standstill() {
-  const std::lock_guard lock(machine().mutex);
-  ++machine().standstills;
-}
-
+Standstill::Standstill() { ++Locked()->standstills; }
 Standstill::~Standstill() {
-  {
-    const std::lock_guard lock(machine().mutex);
-    --machine().standstills;
-  }
+  --Locked()->standstills;
   machine().changed.notify_all();
 }
 
-std::int64_t kernel_launches() {
-  const std::lock_guard lock(machine().mutex);
-  return machine().launches;
+std::int64_t call_count(const std::string& name, int device) {
+  return Locked()->calls[{name, device}];
 }
-
+std::int64_t allocation_count() { return Locked()->allocations; }
+std::int64_t kernel_launches() { return Locked()->launches; }
 std::int64_t allocated_bytes() {
-  const std::lock_guard lock(machine().mutex);
+  const Locked m;
   std::int64_t bytes = 0;
-  for (const auto& [_, memory] : machine().memory) bytes += memory.size;
+  for (const auto& [_, memory] : m->memory) bytes += memory.size;
   return bytes;
 }
-
 int current_device() { return the_current_device; }
-
-std::set<int> contexts() {
-  const std::lock_guard lock(machine().mutex);
-  return machine().contexts;
-}
-
-void forget_contexts() {
-  const std::lock_guard lock(machine().mutex);
-  machine().contexts.clear();
-}
+std::set<int> contexts() { return Locked()->contexts; }
+void forget_contexts() { Locked()->contexts.clear(); }
 
 bool is_broken(int device) {
-  const std::lock_guard lock(machine().mutex);
-  return machine().doomed.contains(device) || sticky_error(device) != cudaSuccess;
+  const Locked m;
+  return m->doomed.contains(device) || sticky_error(device) != cudaSuccess;
 }
 
 cudaError_t enqueue(const char* name, cudaStream_t handle, std::function<void()> work) {
@@ -397,7 +360,7 @@ cudaError_t enqueue(const char* name, cudaStream_t handle, std::function<void()>
 using namespace hsdp::stand_in;  // NOLINT(google-build-using-namespace): the runtime is global
 
 cudaError_t cudaGetLastError() {
-  const std::lock_guard lock(machine().mutex);
+  const Locked m;
   return std::exchange(last_error, sticky_error(the_current_device));
 }
 
@@ -412,9 +375,9 @@ const char* cudaGetErrorString(cudaError_t error) {
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  const std::lock_guard lock(machine().mutex);
-  *count = machine().devices;
-  return last_error = static_cast<cudaError_t>(machine().count_error);
+  const Locked m;
+  *count = m->devices;
+  return last_error = static_cast<cudaError_t>(m->count_error);
 }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -669,11 +632,11 @@ cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
     place->second.pool->used -= std::exchange(place->second.taken, 0);
   }
   return enqueue("cudaFreeAsync", stream, [memory] {
-    const std::lock_guard lock(machine().mutex);
-    const auto place = machine().memory.find(memory);
-    if (place == machine().memory.end()) punish("cudaFreeAsync", "memory that was freed");
+    const Locked m;
+    const auto place = m->memory.find(memory);
+    if (place == m->memory.end()) punish("cudaFreeAsync", "memory that was freed");
     std::memset(memory, 0xff, static_cast<std::size_t>(place->second.size));
-    machine().memory.erase(place);
+    m->memory.erase(place);
     std::free(memory);
   });
 }

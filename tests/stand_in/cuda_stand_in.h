@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <set>
 #include <string>
@@ -12,8 +13,7 @@ namespace hsdp::stand_in {
 // How many GPUs there are (at the start: 2), and with which error counting them fails (0: none).
 void set_devices(int count, int error = 0);
 
-// From now on the call of that name returns `error`; 0: it works again.
-void fail(const std::string& call, int error);
+constexpr int kAlways = std::numeric_limits<int>::max();  // times
 
 // Which calls of that name fail with `error`: the one after so many more, and the next up to
 // `times`, of the threads whose current device that is.

@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "device_world.h"
 #include "nccl_ranks.h"
 #include "tests/comm/contract_suite.h"
 
@@ -15,7 +16,7 @@ std::vector<ContractCase> cases() {
       all.push_back({(path == Path::kDirect ? "allocated_" : "private_") + std::to_string(size),
                      size, path, [size](const std::function<void(Communicator&)>& body) {
                        run_nccl_ranks(size, [&](Communicator& world) {
-                         Communicator same = with_host_views(world, gpu_of(world.rank()));
+                         Communicator same = stand_in::with_host_views(world, gpu_of(world.rank()));
                          body(same);
                        });
                      }});

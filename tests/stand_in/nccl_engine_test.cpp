@@ -2,11 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <cstring>
-#include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "cuda_stand_in.h"
@@ -26,14 +22,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::ThrowsMessage;
-
-bool soon(const std::function<bool()>& holds) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (!holds() && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return holds();
-}
 
 // The names and sizes of a rank's calls, one string for each group.
 std::vector<std::string> groups_of(int rank) {
@@ -152,14 +140,10 @@ TEST(NcclEngine, AGroupOfOneAsksNcclForNothing) {
     EXPECT_EQ(world.transport(), Transport::kNone);
     const Buffer in(gpu_of(0), 64);
     const Buffer out(gpu_of(0), 64);
-    for (std::int64_t i = 0; i < 16; ++i) set(in.view(Dtype::kF32), i, static_cast<double>(i));
-    world.reduce_scatter({.in = in.view(Dtype::kF32), .out = out.view(Dtype::kF32), .divisor = 2});
-    EXPECT_EQ(get(out.view(Dtype::kF32), 7), 3.5);
-    world.all_reduce({.data = out.view(Dtype::kF32), .wire = Dtype::kBf16, .divisor = 0.5F});
-    EXPECT_EQ(get(out.view(Dtype::kF32), 7), 7.0);
+    world.reduce_scatter(in.view(Dtype::kF32), out.view(Dtype::kF32));
+    world.all_reduce({.data = out.view(Dtype::kF32), .wire = Dtype::kBf16});
     world.all_gather(in.view(Dtype::kU8), out.view(Dtype::kU8));
     world.all_to_all(out.view(Dtype::kU8), in.view(Dtype::kU8));
-    EXPECT_EQ(get(in.view(Dtype::kF32), 7), 7.0);
     world.broadcast(in.view(Dtype::kU8));
     world.barrier();
     Communicator part = world.split(3, 0);

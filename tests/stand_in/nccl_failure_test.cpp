@@ -109,10 +109,23 @@ void reduce_and_wait(Communicator& world, int bucket) {
   world.wait(gpu.stream.record());
 }
 
-bool soon(const std::function<bool()>& holds) {
-  const auto end = Clock::now() + std::chrono::seconds(10);
-  while (!holds() && Clock::now() < end) std::this_thread::sleep_for(milliseconds(2));
-  return holds();
+// In the background, when the rank has made another call of NCCL.
+void after_next_call(int rank, const std::function<void()>& act) {
+  std::thread([=, before = nccl_stand_in().calls(rank).size()] {
+    EXPECT_TRUE(soon([&] { return nccl_stand_in().calls(rank).size() > before; }));
+    act();
+  }).detach();
+}
+
+// What connecting with those GPUs ends with on each rank.
+std::vector<std::string> connect(int size, const std::function<Device(int rank)>& gpu) {
+  std::vector<std::string> texts(static_cast<std::size_t>(size));
+  const auto attempt = [&](Communicator& host) {
+    texts[static_cast<std::size_t>(host.rank())] = outcome_of(
+        [&] { static_cast<void>(comm::nccl_world(control_of(host), gpu(host.rank()))); });
+  };
+  run_ranks(size, attempt, kUnhurried);
+  return texts;
 }
 
 // The rank's sum is enqueued, and waits, when the next call fails.
@@ -141,46 +154,40 @@ TEST(NcclFailure, ACallThatThrowsUsesItsMemoryNoMore) {
 }
 
 TEST(NcclFailure, DifferentCallsAreNamedBeforeDataMoves) {
-  const auto texts = outcomes(3, [](Communicator& world) {
-    const Device gpu = gpu_of(world.rank());
-    const Buffer data(gpu, 4096);
-    const auto count = world.rank() == 1 ? 99 : 100;
-    const TensorView part = data.view(Dtype::kF32).slice(0, count);
-    const std::string first = outcome_of([&] { world.all_reduce({.data = part, .bucket = 3}); });
-    EXPECT_EQ(outcome_of([&] { world.barrier(); }), first);
-    EXPECT_TRUE(nccl_stand_in().calls(world.rank()).empty());
-    world.barrier();
-  });
-  EXPECT_THAT(texts, Each(AllOf(HasSubstr("MismatchError: nccl: the ranks' calls do not match"),
-                                HasSubstr("all_reduce of 100 f32 of bucket 3 (ranks 0, 2)"),
-                                HasSubstr("of 99 f32 of bucket 3 (rank 1)"))));
-}
-
-TEST(NcclFailure, DifferentCutsDoNotMeet) {
-  const auto texts = outcomes(3, [](Communicator& world) {
-    const Device gpu = gpu_of(world.rank());
-    const Buffer in(gpu, 100);
-    const Buffer out(gpu, 120);
-    const RowCut cut({0, world.rank() == 1 ? 30 : 40, 60, 100});
-    const TensorView rows = out.view(Dtype::kU8).slice(0, 3 * cut.length(world.rank()));
-    const auto call = [&] {
-      world.all_to_all(in.view(Dtype::kU8), rows, Stream::inline_host(), cut, 5);
-    };
-    EXPECT_THAT(outcome_of(call), HasSubstr("MismatchError"));
-    EXPECT_TRUE(nccl_stand_in().calls(world.rank()).empty());
-    world.barrier();
-  });
-  EXPECT_THAT(texts, Each(AllOf(HasSubstr("all_to_all of 100 u8 of bucket 5 (ranks 0, 2)"),
-                                HasSubstr("with another cut, exponent or divisor"))));
-}
-
-TEST(NcclFailure, NativeAndExactDoNotMeet) {
-  const auto texts = outcomes(2, [](Communicator& world) {
-    const Buffer data(gpu_of(world.rank()), 400);
-    const auto how = world.rank() == 0 ? Reduction::kExact : Reduction::kNative;
-    world.all_reduce({.data = data.view(Dtype::kF32), .reduction = how});
-  });
-  EXPECT_THAT(texts, Each(HasSubstr("MismatchError")));
+  struct Row {
+    std::function<void(Communicator&, const Buffer& data, bool other)> call;
+    std::string of_most;
+    std::string of_rank_1;
+  };
+  const std::vector<Row> rows{
+      {[](Communicator& world, const Buffer& data, bool other) {
+         const TensorView part = data.view(Dtype::kF32).slice(0, other ? 99 : 100);
+         world.all_reduce({.data = part, .bucket = 3});
+       },
+       "all_reduce of 100 f32 of bucket 3 (ranks 0, 2)", "of 99 f32 of bucket 3 (rank 1)"},
+      {[](Communicator& world, const Buffer& data, bool other) {
+         const RowCut cut({0, other ? 30 : 40, 60, 100});
+         const TensorView bytes = data.view(Dtype::kU8);
+         world.all_to_all(bytes.slice(0, 100), bytes.slice(100, 3 * cut.length(world.rank())),
+                          Stream::inline_host(), cut, 5);
+       },
+       "all_to_all of 100 u8 of bucket 5 (ranks 0, 2)", "with another cut, exponent or divisor"},
+      {[](Communicator& world, const Buffer& data, bool other) {
+         world.all_reduce({.data = data.view(Dtype::kF32),
+                           .reduction = other ? Reduction::kNative : Reduction::kExact});
+       },
+       "all_reduce of 1024 f32 (ranks 0, 2)", "with another cut, exponent or divisor"}};
+  for (const Row& row : rows) {
+    const auto texts = outcomes(3, [&](Communicator& world) {
+      const Buffer data(gpu_of(world.rank()), 4096);
+      const std::string first = outcome_of([&] { row.call(world, data, world.rank() == 1); });
+      EXPECT_EQ(outcome_of([&] { world.barrier(); }), first);
+      EXPECT_TRUE(nccl_stand_in().calls(world.rank()).empty());
+      world.barrier();
+    });
+    EXPECT_THAT(texts, Each(AllOf(HasSubstr("MismatchError: nccl: the ranks' calls do not match"),
+                                  HasSubstr(row.of_most), HasSubstr(row.of_rank_1))));
+  }
 }
 
 TEST(NcclFailure, APeerThatDoesNotCallIsNamed) {
@@ -188,7 +195,7 @@ TEST(NcclFailure, APeerThatDoesNotCallIsNamed) {
       3,
       [](Communicator& world) {
         if (world.rank() != 1) return reduce_and_wait(world, 5);
-        soon([&] { return control_of(world)->failed(); });
+        EXPECT_TRUE(soon([&] { return control_of(world)->failed(); }));
         world.barrier();
       },
       kImpatient);
@@ -247,7 +254,7 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNoReducerUp) {
   const auto texts = outcomes(
       2,
       [&](Communicator& world) {
-        const Mesh mesh(world, {.replicate = 2, .device = gpu_of(world.rank())});
+        const Mesh mesh = mesh_of(world, {2, 1});
         std::optional<Reducer> reducer;
         reducer.emplace(mesh, ReducerOptions{.replica_hop = std::make_shared<quant::LocoHop>()});
         const std::vector<float> gradient(4096, 1.0F);
@@ -288,7 +295,7 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNoReducerUp) {
 TEST(NcclFailure, ARowOfAnAbortedHopIsNaN) {
   for (const bool quantizes : {false, true}) {
     const auto texts = outcomes(2, [&](Communicator& world) {
-      const Mesh mesh(world, {.replicate = 2, .device = gpu_of(world.rank())});
+      const Mesh mesh = mesh_of(world, {2, 1});
       std::shared_ptr<ReplicaHop> hop;
       if (quantizes) hop = std::make_shared<quant::LocoHop>();
       RowReducer rows(mesh,
@@ -331,7 +338,7 @@ TEST(NcclFailure, AGatherThatWasAbortedIsNotTakenForDone) {
   const auto texts = outcomes(
       2,
       [](Communicator& world) {
-        const Mesh mesh(world, {.shard = 2, .device = gpu_of(world.rank())});
+        const Mesh mesh = mesh_of(world, {1, 2});
         Reducer reducer(mesh);
         const Buffer whole(mesh.device(), 2 * 4096 * sizeof(float));
         const TensorView both = whole.view(Dtype::kF32);
@@ -359,10 +366,7 @@ TEST(NcclFailure, AnErrorOfNcclNamesTheCallAndTheRank) {
   const auto texts = outcomes(3, [](Communicator& world) {
     nccl_stand_in().hang(0);
     if (world.rank() == 2) {
-      std::thread([before = nccl_stand_in().calls(2).size()] {
-        EXPECT_TRUE(soon([&] { return nccl_stand_in().calls(2).size() > before; }));
-        nccl_stand_in().set_error(2, ncclSystemError);
-      }).detach();
+      after_next_call(2, [] { nccl_stand_in().set_error(2, ncclSystemError); });
     }
     reduce_and_wait(world, 4);
   });
@@ -384,10 +388,7 @@ TEST(NcclFailure, AWorldThatEndsElsewhereEndsWhatTheGpuDoes) {
   const auto texts = outcomes(3, [](Communicator& world) {
     nccl_stand_in().hang(1);
     if (world.rank() == 1) {
-      std::thread([world, before = nccl_stand_in().calls(1).size()]() mutable {
-        EXPECT_TRUE(soon([&] { return nccl_stand_in().calls(1).size() > before; }));
-        world.abort("the test wants it");
-      }).detach();
+      after_next_call(1, [world] { Communicator(world).abort("the test wants it"); });
     }
     reduce_and_wait(world, 0);
   });
@@ -501,19 +502,15 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(NcclFailure, AConnectionThatIsRefusedIsNamedOnEveryRank) {
   for (const bool late : {false, true}) {
-    static_cast<void>(nccl_stand_in());
-    std::vector<std::string> texts;
     nccl_stand_in().reset();
-    nccl_stand_in().fail_init(1, ncclSystemError, late);
-    run_ranks(
-        3,
-        [&](Communicator& host) {
-          const std::string text = outcome_of(
-              [&] { static_cast<void>(comm::nccl_world(control_of(host), gpu_of(host.rank()))); });
-          EXPECT_THAT(text, AllOf(HasSubstr("RankError: nccl: connect: expected success"),
-                                  HasSubstr("rank 1 of 3")));
-        },
-        kUnhurried);
+    nccl_stand_in().fail_call({.rank = 1,
+                               .name = "ncclCommInitRankConfig",
+                               .result = ncclSystemError,
+                               .times = stand_in::kAlways,
+                               .late = late});
+    EXPECT_THAT(connect(3, gpu_of),
+                Each(AllOf(HasSubstr("RankError: nccl: connect: expected success"),
+                           HasSubstr("rank 1 of 3"))));
     EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
   }
 }
@@ -521,27 +518,16 @@ TEST(NcclFailure, AConnectionThatIsRefusedIsNamedOnEveryRank) {
 class WithSharedGpu : public ::testing::TestWithParam<const char*> {
  protected:
   void TearDown() override { ::unsetenv(GetParam()); }
-  static void connect(const std::function<void(const std::string&)>& check) {
-    nccl_stand_in().reset();
-    run_ranks(
-        3,
-        [&](Communicator& host) {
-          check(outcome_of([&] {
-            static_cast<void>(comm::nccl_world(control_of(host), gpu_of(host.rank() / 2)));
-          }));
-        },
-        kUnhurried);
-  }
 };
 
 TEST_P(WithSharedGpu, IsRefusedUnlessSomebodyAskedForIt) {
-  connect([](const std::string& text) {
-    EXPECT_THAT(text,
-                AllOf(HasSubstr("UsageError: nccl: more ranks than GPUs"), HasSubstr("cuda:0"),
-                      HasSubstr("ranks 0 and 1 of 3"), HasSubstr("NCCL_HOSTID")));
-  });
+  const auto half = [](int rank) { return gpu_of(rank / 2); };
+  nccl_stand_in().reset();
+  EXPECT_THAT(connect(3, half),
+              Each(AllOf(HasSubstr("UsageError: nccl: more ranks than GPUs"), HasSubstr("cuda:0"),
+                         HasSubstr("ranks 0 and 1 of 3"), HasSubstr("NCCL_HOSTID"))));
   ::setenv(GetParam(), "1", 1);
-  connect([](const std::string& text) { EXPECT_EQ(text, "nothing"); });
+  EXPECT_THAT(connect(3, half), Each("nothing"));
 }
 
 INSTANTIATE_TEST_SUITE_P(Variables, WithSharedGpu,
@@ -576,16 +562,9 @@ TEST(NcclFailure, DifferentVersionsAreNamed) {
 
 TEST(NcclFailure, ARankWithoutItsGpuIsNamedOnTheOthers) {
   nccl_stand_in().reset();
-  run_ranks(
-      2,
-      [](Communicator& host) {
-        const Device gpu = gpu_of(host.rank() == 0 ? 0 : 63);
-        const std::string text =
-            outcome_of([&] { static_cast<void>(comm::nccl_world(control_of(host), gpu)); });
-        EXPECT_THAT(text, HasSubstr(host.rank() == 0 ? "MismatchError: nccl: rank 1 of 2 cannot"
-                                                     : "UsageError: device: cannot use cuda:63"));
-      },
-      kUnhurried);
+  EXPECT_THAT(connect(2, [](int rank) { return gpu_of(rank == 0 ? 0 : 63); }),
+              ElementsAre(HasSubstr("MismatchError: nccl: rank 1 of 2 cannot"),
+                          HasSubstr("UsageError: device: cannot use cuda:63")));
 }
 
 TEST(NcclFailure, MemoryElsewhereIsRefusedAndNothingIsLost) {

@@ -56,35 +56,28 @@ std::shared_ptr<Clique> Machine::new_clique(int size) {
 
 void Machine::reset() {
   release();
-  const std::lock_guard lock(mutex);
-  version = 22809;
+  const Locked lock;
   errors.clear();
-  failing_inits.clear();
   failing_call.reset();
-  not_registering.clear();
   log.clear();
   abort_count = revoke_count = race_count = 0;
   for (ncclComm_t const comm : comms) comm->member->launching = -1;  // of a job that is over
 }
 
-void Machine::set_version(int value) {
-  const std::lock_guard lock(mutex);
-  version = value;
-}
-
 void Machine::set_error(int rank, int result) {
-  const std::lock_guard lock(mutex);
-  errors[rank] = static_cast<ncclResult_t>(result);
+  Locked()->errors[rank] = static_cast<ncclResult_t>(result);
 }
+void Machine::fail_call(const FailingNcclCall& which) { Locked()->failing_call = which; }
+void Machine::hang(int rank) { Locked()->hanging.insert(rank); }
+void Machine::hang_aborts() { Locked()->aborts_hang = true; }
 
-void Machine::fail_init(int rank, int result, bool late) {
-  const std::lock_guard lock(mutex);
-  failing_inits[rank] = {static_cast<ncclResult_t>(result), late};
-}
-
-void Machine::fail_call(const FailingNcclCall& which) {
-  const std::lock_guard lock(mutex);
-  failing_call = which;
+void Machine::release() {
+  {
+    const Locked lock;
+    hanging.clear();
+    aborts_hang = false;
+  }
+  changed.notify_all();
 }
 
 Machine::Ending Machine::ending_of(int rank, const char* call) {
@@ -95,62 +88,17 @@ Machine::Ending Machine::ending_of(int rank, const char* call) {
   return ending;
 }
 
-void Machine::hang(int rank) {
-  const std::lock_guard lock(mutex);
-  hanging.insert(rank);
-}
-
-void Machine::hang_aborts() {
-  const std::lock_guard lock(mutex);
-  aborts_hang = true;
-}
-
-void Machine::refuse_registration(int rank) {
-  const std::lock_guard lock(mutex);
-  not_registering.insert(rank);
-}
-
-void Machine::release() {
-  {
-    const std::lock_guard lock(mutex);
-    hanging.clear();
-    aborts_hang = false;
-  }
-  changed.notify_all();
-}
-
-std::vector<NcclCall> Machine::calls(int rank) const {
-  const std::lock_guard lock(mutex);
-  const auto calls = log.find(rank);
-  return calls == log.end() ? std::vector<NcclCall>() : calls->second;
-}
-
-int Machine::communicators() const {
-  const std::lock_guard lock(mutex);
-  return static_cast<int>(comms.size());
-}
-int Machine::aborts() const {
-  const std::lock_guard lock(mutex);
-  return abort_count;
-}
-int Machine::revokes() const {
-  const std::lock_guard lock(mutex);
-  return revoke_count;
-}
+std::vector<NcclCall> Machine::calls(int rank) const { return Locked()->log[rank]; }
+int Machine::communicators() const { return static_cast<int>(Locked()->comms.size()); }
+int Machine::aborts() const { return Locked()->abort_count; }
+int Machine::revokes() const { return Locked()->revoke_count; }
+int Machine::races() const { return Locked()->race_count; }
+std::int64_t Machine::allocated() const { return std::ssize(Locked()->blocks); }
 int Machine::enrolled() const {
-  const std::lock_guard lock(mutex);
+  const Locked lock;
   std::size_t count = 0;
   for (ncclComm_t const comm : comms) count += comm->member->enrolled.size();
   return static_cast<int>(count);
-}
-std::int64_t Machine::allocated() const {
-  const std::lock_guard lock(mutex);
-  return static_cast<std::int64_t>(blocks.size());
-}
-
-int Machine::races() const {
-  const std::lock_guard lock(mutex);
-  return race_count;
 }
 
 namespace {

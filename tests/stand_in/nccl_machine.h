@@ -83,13 +83,10 @@ class Transfer {
 class Machine : public NcclStandIn {
  public:
   void reset() override;
-  void set_version(int value) override;
   void set_error(int rank, int result) override;
-  void fail_init(int rank, int result, bool late) override;
   void fail_call(const FailingNcclCall& which) override;
   void hang(int rank) override;
   void hang_aborts() override;
-  void refuse_registration(int rank) override;
   void release() override;
   [[nodiscard]] std::vector<NcclCall> calls(int rank) const override;
   [[nodiscard]] int communicators() const override;
@@ -110,17 +107,14 @@ class Machine : public NcclStandIn {
 
   mutable std::mutex mutex;
   std::condition_variable changed;
-  int version = 22809;
   int next_clique = 0;
   int next_group = 0;
   int next_id = 0;
   int next_launch = 0;
   std::map<std::string, std::shared_ptr<Clique>> cliques;  // by id
   std::map<int, ncclResult_t> errors;                      // by world rank
-  std::map<int, std::pair<ncclResult_t, bool>> failing_inits;
   std::optional<FailingNcclCall> failing_call;
   std::set<int> hanging;
-  std::set<int> not_registering;
   std::set<ncclComm_t> comms;
   bool aborts_hang = false;
   std::map<int, std::vector<NcclCall>> log;
@@ -133,6 +127,15 @@ class Machine : public NcclStandIn {
 };
 
 Machine& machine();
+
+// The machine while its lock is held.
+class Locked {
+ public:
+  Machine* operator->() const { return &machine(); }
+
+ private:
+  std::lock_guard<std::mutex> lock_{machine().mutex};
+};
 
 // What a rank does between ncclGroupStart and ncclGroupEnd.
 struct Op {

@@ -2,12 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "gpu_rank.h"
 #include "hsdp/error.h"
-#include "nccl_gpu_rank.h"
+#include "nccl_ranks.h"
 
 namespace hsdp::test {
 namespace {
@@ -37,10 +39,8 @@ std::map<int, std::string> names_by_use(int rank, const std::vector<std::string>
 
 TEST(NcclOrder, AReplicaHopComesAfterTheNextShardHop) {
   const LaunchOrderCounts counts;
-  const MeshShape shape{2, 2};
-  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
-  step.schedule = {Sync::kAll};
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+  const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
+  run_nccl_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
     GpuRank rank(reducer, step, mesh);
     static_cast<void>(rank.run_step());
@@ -62,10 +62,8 @@ TEST(NcclOrder, AReplicaHopComesAfterTheNextShardHop) {
 // On the caller's thread, beside the one that issues the hops.
 TEST(NcclOrder, ACollectiveAfterAMicrobatchComesAfterItsHops) {
   const LaunchOrderCounts counts;
-  const MeshShape shape{2, 2};
-  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
-  step.schedule = {Sync::kAll};
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+  const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
+  run_nccl_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 512});
     GpuRank rank(reducer, step, mesh);
     std::vector<float> value(4, 1.0F);
@@ -90,179 +88,154 @@ TEST(NcclOrder, ACollectiveAfterAMicrobatchComesAfterItsHops) {
   }
 }
 
+// Two Reducers of a mesh, on one rank.
+struct TwoReducers {
+  Reducer& first;
+  Reducer& second;
+  GpuRank& a;  // of the first
+  GpuRank& b;
+  int rank;
+};
+struct TwoSteps {
+  StepCase first;
+  StepCase second;
+  Missing missing = Missing::kError;  // in the first
+};
+
+// Both have the bits of the reference after what the body does.
+void run_two_reducers(MeshShape shape, const TwoSteps& steps,
+                      const std::function<void(const TwoReducers&)>& body) {
+  ReducerOptions options{.bucket_bytes = kSmallBuckets};
+  ReducerOptions of_first = options;
+  of_first.missing = steps.missing;
+  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+  const auto results_of_first = nccl_results(shape, [&](const Mesh& mesh) {
+    Reducer first(mesh, of_first);
+    Reducer second(mesh, options);
+    GpuRank a(first, steps.first, mesh);
+    GpuRank b(second, steps.second, mesh);
+    body({first, second, a, b, mesh.rank()});
+    results[static_cast<std::size_t>(mesh.rank())] = b.read();
+    return a.read();
+  });
+  expect_reference(results_of_first, steps.first, of_first, shape, "first");
+  expect_reference(results, steps.second, options, shape, "second");
+}
+
+// Of one parameter in several buckets.
+TwoSteps large_steps(int ranks, std::uint64_t seed) {
+  const auto step = [&](const char* name) {
+    return random_step({{.name = name, .shape = {9000}}}, ranks, {Sync::kAll}, seed);
+  };
+  return {step("a"), step("b")};
+}
+
 // The order of two Reducers whose blocks overlap, with gradients that come in another order on each
 // rank.
 TEST(NcclOrder, OverlappingReducersIssueInOneOrderOnEveryRank) {
   const LaunchOrderCounts counts;
-  const MeshShape shape{2, 2};
   constexpr std::size_t kParameters = 6;
-  const auto specs = [](const std::string& prefix) {
-    std::vector<ParameterSpec> all;
+  const auto step = [](const std::string& prefix) {
+    std::vector<ParameterSpec> specs;
     for (std::size_t p = 0; p < kParameters; ++p) {
-      all.push_back({.name = prefix + std::to_string(p), .shape = {700}});
+      specs.push_back({.name = prefix + std::to_string(p), .shape = {700}});
     }
-    return all;
+    return random_step(specs, 4, {Sync::kShard, Sync::kAll}, 11);
   };
-  std::vector<StepCase> steps;
-  for (const char* prefix : {"a", "b"}) {
-    steps.push_back(random_step(specs(prefix), 4, {Sync::kShard, Sync::kAll}, 11));
-  }
-  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
-  std::vector<std::vector<RankResult>> results(2, std::vector<RankResult>(4));
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
-    Reducer first(mesh, options);
-    Reducer second(mesh, options);
-    GpuRank a(first, steps[0], mesh);
-    GpuRank b(second, steps[1], mesh);
-    const auto r = static_cast<std::size_t>(mesh.rank());
+  run_two_reducers(kSquare, {step("a"), step("b")}, [](const TwoReducers& two) {
+    const auto r = static_cast<std::size_t>(two.rank);
     for (int repeat = 0; repeat < 3; ++repeat) {
       for (std::size_t m = 0; m < 2; ++m) {
-        a.begin(m);
-        b.begin(m);
+        two.a.begin(m);
+        two.b.begin(m);
         for (std::size_t p = 0; p < kParameters; ++p) {
-          GpuRank& one = r % 2 == 0 ? a : b;
-          GpuRank& other = r % 2 == 0 ? b : a;
+          GpuRank& one = r % 2 == 0 ? two.a : two.b;
+          GpuRank& other = r % 2 == 0 ? two.b : two.a;
           one.hand_over((p + r) % kParameters, m);
           other.hand_over(kParameters - 1 - p, m);
         }
-        first.end_microbatch();
-        second.end_microbatch();
+        two.first.end_microbatch();
+        two.second.end_microbatch();
       }
     }
-    results[0][r] = a.read();
-    results[1][r] = b.read();
   });
-  expect_reference(results[0], steps[0], options, shape, "first");
-  expect_reference(results[1], steps[1], options, shape, "second");
   // Communicators are numbered by the library; ranks of one shard group share theirs, and what
   // differs is told apart by first use in one order.
   std::vector<std::vector<std::string>> orders;
   for (int rank = 0; rank < 4; ++rank) {
     orders.push_back(groups_of(rank, names_by_use(rank, {"w", "x", "y", "z"})));
   }
-  for (int rank = 1; rank < 4; ++rank) EXPECT_EQ(orders[static_cast<std::size_t>(rank)], orders[0]);
+  EXPECT_THAT(orders, ::testing::Each(orders[0]));
   EXPECT_GT(orders[0].size(), 60U);
 }
 
 // A block inside another one, and a block that ends while the other has not got a gradient yet.
 TEST(NcclOrder, BlocksMayNestAndEndInAnyOrder) {
-  const MeshShape shape{1, 2};
-  std::vector<StepCase> steps;
-  for (const char* name : {"a", "b"}) {
-    steps.push_back(random_step({{.name = name, .shape = {9000}}}, 2, {Sync::kAll}, 21));
-  }
-  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
-  std::vector<std::vector<RankResult>> results(2, std::vector<RankResult>(2));
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
-    Reducer first(mesh, options);
-    Reducer second(mesh, options);
-    GpuRank a(first, steps[0], mesh);
-    GpuRank b(second, steps[1], mesh);
-    a.begin(0);
-    b.begin(0);
-    b.hand_over(0, 0);
-    second.end_microbatch();
-    a.hand_over(0, 0);
-    first.end_microbatch();
-    const auto r = static_cast<std::size_t>(mesh.rank());
-    b.begin(0);
-    a.begin(0);
-    b.hand_over(0, 0);
-    second.end_microbatch();
-    a.hand_over(0, 0);
-    first.end_microbatch();
-    results[0][r] = a.read();
-    results[1][r] = b.read();
+  run_two_reducers({1, 2}, large_steps(2, 21), [](const TwoReducers& two) {
+    for (const bool first_begins : {true, false}) {
+      (first_begins ? two.a : two.b).begin(0);
+      (first_begins ? two.b : two.a).begin(0);
+      two.b.hand_over(0, 0);
+      two.second.end_microbatch();
+      two.a.hand_over(0, 0);
+      two.first.end_microbatch();
+    }
   });
-  expect_reference(results[0], steps[0], options, shape, "first");
-  expect_reference(results[1], steps[1], options, shape, "second");
 }
 
 // One rank reads what the second Reducer gives before it hands anything to the first, whose buckets
 // the others have ready and would send first.
 TEST(NcclOrder, ARankMayFinishWithOneReducerBeforeItBeginsWithAnother) {
   const LaunchOrderCounts counts;
-  const MeshShape shape{1, 3};
-  constexpr int kSteps = 3;  // the rank that does so is another one in each
-  std::vector<StepCase> steps;
-  for (const char* name : {"a", "b"}) {
-    steps.push_back(random_step({{.name = name, .shape = {9000}}}, 3, {Sync::kAll}, 31));
-  }
-  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
-  std::vector<std::vector<RankResult>> results(2, std::vector<RankResult>(3));
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
-    Reducer first(mesh, options);
-    Reducer second(mesh, options);
-    GpuRank a(first, steps[0], mesh);
-    GpuRank b(second, steps[1], mesh);
-    const auto r = static_cast<std::size_t>(mesh.rank());
-    for (int step = 0; step < kSteps; ++step) {
-      a.begin(0);
-      b.begin(0);
-      if (step != mesh.rank()) a.hand_over(0, 0);
-      b.hand_over(0, 0);
-      second.end_microbatch();
-      if (step == mesh.rank()) {
-        results[1][r] = b.read();
-        a.hand_over(0, 0);
+  run_two_reducers({1, 3}, large_steps(3, 31), [](const TwoReducers& two) {
+    for (int late = 0; late < 3; ++late) {  // the rank that does so
+      two.a.begin(0);
+      two.b.begin(0);
+      if (two.rank != late) two.a.hand_over(0, 0);
+      two.b.hand_over(0, 0);
+      two.second.end_microbatch();
+      if (two.rank == late) {
+        static_cast<void>(two.b.read());
+        two.a.hand_over(0, 0);
       }
-      first.end_microbatch();
-      results[1][r] = b.read();
-      results[0][r] = a.read();
+      two.first.end_microbatch();
+      static_cast<void>(two.b.read());
+      static_cast<void>(two.a.read());
     }
   });
-  expect_reference(results[0], steps[0], options, shape, "first");
-  expect_reference(results[1], steps[1], options, shape, "second");
 }
 
 // A bucket without gradients on one rank leaves there at the microbatch's end, long after the
 // others have it ready.
 TEST(NcclOrder, ABucketThatIsAHoleOnOneRankHoldsUpNoOtherReducer) {
-  const MeshShape shape{1, 2};
-  const std::vector<ParameterSpec> two{{.name = "unused", .shape = {1024}},
-                                       {.name = "used", .shape = {1024}}};
-  StepCase holes = random_step(two, 2, {Sync::kAll}, 41);
+  StepCase holes =
+      random_step({{.name = "unused", .shape = {1024}}, {.name = "used", .shape = {1024}}}, 2,
+                  {Sync::kAll}, 41);
   holes.gradients[0][0][1].reset();
-  const StepCase whole = random_step({{.name = "b", .shape = {9000}}}, 2, {Sync::kAll}, 42);
-  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
-  ReducerOptions with_holes = options;
-  with_holes.missing = Missing::kZero;
-  std::vector<std::vector<RankResult>> results(2, std::vector<RankResult>(2));
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
-    Reducer first(mesh, with_holes);
-    Reducer second(mesh, options);
-    GpuRank a(first, holes, mesh);
-    GpuRank b(second, whole, mesh);
-    const auto r = static_cast<std::size_t>(mesh.rank());
-    a.begin(0);
-    b.begin(0);
-    if (r == 0) a.hand_over(0, 0);
-    a.hand_over(1, 0);
-    b.hand_over(0, 0);
-    second.end_microbatch();
-    results[1][r] = b.read();
-    first.end_microbatch();
-    results[0][r] = a.read();
+  const StepCase whole = large_steps(2, 42).second;
+  run_two_reducers({1, 2}, {holes, whole, Missing::kZero}, [](const TwoReducers& two) {
+    two.a.begin(0);
+    two.b.begin(0);
+    two.a.hand_over_all(0);
+    two.b.hand_over(0, 0);
+    two.second.end_microbatch();
+    static_cast<void>(two.b.read());
+    two.first.end_microbatch();
   });
-  expect_reference(results[0], holes, with_holes, shape, "with a hole");
-  expect_reference(results[1], whole, options, shape, "without");
 }
 
 // Then the ranks have other tasks in other places, and the status word still says what is wrong.
 TEST(NcclOrder, RanksThatDisagreeAboutTheirSyncAreToldSo) {
-  std::vector<StepCase> steps;
-  for (const char* name : {"a", "b"}) {
-    steps.push_back(random_step({{.name = name, .shape = {9000}}}, 2, {Sync::kAll}, 51));
-  }
+  const TwoSteps steps = large_steps(2, 51);
   for (const int odd : {0, 1}) {
     run_nccl_mesh({1, 2}, [&](const Mesh& mesh) {
-      StepCase own = steps[0];
+      StepCase own = steps.first;
       if (mesh.rank() == odd) own.schedule = {Sync::kNone};
       const auto disagree = [&] {
         Reducer first(mesh, {.bucket_bytes = kSmallBuckets});
         Reducer second(mesh, {.bucket_bytes = kSmallBuckets});
         GpuRank a(first, own, mesh);
-        GpuRank b(second, steps[1], mesh);
+        GpuRank b(second, steps.second, mesh);
         a.begin(0);
         b.begin(0);
         b.hand_over(0, 0);

@@ -7,7 +7,6 @@
 #include <array>
 #include <cstddef>
 #include <memory>
-#include <string>
 
 #include "hsdp/comm/nccl/nccl_library.h"
 
@@ -33,6 +32,10 @@ class NcclPair : public ::testing::Test {
   Rank& first() { return ranks_[0]; }
   Rank& second() { return ranks_[1]; }
 
+  // New communicators of the two, in place of those that were.
+  void connect();
+  // A communicator of the first rank's device alone.
+  [[nodiscard]] comm::NcclHandle alone();
   void settle() {
     for (Rank& rank : ranks_) settle(rank.comm);
   }
@@ -52,7 +55,6 @@ class NcclPair : public ::testing::Test {
   }
 
   std::shared_ptr<const comm::NcclLibrary> library_;
-  std::string id_;
   int expected_races_ = 0;  // of host threads, as the stand-in has counted them in the end
   std::array<Rank, 2> ranks_;
 };

@@ -3,67 +3,29 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "cuda_stand_in.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/optional_engines.h"
-#include "tests/support/engine_around.h"
+#include "tests/stand_in/nccl/nccl.h"
 
 namespace hsdp::test {
 namespace {
 
 constexpr int kGpus = 8;
 
-class HostViews : public EngineAround {
- public:
-  HostViews(std::shared_ptr<Communicator::Engine> nccl, Device device)
-      : EngineAround(std::move(nccl)), device_(device) {}
-
-  void reduce_scatter(const ReduceScatter& args, Stream& stream) override {
-    ReduceScatter same = args;
-    same.in.device = same.out.device = device_;
-    inner()->reduce_scatter(same, stream);
-  }
-  void all_reduce(const AllReduce& args, Stream& stream) override {
-    AllReduce same = args;
-    same.data.device = device_;
-    inner()->all_reduce(same, stream);
-  }
-  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
-                  Stream& stream) override {
-    in.device = out.device = device_;
-    inner()->all_gather(in, out, cut, bucket, stream);
-  }
-  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
-                  Stream& stream) override {
-    in.device = out.device = device_;
-    inner()->all_to_all(in, out, cut, bucket, stream);
-  }
-  void broadcast(TensorView data, int root, Stream& stream) override {
-    data.device = device_;
-    inner()->broadcast(data, root, stream);
-  }
-  void barrier(Stream& stream) override { inner()->barrier(stream); }
-  [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override {
-    auto part = inner()->split(color, key);
-    if (part == nullptr) return nullptr;
-    return std::make_shared<HostViews>(std::move(part), device_);
-  }
-  [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override {
-    const SharedMemory memory = inner()->allocate(count, dtype);
-    TensorView view = memory.view();
-    EXPECT_EQ(view.device, device_);
-    view.device = {};
-    return SharedMemory(memory.owner(), view);
-  }
-
- private:
-  Device device_;
-};
+RankBody on_nccl(const RankBody& body) {
+  return [&body](Communicator& host) {
+    Communicator world = comm::nccl_world(control_of(host), gpu_of(host.rank()));
+    body(world);
+  };
+}
 
 }  // namespace
 
@@ -78,6 +40,21 @@ stand_in::NcclStandIn& nccl_stand_in() {
   return *library;
 }
 
+void refuse_registration(int rank) {
+  nccl_stand_in().fail_call({.rank = rank,
+                             .name = "ncclCommRegister",
+                             .result = ncclSystemError,
+                             .times = stand_in::kAlways});
+}
+
+bool soon(const std::function<bool()>& holds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (!holds() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return holds();
+}
+
 void expect_no_race() {
   EXPECT_EQ(nccl_stand_in().races(), 0) << "host threads in NCCL at once, or before it had settled";
 }
@@ -86,6 +63,11 @@ LaunchOrderCounts::LaunchOrderCounts() { ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", 
 LaunchOrderCounts::~LaunchOrderCounts() { ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT"); }
 
 Device gpu_of(int rank) { return {DeviceType::kCuda, rank}; }
+
+Mesh mesh_of(const Communicator& world, MeshShape shape) {
+  return Mesh(world,
+              {.replicate = shape.replicate, .shard = shape.shard, .device = gpu_of(world.rank())});
+}
 
 std::shared_ptr<comm::Control> control_of(const Communicator& world) {
   return {world.engine(), &world.engine()->control()};
@@ -96,43 +78,29 @@ std::vector<std::exception_ptr> try_nccl_ranks(int size, const RankBody& body,
                                                const std::function<void()>& prepare) {
   nccl_stand_in().reset();
   if (prepare) prepare();
-  auto errors = try_ranks(
-      size,
-      [&](Communicator& host) {
-        Communicator world = comm::nccl_world(control_of(host), gpu_of(host.rank()));
-        body(world);
-      },
-      options);
+  auto errors = try_ranks(size, on_nccl(body), options);
   expect_no_race();
   return errors;
 }
 
 void run_nccl_ranks(int size, const RankBody& body, const ThreadRanksOptions& options) {
   nccl_stand_in().reset();
-  run_ranks(
-      size,
-      [&](Communicator& host) {
-        Communicator world = comm::nccl_world(control_of(host), gpu_of(host.rank()));
-        body(world);
-      },
-      options);
+  run_ranks(size, on_nccl(body), options);
   expect_no_race();
 }
 
 void run_nccl_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options) {
   run_nccl_ranks(
-      shape.size(),
-      [&](Communicator& world) {
-        const Mesh mesh(
-            world,
-            {.replicate = shape.replicate, .shard = shape.shard, .device = gpu_of(world.rank())});
-        body(mesh);
-      },
-      options);
+      shape.size(), [&](Communicator& world) { body(mesh_of(world, shape)); }, options);
 }
 
-Communicator with_host_views(const Communicator& nccl, Device device) {
-  return Communicator(std::make_shared<HostViews>(nccl.engine(), device));
+std::vector<RankResult> nccl_results(MeshShape shape,
+                                     const std::function<RankResult(const Mesh&)>& body) {
+  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    results[static_cast<std::size_t>(mesh.rank())] = body(mesh);
+  });
+  return results;
 }
 
 }  // namespace hsdp::test

@@ -8,11 +8,16 @@
 #include "hsdp/comm/communicator.h"
 #include "hsdp/comm/control.h"
 #include "nccl_stand_in.h"
+#include "tests/support/reducer_step.h"
 #include "tests/support/thread_ranks.h"
 
 namespace hsdp::test {
 
 [[nodiscard]] stand_in::NcclStandIn& nccl_stand_in();
+// From now on ncclCommRegister of that rank fails.
+void refuse_registration(int rank);
+// Waits until it holds, for ten seconds at most. Whether it does.
+[[nodiscard]] bool soon(const std::function<bool()>& holds);
 // What every run of ranks here ends with.
 void expect_no_race();
 // While it lives, NCCL_LAUNCH_ORDER_IMPLICIT is 1 and launches on one device must not race.
@@ -24,6 +29,7 @@ class LaunchOrderCounts {
   LaunchOrderCounts& operator=(const LaunchOrderCounts&) = delete;
 };
 [[nodiscard]] Device gpu_of(int rank);
+[[nodiscard]] Mesh mesh_of(const Communicator& world, MeshShape shape);
 [[nodiscard]] std::shared_ptr<comm::Control> control_of(const Communicator& world);
 
 // try_ranks() with a world of the NCCL engine; makes the stand-in forget earlier tests first, and
@@ -33,8 +39,8 @@ class LaunchOrderCounts {
     const std::function<void()>& prepare = {});
 void run_nccl_ranks(int size, const RankBody& body, const ThreadRanksOptions& options = {});
 void run_nccl_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options = {});
-
-// The same group for code that takes its memory for the host's, as the stand-in's is.
-[[nodiscard]] Communicator with_host_views(const Communicator& nccl, Device device);
+// What the body returns on each rank.
+[[nodiscard]] std::vector<RankResult> nccl_results(
+    MeshShape shape, const std::function<RankResult(const Mesh&)>& body);
 
 }  // namespace hsdp::test

@@ -15,10 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include "cuda_runtime.h"
+#include "capture.h"
 #include "cuda_stand_in.h"
+#include "gpu_rank.h"
 #include "hsdp/error.h"
-#include "nccl_gpu_rank.h"
+#include "nccl_ranks.h"
 #include "tests/support/failing_calls.h"
 #include "tests/support/gather_steps.h"
 #include "tests/support/step_drops.h"
@@ -31,27 +32,53 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
+struct Plan {
+  const char* name;
+  std::vector<Sync> schedule;
+  bool finish = false;
+  ReducerOptions options{};
+};
+
+std::vector<Plan> plans() {
+  constexpr Sync none = Sync::kNone;
+  constexpr Sync shard = Sync::kShard;
+  constexpr Sync all = Sync::kAll;
+  return {{"last", {shard, shard, all}},
+          {"finished", {shard, shard}, true},
+          {"local", {none, none, all}},
+          {"local_then_finished", {none, shard, none}, true},
+          {"dim0", {shard, none, all}, false, {.layout = Layout::kDim0}},
+          {"whole", {shard, none, all}, false, {.layout = Layout::kWhole}},
+          {"many_backwards", {shard, none, all}, false, {.backwards = Backwards::kMany}},
+          {"param_accumulators",
+           {none, shard, none, all},
+           false,
+           {.accumulate_dtype = AccumulateDtype::kParam}},
+          {"f32_wire", {shard, all}, false, {.reduce_dtype = Dtype::kF32}}};
+}
+
 class OnNccl : public ::testing::TestWithParam<MeshShape> {};
 
 TEST_P(OnNccl, ExactStepsHaveTheBitsOfTheReference) {
   const MeshShape shape = GetParam();
   std::uint64_t seed = 40;
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
-    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-      const StepCase step = random_step(parameters(dtype), shape.size(),
-                                        {Sync::kShard, Sync::kNone, Sync::kAll}, ++seed);
-      const ReducerOptions options{.layout = layout, .bucket_bytes = kSmallBuckets};
-      std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
-      run_nccl_mesh(shape, [&](const Mesh& mesh) {
-        Reducer reducer(mesh, options);
+  for (Plan plan : plans()) {
+    plan.options.bucket_bytes = kSmallBuckets;
+    for (const Dtype dtype : kDtypes) {
+      StepCase step = random_step(parameters(dtype), shape.size(), plan.schedule, ++seed);
+      step.finish = plan.finish;
+      const auto results = nccl_results(shape, [&](const Mesh& mesh) {
+        Reducer reducer(mesh, plan.options);
         GpuRank rank(reducer, step, mesh);
         static_cast<void>(rank.run_step());
-        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+        RankResult result = rank.run_step();
         EXPECT_FALSE(reducer.found_inf());
         EXPECT_EQ(reducer.stats().engine, "nccl");
         EXPECT_EQ(reducer.stats().reduction, "exact");
+        return result;
       });
-      expect_reference(results, step, options, shape, std::string(name(dtype)));
+      expect_reference(results, step, plan.options, shape,
+                       std::string(plan.name) + " " + std::string(name(dtype)));
     }
   }
 }
@@ -67,9 +94,7 @@ TEST_P(OnNccl, GathersUnderMicrobatchesHaveTheBitsOfGatherParameters) {
     GatherSteps steps{.count = 6};
     steps.microbatch = [&](int m, const std::function<void()>& inside) {
       rank.begin(static_cast<std::size_t>(m));
-      for (std::size_t p = 0; p < step.parameters.size(); ++p) {
-        rank.hand_over(p, static_cast<std::size_t>(m));
-      }
+      rank.hand_over_all(static_cast<std::size_t>(m));
       inside();
       reducer.end_microbatch();
     };
@@ -83,17 +108,15 @@ TEST_P(OnNccl, NativeSumsOfIntegersAreExactToo) {
   const MeshShape shape = GetParam();
   for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
-      StepCase step = integer_step(parameters(dtype), shape.size(), 2, 7);
-      step.schedule = {Sync::kShard, Sync::kAll};
+      const StepCase step = integer_step(parameters(dtype), shape.size(), 2, 7);
       const ReducerOptions exact{.replica_dtype = Dtype::kF32, .layout = layout};
       ReducerOptions options = exact;
       options.bucket_bytes = kSmallBuckets;
       options.reduction = "native";
-      std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
-      run_nccl_mesh(shape, [&](const Mesh& mesh) {
+      const auto results = nccl_results(shape, [&](const Mesh& mesh) {
         Reducer reducer(mesh, options);
         GpuRank rank(reducer, step, mesh);
-        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+        RankResult result = rank.run_step();
         EXPECT_EQ(reducer.stats().reduction, "native");
         int native = 0;
         for (const NcclCall& call : nccl_stand_in().calls(mesh.rank())) {
@@ -109,6 +132,7 @@ TEST_P(OnNccl, NativeSumsOfIntegersAreExactToo) {
         if (shape.replicate == 1) empty_rows = 0;
         const ReducerStats stats = reducer.stats();
         EXPECT_EQ(native + empty_rows, stats.reduce_scatter_count + stats.all_reduce_count);
+        return result;
       });
       expect_reference(results, step, exact, shape, "native " + std::string(name(dtype)));
     }
@@ -117,24 +141,26 @@ TEST_P(OnNccl, NativeSumsOfIntegersAreExactToo) {
 
 TEST_P(OnNccl, TheHostDoesNotWaitForTheGpu) {
   const MeshShape shape = GetParam();
-  const StepCase step =
-      random_step(parameters(Dtype::kBf16), shape.size(), {Sync::kShard, Sync::kAll}, 5);
-  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
-  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options);
+  const StepCase step = random_step(parameters(Dtype::kBf16), shape.size(),
+                                    {Sync::kShard, Sync::kShard, Sync::kAll}, 5);
+  const auto results = nccl_results(shape, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
     GpuRank rank(reducer, step, mesh);
     static_cast<void>(rank.run_step());  // takes the memory that steps need
     static_cast<void>(mesh.world().exchange("", "ready"));
+    RankResult result;
     {
       const stand_in::Standstill nothing_moves;
-      for (std::size_t m = 0; m < step.schedule.size(); ++m) rank.run_microbatch(m);
-      for (std::size_t m = 0; m < step.schedule.size(); ++m) rank.run_microbatch(m);
+      rank.run();
+      rank.run();
+      rank.enqueue_read(result);
+      EXPECT_FALSE(rank.stream().record().complete());
       EXPECT_FALSE(reducer.packed().complete());
     }
-    results[static_cast<std::size_t>(mesh.rank())] = rank.read();
+    rank.stream().synchronize();
+    return result;
   });
-  expect_reference(results, step, options, shape, "standing still");
+  expect_reference(results, step, {}, shape, "standing still");
 }
 
 // Every seventh case: the host's test runs all of them.
@@ -176,7 +202,7 @@ TEST_P(OnNccl, ADroppedStepLeavesAllRanksUsable) {
 INSTANTIATE_TEST_SUITE_P(Meshes, OnNccl,
                          ::testing::Values(MeshShape{1, 2}, MeshShape{2, 1}, MeshShape{2, 2},
                                            MeshShape{1, 3}, MeshShape{1, 1}),
-                         [](const auto& chosen) { return "mesh_" + to_string(chosen.param); });
+                         ::testing::PrintToStringParamName());
 
 // The issuing thread must not wait for what it is to issue itself.
 TEST(NcclGatherLane, ATaskMayComeAfterThatOfAnotherLane) {
@@ -203,11 +229,10 @@ TEST(NcclGatherLane, ATaskMayComeAfterThatOfAnotherLane) {
 }
 
 TEST(NcclGatherLane, AnErrorInATaskReachesAllRanksWithItsText) {
-  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
-  step.schedule = {Sync::kAll};
+  const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
   // A peer's GPU may still read it when its rank has given up.
   std::vector<std::vector<float>> memory(4, std::vector<float>(2));
-  run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+  run_nccl_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
     GpuRank rank(reducer, step, mesh);
     static_cast<void>(rank.run_step());
@@ -238,59 +263,48 @@ TEST(NcclGatherLane, AnErrorInATaskReachesAllRanksWithItsText) {
   });
 }
 
-constexpr ThreadRanksOptions kImpatient{.timeout = std::chrono::milliseconds(3'000)};
-
 TEST(NcclReducerFailure, AHopThatHangsIsNamedAndTheLastResultStays) {
-  const MeshShape shape{2, 2};
-  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
-  step.schedule = {Sync::kAll};
+  const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
   std::vector<RankResult> before(4);
-  run_nccl_ranks(
-      4,
-      [&](Communicator& world) {
-        const auto r = static_cast<std::size_t>(world.rank());
-        const Mesh mesh(world, {.replicate = 2, .shard = 2, .device = gpu_of(world.rank())});
-        Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
-        GpuRank rank(reducer, step, mesh);
-        before[r] = rank.run_step();
-        static_cast<void>(reducer.found_inf());
-        static_cast<void>(mesh.world().exchange("", "ready"));
-        nccl_stand_in().hang(3);
-        const auto fails = [&] {
-          rank.run_microbatch(0);
-          static_cast<void>(reducer.found_inf());
-        };
-        EXPECT_THAT(fails, ThrowsMessage<TimeoutError>(HasSubstr("of bucket ")));
-        EXPECT_THROW(static_cast<void>(reducer.shard("w")), TimeoutError);
-        EXPECT_THROW(reducer.begin_microbatch(), TimeoutError);
-        EXPECT_EQ(reducer.stats().step_count, 2);
-      },
-      kImpatient);
-  expect_reference(before, step, {.bucket_bytes = kSmallBuckets}, shape, "before");
+  run_nccl_mesh(kSquare,
+                [&](const Mesh& mesh) {
+                  Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
+                  GpuRank rank(reducer, step, mesh);
+                  before[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+                  static_cast<void>(reducer.found_inf());
+                  static_cast<void>(mesh.world().exchange("", "ready"));
+                  nccl_stand_in().hang(3);
+                  const auto fails = [&] {
+                    rank.run();
+                    static_cast<void>(reducer.found_inf());
+                  };
+                  EXPECT_THAT(fails, ThrowsMessage<TimeoutError>(HasSubstr("of bucket ")));
+                  EXPECT_THROW(static_cast<void>(reducer.shard("w")), TimeoutError);
+                  EXPECT_THROW(reducer.begin_microbatch(), TimeoutError);
+                  EXPECT_EQ(reducer.stats().step_count, 2);
+                },
+                {.timeout = std::chrono::milliseconds(3'000)});
+  expect_reference(before, step, {}, kSquare, "before");
 }
 
 // The host knows of no failure yet when it enqueues what reads the result.
 TEST(NcclReducerFailure, AResultOfAnAbortedHopIsNaN) {
-  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
-  step.schedule = {Sync::kAll};
+  const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
   for (const int hanging : {0, 3}) {
     const auto errors = try_nccl_ranks(4, [&](Communicator& world) {
-      const Mesh mesh(world, {.replicate = 2, .shard = 2, .device = gpu_of(world.rank())});
+      const Mesh mesh = mesh_of(world, kSquare);
       Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
       GpuRank rank(reducer, step, mesh);
       static_cast<void>(rank.run_step());
-      Stream stream = Stream::create(mesh.device(), "optimizer");
-      reducer.set_stream(stream);
       static_cast<void>(mesh.world().exchange("", "ready"));
       nccl_stand_in().hang(hanging);
-      rank.run_microbatch(0);
-      const TensorView shard = reducer.shard("w");
-      std::vector<float> values(static_cast<std::size_t>(shard.count));
-      copy_bytes(values.data(), shard.data, shard.size_in_bytes(), stream);
+      rank.run();
+      RankResult result;
+      rank.enqueue_read(result);
       static_cast<void>(mesh.world().exchange("", "issued"));
       if (mesh.rank() == 1) world.abort("the test wants it");
-      stream.synchronize();
-      for (const float value : values) EXPECT_TRUE(std::isnan(value));
+      rank.stream().synchronize();
+      for (const float value : result.shards[0]) EXPECT_TRUE(std::isnan(value));
       static_cast<void>(reducer.found_inf());
     });
     for (const auto& error : errors) EXPECT_TRUE(error);
@@ -298,36 +312,32 @@ TEST(NcclReducerFailure, AResultOfAnAbortedHopIsNaN) {
 }
 
 TEST(NcclReducerFailure, AResultThatStoodBeforeTheFailureIsRead) {
-  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 2, 1, 3);
-  step.schedule = {Sync::kAll};
-  std::vector<RankResult> results(2);
+  const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 2, 1, 3);
   std::latch ready(2);
-  run_nccl_ranks(2, [&](Communicator& world) {
-    const Mesh mesh(world, {.replicate = 1, .shard = 2, .device = gpu_of(world.rank())});
+  const auto results = nccl_results({1, 2}, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {});
     GpuRank rank(reducer, step, mesh);
     static_cast<void>(rank.run_step());
     static_cast<void>(reducer.found_inf());
     ready.arrive_and_wait();
-    Communicator(world).abort("the test wants it");
-    while (!control_of(world)->failed()) std::this_thread::yield();
-    results[static_cast<std::size_t>(mesh.rank())] = rank.read();
+    mesh.world().abort("the test wants it");
+    while (!control_of(mesh.world())->failed()) std::this_thread::yield();
+    RankResult result = rank.read();
     const auto next_step = [&] {
-      rank.run_microbatch(0);
+      rank.run();
       static_cast<void>(reducer.found_inf());
     };
     EXPECT_THROW(next_step(), RankError);
     EXPECT_NO_THROW(reducer.close());
+    return result;
   });
   expect_reference(results, step, {}, {1, 2}, "kept");
 }
 
 // A thread cannot be started on one rank: no rank has a Reducer, and the next attempt is right.
 TEST(NcclReducerSetUp, FailsOnAllRanksAndMayBeTriedAgain) {
-  const MeshShape shape{.replicate = 2, .shard = 2};
-  const StepCase step = random_step(parameters(Dtype::kF32), shape.size(), {Sync::kAll}, 9);
-  std::vector<RankResult> results(4);
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+  const StepCase step = random_step(parameters(Dtype::kF32), 4, {Sync::kAll}, 9);
+  const auto results = nccl_results(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
     GpuRank rank(reducer, step, mesh);
     for (int skipped = 0; skipped < 2; ++skipped) {
@@ -338,15 +348,14 @@ TEST(NcclReducerSetUp, FailsOnAllRanksAndMayBeTriedAgain) {
         EXPECT_TRUE(call_has_failed());
       } else {
         const auto error = caught<StepAbortedError>([&] { rank.begin(0); });
-        ASSERT_TRUE(error);
-        EXPECT_EQ(error->ranks(), std::vector<int>{bad});
+        EXPECT_EQ(error.value().ranks(), std::vector<int>{bad});
       }
       EXPECT_EQ(reducer.stats().resident_bytes, 0);
       EXPECT_GT(reducer.slice(step.parameters[1].name).count, 0);
     }
-    results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+    return rank.run_step();
   });
-  expect_reference(results, step, {.bucket_bytes = kSmallBuckets}, shape, "after failures");
+  expect_reference(results, step, {}, kSquare, "after failures");
 }
 
 // A GPU reads a row by 16 bytes at a time where it lies as the bucket does.
@@ -365,7 +374,7 @@ TEST(NcclReducer, TellsWhatLiesMisaligned) {
     StepCase step = random_step({{.name = "a", .shape = one.first, .dtype = Dtype::kBf16},
                                  {.name = "b", .shape = {640}, .dtype = Dtype::kBf16}},
                                 2, {Sync::kAll}, 11);
-    run_nccl_mesh({.replicate = 1, .shard = 2}, [&](const Mesh& mesh) {
+    run_nccl_mesh({1, 2}, [&](const Mesh& mesh) {
       Reducer reducer(mesh, {.layout = one.layout});
       GpuRank rank(reducer, step, mesh);
       static_cast<void>(rank.run_step());
@@ -378,7 +387,7 @@ TEST(NcclReducer, TellsWhatLiesMisaligned) {
 
 TEST(NcclReducer, CountsWhatKernelsAndCollectivesWorkIn) {
   const StepCase step = random_step(parameters(Dtype::kF32), 4, {Sync::kAll}, 12);
-  run_nccl_mesh({.replicate = 2, .shard = 2}, [&](const Mesh& mesh) {
+  run_nccl_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
     GpuRank rank(reducer, step, mesh);
     EXPECT_EQ(reducer.stats().scratch_bytes, 0);
@@ -393,91 +402,60 @@ TEST(NcclReducer, CountsWhatKernelsAndCollectivesWorkIn) {
 }
 
 TEST(NcclReducer, NonfiniteValuesAreFoundOnEveryRank) {
-  StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
-  step.schedule = {Sync::kAll};
   for (const char* reduction : {"exact", "native"}) {
-    run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
-      Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets, .reduction = reduction});
-      reducer.register_parameter(step.parameters[0]);
-      std::vector<float> gradient(4096, 1.0F);
-      if (mesh.rank() == 2) gradient[4000] = INFINITY;
-      reducer.begin_microbatch({.last = true});
-      StridedView view;
-      view.data = gradient.data();
-      view.shape = {4096};
-      view.device = mesh.device();
-      reducer.gradient_ready(0, view);
-      reducer.end_microbatch();
-      EXPECT_TRUE(reducer.found_inf());
-      EXPECT_GT(reducer.grad_norm(), 1e30);
-    });
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
+      StepCase step = integer_step({{.name = "w", .shape = {4096}, .dtype = dtype}}, 4, 2, 3);
+      step.schedule = {Sync::kAll, Sync::kAll};
+      (*step.gradients[0][0][2])[4000] = INFINITY;
+      run_nccl_mesh(kSquare, [&](const Mesh& mesh) {
+        Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets, .reduction = reduction});
+        GpuRank rank(reducer, step, mesh);
+        rank.run_microbatch(0);
+        EXPECT_TRUE(reducer.found_inf());
+        EXPECT_GT(reducer.grad_norm(), 1e30);
+        rank.run_microbatch(1);
+        EXPECT_FALSE(reducer.found_inf());
+      });
+    }
   }
 }
 
-// What a caller captures into a graph meanwhile.
-class Capture {
- public:
-  explicit Capture(const Stream& stream)
-      : stream_(static_cast<cudaStream_t>(stream.native_handle())) {
-    EXPECT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), cudaSuccess);
-  }
-  ~Capture() {
-    cudaGraph_t graph = nullptr;
-    EXPECT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess) << "not whole any more";
-  }
-  Capture(const Capture&) = delete;
-  Capture& operator=(const Capture&) = delete;
-
- private:
-  cudaStream_t stream_;
-};
-
 // A stream of the caller's, as a framework has one, which rank 0 captures into a graph during one
 // of the calls. The Reducer refuses that call, the capture stays whole, and the next step is right.
-class DuringACapture {
- public:
-  using Body = std::function<void(Reducer&, GpuRank&, Stream& captured, int rank)>;
-  void run(const Body& body) {
-    const MeshShape shape{1, 2};
-    const StepCase step = random_step(parameters(Dtype::kF32), 2, {Sync::kAll}, 17);
-    const ReducerOptions options{.bucket_bytes = kSmallBuckets};
-    std::vector<RankResult> results(2);
-    run_nccl_mesh(shape, [&](const Mesh& mesh) {
-      cudaSetDevice(mesh.device().index);
-      cudaStream_t theirs = nullptr;
-      cudaStreamCreateWithFlags(&theirs, cudaStreamNonBlocking);
-      {
-        Reducer reducer(mesh, options);
-        GpuRank rank(reducer, step, mesh);
-        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
-        Stream captured = Stream::borrow(mesh.device(), theirs);
-        reducer.set_stream(captured);
-        body(reducer, rank, captured, mesh.rank());
-        reducer.set_stream(rank.stream());  // which reads the result
-        results[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
-        EXPECT_FALSE(reducer.found_inf());
-      }
-      cudaStreamDestroy(theirs);
-    });
-    expect_reference(results, step, options, shape, "after the capture");
-  }
-};
+using CaptureBody = std::function<void(Reducer&, GpuRank&, Stream& captured, int rank)>;
+void run_during_a_capture(const CaptureBody& body) {
+  const StepCase step = random_step(parameters(Dtype::kF32), 2, {Sync::kAll}, 17);
+  const auto results = nccl_results({1, 2}, [&](const Mesh& mesh) {
+    const Stream theirs = Stream::create(mesh.device(), "theirs");
+    Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
+    GpuRank rank(reducer, step, mesh, KeptUntil::kOrdered);
+    static_cast<void>(rank.run_step());
+    Stream captured = Stream::borrow(mesh.device(), theirs.native_handle());
+    reducer.set_stream(captured);
+    body(reducer, rank, captured, mesh.rank());
+    reducer.set_stream(rank.stream());  // which reads the result
+    RankResult result = rank.run_step();
+    EXPECT_FALSE(reducer.found_inf());
+    return result;
+  });
+  expect_reference(results, step, {}, {1, 2}, "after the capture");
+}
 
 const auto kIsCaptured = ThrowsMessage<UsageError>(HasSubstr("not being captured"));
 
 TEST(NcclReducerCapture, RefusesAGradientAndDropsTheStep) {
-  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
+  run_during_a_capture([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
     const Values values(static_cast<std::size_t>(37 * 29), 1.0F);
     const StridedView view{values.data(), Dtype::kF32, gpu_of(r), {37, 29}, {}};
     rank.begin(0);
     if (r == 0) {
-      const Capture capture(captured);
+      const stand_in::Capture capture(captured.native_handle());
       EXPECT_THAT([&] { reducer.gradient_ready(0, view); }, kIsCaptured);
       EXPECT_THAT([&] { reducer.gradient_ready(0, view, {}, captured); }, kIsCaptured);
       EXPECT_THAT([&] { reducer.gradient_ready(0, view, {}, captured, KeptUntil::kOrdered); },
                   kIsCaptured);
     }
-    for (std::size_t p = 0; p < parameters(Dtype::kF32).size(); ++p) rank.hand_over(p, 0);
+    rank.hand_over_all(0);
     if (r == 0) {
       EXPECT_THAT([&] { reducer.end_microbatch(); }, kIsCaptured);
     } else {
@@ -491,25 +469,15 @@ TEST(NcclReducerCapture, RefusesAGradientAndDropsTheStep) {
   });
 }
 
+// Also for memory that is freed in the order of that stream.
 TEST(NcclReducerCapture, LeavesItWholeWhereAMicrobatchEnds) {
-  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
-    rank.begin(0);
-    for (std::size_t p = 0; p < parameters(Dtype::kF32).size(); ++p) rank.hand_over(p, 0);
-    std::optional<Capture> capture;
-    if (r == 0) capture.emplace(captured);
-    reducer.end_microbatch();  // nothing of it goes to the caller's stream
-  });
-}
-
-// Memory that is freed in the order of that stream.
-TEST(NcclReducerCapture, LeavesItWholeWhereAMicrobatchOfOrderedGradientsEnds) {
-  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
+  run_during_a_capture([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
     rank.begin(0);
     const Values values(static_cast<std::size_t>(37 * 29), 1.0F);
     const StridedView view{values.data(), Dtype::kF32, gpu_of(r), {37, 29}, {}};
     reducer.gradient_ready(0, view, std::make_shared<int>(0), captured, KeptUntil::kOrdered);
-    std::optional<Capture> capture;
-    if (r == 0) capture.emplace(captured);
+    std::optional<stand_in::Capture> capture;
+    if (r == 0) capture.emplace(captured.native_handle());
     for (std::size_t p = 1; p < parameters(Dtype::kF32).size(); ++p) rank.hand_over(p, 0);
     reducer.end_microbatch();
     static_cast<void>(reducer.found_inf());
@@ -517,10 +485,10 @@ TEST(NcclReducerCapture, LeavesItWholeWhereAMicrobatchOfOrderedGradientsEnds) {
 }
 
 TEST(NcclReducerCapture, RefusesToReadAResult) {
-  DuringACapture().run([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
+  run_during_a_capture([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
     rank.run_microbatch(0);
     if (r == 0) {
-      const Capture capture(captured);
+      const stand_in::Capture capture(captured.native_handle());
       EXPECT_THAT([&] { static_cast<void>(reducer.shard("large")); }, kIsCaptured);
     }
     EXPECT_EQ(reducer.shard("large").count, reducer.slice("large").count);
@@ -529,15 +497,12 @@ TEST(NcclReducerCapture, RefusesToReadAResult) {
 
 // A kernel that fails: of the packs, of the sums, or of whatever comes behind.
 TEST(NcclReducerFailure, AKernelThatFailsIsAnErrorOfEveryRank) {
-  const MeshShape shape{2, 2};
   const StepCase step = random_step(parameters(Dtype::kBf16), 4, {Sync::kShard, Sync::kAll}, 19);
   const ReducerOptions options{.bucket_bytes = kSmallBuckets};
   std::int64_t kernels = stand_in::kernel_launches();
-  std::vector<RankResult> clean(4);
-  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+  const auto clean = nccl_results(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh, options);
-    GpuRank rank(reducer, step, mesh);
-    clean[static_cast<std::size_t>(mesh.rank())] = rank.run_step();
+    return GpuRank(reducer, step, mesh).run_step();
   });
   kernels = (stand_in::kernel_launches() - kernels) / 4;
   for (std::int64_t failing = 0; failing < kernels;
@@ -546,7 +511,7 @@ TEST(NcclReducerFailure, AKernelThatFailsIsAnErrorOfEveryRank) {
       std::vector<RankResult> results(4);
       const auto start = std::chrono::steady_clock::now();
       const auto errors = try_nccl_ranks(4, [&](Communicator& world) {
-        const Mesh mesh(world, {.replicate = 2, .shard = 2, .device = gpu_of(world.rank())});
+        const Mesh mesh = mesh_of(world, kSquare);
         const auto r = static_cast<std::size_t>(mesh.rank());
         Reducer reducer(mesh, options);
         GpuRank rank(reducer, step, mesh);

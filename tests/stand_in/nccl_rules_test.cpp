@@ -50,11 +50,21 @@ class Asked {
 
 class NcclRules : public NcclPair {
  protected:
-  // Rank 0 to rank 1, of which only the sender is settled.
-  void send_one() {
+  // Rank 0's side of a message to rank 1.
+  void send() {
     group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
-    settle(first().comm);
+  }
+  void receive() {
     group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  }
+  void broadcast_on(NcclHandle other) {
+    group([&] { library_->broadcast(first().received, kBytes, 0, other, first().stream); });
+  }
+  // Only the sender is settled.
+  void send_one() {
+    send();
+    settle(first().comm);
+    receive();
   }
   [[nodiscard]] bool is_done(const Rank& rank) const {
     cudaEvent_t event = nullptr;
@@ -93,13 +103,7 @@ TEST_F(NcclRules, MemoryThatOneSideRegisteredHangs) {
     settle();
     EXPECT_FALSE(is_done(second()));
     EXPECT_FALSE(is_done(first()));
-    for (Rank& rank : ranks_) library_->abort(std::exchange(rank.comm, nullptr));
-    id_ = library_->new_id();  // each is for one communicator
-    for (int rank : {0, 1}) {
-      cudaSetDevice(rank);
-      ranks_[static_cast<std::size_t>(rank)].comm = library_->begin_init(2, id_, rank);
-    }
-    settle();
+    connect();
   }
 }
 
@@ -116,20 +120,14 @@ TEST_F(NcclRules, MemoryThatBothRegisteredMoves) {
 // NCCL_LAUNCH_RACE_FATAL. Those threads are NCCL's own, one for each group of non-blocking
 // communicators (group.cc, ncclGroupEndInternal), so that it takes no second thread of the caller.
 TEST_F(NcclRules, LaunchesThatRaceFailWhereTheirOrderCounts) {
-  cudaSetDevice(0);
-  const std::string other_id = library_->new_id();
-  NcclHandle const other = library_->begin_init(1, other_id, 0);
-  settle(other);
+  NcclHandle const other = alone();
   for (const bool counts : {false, true}) {
     if (counts) ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
-    group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
-    const auto race = [&] {
-      group([&] { library_->broadcast(first().received, kBytes, 0, other, first().stream); });
-    };
+    send();
     if (counts) {
-      EXPECT_THROW(race(), NcclError);
+      EXPECT_THROW(broadcast_on(other), NcclError);
     } else {
-      race();
+      broadcast_on(other);
       settle(other);
     }
     settle(first().comm);
@@ -142,18 +140,15 @@ TEST_F(NcclRules, LaunchesThatRaceFailWhereTheirOrderCounts) {
 // The same: what one group holds one thread launches, and a group that is settled is over.
 TEST_F(NcclRules, OneThreadDoesNotRaceWithItself) {
   ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
-  cudaSetDevice(0);
-  const std::string other_id = library_->new_id();
-  NcclHandle const other = library_->begin_init(1, other_id, 0);
-  settle(other);
+  NcclHandle const other = alone();
   group([&] {
     library_->send(first().sent, kBytes, 1, first().comm, first().stream);
     library_->broadcast(first().received, kBytes, 0, other, first().stream);
   });
   for (NcclHandle const each : {first().comm, other}) settle(each);
-  group([&] { library_->broadcast(first().received, kBytes, 0, other, first().stream); });
+  broadcast_on(other);
   settle(other);
-  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  send();
   settle(first().comm);
   library_->abort(std::exchange(first().comm, nullptr));  // its kernel is before the other's
   library_->abort(other);
@@ -229,13 +224,11 @@ TEST_F(NcclRules, RegisteringBeforeACommunicatorIsSettledRaces) {
 // (commDestroySync): after it nothing uses the memory. In a group it waits at the end, so that no
 // communicator waits for one whose turn comes later.
 TEST_F(NcclRules, AnAbortWaitsForItsKernels) {
-  cudaSetDevice(0);
-  NcclHandle const other = library_->begin_init(1, library_->new_id(), 0);
-  settle(other);
+  NcclHandle const other = alone();
   nccl_stand_in().hang(0);
-  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  send();
   settle(first().comm);
-  group([&] { library_->broadcast(first().received, kBytes, 0, other, first().stream); });
+  broadcast_on(other);
   settle(other);
   library_->group_start();
   library_->abort(other);  // its kernel is behind the one that hangs
@@ -249,13 +242,13 @@ TEST_F(NcclRules, AFinalizeWaitsForItsKernels) {
   send_one();
   settle();
   EXPECT_TRUE(is_done(second()));
-  group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  receive();
   settle();
   library_->begin_finalize(second().comm);
   for (int i = 0; i < 50; ++i) {
     ASSERT_EQ(library_->status(second().comm).state, comm::NcclStatus::State::kInProgress);
   }
-  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  send();
   settle();
 }
 
@@ -264,21 +257,18 @@ using NcclRulesDeathTest = NcclRules;
 // register/register.cc, regCleanup: the peers' mappings go; allocator.cc, ncclMemFree: so does the
 // memory. Neither asks whether a kernel is about to use them.
 TEST_F(NcclRulesDeathTest, MemoryOfATransferIsNotTakenAway) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
-  const auto receive = [&] {
-    group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
-    settle();
-  };
   EXPECT_DEATH(
       {
         void* const enrolled = library_->enroll(second().comm, second().received, kBytes);
         receive();
+        settle();
         library_->withdraw(second().comm, enrolled);
       },
       "ncclCommDeregister: memory that a transfer uses");
   EXPECT_DEATH(
       {
         receive();
+        settle();
         library_->free(second().received);
       },
       "ncclMemFree: memory that a transfer uses");
@@ -286,6 +276,7 @@ TEST_F(NcclRulesDeathTest, MemoryOfATransferIsNotTakenAway) {
       {
         const stand_in::Standstill nothing_moves;  // not even begun
         receive();
+        settle();
         library_->free(second().received);
       },
       "ncclMemFree: memory that a transfer uses");
@@ -298,19 +289,18 @@ TEST_F(NcclRules, MemoryThatNoTransferUsesIsTakenAway) {
   settle();
   EXPECT_TRUE(is_done(second()));
   library_->free(std::exchange(second().received, library_->allocate(2 * kBytes)));
-  group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  receive();
   settle();
   library_->withdraw(first().comm, enrolled);
   EXPECT_EQ(nccl_stand_in().enrolled(), 0);
   library_->free(std::exchange(second().sent, library_->allocate(kBytes)));
-  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  send();
   settle();
   EXPECT_TRUE(is_done(second()));
 }
 
 // nccl.h, ncclCommDestroy and ncclCommAbort: they free the communicator.
 TEST_F(NcclRulesDeathTest, ACommunicatorThatHasEndedIsNotUsed) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_DEATH(
       {
         library_->abort(first().comm);
@@ -331,7 +321,7 @@ TEST_F(NcclRules, AStreamOfAnotherDeviceIsRefused) {
 // UG, ncclCommAbort: what had not come has not come; what the outputs hold is anybody's guess.
 TEST_F(NcclRules, AnAbortedReceiveLeavesGarbage) {
   std::memset(second().received, 0, kBytes);
-  group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  receive();
   settle();
   EXPECT_FALSE(is_done(second()));
   library_->abort(std::exchange(second().comm, nullptr));
@@ -378,7 +368,7 @@ TEST_F(NcclRules, MemoryMayRunOut) {
 // CUDA Runtime API, cudaErrorLaunchFailure: the context is of no use any more. NCCL's kernels end
 // with it and write nothing, and what NCCL asks of it fails.
 TEST_F(NcclRules, AKernelThatFailedEndsNcclsOnItsDevice) {
-  group([&] { library_->receive(second().received, kBytes, 0, second().comm, second().stream); });
+  receive();
   settle();
   std::memset(second().received, 1, kBytes);
   stand_in::fail_kernel({{.device = 1}});
@@ -389,7 +379,7 @@ TEST_F(NcclRules, AKernelThatFailedEndsNcclsOnItsDevice) {
   EXPECT_EQ(cudaStreamSynchronize(second().stream), cudaErrorLaunchFailure);
   EXPECT_EQ(received_byte(), 1);
   library_->free(second().received);
-  group([&] { library_->send(first().sent, kBytes, 1, first().comm, first().stream); });
+  send();
   settle(first().comm);
   EXPECT_FALSE(is_done(first())) << "nobody is there to take it";
   stand_in::break_devices(0);

@@ -22,7 +22,6 @@
 #include "hsdp/comm/optional_engines.h"
 #include "hsdp/error.h"
 #include "nccl_checks.h"
-#include "nccl_gpu_rank.h"
 #include "nccl_pair.h"
 #include "nccl_ranks.h"
 #include "tests/comm/rank_threads.h"
@@ -128,6 +127,12 @@ class NcclShim : protected Traced, public NcclPair {
     cudaSetDevice(1);
     group([&] { library_->receive(second().received, bytes, 0, second().comm, second().stream); });
   }
+  void send_and_receive(std::size_t received_bytes = kBytes) {
+    send();
+    settle(first().comm);
+    receive(received_bytes);
+    settle(second().comm);
+  }
   void gather() {
     for (int device : {0, 1}) {
       Rank& rank = ranks_[static_cast<std::size_t>(device)];
@@ -144,10 +149,7 @@ class NcclShim : protected Traced, public NcclPair {
 };
 
 TEST_F(NcclShim, FindsNothingWhereEveryRuleIsKept) {
-  send();
-  settle(first().comm);
-  receive();
-  settle(second().comm);
+  send_and_receive();
   gather();
   cudaStreamSynchronize(second().stream);
   EXPECT_THAT(trace_.findings(), IsEmpty());
@@ -170,9 +172,7 @@ TEST_F(NcclShim, ManagingACommunicatorThatIsNotSettled) {
 }
 
 TEST_F(NcclShim, LaunchesThatRace) {
-  cudaSetDevice(0);
-  NcclHandle const other = library_->begin_init(1, library_->new_id(), 0);
-  settle(other);
+  NcclHandle const other = alone();
   const auto race = [&] {
     send();
     group([&] { library_->broadcast(first().received, kBytes, 0, other, first().stream); });
@@ -256,10 +256,7 @@ TEST_F(NcclShim, MemoryOfAMessageThatOneSideRegistered) {
     library_ = NcclLibrary::open();
     void* const memory = only == &first() ? only->sent : only->received;
     enroll(*only, memory, kBytes);
-    send();
-    settle(first().comm);
-    receive();
-    settle(second().comm);
+    send_and_receive();
     const Verdict verdict = compare(trace.lines());
     const std::string where =
         only == &first() ? "rank 0 and not on rank 1" : "rank 1 and not on rank 0";
@@ -267,13 +264,7 @@ TEST_F(NcclShim, MemoryOfAMessageThatOneSideRegistered) {
                                       HasSubstr("of 64 bytes: memory is registered on " + where),
                                       HasSubstr(" 1 violations\n")));
     EXPECT_EQ(verdict.status, 1);
-    for (Rank& rank : ranks_) library_->abort(std::exchange(rank.comm, nullptr));
-    id_ = library_->new_id();
-    for (int rank : {0, 1}) {
-      cudaSetDevice(rank);
-      ranks_[static_cast<std::size_t>(rank)].comm = library_->begin_init(2, id_, rank);
-    }
-    for (Rank& rank : ranks_) settle(rank.comm);
+    connect();
   }
 }
 
@@ -294,10 +285,7 @@ TEST_F(NcclShim, MemoryThatAllRegistered) {
     enroll(rank, rank.received, 2 * kBytes);
   }
   gather();
-  send();
-  settle(first().comm);
-  receive();
-  settle(second().comm);
+  send_and_receive();
   EXPECT_EQ(compare(trace_.lines()).output, "trace: 2 ranks, 10 calls, 0 violations\n");
 }
 
@@ -313,10 +301,7 @@ TEST_F(NcclShim, MemoryThatIsRegisteredNoMore) {
   enroll(first(), first().sent, kBytes);
   cudaSetDevice(0);
   library_->withdraw(first().comm, first().sent);
-  send();
-  settle(first().comm);
-  receive();
-  settle(second().comm);
+  send_and_receive();
   EXPECT_EQ(compare(trace_.lines()).output, "trace: 2 ranks, 6 calls, 0 violations\n");
 }
 
@@ -337,10 +322,7 @@ TEST_F(NcclShim, ACommunicatorThatIsNotSettledMayBeAborted) {
 }
 
 TEST_F(NcclShim, AMessageOfAnotherSize) {
-  send(kBytes);
-  settle(first().comm);
-  receive(kBytes / 2);
-  settle(second().comm);
+  send_and_receive(kBytes / 2);
   const Verdict verdict = compare(trace_.lines());
   EXPECT_THAT(verdict.output,
               AllOf(HasSubstr("violation: match: "), HasSubstr("64 bytes are sent, 32 received")));
@@ -350,7 +332,6 @@ TEST_F(NcclShim, AMessageOfAnotherSize) {
 using NcclShimDeathTest = NcclShim;
 
 TEST_F(NcclShimDeathTest, ACommunicatorThatHasEnded) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_DEATH(
       {
         library_->abort(first().comm);
@@ -361,7 +342,6 @@ TEST_F(NcclShimDeathTest, ACommunicatorThatHasEnded) {
 }
 
 TEST_F(NcclShimDeathTest, ACommunicatorThatNeverEnds) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(
       {
         library_->abort(first().comm);
@@ -371,7 +351,6 @@ TEST_F(NcclShimDeathTest, ACommunicatorThatNeverEnds) {
 }
 
 TEST_F(NcclShimDeathTest, AViolationEndsTheProcessWhereThatIsWanted) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(
       {
         send(kBytes, 1);
@@ -431,29 +410,37 @@ void expect_clean(const NewLines& trace, const std::string& ranks) {
   EXPECT_EQ(verdict.status, 0);
 }
 
-// Reducers and every collective, as a GPU checks them. Launches must not race either.
-TEST(NcclShimOverEngine, FindsNothing) {
+// Reducers and every collective, as a GPU checks them, with the Control that ranks there have.
+// Launches must not race either.
+class NcclShimOverChecks : public ::testing::TestWithParam<MeshShape> {};
+
+TEST_P(NcclShimOverChecks, FindsNothing) {
+  const MeshShape shape = GetParam();
   const NewLines trace;
   const LaunchOrderCounts counts;
   nccl_stand_in().reset();
   const TemporaryDirectory folder;
-  run_each(4, [&](std::size_t r) {
+  run_each(static_cast<std::size_t>(shape.size()), [&](std::size_t r) {
     const int rank = static_cast<int>(r);
-    const auto control = std::make_shared<gpu::FileControl>(folder / "control", rank, 4,
+    const auto control = std::make_shared<gpu::FileControl>(folder / "control", rank, shape.size(),
                                                             std::chrono::milliseconds(60'000));
     Communicator world = comm::nccl_world(control, gpu_of(rank));
-    gpu::check_nccl_engine(world, 2, 2, gpu_of(rank));
+    gpu::check_nccl_engine(world, shape.replicate, shape.shard, gpu_of(rank));
   });
   expect_no_race();
-  expect_clean(trace, "4");
+  expect_clean(trace, std::to_string(shape.size()));
 }
+
+INSTANTIATE_TEST_SUITE_P(Meshes, NcclShimOverChecks,
+                         ::testing::Values(MeshShape{1, 2}, MeshShape{2, 1}, kSquare),
+                         ::testing::PrintToStringParamName());
 
 // All ranks take their registrations back.
 TEST(NcclShimOverEngine, FindsNothingWhereARankCannotRegister) {
   const NewLines trace;
   run_nccl_ranks(3, [](Communicator& world) {
     const SharedMemory before = world.allocate(12, Dtype::kF32);
-    if (world.rank() == 1) nccl_stand_in().refuse_registration(1);
+    if (world.rank() == 1) refuse_registration(1);
     static_cast<void>(world.exchange("", "refuse"));
     const SharedMemory after = world.allocate(12, Dtype::kF32);
     world.all_reduce(before.view());

@@ -222,8 +222,7 @@ ncclResult_t end(ncclComm_t comm, bool by_force) {
 }  // namespace
 
 ncclResult_t ncclGetVersion(int* version) {
-  const std::lock_guard lock(machine().mutex);
-  *version = machine().version;
+  *version = 22809;
   return ncclSuccess;
 }
 
@@ -248,8 +247,6 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
   if (config->blocking != 0 || config->magic != 0xcafebeef) return ncclInvalidArgument;
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
-  const auto failing = m.failing_inits.find(rank);
-  if (failing != m.failing_inits.end() && !failing->second.second) return failing->second.first;
   const Machine::Ending ending = m.ending_of(rank, "ncclCommInitRankConfig");
   if (ending.at_once()) return ending.result;
   auto& clique = m.cliques[std::string(id.internal, sizeof(id.internal))];
@@ -259,7 +256,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
   member->clique = clique;
   member->rank = member->world_rank = rank;
   cudaGetDevice(&member->device);
-  member->error = failing != m.failing_inits.end() ? failing->second.first : ending.result;
+  member->error = ending.result;
   *comm = new ncclComm{member};
   m.comms.insert(*comm);
   return ncclInProgress;
@@ -431,7 +428,6 @@ ncclResult_t ncclCommRegister(ncclComm_t comm, void* memory, std::size_t size, v
     ++machine().race_count;
     return ncclInvalidArgument;
   }
-  if (machine().not_registering.contains(member->world_rank)) return ncclSystemError;
   const Machine::Ending ending = machine().ending_of(member->world_rank, "ncclCommRegister");
   if (ending.at_once()) return ending.result;
   member->enrolled[memory] = size;

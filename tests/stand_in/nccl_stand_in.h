@@ -38,19 +38,14 @@ class NcclStandIn {
 
   // Forgets everything that tests asked for, and the calls.
   virtual void reset() = 0;
-  virtual void set_version(int version) = 0;
   // From now on the rank's communicators report that ncclResult_t.
   virtual void set_error(int rank, int result) = 0;
-  // ncclCommInitRankConfig of that rank returns, or at last reports, that result.
-  virtual void fail_init(int rank, int result, bool late) = 0;
   // An allocation's rank is the one whose device is current: rank n has device n.
   virtual void fail_call(const FailingNcclCall& which) = 0;
   // What the rank enqueues from now on moves nothing until it is aborted.
   virtual void hang(int rank) = 0;
   // Nor does abort end it: ncclCommRevoke and ncclCommAbort do not return.
   virtual void hang_aborts() = 0;
-  // ncclCommRegister of that rank fails.
-  virtual void refuse_registration(int rank) = 0;
   virtual void release() = 0;  // ends both
 
   [[nodiscard]] virtual std::vector<NcclCall> calls(int rank) const = 0;

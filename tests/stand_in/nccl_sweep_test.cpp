@@ -14,6 +14,7 @@
 #include <exception>
 #include <functional>
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -25,16 +26,15 @@
 
 #include "cuda_runtime.h"
 #include "cuda_stand_in.h"
+#include "gpu_rank.h"
 #include "hsdp/error.h"
-#include "nccl_gpu_rank.h"
+#include "nccl_ranks.h"
 #include "quant/loco_hop.h"
 #include "zero/parameter_gather.h"
 
 namespace hsdp::test {
 namespace {
 
-using stand_in::allocation_count;
-using stand_in::fail_allocation;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
@@ -103,7 +103,7 @@ class Seeded : public ::testing::TestWithParam<std::uint64_t> {
     if (sweep.launch_order_counts) counts.emplace();
   }
   void TearDown() override {
-    fail_allocation(std::nullopt);
+    stand_in::fail_allocation(std::nullopt);
     stand_in::fail_call(std::nullopt);
     stand_in::fail_kernel(std::nullopt);
     stand_in::break_devices(0);
@@ -219,47 +219,46 @@ std::vector<Results> no_steps(const Sweep& sweep) {
   return std::vector<Results>(kSteps, Results(static_cast<std::size_t>(sweep.shape.size())));
 }
 
-// Each value that was read.
-template <typename Visit>
-void each(const std::vector<Results>& steps, const Visit& visit) {
+// All that was read, by where.
+std::map<std::string, Values> values_read(const std::vector<Results>& steps) {
+  std::map<std::string, Values> all;
   for (std::size_t s = 0; s < steps.size(); ++s) {
     for (std::size_t r = 0; r < steps[s].size(); ++r) {
-      const std::string where = "step " + std::to_string(s) + ", rank " + std::to_string(r);
-      visit(
-          steps[s][r].result.shards, [=](const auto& of) { return of[s][r].result.shards; },
-          where + ", shards");
-      visit(
-          steps[s][r].gathered, [=](const auto& of) { return of[s][r].gathered; },
-          where + ", gathered");
+      const auto add = [&](const std::vector<Values>& values, const std::string& kind) {
+        for (std::size_t p = 0; p < values.size(); ++p) {
+          all["step " + std::to_string(s) + ", rank " + std::to_string(r) + ", " + kind +
+              std::to_string(p)] = values[p];
+        }
+      };
+      add(steps[s][r].result.shards, "shard ");
+      add(steps[s][r].gathered, "gathered ");
     }
   }
+  return all;
 }
 
 void expect_same(const std::vector<Results>& got, const std::vector<Results>& want,
                  const std::string& label) {
-  each(want, [&](const std::vector<Values>& wanted, const auto& same, const std::string& where) {
-    const std::vector<Values> values = same(got);
-    ASSERT_EQ(values.size(), wanted.size()) << label << ", " << where;
-    for (std::size_t p = 0; p < wanted.size(); ++p) {
-      expect_same_bits(values[p], wanted[p], label + ", " + where);
-    }
-  });
-}
-
-bool same_or_nan(float got, float want) {
-  return std::isnan(got) || std::bit_cast<std::uint32_t>(got) == std::bit_cast<std::uint32_t>(want);
+  const auto all = values_read(got);
+  const auto wanted = values_read(want);
+  ASSERT_EQ(all.size(), wanted.size()) << label;
+  for (const auto& [where, values] : all) {
+    expect_same_bits(values, wanted.at(where), label + ", " + where);
+  }
 }
 
 // For what was read before an error.
 void expect_no_garbage(const std::vector<Results>& got, const std::vector<Results>& want,
                        const std::string& label) {
-  each(got, [&](const std::vector<Values>& values, const auto& same, const std::string& where) {
-    const std::vector<Values> wanted = same(want);
-    for (std::size_t p = 0; p < values.size(); ++p) {
-      EXPECT_TRUE(std::ranges::equal(values[p], wanted[p], same_or_nan))
-          << "garbage: " << label << ", " << where << ", parameter " << p;
-    }
-  });
+  const auto same_or_nan = [](float value, float wanted) {
+    return std::isnan(value) ||
+           std::bit_cast<std::uint32_t>(value) == std::bit_cast<std::uint32_t>(wanted);
+  };
+  const auto wanted = values_read(want);
+  for (const auto& [where, values] : values_read(got)) {
+    EXPECT_TRUE(std::ranges::equal(values, wanted.at(where), same_or_nan))
+        << "garbage: " << label << ", " << where;
+  }
 }
 
 // On all ranks or on none, and in time.
@@ -285,7 +284,7 @@ Clean run_clean(const Sweep& sweep) {
   Clean clean{.steps = no_steps(sweep)};
   clean.makings.resize(static_cast<std::size_t>(sweep.shape.size()));
   const auto count = [&clean](std::int64_t sign) {
-    clean.allocations += sign * allocation_count();
+    clean.allocations += sign * stand_in::allocation_count();
     clean.kernels += sign * stand_in::kernel_launches();
     for (std::size_t device = 0; device < clean.makings.size(); ++device) {
       for (std::size_t i = 0; i < kMakers.size(); ++i) {
@@ -340,7 +339,7 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
                 [&](const Mesh& mesh) {
                   const auto r = static_cast<std::size_t>(mesh.rank());
                   static_cast<void>(mesh.world().exchange("", "ready"));
-                  if (r == 0) fail_allocation({{.after = failing, .device = device}});
+                  if (r == 0) stand_in::fail_allocation({{.after = failing, .device = device}});
                   static_cast<void>(mesh.world().exchange("", "set"));
                   try {
                     run_steps(mesh, sweep, first);
@@ -348,7 +347,7 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
                     errors[r] = error.what();
                   }
                   static_cast<void>(mesh.world().exchange("", "over"));
-                  if (r == 0) fail_allocation(std::nullopt);
+                  if (r == 0) stand_in::fail_allocation(std::nullopt);
                   static_cast<void>(mesh.world().exchange("", "reset"));
                   run_steps(mesh, sweep, second);
                 },
@@ -374,9 +373,7 @@ std::vector<std::exception_ptr> try_steps(const Sweep& sweep, std::vector<Result
       sweep.shape.size(),
       [&](Communicator& world) {
         if (begin) begin(world);
-        const Mesh mesh(world, {.replicate = sweep.shape.replicate,
-                                .shard = sweep.shape.shard,
-                                .device = gpu_of(world.rank())});
+        const Mesh mesh = mesh_of(world, sweep.shape);
         run_steps(mesh, sweep, steps);
         for (const char* const what : {"over", "over again"}) {  // no two ranks part between
           static_cast<void>(mesh.world().exchange("", what));

@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "cuda_stand_in.h"
-#include "nccl_gpu_rank.h"
+#include "gpu_rank.h"
+#include "nccl_ranks.h"
 #include "zero/unit_gather.h"
 
 namespace hsdp::test {
@@ -110,14 +111,14 @@ TEST_P(NcclUnits, AreGatheredBesideMicrobatches) {
     const StepCase step =
         random_step(odd_parameters(Dtype::kBf16), shape.size(), {Sync::kShard, Sync::kAll}, seed);
     const ReducerOptions options{.bucket_bytes = 4096};
-    std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
     if (seed > 0) stand_in::delay_work(seed);
-    run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    const auto results = nccl_results(shape, [&](const Mesh& mesh) {
       Reducer reducer(mesh, options);
       GpuRank rank(reducer, step, mesh);
       reducer.prepare();
       GpuUnits units(reducer, step, mesh, rank.stream());
       UnitGather gather(reducer, units.units());
+      RankResult result;
       std::mt19937 random(static_cast<unsigned>(seed) + static_cast<unsigned>(mesh.rank()));
       for (int number = 0; number < 3; ++number) {
         units.update(number);
@@ -131,10 +132,11 @@ TEST_P(NcclUnits, AreGatheredBesideMicrobatches) {
           }
           gather.end();
         }
-        results[static_cast<std::size_t>(mesh.rank())] = rank.read();
+        result = rank.read();
         rank.stream().wait(gather.begin_update());
       }
       rank.stream().synchronize();
+      return result;
     });
     expect_reference(results, step, options, shape, "beside gathers");
   }

@@ -173,6 +173,14 @@ class Call {
     invalidate(*capture, error);
     return true;
   }
+  // To ask for what is captured, or for anything in a capture that forbids it.
+  bool may_not_ask(CUgraph_st* capture, cudaError_t error) {
+    return is_captured(capture, error) || is_prohibited();
+  }
+  // Into a stream: what is captured there is a node of a graph, which nobody launches here.
+  cudaError_t captured_status(const CUgraph_st& capture) {
+    return capture.is_invalid ? refuse(cudaErrorStreamCaptureInvalidated) : status_;
+  }
   // An operation that a capture cannot take ends it, with its error or that of an earlier one.
   cudaError_t invalidate(CUgraph_st& capture, cudaError_t error) {
     const bool was_invalid = std::exchange(capture.is_invalid, true);
@@ -344,10 +352,7 @@ cudaError_t enqueue(const char* name, cudaStream_t handle, std::function<void()>
     return call.refuse(cudaErrorInvalidResourceHandle);
   }
   if (is_kernel) ++machine().launches;
-  if (stream.capture != nullptr) {  // a node of the graph, which nobody launches here
-    return stream.capture->is_invalid ? call.refuse(cudaErrorStreamCaptureInvalidated)
-                                      : cudaSuccess;
-  }
+  if (stream.capture != nullptr) return call.captured_status(*stream.capture);
   stream.worker.run([work = std::move(work), device = stream.device, name = std::string(name)] {
     wait_as_told();
     run_on_device(device, name, work);
@@ -447,8 +452,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Call call("cudaStreamSynchronize");
   CUstream_st& stream = call.stream(handle);
-  if (call.is_captured(stream.capture, cudaErrorStreamCaptureUnsupported)) return call.status();
-  if (call.is_prohibited()) return call.status();
+  if (call.may_not_ask(stream.capture, cudaErrorStreamCaptureUnsupported)) return call.status();
   hsdp::Stream worker = stream.worker;
   return call.status_after([&] { worker.synchronize(); });
 }
@@ -456,8 +460,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Call call("cudaStreamQuery");
   CUstream_st& stream = call.stream(handle);
-  if (call.is_captured(stream.capture, cudaErrorStreamCaptureUnsupported)) return call.status();
-  if (call.is_prohibited() || call.status() != cudaSuccess) return call.status();
+  if (call.may_not_ask(stream.capture, cudaErrorStreamCaptureUnsupported)) return call.status();
+  if (call.status() != cudaSuccess) return call.status();
   return stream.worker.record().complete() ? cudaSuccess : call.refuse(cudaErrorNotReady);
 }
 
@@ -542,10 +546,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event_handle, cudaStream_t handle) {
   CUevent_st& event = call.event(event_handle);
   if (stream.device != event.device) return call.refuse(cudaErrorInvalidResourceHandle);
   event.captured = stream.capture;
-  if (stream.capture != nullptr) {
-    return stream.capture->is_invalid ? call.refuse(cudaErrorStreamCaptureInvalidated)
-                                      : call.status();
-  }
+  if (stream.capture != nullptr) return call.captured_status(*stream.capture);
   stream.worker.run(wait_as_told);
   event.last = stream.worker.record();
   return cudaSuccess;
@@ -554,16 +555,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event_handle, cudaStream_t handle) {
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Call call("cudaEventQuery");
   const CUevent_st& event = call.event(handle);
-  if (call.is_captured(event.captured, cudaErrorCapturedEvent)) return call.status();
-  if (call.is_prohibited() || call.status() != cudaSuccess) return call.status();
+  if (call.may_not_ask(event.captured, cudaErrorCapturedEvent)) return call.status();
+  if (call.status() != cudaSuccess) return call.status();
   return event.last.complete() ? cudaSuccess : call.refuse(cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Call call("cudaEventSynchronize");
   const CUevent_st& event = call.event(handle);
-  if (call.is_captured(event.captured, cudaErrorCapturedEvent)) return call.status();
-  if (call.is_prohibited()) return call.status();
+  if (call.may_not_ask(event.captured, cudaErrorCapturedEvent)) return call.status();
   const hsdp::Event last = event.last;
   return call.status_after([&] { last.wait(); });
 }

@@ -14,6 +14,7 @@
 
 #include "device_world.h"
 #include "hsdp/device/copy.h"
+#include "hsdp/device/in_flight.h"
 #include "hsdp/error.h"
 #include "tests/support/reducer_step.h"
 
@@ -72,11 +73,12 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
     block->source.assign(bytes, bytes + size);
     block->memory.assign(size, std::byte{0xff});
     block->other = block->memory;
-    {
+    if (kept_until_ == KeptUntil::kOrdered) {
       const std::lock_guard lock(mutex_);
       blocks_.push_back(block);
     }
     copy_bytes(block->memory.data(), block->source.data(), size, stream_);
+    if (kept_until_ == KeptUntil::kRead) in_flight_.hold(stream_.record(), block);
     return {block->memory.data(),
             [self = shared_from_this(), block](const void* /*unused*/) { self->reuse(*block); }};
   }
@@ -103,6 +105,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
   KeptUntil kept_until_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Block>> blocks_;  // until the stream is done
+  InFlight in_flight_;                          // what else it still writes
 };
 
 // Registers a step's parameters, hands its gradients over, which come into being on the caller's

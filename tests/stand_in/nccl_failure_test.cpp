@@ -46,11 +46,10 @@ using Clock = std::chrono::steady_clock;
 constexpr ThreadRanksOptions kUnhurried{.timeout = milliseconds(20'000)};
 constexpr ThreadRanksOptions kImpatient{.timeout = milliseconds(400)};
 
-// What a rank threw: "TimeoutError: ...".
-std::string describe(const std::exception_ptr& error) {
-  if (!error) return "nothing";
+// What that throws: "TimeoutError: ...".
+std::string outcome_of(const std::function<void()>& body) {
   try {
-    std::rethrow_exception(error);
+    body();
   } catch (const TimeoutError& e) {
     return std::string("TimeoutError: ") + e.what();
   } catch (const PeerLostError& e) {
@@ -64,21 +63,17 @@ std::string describe(const std::exception_ptr& error) {
   } catch (const std::exception& e) {
     return std::string("another: ") + e.what();
   }
-}
-
-std::string outcome_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (...) {
-    return describe(std::current_exception());
-  }
   return "nothing";
 }
 
 std::vector<std::string> outcomes(int size, const RankBody& body,
                                   const ThreadRanksOptions& options = kUnhurried) {
   std::vector<std::string> texts;
-  for (const auto& error : try_nccl_ranks(size, body, options)) texts.push_back(describe(error));
+  for (const auto& error : try_nccl_ranks(size, body, options)) {
+    texts.push_back(outcome_of([&] {
+      if (error) std::rethrow_exception(error);
+    }));
+  }
   return texts;
 }
 

@@ -495,49 +495,5 @@ TEST(NcclReducerCapture, RefusesToReadAResult) {
   });
 }
 
-// A kernel that fails: of the packs, of the sums, or of whatever comes behind.
-TEST(NcclReducerFailure, AKernelThatFailsIsAnErrorOfEveryRank) {
-  const StepCase step = random_step(parameters(Dtype::kBf16), 4, {Sync::kShard, Sync::kAll}, 19);
-  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
-  std::int64_t kernels = stand_in::kernel_launches();
-  const auto clean = nccl_results(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options);
-    return GpuRank(reducer, step, mesh).run_step();
-  });
-  kernels = (stand_in::kernel_launches() - kernels) / 4;
-  for (std::int64_t failing = 0; failing < kernels;
-       failing += std::max<std::int64_t>(1, kernels / 12)) {
-    for (const int device : {0, 2}) {
-      std::vector<RankResult> results(4);
-      const auto start = std::chrono::steady_clock::now();
-      const auto errors = try_nccl_ranks(4, [&](Communicator& world) {
-        const Mesh mesh = mesh_of(world, kSquare);
-        const auto r = static_cast<std::size_t>(mesh.rank());
-        Reducer reducer(mesh, options);
-        GpuRank rank(reducer, step, mesh);
-        static_cast<void>(rank.run_step());
-        static_cast<void>(mesh.world().exchange("", "begin"));
-        if (mesh.rank() == device) stand_in::fail_kernel({{.device = device, .after = failing}});
-        results[r] = rank.run_step();
-        static_cast<void>(reducer.found_inf());
-        static_cast<void>(mesh.world().exchange("", "over"));
-        static_cast<void>(mesh.world().exchange("", "over again"));
-      });
-      stand_in::break_devices(0);
-      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
-      for (const auto& error : errors) EXPECT_TRUE(error) << "kernel " << failing;
-      for (std::size_t r = 0; r < 4; ++r) {
-        for (std::size_t p = 0; p < results[r].shards.size(); ++p) {
-          EXPECT_TRUE(std::ranges::equal(
-              results[r].shards[p], clean[r].shards[p],
-              [](float got, float want) { return std::isnan(got) || got == want; }))
-              << "garbage on rank " << r << ", kernel " << failing;
-        }
-      }
-    }
-  }
-  stand_in::fail_kernel(std::nullopt);
-}
-
 }  // namespace
 }  // namespace hsdp::test

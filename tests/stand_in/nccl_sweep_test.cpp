@@ -79,6 +79,9 @@ struct Sweep {
   T pick(std::initializer_list<T> of) {
     return of.begin()[random() % of.size()];
   }
+  [[nodiscard]] int below(std::int64_t count) {
+    return static_cast<int>(random() % static_cast<std::uint64_t>(count));
+  }
   [[nodiscard]] ReducerOptions fresh_options() const {
     ReducerOptions fresh = options;
     if (loco) fresh.replica_hop = std::make_shared<quant::LocoHop>(quant::LocoOptions{});
@@ -275,7 +278,7 @@ constexpr std::array<const char*, 3> kMakers{"cudaStreamCreateWithPriority",
 struct Clean {
   std::vector<Results> steps;
   std::int64_t allocations = 0;
-  std::vector<std::size_t> calls;                                 // of NCCL, by rank
+  std::vector<std::int64_t> calls;                                // of NCCL, by rank
   std::vector<std::array<std::int64_t, kMakers.size()>> makings;  // by device
   std::int64_t kernels = 0;
 };
@@ -301,7 +304,7 @@ Clean run_clean(const Sweep& sweep) {
   });
   count(1);
   for (int r = 0; r < sweep.shape.size(); ++r) {
-    clean.calls.push_back(nccl_stand_in().calls(r).size());
+    clean.calls.push_back(std::ssize(nccl_stand_in().calls(r)));
   }
   return clean;
 }
@@ -328,10 +331,8 @@ TEST_P(Seeded, StreamsThatWorkLateChangeNoBit) {
 TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
   const Clean clean = run_clean(sweep);
   const auto ranks = static_cast<std::size_t>(sweep.shape.size());
-  const auto size = static_cast<std::uint64_t>(sweep.shape.size());
-  const int device = static_cast<int>(sweep.random() % size);
-  const auto of_device = static_cast<std::uint64_t>(clean.allocations) / size;
-  const auto failing = static_cast<std::int64_t>(sweep.random() % of_device);
+  const int device = sweep.below(sweep.shape.size());
+  const int failing = sweep.below(clean.allocations / sweep.shape.size());
   std::vector<std::string> errors(ranks);
   std::vector<Results> first = no_steps(sweep);
   std::vector<Results> second = no_steps(sweep);
@@ -393,20 +394,24 @@ std::vector<Stream> use_up_streams(Device gpu) {
 }
 
 // The ranks may not be able to go on; but another world can.
+void expect_survived(const Sweep& sweep, const Clean& clean, const std::vector<Results>& steps,
+                     const std::vector<std::exception_ptr>& errors, const std::string& label) {
+  expect_same_end(errors, label);
+  expect_no_garbage(steps, clean.steps, label);
+  expect_same(run_clean(sweep).steps, clean.steps, "after " + label);
+}
+
 TEST_P(Seeded, AFailedCallOfCudaLeavesNoGarbageAndNobodyHangs) {
   const Clean clean = run_clean(sweep);
-  const auto size = static_cast<std::uint64_t>(sweep.shape.size());
-  const auto device = static_cast<std::size_t>(sweep.random() % size);
-  const std::size_t maker = sweep.random() % kMakers.size();
-  const std::int64_t makings = clean.makings[device][maker] + 1;
+  const int device = sweep.below(sweep.shape.size());
+  const auto maker = static_cast<std::size_t>(sweep.below(std::ssize(kMakers)));
   const bool is_stream = maker == 0;
-  const auto failing = static_cast<std::int64_t>(
-      sweep.random() %
-      static_cast<std::uint64_t>(is_stream ? std::min<std::int64_t>(makings, 16) : makings));
+  const std::int64_t makings = clean.makings[static_cast<std::size_t>(device)][maker] + 1;
+  const int failing = sweep.below(is_stream ? std::min<std::int64_t>(makings, 16) : makings);
   const std::string label = std::string(kMakers[maker]) + " " + std::to_string(failing) +
                             " of device " + std::to_string(device);
   std::vector<Stream> held;
-  if (is_stream) held = use_up_streams(gpu_of(static_cast<int>(device)));
+  if (is_stream) held = use_up_streams(gpu_of(device));
   std::vector<Results> steps = no_steps(sweep);
   const auto errors = try_steps(sweep, steps, seconds(5), {}, [&](Communicator& world) {
     static_cast<void>(world.exchange("", "ready"));
@@ -414,14 +419,12 @@ TEST_P(Seeded, AFailedCallOfCudaLeavesNoGarbageAndNobodyHangs) {
       stand_in::fail_call({{.name = kMakers[maker],
                             .error = cudaErrorMemoryAllocation,
                             .after = failing,
-                            .device = static_cast<int>(device)}});
+                            .device = device}});
     }
     static_cast<void>(world.exchange("", "set"));
   });
   stand_in::fail_call(std::nullopt);
-  expect_same_end(errors, label);
-  expect_no_garbage(steps, clean.steps, label);
-  expect_same(run_clean(sweep).steps, clean.steps, "after " + label);
+  expect_survived(sweep, clean, steps, errors, label);
 }
 
 TEST_P(Seeded, AFailedCallOfNcclLeavesNoGarbageAndNobodyHangs) {
@@ -429,10 +432,10 @@ TEST_P(Seeded, AFailedCallOfNcclLeavesNoGarbageAndNobodyHangs) {
   stand_in::FailingNcclCall failing;
   failing.name = sweep.pick<const char*>(
       {"ncclCommInitRankConfig", "ncclCommSplit", "ncclCommRegister", "ncclMemAlloc"});
-  failing.rank = static_cast<int>(sweep.random() % static_cast<std::uint64_t>(sweep.shape.size()));
+  failing.rank = sweep.below(sweep.shape.size());
   failing.result = sweep.pick({1, 2});  // ncclUnhandledCudaError, ncclSystemError
   const bool makes_memory = failing.name == "ncclCommRegister" || failing.name == "ncclMemAlloc";
-  failing.after = static_cast<int>(sweep.random() % (makes_memory ? 16 : 3));
+  failing.after = sweep.below(makes_memory ? 16 : 3);
   failing.times = sweep.pick({1, 2});  // the library tries again once
   failing.late = sweep.pick({true, false});
   const std::string label = failing.name + " " + std::to_string(failing.after) + " of rank " +
@@ -440,60 +443,64 @@ TEST_P(Seeded, AFailedCallOfNcclLeavesNoGarbageAndNobodyHangs) {
   std::vector<Results> steps = no_steps(sweep);
   const auto errors =
       try_steps(sweep, steps, seconds(5), [&failing] { nccl_stand_in().fail_call(failing); });
-  expect_same_end(errors, label);
-  expect_no_garbage(steps, clean.steps, label);
-  expect_same(run_clean(sweep).steps, clean.steps, "after " + label);
+  expect_survived(sweep, clean, steps, errors, label);
 }
 
-// How a rank dies.
-enum class Death : std::uint8_t {
-  kHangs,   // its GPU does no more of NCCL's work
-  kLeaves,  // and its control connection goes, as that of a process that is killed
-  kBreaks,  // a kernel of its own fails
-};
-
-// At any of its calls of NCCL, or at any kernel.
+// Its GPU does no more of NCCL's work at any of its calls; or, of a process that is killed, its
+// control connection goes, too.
 TEST_P(Seeded, APeerThatDiesLeavesNoGarbageAndNobodyHangs) {
   const Clean clean = run_clean(sweep);
-  const auto size = static_cast<std::uint64_t>(sweep.shape.size());
-  const int dying = static_cast<int>(sweep.random() % size);
-  const std::size_t last_call = sweep.random() % clean.calls[static_cast<std::size_t>(dying)];
-  const Death death = sweep.pick({Death::kHangs, Death::kLeaves, Death::kBreaks});
-  const auto last_kernel = static_cast<std::int64_t>(
-      sweep.random() % (static_cast<std::uint64_t>(clean.kernels) / size));
-  const std::string label =
-      "rank " + std::to_string(dying) +
-      (death == Death::kBreaks ? ", kernel " + std::to_string(last_kernel)
-                               : ", call " + std::to_string(last_call) +
-                                     (death == Death::kLeaves ? ", leaves" : ", hangs"));
+  const int dying = sweep.below(sweep.shape.size());
+  const auto last_call =
+      static_cast<std::size_t>(sweep.below(clean.calls[static_cast<std::size_t>(dying)]));
+  const bool leaves = sweep.pick({true, false});
+  const std::string label = "rank " + std::to_string(dying) + ", call " +
+                            std::to_string(last_call) + (leaves ? ", leaves" : ", hangs");
   stand_in::delay_work(sweep.delays);
   std::vector<Results> steps = no_steps(sweep);
   std::atomic<bool> over = false;
   std::thread killer;
   const auto kill = [&over, dying, last_call,
-                     death](const std::shared_ptr<comm::Control>& control) {
+                     leaves](const std::shared_ptr<comm::Control>& control) {
     while (!over && nccl_stand_in().calls(dying).size() <= last_call) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     if (over) return;
     nccl_stand_in().hang(dying);
-    if (death != Death::kLeaves) return;
+    if (!leaves) return;
     control->fail({comm::FailureKind::kPeerLost, "the test's rank was lost", {dying}});
   };
   const auto start = std::chrono::steady_clock::now();
   const auto errors = try_steps(sweep, steps, milliseconds(700), {}, [&](Communicator& world) {
-    if (world.rank() != dying) return;
-    if (death == Death::kBreaks) {
-      stand_in::fail_kernel({{.device = dying, .after = last_kernel}});
-    } else {
-      killer = std::thread(kill, control_of(world));
-    }
+    if (world.rank() == dying) killer = std::thread(kill, control_of(world));
   });
   over = true;
   if (killer.joinable()) killer.join();
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20)) << label;
   expect_no_garbage(steps, clean.steps, label);
   expect_same_end(errors, label);
+}
+
+// Of the packs, of the sums, or of whatever comes behind; and not by a timeout.
+TEST_P(Seeded, AKernelThatFailsIsAnErrorOfEveryRank) {
+  const Clean clean = run_clean(sweep);
+  const int size = sweep.shape.size();
+  stand_in::delay_work(sweep.delays);
+  for (int repeat = 0; repeat < 4; ++repeat) {
+    const stand_in::FailingKernel failing{sweep.below(size), sweep.below(clean.kernels / size)};
+    const std::string label =
+        "rank " + std::to_string(failing.device) + ", kernel " + std::to_string(failing.after);
+    std::vector<Results> steps = no_steps(sweep);
+    const auto start = std::chrono::steady_clock::now();
+    const auto errors =
+        try_steps(sweep, steps, seconds(40), [&failing] { stand_in::fail_kernel(failing); });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20)) << label;
+    for (const auto& error : errors) {
+      EXPECT_EQ(error != nullptr, stand_in::is_broken(failing.device)) << label;
+    }
+    expect_no_garbage(steps, clean.steps, label);
+    stand_in::break_devices(0);
+  }
 }
 
 std::vector<std::uint64_t> seeds() {

@@ -50,7 +50,7 @@ TEST_P(OnGpu, ResultsEqualThoseOfTheHost) {
       Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
       GpuRank rank(reducer, step, mesh);
       rank.run_microbatch(0);
-      rank.stream().wait(reducer.packed());
+      rank.stream().wait(reducer.packed());  // no hop follows where shard is 1
       own.partial = reducer.partial_shard("large");
       rank.run_microbatch(1);
       own.norm = reducer.clip_grad_norm(0.25);
@@ -216,7 +216,7 @@ TEST_P(OnGpu, PartialsAreReadInStreamOrder) {
     Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
     GpuRank rank(reducer, step, mesh);
     rank.run();
-    rank.stream().wait(reducer.packed());
+    rank.stream().wait(reducer.packed());  // no hop follows where shard is 1
     const Values want = reducer.partial_shard("large");
     Values got(want.size());
     const TensorView out{got.data(), reducer.slice("large").count, Dtype::kF32, kGpu};

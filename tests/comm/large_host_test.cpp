@@ -45,12 +45,9 @@ ProcessOptions with_descriptors(rlim_t limit) {
 }
 
 std::size_t open_descriptors() {
-  std::size_t count = 0;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    static_cast<void>(entry);
-    ++count;
-  }
-  return count - 1;  // the one that reads the directory
+  const std::filesystem::directory_iterator descriptors("/proc/self/fd");
+  // Without the one that reads the directory.
+  return static_cast<std::size_t>(std::distance(begin(descriptors), end(descriptors))) - 1;
 }
 
 void expect_all_ok(const std::vector<RankOutcome>& outcomes) {

@@ -5,7 +5,6 @@
 #include <thread>
 #include <vector>
 
-#include "tests/comm/collective_bits.h"
 #include "tests/comm/contract_suite.h"
 #include "tests/mpi/mpi_ranks.h"
 #include "tests/support/reducer_step.h"
@@ -37,16 +36,6 @@ TEST(MpiEngine, SaysWhatItIs) {
     EXPECT_EQ(value, 3.0F);
     EXPECT_FALSE(group.split(-1, 0));
   });
-}
-
-TEST(MpiEngine, GivesTheBitsOfTheHostEngine) {
-  std::vector<std::uint64_t> bits;
-  for (const char* engine : {"mpi", "host"}) {
-    run_in_group(engine, [&](Communicator& group) {
-      bits.push_back(hash_of_collectives(group, Path::kPrivate));
-    });
-  }
-  EXPECT_EQ(bits[0], bits[1]);
 }
 
 // Longer than a piece, in every collective that sends a row as one message.

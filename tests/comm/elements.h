@@ -58,7 +58,7 @@ inline void set(TensorView view, std::int64_t i, double value) {
 
 template <typename Value>
 void fill(TensorView view, Value value_of) {
-  for (std::int64_t i = 0; i < view.count; ++i) set(view, i, value_of(i));
+  for (std::int64_t i = 0; i < view.count; ++i) set(view, i, static_cast<double>(value_of(i)));
 }
 
 template <typename Value>

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <stdexcept>
@@ -134,28 +133,6 @@ TEST(LargeHost, SumsAreRightWhoeverIsLate) {
     }
     return 0;
   });
-  expect_all_ok(outcomes);
-}
-
-TEST(LargeHost, ARankKilledInTheMiddleIsNamedByAll) {
-  constexpr int kVictim = 17;
-  ProcessRanks ranks(kRanks, {.deadline = kDeadline}, [](int /*rank*/) {
-    Communicator world = connect_world({.engine = "host", .timeout = kTimeout});
-    std::vector<float> data(100'000);
-    try {
-      for (int round = 0;; ++round) {
-        world.all_reduce(TensorView{data.data(), 100'000});
-        if (round == 3) note("busy");
-      }
-    } catch (const PeerLostError& error) {
-      return error.ranks() == std::vector<int>{kVictim} ? 0 : 1;
-    }
-  });
-  for (int rank = 0; rank < kRanks; ++rank) ASSERT_TRUE(ranks.wait_for_note(rank, "busy"));
-  ranks.signal(kVictim, SIGKILL);
-  auto outcomes = ranks.finish();
-  EXPECT_EQ(outcomes[kVictim].signal, SIGKILL);
-  outcomes.erase(outcomes.begin() + kVictim);
   expect_all_ok(outcomes);
 }
 

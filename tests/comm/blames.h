@@ -12,7 +12,7 @@ namespace hsdp::test {
 
 // The call throws an E that names these ranks, and whose message holds all of `parts`.
 template <typename E>
-auto Blames(const std::vector<int>& ranks, const std::vector<std::string>& parts) {
+auto blames(const std::vector<int>& ranks, const std::vector<std::string>& parts) {
   std::vector<testing::Matcher<std::string>> holds;
   for (const std::string& part : parts) holds.emplace_back(testing::HasSubstr(part));
   return testing::Throws<E>(

@@ -125,7 +125,13 @@ inline double seconds_noted(const RankOutcome& outcome) {
 // Longer than anything takes on a busy machine, shorter than what a test would wait for otherwise.
 inline constexpr double kHangSeconds = 15;
 
-// The ranks raised the expected error, with everything that a message must name.
+inline std::vector<std::string> blamed_in(std::vector<std::string> lines) {
+  std::erase_if(lines, [](const std::string& line) { return !line.starts_with("at fault "); });
+  return lines;
+}
+
+// The ranks raised the expected error, with everything that a message must name, and blamed none
+// but those named at fault, if any are.
 inline void expect_failure(const std::vector<RankOutcome>& outcomes, const std::vector<int>& ranks,
                            int code, const std::vector<std::string>& named) {
   for (const int rank : ranks) {
@@ -134,6 +140,10 @@ inline void expect_failure(const std::vector<RankOutcome>& outcomes, const std::
     const std::string all = ::testing::PrintToString(outcome.notes) + outcome.error;
     EXPECT_EQ(outcome.exit_code, code) << all;
     for (const std::string& text : named) EXPECT_THAT(all, HasSubstr(text));
+    const auto at_fault = blamed_in(named);
+    if (!at_fault.empty()) {
+      EXPECT_EQ(blamed_in(outcome.notes), at_fault);
+    }
     EXPECT_GE(seconds_noted(outcome), 0) << all;
     EXPECT_LT(seconds_noted(outcome), kHangSeconds) << all;
   }

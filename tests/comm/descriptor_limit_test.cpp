@@ -67,7 +67,7 @@ class DescriptorLimitTest : public ControlTest, public ::testing::WithParamInter
   }
 };
 
-auto NamesTheLimit() { return AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n")); }
+auto names_the_limit() { return AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n")); }
 
 int join_all(int size, milliseconds timeout) {
   return outcome_of([&] {
@@ -100,7 +100,7 @@ TEST_P(DescriptorLimitTest, ARankThatGetsNoneNamesTheLimit) {
       const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
       EXPECT_LT(outcome.seconds, 10.0);
       if (rank == full) {
-        EXPECT_THAT(outcome.error, AllOf(HasSubstr("rendezvous: "), NamesTheLimit()));
+        EXPECT_THAT(outcome.error, AllOf(HasSubstr("rendezvous: "), names_the_limit()));
       } else {
         EXPECT_EQ(outcome.exit_code, kTimedOut) << outcome.error;
       }
@@ -153,7 +153,7 @@ TEST_P(DescriptorLimitTest, RankZeroLetsRanksInWhenDescriptorsAreFree) {
           << outcome.error << ::testing::PrintToString(outcome.notes);
     }
     if (!frees) {
-      EXPECT_THAT(::testing::PrintToString(outcomes[0].notes), NamesTheLimit());
+      EXPECT_THAT(::testing::PrintToString(outcomes[0].notes), names_the_limit());
     }
   }
 }
@@ -176,7 +176,7 @@ TEST_F(ControlTest, AGroupIsMadeWhenDescriptorsAreFree) {
       continue;
     }
     for (const auto& outcome : outcomes) {
-      EXPECT_THAT(outcome.error, AllOf(NamesTheLimit(), HasSubstr("(rank 1 of 3)")));
+      EXPECT_THAT(outcome.error, AllOf(names_the_limit(), HasSubstr("(rank 1 of 3)")));
     }
   }
 }
@@ -218,7 +218,7 @@ TEST_F(ControlTest, APassedDescriptorIsNotLostAtTheLimit) {
       for (const auto& outcome : outcomes) EXPECT_NE(outcome.exit_code, 0);
       // At its own copy, or at what the others sent.
       const RankOutcome& outcome = outcomes[static_cast<std::size_t>(full)];
-      EXPECT_THAT(outcome.error + ::testing::PrintToString(outcome.notes), NamesTheLimit());
+      EXPECT_THAT(outcome.error + ::testing::PrintToString(outcome.notes), names_the_limit());
     }
   }
 }

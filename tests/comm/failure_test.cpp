@@ -108,7 +108,7 @@ TEST_P(Failure, ARankThatDoesNotComeIsNamedByAll) {
     const Memory data(world, GetParam(), 1'000, Dtype::kF32);
     if (world.rank() == 1) return done.wait();
     EXPECT_THAT([&] { world.all_reduce({.data = data.view(), .bucket = 7}); },
-                Blames<TimeoutError>({1}, {"all_reduce of bucket 7", "rank 1"}));
+                blames<TimeoutError>({1}, {"all_reduce of bucket 7", "rank 1"}));
     done.count_down();
   });
   EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(15'000));
@@ -125,7 +125,7 @@ TEST_P(Failure, TheEndOfTheChainOfWaitsIsAtFault) {
     }
     if (world.rank() == 3) return done.wait();
     EXPECT_THAT([&] { pairs[static_cast<std::size_t>(world.rank())].barrier(); },
-                Blames<TimeoutError>({3}, {"rank 3 of 4 did not arrive within"}));
+                blames<TimeoutError>({3}, {"rank 3 of 4 did not arrive within"}));
     done.count_down();
   });
 }

@@ -284,7 +284,7 @@ TEST(IssueOrder, ATaskThatARankNeverHasIsATimeoutThatNamesThatRank) {
         }
       };
       EXPECT_THAT(wait_for_failure,
-                  Blames<TimeoutError>({absent}, {"issue order of bucket 3: rank "}));
+                  blames<TimeoutError>({absent}, {"issue order of bucket 3: rank "}));
     };
     run_ranks(3, body, {.timeout = std::chrono::milliseconds(300)});
   }

@@ -14,10 +14,9 @@
 #include <thread>
 #include <vector>
 
-#include "hsdp/error.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer.h"
-#include "tests/support/process_ranks.h"
+#include "tests/comm/control_outcome.h"
 
 namespace hsdp::test {
 namespace {
@@ -47,12 +46,6 @@ std::size_t open_descriptors() {
   const std::filesystem::directory_iterator descriptors("/proc/self/fd");
   // Without the one that reads the directory.
   return static_cast<std::size_t>(std::distance(begin(descriptors), end(descriptors))) - 1;
-}
-
-void expect_all_ok(const std::vector<RankOutcome>& outcomes) {
-  for (const RankOutcome& outcome : outcomes) {
-    EXPECT_TRUE(outcome.ok()) << outcome.exit_code << " " << outcome.error;
-  }
 }
 
 // Small integers: every sum is exact.
@@ -112,7 +105,7 @@ TEST(LargeHost, AMeshItsGroupsAndAStepTakeFewDescriptors) {
     mesh.world().barrier();
     return 0;
   });
-  expect_all_ok(outcomes);
+  comm::expect_all_ok(outcomes);
   for (const RankOutcome& outcome : outcomes) EXPECT_THAT(outcome.notes, testing::IsEmpty());
 }
 
@@ -133,7 +126,7 @@ TEST(LargeHost, SumsAreRightWhoeverIsLate) {
     }
     return 0;
   });
-  expect_all_ok(outcomes);
+  comm::expect_all_ok(outcomes);
 }
 
 }  // namespace

@@ -80,7 +80,7 @@ TEST(MpiFailure, ARankThatDoesNotComeIsNamedByAll) {
       [&] {
         world.all_reduce({.data = {data.data(), std::ssize(data)}, .bucket = 7});
       },
-      Blames<TimeoutError>({1}, {"all_reduce of bucket 7", "rank 1"}));
+      blames<TimeoutError>({1}, {"all_reduce of bucket 7", "rank 1"}));
 }
 
 TEST(MpiFailure, AbortReachesRanksThatWait) {
@@ -94,7 +94,7 @@ TEST(MpiFailure, AbortReachesRanksThatWait) {
     world.barrier();
     world.barrier();
   };
-  EXPECT_THAT(wait_twice, Blames<RankError>({0}, {"the disk is full"}));
+  EXPECT_THAT(wait_twice, blames<RankError>({0}, {"the disk is full"}));
 }
 
 milliseconds process_cpu_time() {

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include "hsdp/error.h"
 #include "tests/support/private_runtime.h"
 #include "tests/support/process_ranks.h"
+#include "tests/support/thread_ranks.h"
 
 namespace hsdp::comm {
 
@@ -51,6 +53,12 @@ inline std::vector<int> everyone(int size) {
   return ranks;
 }
 
+inline std::vector<int> everyone_but(int rank, int size) {
+  std::vector<int> ranks = everyone(size);
+  std::erase(ranks, rank);
+  return ranks;
+}
+
 // Runs `body` and tells by exit code what it threw; the message goes to the notes.
 inline int outcome_of(const std::function<void()>& body) {
   const auto begin = std::chrono::steady_clock::now();
@@ -76,6 +84,37 @@ inline int outcome_of(const std::function<void()>& body) {
   return 0;
 }
 
+inline bool is_refused(const std::function<void()>& call) {
+  return test::caught<UsageError>(call).has_value();
+}
+
+// Members of `group` pass each other memory that tells whose it is.
+inline bool descriptors_pass(Control& control, const std::vector<int>& group) {
+  const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
+  const char own = static_cast<char>('a' + control.rank());
+  if (::write(memory.get(), &own, 1) != 1) return false;
+  const auto fds = control.exchange_descriptors("memory", group, memory.get());
+  for (std::size_t i = 0; i < fds.size(); ++i) {
+    char theirs = 0;
+    const bool read = fds[i] && ::pread(fds[i].get(), &theirs, 1, 0) == 1;
+    if (read == (group[i] == control.rank())) return false;
+    if (read && theirs != static_cast<char>('a' + group[i])) return false;
+  }
+  return fds.size() == group.size();
+}
+
+inline int try_to_connect(milliseconds timeout = kTimeout) {
+  return outcome_of([timeout] { static_cast<void>(connect(timeout)); });
+}
+
+inline void expect_all_ok(const std::vector<RankOutcome>& outcomes) {
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    EXPECT_TRUE(outcomes[rank].ok())
+        << "rank " << rank << ": exit code " << outcomes[rank].exit_code << " "
+        << outcomes[rank].error << ::testing::PrintToString(outcomes[rank].notes);
+  }
+}
+
 inline double seconds_noted(const RankOutcome& outcome) {
   for (const std::string& line : outcome.notes) {
     if (line.starts_with("took ")) return std::stod(line.substr(5));
@@ -86,15 +125,28 @@ inline double seconds_noted(const RankOutcome& outcome) {
 // Longer than anything takes on a busy machine, shorter than what a test would wait for otherwise.
 inline constexpr double kHangSeconds = 15;
 
-// The rank raised the expected error, with everything that a message must name.
-inline void expect_failure(const RankOutcome& outcome, int code,
-                           const std::vector<std::string>& named) {
-  EXPECT_EQ(outcome.exit_code, code) << ::testing::PrintToString(outcome.notes) << outcome.error;
-  ASSERT_FALSE(outcome.notes.empty()) << outcome.error;
-  const std::string all = ::testing::PrintToString(outcome.notes);
-  for (const std::string& text : named) EXPECT_THAT(all, HasSubstr(text));
-  EXPECT_GE(seconds_noted(outcome), 0) << all;
-  EXPECT_LT(seconds_noted(outcome), kHangSeconds) << all;
+inline std::vector<std::string> blamed_in(std::vector<std::string> lines) {
+  std::erase_if(lines, [](const std::string& line) { return !line.starts_with("at fault "); });
+  return lines;
+}
+
+// The ranks raised the expected error, with everything that a message must name, and blamed none
+// but those named at fault, if any are.
+inline void expect_failure(const std::vector<RankOutcome>& outcomes, const std::vector<int>& ranks,
+                           int code, const std::vector<std::string>& named) {
+  for (const int rank : ranks) {
+    SCOPED_TRACE("rank " + std::to_string(rank));
+    const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
+    const std::string all = ::testing::PrintToString(outcome.notes) + outcome.error;
+    EXPECT_EQ(outcome.exit_code, code) << all;
+    for (const std::string& text : named) EXPECT_THAT(all, HasSubstr(text));
+    const auto at_fault = blamed_in(named);
+    if (!at_fault.empty()) {
+      EXPECT_EQ(blamed_in(outcome.notes), at_fault);
+    }
+    EXPECT_GE(seconds_noted(outcome), 0) << all;
+    EXPECT_LT(seconds_noted(outcome), kHangSeconds) << all;
+  }
 }
 
 // Of a process: whether its I/O thread runs, and all its threads but the one that asks wait for
@@ -134,19 +186,16 @@ inline bool wait_until_connected(const ProcessRanks& ranks, const std::vector<in
 inline void expect_a_joined_rank_named_when_killed(const ProcessOptions& options, int victim) {
   ProcessRanks ranks(4, options, [](int rank) {
     while (rank == 3) ::pause();
-    return outcome_of([] { static_cast<void>(connect(milliseconds(20'000))); });
+    return try_to_connect(milliseconds(20'000));
   });
   ASSERT_TRUE(wait_until_connected(ranks, {1, 2, 0}));
   ranks.signal(victim, SIGKILL);
-  for (const int rank : {0, 1, 2}) EXPECT_TRUE(rank == victim || ranks.wait_for_end(rank));
+  const std::vector<int> others = everyone_but(victim, 3);
+  for (const int rank : others) EXPECT_TRUE(ranks.wait_for_end(rank));
   ranks.signal(3, SIGKILL);
-  const auto outcomes = ranks.finish();
-  for (const int rank : {0, 1, 2}) {
-    if (rank == victim) continue;
-    expect_failure(outcomes[static_cast<std::size_t>(rank)], kPeerLost,
-                   {"rendezvous: rank " + std::to_string(victim) + " of 4 was lost",
-                    "at fault " + std::to_string(victim)});
-  }
+  expect_failure(ranks.finish(), others, kPeerLost,
+                 {"rendezvous: rank " + std::to_string(victim) + " of 4 was lost",
+                  "at fault " + std::to_string(victim)});
 }
 
 // Nothing may be left in the runtime directory.

@@ -59,14 +59,15 @@ class FullTable {
   std::thread thread_;
 };
 
-enum class Door { kUnix, kTcp };
-
-class DescriptorLimitTest : public ControlTest, public ::testing::WithParamInterface<Door> {
+class DescriptorLimitTest : public ControlTest, public ::testing::WithParamInterface<bool> {
  protected:
   [[nodiscard]] static ProcessOptions options() {
-    return GetParam() == Door::kTcp ? ranks_on_hosts(free_port()) : ProcessOptions{};
+    const bool over_tcp = GetParam();
+    return over_tcp ? ranks_on_hosts(free_port()) : ProcessOptions{};
   }
 };
+
+auto names_the_limit() { return AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n")); }
 
 int join_all(int size, milliseconds timeout) {
   return outcome_of([&] {
@@ -80,15 +81,11 @@ int join_all(int size, milliseconds timeout) {
 
 TEST_P(DescriptorLimitTest, ARankWaitsUntilDescriptorsAreFree) {
   for (const int full : {0, 1}) {
-    const auto outcomes = run_processes(3, options(), [full](int rank) {
-      if (rank != full) return join_all(3, kLong);
-      FullTable table;
-      table.free_soon();
+    expect_all_ok(run_processes(3, options(), [full](int rank) {
+      std::optional<FullTable> table;
+      if (rank == full) table.emplace().free_soon();
       return join_all(3, kLong);
-    });
-    for (const auto& outcome : outcomes) {
-      EXPECT_EQ(outcome.exit_code, 0) << outcome.error << ::testing::PrintToString(outcome.notes);
-    }
+    }));
   }
 }
 
@@ -103,8 +100,7 @@ TEST_P(DescriptorLimitTest, ARankThatGetsNoneNamesTheLimit) {
       const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
       EXPECT_LT(outcome.seconds, 10.0);
       if (rank == full) {
-        EXPECT_THAT(outcome.error, AllOf(HasSubstr("rendezvous: "), HasSubstr("128 open files"),
-                                         HasSubstr("ulimit -n")));
+        EXPECT_THAT(outcome.error, AllOf(HasSubstr("rendezvous: "), names_the_limit()));
       } else {
         EXPECT_EQ(outcome.exit_code, kTimedOut) << outcome.error;
       }
@@ -157,41 +153,31 @@ TEST_P(DescriptorLimitTest, RankZeroLetsRanksInWhenDescriptorsAreFree) {
           << outcome.error << ::testing::PrintToString(outcome.notes);
     }
     if (!frees) {
-      EXPECT_THAT(::testing::PrintToString(outcomes[0].notes),
-                  AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n")));
+      EXPECT_THAT(::testing::PrintToString(outcomes[0].notes), names_the_limit());
     }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Doors, DescriptorLimitTest, ::testing::Values(Door::kUnix, Door::kTcp),
-                         [](const auto& chosen) {
-                           return chosen.param == Door::kTcp ? "Tcp" : "Unix";
-                         });
+INSTANTIATE_TEST_SUITE_P(Doors, DescriptorLimitTest, ::testing::Bool(),
+                         [](const auto& over_tcp) { return over_tcp.param ? "Tcp" : "Unix"; });
 
 TEST_F(ControlTest, AGroupIsMadeWhenDescriptorsAreFree) {
-  const auto outcomes = run_processes(3, {}, [](int rank) {
-    Communicator world = connect_world({.timeout = kLong});
-    std::optional<FullTable> table;
-    if (rank == 1) table.emplace();
-    if (rank == 1) table->free_soon();
-    Communicator group = world.split(0, rank);
-    group.barrier();
-    return 0;
-  });
-  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.error;
-}
-
-TEST_F(ControlTest, AGroupThatGetsNoDescriptorNamesTheLimitOnEveryRank) {
-  const auto outcomes = run_processes(3, {}, [](int rank) {
-    Communicator world = connect_world({.timeout = kShort});
-    std::optional<FullTable> table;
-    if (rank == 1) table.emplace();
-    static_cast<void>(world.split(0, rank));
-    return 0;
-  });
-  for (const auto& outcome : outcomes) {
-    EXPECT_THAT(outcome.error, AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n"),
-                                     HasSubstr("(rank 1 of 3)")));
+  for (const bool frees : {true, false}) {
+    const auto outcomes = run_processes(3, {}, [frees](int rank) {
+      Communicator world = connect_world({.timeout = frees ? kLong : kShort});
+      std::optional<FullTable> table;
+      if (rank == 1) table.emplace();
+      if (rank == 1 && frees) table->free_soon();
+      world.split(0, rank).barrier();
+      return 0;
+    });
+    if (frees) {
+      expect_all_ok(outcomes);
+      continue;
+    }
+    for (const auto& outcome : outcomes) {
+      EXPECT_THAT(outcome.error, AllOf(names_the_limit(), HasSubstr("(rank 1 of 3)")));
+    }
   }
 }
 
@@ -225,15 +211,14 @@ TEST_F(ControlTest, APassedDescriptorIsNotLostAtTheLimit) {
           static_cast<void>(control->exchange("done", everyone(3), "", {"test"}));
         });
       });
-      for (const auto& outcome : outcomes) {
-        EXPECT_EQ(outcome.exit_code == 0, frees)
-            << outcome.error << ::testing::PrintToString(outcome.notes);
+      if (frees) {
+        expect_all_ok(outcomes);
+        continue;
       }
-      if (!frees) {  // at its own copy, or at what the others sent
-        const RankOutcome& outcome = outcomes[static_cast<std::size_t>(full)];
-        EXPECT_THAT(outcome.error + ::testing::PrintToString(outcome.notes),
-                    AllOf(HasSubstr("128 open files"), HasSubstr("ulimit -n")));
-      }
+      for (const auto& outcome : outcomes) EXPECT_NE(outcome.exit_code, 0);
+      // At its own copy, or at what the others sent.
+      const RankOutcome& outcome = outcomes[static_cast<std::size_t>(full)];
+      EXPECT_THAT(outcome.error + ::testing::PrintToString(outcome.notes), names_the_limit());
     }
   }
 }

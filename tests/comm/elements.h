@@ -1,6 +1,9 @@
 // Element access by dtype, and the arithmetic of the reductions written down once more, naively.
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -51,6 +54,31 @@ inline void set(TensorView view, std::int64_t i, double value) {
     case Dtype::kU8:
       return store(static_cast<std::uint8_t>(value));
   }
+}
+
+template <typename Value>
+void fill(TensorView view, Value value_of) {
+  for (std::int64_t i = 0; i < view.count; ++i) set(view, i, static_cast<double>(value_of(i)));
+}
+
+template <typename Value>
+void expect_elements(ConstTensorView view, Value value_of) {
+  for (std::int64_t i = 0; i < view.count; ++i) {
+    ASSERT_EQ(get(view, i), value_of(i)) << "element " << i << " of " << to_string(view);
+  }
+}
+
+// Even; one rank has all; nothing, one, most, a little.
+inline std::vector<RowCut> row_cuts(std::int64_t count, int size) {
+  const auto ranks = static_cast<std::size_t>(size);
+  std::vector<std::int64_t> last(ranks + 1, 0);
+  last.back() = count;
+  std::vector<std::int64_t> ragged(ranks + 1, count - count / 9);
+  ragged[0] = ragged[1] = 0;
+  if (size > 2) ragged[2] = std::min<std::int64_t>(count, 1);
+  ragged.back() = count;
+  std::ranges::sort(ragged);
+  return {RowCut(count, size), RowCut(last), RowCut(ragged)};
 }
 
 inline float round_to(Dtype dtype, float value) {

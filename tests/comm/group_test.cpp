@@ -18,17 +18,18 @@ namespace hsdp::test {
 namespace {
 
 using std::chrono::milliseconds;
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::ThrowsMessage;
 
 void expect_sum(Communicator& group, TensorView data) {
   double sum = 0.0;
   for (const int world_rank : group.world_ranks()) sum += world_rank + 1;
-  for (std::int64_t i = 0; i < data.count; ++i) {
-    set(data, i, group.world_ranks()[static_cast<std::size_t>(group.rank())] + 1);
-  }
+  const int own = group.world_ranks()[static_cast<std::size_t>(group.rank())] + 1;
+  fill(data, [own](std::int64_t /*i*/) { return own; });
   group.all_reduce(data);
-  for (std::int64_t i = 0; i < data.count; ++i) ASSERT_EQ(get(data, i), sum);
+  expect_elements(data, [sum](std::int64_t /*i*/) { return sum; });
 }
 
 class Group : public testing::TestWithParam<Path> {};
@@ -102,7 +103,7 @@ TEST(SharedMemory, IsZeroAlignedAndMayDifferInSize) {
       const SharedMemory memory = world.allocate(count * world.rank(), Dtype::kF32);
       ASSERT_EQ(memory.view().count, count * world.rank());
       ASSERT_EQ(reinterpret_cast<std::uintptr_t>(memory.view().data) % 4096, 0U);
-      for (std::int64_t i = 0; i < memory.view().count; ++i) ASSERT_EQ(get(memory.view(), i), 0.0);
+      expect_elements(memory.view(), [](std::int64_t /*i*/) { return 0.0; });
     }
   });
 }
@@ -167,52 +168,53 @@ TEST(SharedMemory, AForkedChildThatDropsItTakesNothingFromTheParent) {
 TEST(SharedMemory, TooLargeARequestFailsEverywhereAndHarmsNothing) {
   run_world({.size = 2}, [](Communicator& world) {
     const std::int64_t count = world.rank() == 1 ? std::int64_t{1} << 58 : 10;
-    try {
-      static_cast<void>(world.allocate(count, Dtype::kF64));
-      ADD_FAILURE() << "no error";
-    } catch (const Error& error) {
-      EXPECT_THAT(error.what(), testing::AllOf(HasSubstr("rank 1 of 2"), HasSubstr("allocation")));
-    }
+    EXPECT_THAT([&] { static_cast<void>(world.allocate(count, Dtype::kF64)); },
+                ThrowsMessage<Error>(AllOf(HasSubstr("rank 1 of 2"), HasSubstr("allocation"))));
     const SharedMemory memory = world.allocate(10, Dtype::kF32);
     expect_sum(world, memory.view());
   });
 }
 
-// One rank can back its own memory, and then none of a peer's: every rank is told.
-void expect_refused(Communicator& world, int bad, int skipped, const std::function<void()>& call) {
-  const bool own = world.rank() == bad;
-  if (own) fail_call(FailingCall::kMadvise, skipped);
-  try {
-    call();
-    ADD_FAILURE() << "no error";
-  } catch (const Error& error) {
-    EXPECT_THAT(error.what(), testing::AllOf(HasSubstr("host memory"), HasSubstr("for a peer"),
-                                             HasSubstr("(rank " + std::to_string(bad) + " of 4)")));
-  }
-  EXPECT_EQ(call_has_failed(), own);
-}
-
+// One rank can back its own memory, and then none of a peer's: every rank is told, at once, also
+// those of other groups that are made in the same call and will be used together.
 TEST(SharedMemory, ThatOneRankCannotMapFailsEverywhereAndHarmsNothing) {
-  for (const Path path : {Path::kDirect, Path::kMixed}) {
-    SCOPED_TRACE(name(path));
-    run_world({.size = 4, .path = path, .stage = {.processes = true}}, [](Communicator& world) {
-      for (int bad = 0; bad < world.size(); ++bad) {
-        expect_refused(world, bad, 1, [&] { static_cast<void>(world.allocate(10, Dtype::kF32)); });
-        const SharedMemory memory = world.allocate(10, Dtype::kF32);
-        expect_sum(world, memory.view());
-      }
-    });
+  const auto allocate = [](Communicator& world) {
+    static_cast<void>(world.allocate(10, Dtype::kF32));
+  };
+  const auto split = [](Communicator& world) { static_cast<void>(world.split(0, world.rank())); };
+  const auto split_in_two = [](Communicator& world) {
+    static_cast<void>(world.split(world.rank() % 2, 0));
+  };
+  const struct {
+    std::string title;
+    Path path;
+    int skipped;  // calls that work
+    std::function<void(Communicator& world)> call;
+  } rows[] = {{"allocation", Path::kDirect, 1, allocate},
+              {"allocation on two hosts", Path::kMixed, 1, allocate},
+              {"group", Path::kDirect, 2, split},
+              {"group on two hosts", Path::kMixed, 2, split},
+              {"two groups", Path::kDirect, 2, split_in_two}};
+  for (const auto& row : rows) {
+    run_world(
+        {.size = 4, .path = row.path, .stage = {.processes = true}}, [&](Communicator& world) {
+          SCOPED_TRACE(row.title);
+          for (int bad = 0; bad < world.size(); ++bad) {
+            const bool own = world.rank() == bad;
+            if (own) fail_call(FailingCall::kMadvise, row.skipped);
+            const auto start = std::chrono::steady_clock::now();
+            EXPECT_THAT(
+                [&] { row.call(world); },
+                ThrowsMessage<Error>(AllOf(HasSubstr("host memory"), HasSubstr("for a peer"),
+                                           HasSubstr("(rank " + std::to_string(bad) + " of 4)"))));
+            EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+            EXPECT_EQ(call_has_failed(), own);
+            const SharedMemory memory = world.allocate(10, Dtype::kF32);
+            expect_sum(world, memory.view());
+            world.split(0, world.rank()).barrier();
+          }
+        });
   }
-}
-
-TEST(SharedMemory, OfAGroupThatOneRankCannotMapFailsEverywhereAndHarmsNothing) {
-  run_world({.size = 4, .stage = {.processes = true}}, [](Communicator& world) {
-    for (int bad = 0; bad < world.size(); ++bad) {
-      expect_refused(world, bad, 2, [&] { static_cast<void>(world.split(0, world.rank())); });
-      Communicator group = world.split(0, world.rank());
-      group.barrier();
-    }
-  });
 }
 
 TEST(Misuse, BadArgumentsAreUsageErrorsAndHarmNothing) {
@@ -262,7 +264,7 @@ TEST(Misuse, OfTheCutOfAnAllToAllIsNamed) {
     const auto expect_error = [&](ConstTensorView from, TensorView to, const RowCut& cut,
                                   const std::string& message) {
       EXPECT_THAT([&] { world.all_to_all(from, to, Stream::inline_host(), cut, 1); },
-                  testing::ThrowsMessage<UsageError>(HasSubstr("all_to_all: " + message)));
+                  ThrowsMessage<UsageError>(HasSubstr("all_to_all: " + message)));
     };
     const RowCut even({0, 10, 20, 30});
     expect_error(in.slice(0, 30), out.slice(0, 30), RowCut(30, 4),
@@ -280,7 +282,7 @@ TEST(Misuse, OfTheCutOfAnAllToAllIsNamed) {
                  RowCut({0, world.rank() == 0 ? kMost : 0, world.rank() < 2 ? kMost : 0, kMost}),
                  "output: expected 3 rows of " + std::to_string(kMost) + " elements each, got 1");
     EXPECT_THAT([&] { world.all_to_all(in.slice(0, 31), out.slice(0, 31)); },
-                testing::ThrowsMessage<UsageError>(HasSubstr("a multiple of 3, or a cut, got 31")));
+                ThrowsMessage<UsageError>(HasSubstr("a multiple of 3, or a cut, got 31")));
     expect_sum(world, in);
   });
 }
@@ -323,39 +325,6 @@ TEST(Misuse, TwoThreadsOnOneCommunicatorAreRefused) {
       }
     });
   });
-}
-
-// Groups that are made in one call are used together, so all of their ranks hear of it.
-struct FailedSplit {
-  Path path;
-  int skipped;  // calls that work
-  std::function<void(Communicator& world)> split;
-};
-
-void expect_all_hear(const FailedSplit& test) {
-  const WorldShape shape{.size = 4,
-                         .path = test.path,
-                         .timeout = std::chrono::seconds(20),
-                         .stage = {.processes = true}};
-  run_world(shape, [&test](Communicator& world) {
-    if (world.rank() == 0) fail_call(FailingCall::kMadvise, test.skipped);
-    const auto start = std::chrono::steady_clock::now();
-    EXPECT_THROW(test.split(world), Error) << world.rank();
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2)) << world.rank();
-    EXPECT_EQ(call_has_failed(), world.rank() == 0);
-    world.barrier();
-  });
-}
-
-TEST(FailedSplit, IsHeardOfOnEveryHost) {
-  expect_all_hear({Path::kMixed, 2,
-                   [](Communicator& world) { static_cast<void>(world.split(0, world.rank())); }});
-}
-
-TEST(FailedSplit, IsHeardOfInTheOtherGroups) {
-  expect_all_hear({Path::kDirect, 2, [](Communicator& world) {
-                     static_cast<void>(world.split(world.rank() % 2, 0));
-                   }});
 }
 
 TEST(Misuse, AForkedChildIsRefused) {

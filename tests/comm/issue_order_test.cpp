@@ -4,12 +4,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <latch>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -18,40 +21,71 @@
 
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
+#include "tests/comm/blames.h"
 #include "tests/comm/rank_threads.h"
 #include "tests/support/thread_ranks.h"
 
 namespace hsdp::test {
 namespace {
 
+using ::testing::Each;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using Issuer = std::unique_ptr<IssueOrder::Issuer>;
 
 bool never() { return false; }
 
-// What a rank issued, in its order.
-class Journal {
+// The lanes of a rank, and what they issue, in its order: "second 7" is the task of place 7 of the
+// second lane.
+class Lanes {
  public:
-  void push(IssueOrder::Issuer& lane, const std::string& name, int place) {
-    lane.run_ordered({.run = [this, name] { write(name); }, .place = place, .skipped = never});
+  Lanes(const Communicator& group, int count) : order_(IssueOrder::of(group)) {
+    while (std::ssize(lanes_) < count) add(lanes_.size());
   }
-  void write(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    names_.push_back(name);
-    changed_.notify_all();
+  void add(std::size_t lane) {
+    lanes_.resize(std::max(lanes_.size(), lane + 1));
+    lanes_[lane] = order_->add_issuer();
   }
-  std::vector<std::string> when_there_are(std::size_t count) {
+  // Waits for what it holds.
+  void remove(std::size_t lane) { lanes_[lane].reset(); }
+  [[nodiscard]] IssueOrder::Issuer& operator[](std::size_t lane) { return *lanes_[lane]; }
+
+  void push(std::size_t lane, int place) {
+    const auto run = [this, name = name_of(lane, place)] {
+      const std::lock_guard lock(mutex_);
+      issued_.push_back(name);
+      changed_.notify_all();
+    };
+    lanes_[lane]->run_ordered({.run = run, .place = place, .skipped = never});
+  }
+  static std::string name_of(std::size_t lane, int place) {
+    const std::string number = place == IssueOrder::kAfterBuckets ? "end" : std::to_string(place);
+    return std::array{"first ", "second ", "third "}[lane] + number;
+  }
+  // Waits until there are so many, and forgets them.
+  std::vector<std::string> take(std::size_t count) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return names_.size() >= count; });
-    return names_;
+    changed_.wait(lock, [&] { return issued_.size() >= count; });
+    return std::exchange(issued_, {});
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::string> names_;
+  std::vector<std::string> issued_;
+  std::shared_ptr<IssueOrder> order_;
+  std::vector<std::unique_ptr<IssueOrder::Issuer>> lanes_;
 };
+
+// What `body` returns is the same on all ranks, but for those that return nothing.
+void expect_one_order(int size,
+                      const std::function<std::vector<std::string>(Communicator&)>& body) {
+  std::vector<std::vector<std::string>> orders(static_cast<std::size_t>(size));
+  run_ranks(size, [&](Communicator& world) {
+    orders[static_cast<std::size_t>(world.rank())] = body(world);
+  });
+  std::erase_if(orders, [](const auto& order) { return order.empty(); });
+  EXPECT_GE(orders.size(), 3U);
+  EXPECT_THAT(orders, Each(orders.back()));
+}
 
 // Counts the messages by which lanes agree.
 class CountingControl : public StageControl {
@@ -88,26 +122,21 @@ std::vector<int> count_messages(int size, const RankBody& body) {
 // than a bucket of the second lane, whose place is lower.
 TEST(IssueOrder, WhatAnotherRankIssuedComesBeforeANewLane) {
   run_ranks(2, [](Communicator& world) {
-    const auto order = IssueOrder::of(world);
-    Journal journal;
-    const Issuer first = order->add_issuer();
+    Lanes lanes(world, 1);
     const auto push_buckets = [&] {
-      for (const int bucket : {1, 2, 3}) {
-        journal.push(*first, "first " + std::to_string(bucket), bucket);
-      }
+      for (const int bucket : {1, 2, 3}) lanes.push(0, bucket);
     };
     if (world.rank() == 0) {
       push_buckets();
-      first->stream().synchronize();
+      lanes[0].stream().synchronize();
     }
-    const Issuer second = order->add_issuer();
-    journal.push(*second, "second 0", 0);
+    lanes.add(1);
+    lanes.push(1, 0);
     if (world.rank() == 1) {
-      second->stream().run([] {});  // the thread looks for work before the first lane has any
+      lanes[1].stream().run([] {});  // the thread looks for work before the first lane has any
       push_buckets();
     }
-    EXPECT_THAT(journal.when_there_are(4),
-                ElementsAre("first 1", "first 2", "first 3", "second 0"));
+    EXPECT_THAT(lanes.take(4), ElementsAre("first 1", "first 2", "first 3", "second 0"));
   });
 }
 
@@ -116,230 +145,161 @@ TEST(IssueOrder, WhatAnotherRankIssuedComesBeforeANewLane) {
 TEST(IssueOrder, TheFirstRankMayNameALaneAsSoonAsItHasIt) {
   constexpr int kRepeats = 300;
   run_ranks(2, [](Communicator& world) {
-    const auto order = IssueOrder::of(world);
-    const Issuer first = order->add_issuer();
-    const Issuer second = order->add_issuer();
+    Lanes lanes(world, 2);
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
-      Journal journal;
-      if (world.rank() == 1) journal.push(*first, "first", 1);
-      const Issuer third = order->add_issuer();
-      journal.push(*third, "third", 0);
+      if (world.rank() == 1) lanes.push(0, 1);
+      lanes.add(2);
+      lanes.push(2, 0);
       if (world.rank() == 0) {
-        static_cast<void>(journal.when_there_are(1));
-        journal.push(*first, "first", 1);
+        ASSERT_THAT(lanes.take(1), ElementsAre("third 0")) << repeat;
+        lanes.push(0, 1);
+        ASSERT_THAT(lanes.take(1), ElementsAre("first 1")) << repeat;
+      } else {
+        ASSERT_THAT(lanes.take(2), ElementsAre("third 0", "first 1")) << repeat;
       }
-      ASSERT_THAT(journal.when_there_are(2), ElementsAre("third", "first")) << repeat;
+      lanes.remove(2);
     }
   });
 }
 
-// One rank finishes with a lane before it has anything for the other, which the first rank of the
-// mesh would take first.
-TEST(IssueOrder, ATaskThatIsNotReadyOnEveryRankHoldsUpNoOtherLane) {
-  for (const int late_rank : {0, 1, 2}) {
-    run_ranks(3, [&](Communicator& world) {
-      const auto order = IssueOrder::of(world);
-      Journal journal;
-      const Issuer first = order->add_issuer();
-      const Issuer second = order->add_issuer();
-      const bool late = world.rank() == late_rank;
-      if (!late) journal.push(*first, "first", 0);
-      journal.push(*second, "second", 7);
-      if (late) {
-        EXPECT_THAT(journal.when_there_are(1), ElementsAre("second"));
-        journal.push(*first, "first", 0);
-      }
-      EXPECT_THAT(journal.when_there_are(2), ElementsAre("second", "first")) << late_rank;
-    });
-  }
-}
-
-// Rounds of two lanes, in which another rank each time decides by its waits who comes first.
+// Rounds of two lanes, in which another rank each time decides by its waits who comes first: a lane
+// that is not ready there does not hold up the other, though its place is lower.
 TEST(IssueOrder, LanesMayTakeTurnsAsAnyRankNeeds) {
-  constexpr int kRounds = 60;
-  std::vector<std::vector<std::string>> journals(3);
-  run_ranks(3, [&](Communicator& world) {
-    const auto order = IssueOrder::of(world);
-    Journal journal;
-    const Issuer first = order->add_issuer();
-    const Issuer second = order->add_issuer();
-    for (int round = 0; round < kRounds; ++round) {
-      const std::string number = std::to_string(round);
-      const bool second_leads = round % 2 == 1;
-      IssueOrder::Issuer& leader = second_leads ? *second : *first;
-      IssueOrder::Issuer& follower = second_leads ? *first : *second;
-      const std::size_t before = 2 * static_cast<std::size_t>(round);
-      if (round % 3 != world.rank()) journal.push(follower, "follower " + number, 0);
-      journal.push(leader, "leader " + number, 1);
-      if (round % 3 == world.rank()) {
-        static_cast<void>(journal.when_there_are(before + 1));
-        journal.push(follower, "follower " + number, 0);
+  run_ranks(3, [](Communicator& world) {
+    Lanes lanes(world, 2);
+    for (int round = 0; round < 60; ++round) {
+      const std::size_t leader = round % 2 == 1 ? 1 : 0;
+      const std::size_t follower = 1 - leader;
+      const bool decides = round % 3 == world.rank();
+      if (!decides) lanes.push(follower, 0);
+      lanes.push(leader, 1);
+      std::vector<std::string> issued = lanes.take(decides ? 1 : 2);
+      if (decides) {
+        lanes.push(follower, 0);
+        issued.push_back(lanes.take(1).front());
       }
-      static_cast<void>(journal.when_there_are(before + 2));
+      ASSERT_THAT(issued, ElementsAre(Lanes::name_of(leader, 1), Lanes::name_of(follower, 0)))
+          << round;
     }
-    journals[static_cast<std::size_t>(world.rank())] = journal.when_there_are(2 * kRounds);
   });
-  for (int round = 0; round < kRounds; ++round) {
-    const auto place = 2 * static_cast<std::size_t>(round);
-    EXPECT_EQ(journals[0][place], "leader " + std::to_string(round));
-  }
-  EXPECT_EQ(journals[1], journals[0]);
-  EXPECT_EQ(journals[2], journals[0]);
 }
 
 // The first rank is another one than the world's, and ranks do not ascend.
 TEST(IssueOrder, AGroupMayHaveItsOwnOrderOfRanks) {
-  std::vector<std::vector<std::string>> journals(4);
-  run_ranks(4, [&](Communicator& world) {
+  expect_one_order(4, [](Communicator& world) -> std::vector<std::string> {
     const Communicator group = world.split(world.rank() == 0 ? -1 : 0, -world.rank());
-    if (world.rank() == 0) return;
-    const auto order = IssueOrder::of(group);
-    Journal journal;
-    const Issuer first = order->add_issuer();
-    const Issuer second = order->add_issuer();
+    if (world.rank() == 0) return {};
+    Lanes lanes(group, 2);
     for (int bucket = 0; bucket < 20; ++bucket) {
-      IssueOrder::Issuer& one = world.rank() == 2 ? *second : *first;
-      IssueOrder::Issuer& other = world.rank() == 2 ? *first : *second;
-      journal.push(one, &one == first.get() ? "first" : "second", bucket);
-      journal.push(other, &other == first.get() ? "first" : "second", bucket);
+      lanes.push(world.rank() == 2 ? 1 : 0, bucket);
+      lanes.push(world.rank() == 2 ? 0 : 1, bucket);
     }
-    journals[static_cast<std::size_t>(world.rank())] = journal.when_there_are(40);
+    return lanes.take(40);
   });
-  EXPECT_EQ(journals[2], journals[1]);
-  EXPECT_EQ(journals[3], journals[1]);
 }
 
 // Everything is there on every rank before a turn is given.
 TEST(IssueOrder, ReadyTasksGoByPlaceThenByLaneInOneMessage) {
-  constexpr int kPlaces = 20;
+  std::vector<int> places(20);
+  std::iota(places.begin(), places.end(), 0);
+  places.push_back(IssueOrder::kAfterBuckets);
   std::vector<std::string> in_order;
-  for (int place = 0; place < kPlaces; ++place) {
-    in_order.push_back("first " + std::to_string(place));
-    in_order.push_back("second " + std::to_string(place));
+  for (const int place : places) {
+    for (const std::size_t lane : {0U, 1U}) in_order.push_back(Lanes::name_of(lane, place));
   }
-  in_order.insert(in_order.end(), {"first end", "second end"});
   std::latch pushed(3);
   const auto counts = count_messages(3, [&](Communicator& world) {
-    const auto order = IssueOrder::of(world);
-    Journal journal;
-    const Issuer first = order->add_issuer();
-    const Issuer second = order->add_issuer();
-    first->stream().run([&] { pushed.wait(); });  // on the thread that issues
-    for (int place = 0; place < kPlaces; ++place) {
-      journal.push(*second, "second " + std::to_string(place), place);
-      journal.push(*first, "first " + std::to_string(place), place);
+    Lanes lanes(world, 2);
+    lanes[0].stream().run([&] { pushed.wait(); });  // on the thread that issues
+    for (const int place : places) {
+      for (const std::size_t lane : {1U, 0U}) lanes.push(lane, place);
     }
-    journal.push(*second, "second end", IssueOrder::kAfterBuckets);
-    journal.push(*first, "first end", IssueOrder::kAfterBuckets);
     pushed.count_down();
-    EXPECT_EQ(journal.when_there_are(in_order.size()), in_order);
+    EXPECT_EQ(lanes.take(in_order.size()), in_order);
   });
   EXPECT_THAT(counts, ElementsAre(2, 1, 1));
 }
 
 TEST(IssueOrder, OneLaneAtATimeSendsNothing) {
   const auto counts = count_messages(2, [](Communicator& world) {
-    const auto order = IssueOrder::of(world);
     for (int repeat = 0; repeat < 3; ++repeat) {
-      Journal journal;
-      const Issuer lane = order->add_issuer();
-      for (int bucket = 0; bucket < 5; ++bucket) journal.push(*lane, "bucket", bucket);
-      EXPECT_EQ(journal.when_there_are(5).size(), 5U);
+      Lanes lanes(world, 1);
+      for (int bucket = 0; bucket < 5; ++bucket) lanes.push(0, bucket);
+      EXPECT_EQ(lanes.take(5).size(), 5U);
     }
   });
   EXPECT_THAT(counts, ElementsAre(0, 0));
 }
 
 TEST(IssueOrder, ALaneMayGoWhileOthersRun) {
-  std::vector<std::vector<std::string>> journals(3);
-  run_ranks(3, [&](Communicator& world) {
-    const auto order = IssueOrder::of(world);
-    Journal journal;
-    const Issuer first = order->add_issuer();
-    Issuer second = order->add_issuer();
-    const Issuer third = order->add_issuer();
+  expect_one_order(3, [](Communicator& world) {
+    Lanes lanes(world, 3);
     for (int bucket = 0; bucket < 50; ++bucket) {
-      journal.push(*first, "first", bucket);
-      if (bucket < 20) journal.push(*second, "second", bucket);
-      if (bucket == 20 + world.rank()) second.reset();  // waits for what it holds
-      journal.push(*third, "third", bucket);
+      lanes.push(0, bucket);
+      if (bucket < 20) lanes.push(1, bucket);
+      if (bucket == 20 + world.rank()) lanes.remove(1);
+      lanes.push(2, bucket);
     }
-    journals[static_cast<std::size_t>(world.rank())] = journal.when_there_are(120);
+    return lanes.take(120);
   });
-  EXPECT_EQ(journals[1], journals[0]);
-  EXPECT_EQ(journals[2], journals[0]);
 }
 
 // The first task makes the ranks drop what they have of the next step: one rank has some of it,
 // another none, and what comes after that is for all again.
 TEST(IssueOrder, TasksThatAreSkippedCountOnNoRank) {
-  std::vector<std::vector<std::string>> journals(3);
-  run_ranks(3, [&](Communicator& world) {
-    const auto order = IssueOrder::of(world);
-    Journal journal;
-    const Issuer first = order->add_issuer();
-    const Issuer second = order->add_issuer();
+  expect_one_order(3, [](Communicator& world) {
+    Lanes lanes(world, 2);
     for (int step = 0; step < 20; ++step) {
       std::atomic<bool> dropped{false};
-      first->run_ordered({.run = [&] { dropped = true; },
-                          .place = IssueOrder::kAfterBuckets,
-                          .skipped = never,
-                          .may_skip_later = true});
+      lanes[0].run_ordered({.run = [&] { dropped = true; },
+                            .place = IssueOrder::kAfterBuckets,
+                            .skipped = never,
+                            .may_skip_later = true});
       for (int bucket = 0; bucket < world.rank(); ++bucket) {
-        first->run_ordered(
+        lanes[0].run_ordered(
             {.run = [] {}, .place = bucket, .skipped = [&] { return dropped.load(); }});
       }
-      journal.push(*second, "second", 0);
-      journal.push(*first, "first", 0);
-      first->stream().synchronize();
+      lanes.push(1, 0);
+      lanes.push(0, 0);
+      lanes[0].stream().synchronize();
     }
-    journals[static_cast<std::size_t>(world.rank())] = journal.when_there_are(40);
+    return lanes.take(40);
   });
-  EXPECT_EQ(journals[1], journals[0]);
-  EXPECT_EQ(journals[2], journals[0]);
 }
 
 TEST(IssueOrder, ATaskThatARankNeverHasIsATimeoutThatNamesThatRank) {
   for (const int absent : {0, 1, 2}) {
-    run_ranks(3,
-              [&](Communicator& world) {
-                const auto order = IssueOrder::of(world);
-                Journal journal;
-                const Issuer first = order->add_issuer();
-                const Issuer second = order->add_issuer();
-                if (world.rank() != absent) {
-                  journal.push(*second, "second", 3);
-                  // Issued all the same: what it calls tells of the failure.
-                  EXPECT_THAT(journal.when_there_are(1), ElementsAre("second"));
-                }
-                const comm::Control& control = world.engine()->control();
-                const auto error = caught<TimeoutError>([&] {
-                  while (true) {
-                    control.throw_if_failed();
-                    std::this_thread::yield();
-                  }
-                });
-                ASSERT_TRUE(error);
-                EXPECT_THAT(error->what(), HasSubstr("issue order of bucket 3: rank "));
-                EXPECT_THAT(error->ranks(), ElementsAre(absent));
-              },
-              {.timeout = std::chrono::milliseconds(300)});
+    const auto body = [&](Communicator& world) {
+      Lanes lanes(world, 2);
+      if (world.rank() != absent) {
+        lanes.push(1, 3);
+        // Issued all the same: what it calls tells of the failure.
+        EXPECT_THAT(lanes.take(1), ElementsAre("second 3"));
+      }
+      const comm::Control& control = world.engine()->control();
+      const auto wait_for_failure = [&] {
+        while (true) {
+          control.throw_if_failed();
+          std::this_thread::yield();
+        }
+      };
+      EXPECT_THAT(wait_for_failure,
+                  blames<TimeoutError>({absent}, {"issue order of bucket 3: rank "}));
+    };
+    run_ranks(3, body, {.timeout = std::chrono::milliseconds(300)});
   }
 }
 
 TEST(IssueOrder, AFailureOfTheWorldLetsEveryTaskRun) {
   std::latch have_lanes(2);
   run_ranks(2, [&](Communicator& world) {
-    const auto order = IssueOrder::of(world);
-    Journal journal;
-    const Issuer first = order->add_issuer();
-    const Issuer second = order->add_issuer();
+    Lanes lanes(world, 2);
     have_lanes.arrive_and_wait();
     if (world.rank() == 0) return world.abort("the test wants it");
-    journal.push(*first, "first", 0);
-    journal.push(*second, "second", 0);
-    journal.push(*second, "third", 1);
-    EXPECT_EQ(journal.when_there_are(3).size(), 3U);
+    lanes.push(0, 0);
+    lanes.push(1, 0);
+    lanes.push(1, 1);
+    EXPECT_EQ(lanes.take(3).size(), 3U);
   });
 }
 

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <stdexcept>
@@ -15,10 +14,9 @@
 #include <thread>
 #include <vector>
 
-#include "hsdp/error.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer.h"
-#include "tests/support/process_ranks.h"
+#include "tests/comm/control_outcome.h"
 
 namespace hsdp::test {
 namespace {
@@ -45,18 +43,9 @@ ProcessOptions with_descriptors(rlim_t limit) {
 }
 
 std::size_t open_descriptors() {
-  std::size_t count = 0;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    static_cast<void>(entry);
-    ++count;
-  }
-  return count - 1;  // the one that reads the directory
-}
-
-void expect_all_ok(const std::vector<RankOutcome>& outcomes) {
-  for (const RankOutcome& outcome : outcomes) {
-    EXPECT_TRUE(outcome.ok()) << outcome.exit_code << " " << outcome.error;
-  }
+  const std::filesystem::directory_iterator descriptors("/proc/self/fd");
+  // Without the one that reads the directory.
+  return static_cast<std::size_t>(std::distance(begin(descriptors), end(descriptors))) - 1;
 }
 
 // Small integers: every sum is exact.
@@ -116,7 +105,7 @@ TEST(LargeHost, AMeshItsGroupsAndAStepTakeFewDescriptors) {
     mesh.world().barrier();
     return 0;
   });
-  expect_all_ok(outcomes);
+  comm::expect_all_ok(outcomes);
   for (const RankOutcome& outcome : outcomes) EXPECT_THAT(outcome.notes, testing::IsEmpty());
 }
 
@@ -137,29 +126,7 @@ TEST(LargeHost, SumsAreRightWhoeverIsLate) {
     }
     return 0;
   });
-  expect_all_ok(outcomes);
-}
-
-TEST(LargeHost, ARankKilledInTheMiddleIsNamedByAll) {
-  constexpr int kVictim = 17;
-  ProcessRanks ranks(kRanks, {.deadline = kDeadline}, [](int /*rank*/) {
-    Communicator world = connect_world({.engine = "host", .timeout = kTimeout});
-    std::vector<float> data(100'000);
-    try {
-      for (int round = 0;; ++round) {
-        world.all_reduce(TensorView{data.data(), 100'000});
-        if (round == 3) note("busy");
-      }
-    } catch (const PeerLostError& error) {
-      return error.ranks() == std::vector<int>{kVictim} ? 0 : 1;
-    }
-  });
-  for (int rank = 0; rank < kRanks; ++rank) ASSERT_TRUE(ranks.wait_for_note(rank, "busy"));
-  ranks.signal(kVictim, SIGKILL);
-  auto outcomes = ranks.finish();
-  EXPECT_EQ(outcomes[kVictim].signal, SIGKILL);
-  outcomes.erase(outcomes.begin() + kVictim);
-  expect_all_ok(outcomes);
+  comm::expect_all_ok(outcomes);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Reductions of private memory where tiles and windows end, bit for bit.
+// How messages are cut into tiles, and what goes through several of them. The contract has the bits
+// where tiles end.
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 
 #include "hsdp/comm/host/tile_plan.h"
@@ -15,7 +15,7 @@ namespace {
 using comm::ElementRun;
 using comm::TilePlan;
 
-// The most elements that one tile of a group of `size` holds, by asking.
+// The most elements that one tile of a small group holds, by asking.
 std::int64_t elements_per_tile(Dtype dtype) {
   std::int64_t low = 1;
   std::int64_t high = std::int64_t{1} << 30;
@@ -26,35 +26,17 @@ std::int64_t elements_per_tile(Dtype dtype) {
   return low;
 }
 
-std::vector<std::int64_t> counts_around_tiles(Dtype dtype) {
-  const std::int64_t tile = elements_per_tile(dtype);
-  return {0, 1, tile - 1, tile, tile + 1, 2 * tile + 1};
-}
-
 std::vector<ElementRun> slices_of(const RowCut& cut) {
   std::vector<ElementRun> slices;
   for (int r = 0; r < cut.size(); ++r) slices.push_back({cut.begin(r), cut.length(r)});
   return slices;
 }
 
-// Even; one rank has all; nothing, one, most, a little.
-std::vector<RowCut> cuts(std::int64_t count, int size) {
-  const auto ranks = static_cast<std::size_t>(size);
-  std::vector<std::int64_t> last(ranks + 1, 0);
-  last.back() = count;
-  std::vector<std::int64_t> ragged(ranks + 1, count - count / 9);
-  ragged[0] = ragged[1] = 0;
-  if (size > 2) ragged[2] = std::min<std::int64_t>(count, 1);
-  ragged.back() = count;
-  std::ranges::sort(ragged);
-  return {RowCut(count, size), RowCut(last), RowCut(ragged)};
-}
-
 TEST(TilePlan, CoversEverySliceOnceWithinTheTile) {
   for (const int size : {1, 2, 5, 64, 1000}) {
     for (const std::size_t element_bytes : {2U, 4U, 8U}) {
       for (const std::int64_t count : {0, 1, 31, 1'000, 98'304, 98'305, 1'000'003}) {
-        for (const RowCut& cut : cuts(count, size)) {
+        for (const RowCut& cut : row_cuts(count, size)) {
           const TilePlan plan(slices_of(cut), element_bytes);
           std::vector<std::int64_t> covered(static_cast<std::size_t>(size));
           for (std::int64_t tile = 0; tile < plan.tiles(); ++tile) {
@@ -107,88 +89,7 @@ class Staged : public testing::TestWithParam<int> {
   static void run(const std::function<void(Communicator&)>& body) {
     run_world({.size = GetParam(), .path = Path::kPrivate}, body);
   }
-  // The sum in ascending rank, of rows rounded as they travel.
-  static float sum_of(std::int64_t i, Dtype dtype, int exponent = 0) {
-    float sum = round_to(dtype, std::ldexp(noise(0, i), -exponent));
-    for (int r = 1; r < GetParam(); ++r) {
-      sum += round_to(dtype, std::ldexp(noise(r, i), -exponent));
-    }
-    return sum;
-  }
 };
-
-void fill_noise(TensorView view, int rank) {
-  for (std::int64_t i = 0; i < view.count; ++i) set(view, i, noise(rank, i));
-}
-
-TEST_P(Staged, ReduceScatterAcrossTilesAndRaggedCuts) {
-  run([](Communicator& world) {
-    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
-      for (const std::int64_t count : counts_around_tiles(dtype)) {
-        const Memory in(world, Path::kPrivate, count, dtype);
-        fill_noise(in.view(), world.rank());
-        for (const RowCut& cut : cuts(count, world.size())) {
-          const Memory out(world, Path::kPrivate, cut.length(world.rank()), Dtype::kF32);
-          for (std::int64_t i = 0; i < out.view().count; ++i) set(out.view(), i, noise(9, i));
-          world.reduce_scatter({.in = in.view(),
-                                .out = out.view(),
-                                .cut = cut,
-                                .accumulate = true,
-                                .sum_exponent = 2,
-                                .divisor = 3.0F});
-          const std::int64_t begin = cut.begin(world.rank());
-          for (std::int64_t i = 0; i < out.view().count; ++i) {
-            const float expected = (noise(9, i) + sum_of(begin + i, dtype) * 4.0F) / 3.0F;
-            ASSERT_EQ(get(out.view(), i), expected) << name(dtype) << " " << i << " of " << count;
-          }
-        }
-      }
-    }
-  });
-}
-
-TEST_P(Staged, AllReduceAcrossTilesOnEveryWire) {
-  run([](Communicator& world) {
-    for (const Dtype wire : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-      const int k = wire == Dtype::kF16 ? 2 : 0;
-      const int total_k = wire == Dtype::kF16 ? 4 : 0;
-      for (const std::int64_t count : counts_around_tiles(wire)) {
-        const Memory data(world, Path::kPrivate, count, Dtype::kF32);
-        fill_noise(data.view(), world.rank());
-        world.all_reduce({.data = data.view(),
-                          .wire = wire,
-                          .send_exponent = k,
-                          .total_exponent = total_k,
-                          .divisor = 3.0F});
-        for (std::int64_t i = 0; i < count; ++i) {
-          const float total = round_to(wire, std::ldexp(sum_of(i, wire, k), k - total_k));
-          ASSERT_EQ(get(data.view(), i), std::ldexp(total, total_k) / 3.0F)
-              << name(wire) << " " << i << " of " << count;
-        }
-      }
-    }
-  });
-}
-
-TEST_P(Staged, WideDtypesAcrossTiles) {
-  run([](Communicator& world) {
-    for (const Dtype dtype : {Dtype::kF64, Dtype::kI64}) {
-      for (const std::int64_t count : counts_around_tiles(dtype)) {
-        const Memory data(world, Path::kPrivate, count, dtype);
-        const auto value = [&](int r, std::int64_t i) {
-          return static_cast<double>(i * 1'000'003 + r * 17);
-        };
-        for (std::int64_t i = 0; i < count; ++i) set(data.view(), i, value(world.rank(), i));
-        world.all_reduce(data.view());
-        for (std::int64_t i = 0; i < count; ++i) {
-          double sum = 0.0;
-          for (int r = 0; r < world.size(); ++r) sum += value(r, i);
-          ASSERT_EQ(get(data.view(), i), sum) << name(dtype) << " " << i << " of " << count;
-        }
-      }
-    }
-  });
-}
 
 // Only the last tile of one slice is not finite, and only some ranks ask.
 TEST_P(Staged, NonfiniteTotalsOfAnyTileReachThoseWhoAsk) {
@@ -216,13 +117,14 @@ TEST_P(Staged, CallsOfManySizesAndKindsOfMemoryFollowEachOther) {
       const bool uses_shared = (round + world.rank()) % 3 == 0 || round % 8 == 0;
       const std::int64_t count = round % 4 == 3 ? most : 1 + round * 37;
       const TensorView data = (uses_shared ? shared : own).view().slice(0, count);
-      for (std::int64_t i = 0; i < count; ++i) set(data, i, small_integer(world.rank(), i + round));
+      SCOPED_TRACE(round);
+      fill(data, [&](std::int64_t i) { return small_integer(world.rank(), i + round); });
       world.all_reduce(data);
-      for (std::int64_t i = 0; i < count; ++i) {
+      expect_elements(data, [&](std::int64_t i) {
         double sum = 0.0;
         for (int r = 0; r < world.size(); ++r) sum += small_integer(r, i + round);
-        ASSERT_EQ(get(data, i), sum) << "round " << round << " element " << i;
-      }
+        return sum;
+      });
     }
   });
 }

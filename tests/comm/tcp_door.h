@@ -24,14 +24,26 @@ inline sockaddr_in loopback(int port) {
   return address;
 }
 
-inline int free_port() {
-  const UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address = loopback(0);
-  socklen_t length = sizeof address;
-  EXPECT_EQ(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
-  EXPECT_EQ(::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
-  return ntohs(address.sin_port);
-}
+// A port that is taken while it lives; 0: any.
+class TakenPort {
+ public:
+  explicit TakenPort(int port = 0) {
+    sockaddr_in address = loopback(port);
+    socklen_t length = sizeof address;
+    EXPECT_EQ(::bind(fd(), reinterpret_cast<sockaddr*>(&address), length), 0);
+    EXPECT_EQ(::getsockname(fd(), reinterpret_cast<sockaddr*>(&address), &length), 0);
+    number_ = ntohs(address.sin_port);
+  }
+  void listen(int backlog) const { EXPECT_EQ(::listen(fd(), backlog), 0); }
+  [[nodiscard]] int fd() const { return socket_.get(); }
+  [[nodiscard]] int number() const { return number_; }
+
+ private:
+  UniqueFd socket_{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  int number_ = 0;
+};
+
+inline int free_port() { return TakenPort().number(); }
 
 // Retries until rank 0 listens.
 inline UniqueFd connect_to(int port) {

@@ -22,6 +22,7 @@
 #include "tests/comm/elements.h"
 #include "tests/comm/rank_threads.h"
 #include "tests/comm/tcp_door.h"
+#include "tests/support/thread_ranks.h"
 
 namespace hsdp::test {
 namespace {
@@ -29,19 +30,16 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-// Connects to an address as the ranks tell it each other: "IP PORT TOKEN".
-comm::UniqueFd knock(const std::string& address) {
+// Of an address as the ranks tell it each other: "IP PORT TOKEN". The IP is this host's loopback.
+int port_of(const std::string& address) {
   std::string host;
-  std::uint16_t port = 0;
+  int port = 0;
   std::istringstream(address) >> host >> port;
-  comm::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in to{};
-  to.sin_family = AF_INET;
-  to.sin_port = htons(port);
-  inet_pton(AF_INET, host.c_str(), &to.sin_addr);
-  EXPECT_EQ(::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), sizeof to), 0);
-  return socket;
+  EXPECT_EQ(host, "127.0.0.1");
+  return port;
 }
+
+comm::UniqueFd knock(const std::string& address) { return comm::connect_to(port_of(address)); }
 
 // Strangers that stay connected while the ranks meet.
 class Strangers {
@@ -70,33 +68,32 @@ class Strangers {
   std::vector<comm::UniqueFd> sockets_;
 };
 
-void expect_all_reduce_works(const WorldShape& shape) {
-  run_world(shape, [&](Communicator& world) {
+void expect_all_reduce_works(int size, const Stage& stage) {
+  run_world({.size = size, .path = Path::kTcp, .stage = stage}, [&](Communicator& world) {
     const Memory data(world, Path::kPrivate, 1'000, Dtype::kI64);
-    for (std::int64_t i = 0; i < 1'000; ++i) set(data.view(), i, 1.0);
+    fill(data.view(), [](std::int64_t /*i*/) { return 1; });
     world.all_reduce(data.view());
-    EXPECT_EQ(get(data.view(), 999), shape.size);
+    expect_elements(data.view(), [&](std::int64_t /*i*/) { return size; });
   });
 }
 
 TEST(TcpLinks, StrangersDoNotDisturbAGroup) {
-  Strangers strangers;
-  const auto start = std::chrono::steady_clock::now();
-  expect_all_reduce_works(
-      {.size = 4, .path = Path::kTcp, .stage = {.on_address = [&](const std::string& address) {
-                                        strangers.come(address);
-                                      }}});
-  EXPECT_EQ(strangers.count(), 24U);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(15));
+  for (const std::string secret : {"", "the job's"}) {
+    SCOPED_TRACE(secret);
+    Strangers strangers;
+    const auto start = std::chrono::steady_clock::now();
+    const auto come = [&](const std::string& address) { strangers.come(address); };
+    expect_all_reduce_works(4, {.secret = secret, .on_address = come});
+    EXPECT_EQ(strangers.count(), 24U);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(15));
+  }
 }
 
-TEST(TcpLinks, ACommonSecretIsProven) {
+TEST(TcpLinks, ACrowdOfStrangersPushesNobodyOut) {
   Strangers strangers;
-  expect_all_reduce_works(
-      {.size = 4,
-       .path = Path::kTcp,
-       .stage = {.secret = "the job's",
-                 .on_address = [&](const std::string& address) { strangers.come(address); }}});
+  const auto crowd = [&](const std::string& address) { strangers.crowd(address); };
+  expect_all_reduce_works(4, {.on_address = crowd});
+  EXPECT_EQ(strangers.count(), 400U);
 }
 
 std::vector<int> open_sockets() {
@@ -115,16 +112,9 @@ void reset(int socket) {
   EXPECT_EQ(::syscall(SYS_connect, socket, &nowhere, sizeof nowhere), 0);
 }
 
-std::uint16_t port_of(const std::string& address) {
-  std::string host;
-  std::uint16_t port = 0;
-  std::istringstream(address) >> host >> port;
-  return port;
-}
-
 // Breaks the call of a rank of this process to that port, once it is connected; false after ten
 // seconds.
-bool break_call_to(std::uint16_t port) {
+bool break_call_to(int port) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (std::chrono::steady_clock::now() < end) {
     for (const int socket : open_sockets()) {
@@ -143,88 +133,57 @@ bool break_call_to(std::uint16_t port) {
 // A listener may drop a member among strangers, before or after it was heard.
 TEST(TcpLinks, AMemberThatIsTurnedAwayCallsAgain) {
   bool broken = false;
-  expect_all_reduce_works({.size = 2,
-                           .path = Path::kTcp,
-                           .stage = {.before_connecting = [&](int rank, const auto& addresses) {
-                             if (rank == 0) broken = break_call_to(port_of(addresses[0]));
-                           }}});
+  const auto break_one = [&](int rank, const std::vector<std::string>& addresses) {
+    if (rank == 0) broken = break_call_to(port_of(addresses[0]));
+  };
+  expect_all_reduce_works(2, {.before_connecting = break_one});
   EXPECT_TRUE(broken);
 }
 
-TEST(TcpLinks, ACrowdOfStrangersPushesNobodyOut) {
-  Strangers strangers;
-  expect_all_reduce_works(
-      {.size = 4, .path = Path::kTcp, .stage = {.on_address = [&](const std::string& address) {
-                                        strangers.crowd(address);
-                                      }}});
-  EXPECT_EQ(strangers.count(), 400U);
-}
-
-// What each of two ranks is told by an all-reduce that fails so.
+// What both of two ranks are told by an all-reduce that fails so.
 template <typename Failure>
-std::vector<std::string> failures_of_two(std::chrono::seconds timeout,
-                                         const std::function<Stage(std::size_t rank)>& stage_of) {
+std::string failure_of_two(std::chrono::seconds timeout,
+                           const std::function<Stage(std::size_t rank)>& stage_of) {
   const auto controls = comm::in_process_control(2, timeout);
   std::vector<std::string> messages(2);
   run_each(2, [&](std::size_t r) {
-    const Stage stage = stage_of(r);
-    Communicator world =
-        comm::host_world(std::make_shared<StageControl>(controls[r], stage), TransportChoice::kTcp);
+    Communicator world = comm::host_world(std::make_shared<StageControl>(controls[r], stage_of(r)),
+                                          TransportChoice::kTcp);
     std::vector<float> data(1'000);
-    try {
-      world.all_reduce(TensorView{data.data(), 1'000});
-    } catch (const Failure& error) {
-      messages[r] = error.what();
-    }
+    const auto error = caught<Failure>([&] { world.all_reduce(TensorView{data.data(), 1'000}); });
+    if (error) messages[r] = error->what();
   });
-  return messages;
+  EXPECT_EQ(messages[0], messages[1]);
+  return messages[0];
 }
 
 TEST(TcpLinks, AnotherSecretIsRefused) {
-  const auto messages = failures_of_two<RankError>(std::chrono::seconds(2), [](std::size_t r) {
-    return Stage{.secret = r == 0 ? "the job's" : "another"};
-  });
-  EXPECT_THAT(messages[0], HasSubstr("connect"));
-  EXPECT_EQ(messages[0], messages[1]);
+  EXPECT_THAT(failure_of_two<RankError>(
+                  std::chrono::seconds(2),
+                  [](std::size_t r) { return Stage{.secret = r == 0 ? "the job's" : "another"}; }),
+              HasSubstr("connect"));
 }
 
-// A port at which packets are dropped: the queue of its listener is full.
-class SilentPort {
- public:
-  SilentPort() {
-    sockaddr_in address = comm::loopback(0);
-    socklen_t size = sizeof address;
-    auto* const generic = reinterpret_cast<sockaddr*>(&address);
-    EXPECT_EQ(::bind(listener_.get(), generic, size), 0);
-    EXPECT_EQ(::listen(listener_.get(), 0), 0);
-    EXPECT_EQ(::getsockname(listener_.get(), generic, &size), 0);
-    port_ = ntohs(address.sin_port);
-    for (int i = 0; i < 16; ++i) {
-      callers_.emplace_back(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-      static_cast<void>(::connect(callers_.back().get(), generic, size));
-    }
-  }
-  [[nodiscard]] std::string number() const { return std::to_string(port_); }
-
- private:
-  comm::UniqueFd listener_{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
-  std::vector<comm::UniqueFd> callers_;
-  int port_ = 0;
-};
-
+// Packets are dropped at a port whose listener has a full queue.
 TEST(TcpLinks, ThatAreDroppedNameTheAddress) {
-  const SilentPort silent;
-  const Stage stage{.told_address = [&](int rank, const std::string& address) {
-    return rank == 0 ? "127.0.0.1 " + silent.number() + " token" : address;
+  const comm::TakenPort silent;
+  silent.listen(0);
+  const sockaddr_in address = comm::loopback(silent.number());
+  std::vector<comm::UniqueFd> callers;
+  for (int i = 0; i < 16; ++i) {
+    callers.emplace_back(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    static_cast<void>(::connect(callers.back().get(), reinterpret_cast<const sockaddr*>(&address),
+                                sizeof address));
+  }
+  const std::string port = std::to_string(silent.number());
+  const Stage stage{.told_address = [&](int rank, const std::string& own) {
+    return rank == 0 ? "127.0.0.1 " + port + " token" : own;
   }};
-  const auto messages =
-      failures_of_two<TimeoutError>(std::chrono::seconds(4), [&](std::size_t) { return stage; });
   EXPECT_THAT(
-      messages[0],
-      AllOf(HasSubstr("tcp: cannot connect to rank 0 of 2 at 127.0.0.1:" + silent.number() +
+      failure_of_two<TimeoutError>(std::chrono::seconds(4), [&](std::size_t) { return stage; }),
+      AllOf(HasSubstr("tcp: cannot connect to rank 0 of 2 at 127.0.0.1:" + port +
                       ": no answer within "),
             HasSubstr("has too many callers; let the hosts connect to each other at any port")));
-  EXPECT_EQ(messages[0], messages[1]);
 }
 
 TEST(TcpLinks, AreMadeByTheFirstCallThatMovesData) {
@@ -253,29 +212,15 @@ TEST(TcpLinks, AreMadeByTheFirstCallThatMovesData) {
   }
 }
 
-TEST(TcpLinks, CarryCallsThatAreCompared) {
-  run_world({.size = 3, .path = Path::kTcp}, [](Communicator& world) {
-    std::vector<float> data(1'000, 1.0F);
-    world.all_reduce(TensorView{data.data(), 1'000});
-    try {
-      world.all_reduce(TensorView{data.data(), world.rank() == 1 ? 10 : 1'000});
-      ADD_FAILURE() << "no error";
-    } catch (const MismatchError& error) {
-      EXPECT_EQ(error.ranks(), std::vector<int>{1});
-    }
-    EXPECT_EQ(data, std::vector<float>(1'000, 3.0F));
-  });
-}
-
 // A number that travels with the calls has the bits of one that travels by links.
 TEST(TcpLinks, DoNotChangeTheBitsOfANumber) {
   run_world({.size = 5, .path = Path::kTcp}, [](Communicator& world) {
     const auto bits = [&](Dtype dtype, float divisor) {
       std::vector<std::uint64_t> memory(8);
       const TensorView data{memory.data(), 5, dtype};
-      for (std::int64_t i = 0; i < data.count; ++i) {
-        set(data, i, 1.0 / (3.0 + static_cast<double>(i) + 7.0 * world.rank()));
-      }
+      fill(data, [&](std::int64_t i) {
+        return 1.0 / (3.0 + static_cast<double>(i) + 7.0 * world.rank());
+      });
       world.all_reduce({.data = data, .divisor = divisor});
       return memory;
     };
@@ -321,11 +266,7 @@ TEST(TcpLinks, WithoutDescriptorsAreAnErrorOnAllThatCanBeMended) {
     const comm::UniqueFd lowest_free(::dup(0));
     const DescriptorLimit limit(static_cast<rlim_t>(lowest_free.get()) + 10);
     run_each(kSize, [&](std::size_t r) {
-      try {
-        sum(r);
-      } catch (const Error& error) {
-        messages[r] = error.what();
-      }
+      if (const auto error = caught<Error>([&] { sum(r); })) messages[r] = error->what();
     });
   }
   EXPECT_THAT(messages[0], AllOf(HasSubstr("links to 5 peers"), HasSubstr("ulimit -n"),
@@ -334,49 +275,47 @@ TEST(TcpLinks, WithoutDescriptorsAreAnErrorOnAllThatCanBeMended) {
   run_each(kSize, sum);
 }
 
-TEST(TcpLinks, BrokenWhileThePeersLiveAreAnErrorThatNamesARank) {
-  const auto before = open_sockets();
-  auto worlds = make_worlds({.size = 2, .path = Path::kTcp});
+// Two ranks with a link between them.
+class TcpLink : public testing::Test {
+ protected:
+  void SetUp() override {
+    const auto before = open_sockets();
+    run_each(2, [this](std::size_t r) { all_reduce(r); });
+    sockets_ = open_sockets();
+    std::erase_if(sockets_, [&](int socket) { return std::ranges::count(before, socket) > 0; });
+  }
+  void all_reduce(std::size_t rank) {
+    std::vector<float> data(1'000);
+    worlds_[rank].all_reduce({.data = {data.data(), 1'000}, .bucket = 2});
+  }
+  std::vector<Communicator> worlds_ = make_worlds({.size = 2, .path = Path::kTcp});
+  std::vector<int> sockets_;  // of the link
+};
+
+TEST_F(TcpLink, BrokenWhileThePeersLiveIsAnErrorThatNamesARank) {
+  reset(sockets_.at(0));
   std::vector<std::string> messages(2);
   run_each(2, [&](std::size_t r) {
-    std::vector<float> data(1'000);
-    worlds[r].all_reduce(TensorView{data.data(), 1'000});
-  });
-  for (const int socket : open_sockets()) {
-    if (std::ranges::find(before, socket) != before.end()) continue;
-    reset(socket);
-    break;
-  }
-  run_each(2, [&](std::size_t r) {
-    std::vector<float> data(1'000);
-    try {
-      worlds[r].all_reduce({.data = {data.data(), 1'000}, .bucket = 2});
-    } catch (const PeerLostError& error) {
-      messages[r] = error.what();
-      EXPECT_EQ(error.ranks().size(), 1U);
-    }
+    const auto error = caught<PeerLostError>([&] { all_reduce(r); });
+    ASSERT_TRUE(error);
+    messages[r] = error->what();
+    EXPECT_EQ(error->ranks().size(), 1U);
   });
   EXPECT_THAT(messages[0], HasSubstr(" of 2 was lost ("));
   EXPECT_EQ(messages[0], messages[1]);
 }
 
 // Control finds dead peers; a stopped one is none.
-TEST(TcpLinks, JudgeNoPeerDead) {
-  const auto before = open_sockets();
-  auto worlds = make_worlds({.size = 2, .path = Path::kTcp});
-  run_each(2, [&](std::size_t r) {
-    std::vector<float> data(1'000);
-    worlds[r].all_reduce(TensorView{data.data(), 1'000});
-  });
-  for (const int socket : open_sockets()) {
-    if (std::ranges::find(before, socket) != before.end()) continue;
-    int keepalive = 1;
-    int user_timeout = 1;
-    socklen_t size = sizeof(int);
-    EXPECT_EQ(::getsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &keepalive, &size), 0);
-    EXPECT_EQ(::getsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout, &size), 0);
-    EXPECT_EQ(keepalive, 0);
-    EXPECT_EQ(user_timeout, 0);
+TEST_F(TcpLink, JudgesNoPeerDead) {
+  EXPECT_EQ(sockets_.size(), 2U);
+  for (const int socket : sockets_) {
+    for (const auto& [level, option] : {std::pair(SOL_SOCKET, SO_KEEPALIVE),
+                                        std::pair<int, int>(IPPROTO_TCP, TCP_USER_TIMEOUT)}) {
+      int value = 1;
+      socklen_t size = sizeof value;
+      EXPECT_EQ(::getsockopt(socket, level, option, &value, &size), 0);
+      EXPECT_EQ(value, 0);
+    }
   }
 }
 

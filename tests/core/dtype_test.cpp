@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <random>
 
 #include "hsdp/error.h"
 
@@ -35,17 +34,6 @@ double value_of(std::uint16_t bits, Format format) {
   }
   return sign * std::ldexp(mantissa + (1 << format.mantissa_bits),
                            exponent - format.bias() - format.mantissa_bits);
-}
-
-// Nearest even by scaling to integers.
-double nearest(double x, Format format) {
-  if (x == 0 || !std::isfinite(x)) return x;
-  const int exponent = std::max(std::ilogb(x), 1 - format.bias());
-  const double unit = std::ldexp(1.0, exponent - format.mantissa_bits);
-  const double rounded = std::nearbyint(x / unit) * unit;
-  const double limit = std::ldexp(1.0, format.bias() + 1);
-  return std::abs(rounded) >= limit ? std::copysign(std::numeric_limits<double>::infinity(), x)
-                                    : rounded;
 }
 
 struct F16Case {
@@ -110,24 +98,7 @@ TYPED_TEST(SixteenBit, RoundsToNearestEvenAtEveryBorder) {
   }
 }
 
-TYPED_TEST(SixteenBit, AgreesWithAnIndependentRoundingOnRandomBits) {
-  std::mt19937 random(7);
-  for (int i = 0; i < 2'000'000; ++i) {
-    const auto x = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
-    const float got = to_float(TypeParam::encode(x));
-    if (std::isnan(x)) {
-      ASSERT_TRUE(std::isnan(got));
-      continue;
-    }
-    ASSERT_EQ(static_cast<double>(got), nearest(x, TypeParam::kFormat)) << x;
-    ASSERT_EQ(std::signbit(got), std::signbit(x)) << x;
-  }
-}
-
-TYPED_TEST(SixteenBit, KeepsInfinitiesAndEveryNan) {
-  const float infinity = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(TypeParam::encode(infinity).bits, TypeParam::kInfinity);
-  EXPECT_EQ(TypeParam::encode(-infinity).bits, 0x8000U | TypeParam::kInfinity);
+TYPED_TEST(SixteenBit, OverflowsToInfinityAndKeepsEveryNan) {
   EXPECT_EQ(TypeParam::encode(std::numeric_limits<float>::max()).bits, TypeParam::kInfinity);
   for (std::uint32_t bit = 0; bit < 23; ++bit) {
     for (const std::uint32_t sign : {0U, 0x80000000U}) {

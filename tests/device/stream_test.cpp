@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
 
 namespace hsdp {
@@ -205,14 +206,13 @@ TEST(WorkerStream, LeavesSignalsToTheApplication) {
 }
 
 // The option, in a build without CUDA; with it, what the machine lacks.
-TEST(Stream, OnAGpuThatIsNotThereNamesWhatIsMissing) {
-  EXPECT_THAT(
-      [] {
-        static_cast<void>(Stream::create({DeviceType::kCuda, 63}, "gpu"));
-      },
-      ThrowsMessage<UsageError>(::testing::AllOf(
-          HasSubstr("cuda:63"),
-          ::testing::AnyOf(HasSubstr("HSDP_CUDA=ON"), HasSubstr("CUDA_VISIBLE_DEVICES")))));
+TEST(Gpu, ThatIsNotThereNamesWhatIsMissing) {
+  const Device absent{DeviceType::kCuda, 63};
+  const auto names_what_is_missing = ThrowsMessage<UsageError>(::testing::AllOf(
+      HasSubstr("cuda:63"),
+      ::testing::AnyOf(HasSubstr("HSDP_CUDA=ON"), HasSubstr("CUDA_VISIBLE_DEVICES"))));
+  EXPECT_THAT([&] { static_cast<void>(Stream::create(absent, "gpu")); }, names_what_is_missing);
+  EXPECT_THAT([&] { static_cast<void>(Buffer(absent, 8)); }, names_what_is_missing);
 }
 
 TEST(Event, OfNothingIsComplete) {

@@ -5,85 +5,64 @@
 #include <sys/resource.h>
 
 #include <chrono>
+#include <functional>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
+#include "tests/comm/blames.h"
 #include "tests/mpi/mpi_ranks.h"
+#include "tests/support/thread_ranks.h"
 
 namespace hsdp::test {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
-
-template <typename E>
-std::string message_of(const std::function<void()>& call, std::vector<int>* ranks = nullptr) {
-  try {
-    call();
-  } catch (const E& error) {
-    if (ranks != nullptr) *ranks = error.ranks();
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another error: ") + error.what();
-  }
-  return "no error";
-}
+using testing::ThrowsMessage;
 
 TEST(MpiFailure, AMismatchIsNamedByAllBeforeAnyDataMoves) {
-  Communicator world = fresh_world();
-  const bool odd = world.rank() == world.size() - 1;
-  std::vector<float> data(100'000, 1.0F);
-  std::vector<int> ranks;
-  const std::string message = message_of<MismatchError>(
-      [&] {
-        world.all_reduce(TensorView{data.data(), odd ? 10 : 100'000});
-      },
-      &ranks);
-  EXPECT_THAT(
-      message,
-      AllOf(HasSubstr("mpi: the ranks' calls do not match"), HasSubstr("all_reduce of 100000 f32"),
-            HasSubstr("all_reduce of 10 f32 (rank " + std::to_string(world.size() - 1) + ")")));
-  EXPECT_THAT(ranks, ElementsAre(world.size() - 1));
-  EXPECT_EQ(data, std::vector<float>(100'000, 1.0F));
-  EXPECT_EQ(message_of<MismatchError>([&] { world.barrier(); }), message);
-}
-
-TEST(MpiFailure, AnotherOperationAndOtherTermsAreNamed) {
-  {
+  const struct {
+    std::function<void(Communicator& world, TensorView data, bool odd)> call;
+    std::vector<std::string> named;
+  } rows[] = {
+      {[](auto& world, auto data, bool odd) { world.all_reduce(data.slice(0, odd ? 10 : 99)); },
+       {"mpi: the ranks' calls do not match", "all_reduce of 99 f32",
+        "all_reduce of 10 f32 (rank "}},
+      {[](auto& world, auto data, bool odd) { odd ? world.barrier() : world.broadcast(data); },
+       {"broadcast of 100 f32 from rank 0", "barrier"}},
+      {[](auto& world, auto data, bool odd) {
+         world.all_reduce({.data = data, .divisor = odd ? 2.0F : 3.0F});
+       },
+       {"with another cut, exponent or divisor"}},
+      {[](auto& world, auto data, bool odd) {
+         std::vector<std::int64_t> offsets(static_cast<std::size_t>(world.size()) + 1, 100);
+         offsets[0] = 0;
+         if (odd) offsets[1] = 1;
+         const RowCut cut(offsets);
+         std::vector<float> out(100 * offsets.size());
+         world.all_to_all(data, {out.data(), world.size() * cut.length(world.rank())},
+                          Stream::inline_host(), cut, 6);
+       },
+       {"all_to_all of 100 f32 of bucket 6", "with another cut, exponent or divisor"}},
+  };
+  for (const auto& row : rows) {
+    SCOPED_TRACE(row.named[0]);
     Communicator world = fresh_world();
-    std::vector<float> data(8, 1.0F);
-    EXPECT_THAT(message_of<MismatchError>([&] {
-                  world.rank() == 0 ? world.barrier() : world.broadcast({data.data(), 8});
-                }),
-                AllOf(HasSubstr("broadcast of 8 f32 from rank 0"), HasSubstr("barrier")));
+    const int odd_rank = world.size() - 1;
+    std::vector<float> data(100, 1.0F);
+    const auto error = caught<MismatchError>([&] {
+      row.call(world, {data.data(), std::ssize(data)}, world.rank() == odd_rank);
+    });
+    ASSERT_TRUE(error);
+    for (const std::string& text : row.named) EXPECT_THAT(error->what(), HasSubstr(text));
+    EXPECT_THAT(error->ranks(), ElementsAre(odd_rank));
+    EXPECT_EQ(data, std::vector<float>(100, 1.0F));
+    EXPECT_THAT([&] { world.barrier(); }, ThrowsMessage<MismatchError>(error->what()));
   }
-  {
-    Communicator world = fresh_world();
-    std::vector<std::int64_t> offsets(static_cast<std::size_t>(world.size()) + 1, 2);
-    offsets[0] = 0;
-    if (world.rank() == 0) offsets[1] = 1;
-    const RowCut cut(offsets);
-    std::vector<float> in(2);
-    std::vector<float> out(in.size() * static_cast<std::size_t>(world.size()));
-    EXPECT_THAT(message_of<MismatchError>([&] {
-                  world.all_to_all(TensorView{in.data(), 2},
-                                   {out.data(), world.size() * cut.length(world.rank())},
-                                   Stream::inline_host(), cut, 6);
-                }),
-                AllOf(HasSubstr("all_to_all of 2 f32 of bucket 6"),
-                      HasSubstr("with another cut, exponent or divisor")));
-  }
-  Communicator world = fresh_world();
-  std::vector<float> data(8, 1.0F);
-  EXPECT_THAT(
-      message_of<MismatchError>([&] {
-        world.all_reduce({.data = {data.data(), 8}, .divisor = world.rank() == 0 ? 2.0F : 3.0F});
-      }),
-      HasSubstr("with another cut, exponent or divisor"));
 }
 
 TEST(MpiFailure, ARankThatDoesNotComeIsNamedByAll) {
@@ -97,14 +76,11 @@ TEST(MpiFailure, ARankThatDoesNotComeIsNamedByAll) {
     }
     return;
   }
-  std::vector<int> ranks;
-  const std::string message = message_of<TimeoutError>(
+  EXPECT_THAT(
       [&] {
         world.all_reduce({.data = {data.data(), std::ssize(data)}, .bucket = 7});
       },
-      &ranks);
-  EXPECT_THAT(message, AllOf(HasSubstr("all_reduce of bucket 7"), HasSubstr("rank 1")));
-  EXPECT_THAT(ranks, ElementsAre(1));
+      blames<TimeoutError>({1}, {"all_reduce of bucket 7", "rank 1"}));
 }
 
 TEST(MpiFailure, AbortReachesRanksThatWait) {
@@ -114,13 +90,11 @@ TEST(MpiFailure, AbortReachesRanksThatWait) {
     world.abort("the disk is full");
     return;
   }
-  std::vector<int> ranks;
   const auto wait_twice = [&] {
     world.barrier();
     world.barrier();
   };
-  EXPECT_THAT(message_of<RankError>(wait_twice, &ranks), HasSubstr("the disk is full"));
-  EXPECT_THAT(ranks, ElementsAre(0));
+  EXPECT_THAT(wait_twice, blames<RankError>({0}, {"the disk is full"}));
 }
 
 milliseconds process_cpu_time() {

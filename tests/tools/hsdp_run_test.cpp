@@ -116,26 +116,24 @@ TEST(HsdpRunTest, NoOrphansAfterTheEnd) {
   EXPECT_THAT(processes_with(run.mark()), ::testing::IsEmpty());
 }
 
-TEST(HsdpRunTest, NoOrphansWhenItIsKilled) {
-  RunningJob run({"-n", "2"}, std::string(kFamily) + "sleep 1000");
-  ASSERT_TRUE(run.await_lines("ready", 2));
-  EXPECT_TRUE(eventually([&] { return processes_with(run.mark()).size() == 8; }));
-  ::kill(run.pid(), SIGKILL);
-  EXPECT_EQ(run.finish(), 1000 + SIGKILL);
-  EXPECT_TRUE(eventually([&] { return processes_with(run.mark()).empty(); }));
-}
-
-TEST(HsdpRunTest, NoOrphansWhenItsLowerHalfIsKilled) {
-  RunningJob run({"-n", "2"}, std::string(kFamily) + "sleep 1000");
-  ASSERT_TRUE(run.await_lines("ready", 2));
-  std::ifstream children("/proc/" + std::to_string(run.pid()) + "/task/" +
-                         std::to_string(run.pid()) + "/children");
-  pid_t launcher = 0;
-  children >> launcher;
-  ASSERT_GT(launcher, 0);
-  ::kill(launcher, SIGKILL);
-  EXPECT_EQ(run.finish(), 128 + SIGKILL);
-  EXPECT_THAT(processes_with(run.mark()), ::testing::IsEmpty());
+// hsdp_run is two processes: the lower one starts the ranks.
+TEST(HsdpRunTest, NoOrphansWhenAHalfOfItIsKilled) {
+  for (const bool lower : {false, true}) {
+    SCOPED_TRACE(lower ? "lower half" : "upper half");
+    RunningJob run({"-n", "2"}, std::string(kFamily) + "sleep 1000");
+    ASSERT_TRUE(run.await_lines("ready", 2));
+    EXPECT_TRUE(eventually([&] { return processes_with(run.mark()).size() == 8; }));
+    const std::string upper = std::to_string(run.pid());
+    std::ifstream children("/proc/" + upper + "/task/" + upper + "/children");
+    pid_t launcher = 0;
+    ASSERT_TRUE(children >> launcher);
+    ::kill(lower ? launcher : run.pid(), SIGKILL);
+    EXPECT_EQ(run.finish(), lower ? 128 + SIGKILL : 1000 + SIGKILL);
+    if (lower) {
+      EXPECT_THAT(processes_with(run.mark()), ::testing::IsEmpty());
+    }
+    EXPECT_TRUE(eventually([&] { return processes_with(run.mark()).empty(); }));
+  }
 }
 
 TEST(HsdpRunTest, TheProgramsOwnOptionsAreItsOwn) {

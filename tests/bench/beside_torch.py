@@ -4,7 +4,7 @@ torch, beside FSDP2, DDP and ZeroRedundancyOptimizer."""
 import pathlib
 from typing import Optional
 
-from programs import PythonPackage, Report, run_torch
+from programs import PythonPackage, Report, run_torch, tool
 
 
 class BesideTorch:
@@ -12,7 +12,7 @@ class BesideTorch:
 
     def __init__(self, build: pathlib.Path):
         self._package = PythonPackage(build)
-        self._hsdp_run = build / "hsdp" / "tools" / "hsdp_run"
+        self._hsdp_run = tool(build, "hsdp_run")
 
     def missing(self) -> Optional[str]:
         return self._package.missing()

@@ -105,6 +105,11 @@ class PythonPackage:
                 self.python, str(pathlib.Path(__file__).with_name(script))]
 
 
+def tool(build: pathlib.Path, name: str) -> pathlib.Path:
+    """Where a build folder has hsdp_run and hsdp_check."""
+    return build / "hsdp" / "tools" / name
+
+
 def run_torch(name: str, command: List[str], report: Report) -> bool:
     """Adds the values that the command prints. False where it did not end."""
     try:
@@ -132,9 +137,7 @@ class Launcher:
 
     def __init__(self, build: pathlib.Path):
         self._bench = build / "tests" / "bench"
-        found = sorted(path for path in build.rglob("hsdp_run") if os.access(path, os.X_OK)
-                       and path.is_file())
-        self._hsdp_run = str(found[0]) if found else None
+        self._hsdp_run = tool(build, "hsdp_run")
         self.impi = str((self._bench / "mpiexec.impi").resolve())
 
     def missing(self, program: Program) -> Optional[str]:
@@ -145,7 +148,7 @@ class Launcher:
                   "mpich": "mpirun.mpich"}.get(program.launcher)
         if needed and not shutil.which(needed):
             return f"{needed} is not installed"
-        if program.launcher == "hsdp_run" and self._hsdp_run is None:
+        if program.launcher == "hsdp_run" and not self._hsdp_run.is_file():
             return "hsdp_run was not built"
         return None
 
@@ -171,7 +174,7 @@ class Launcher:
         else:
             if program.tcp:
                 environment["HSDP_TRANSPORT"] = "tcp"
-            launch = [self._hsdp_run, "-n", str(ranks)]
+            launch = [str(self._hsdp_run), "-n", str(ranks)]
         return self._collect(program, [self._start(launch + command, environment)])
 
     def _run_with_store(self, program: Program, command: List[str], ranks: int,
@@ -206,6 +209,11 @@ class Launcher:
             error = f"{program.system}: status {failed[0]}: {output.strip()[-800:]}"
         report.error = error
         return report
+
+
+def markdown_table(heads: List[str], rows: List[List[str]]) -> List[str]:
+    return [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|",
+            *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def run_part(make: Callable[[pathlib.Path], Any], show: Callable[[Dict[str, float]], str],

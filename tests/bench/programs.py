@@ -124,6 +124,27 @@ def run_torch(name: str, command: List[str], report: Report) -> bool:
     return True
 
 
+class BesideTorch:
+    """torch_step.py and torch_zero.py: what reduction and a sharded optimizer add to a step in torch,
+    beside FSDP2, DDP and ZeroRedundancyOptimizer."""
+
+    def __init__(self, build: pathlib.Path):
+        self._package = PythonPackage(build)
+        self._hsdp_run = tool(build, "hsdp_run")
+
+    def missing(self) -> Optional[str]:
+        return self._package.missing()
+
+    def measure(self, rounds: int) -> Report:
+        report = Report()
+        for name, ranks in (("torch_step", "4"), ("torch_zero", "2")):
+            program = [*self._package.command(f"{name}.py", {}), f"--rounds={rounds}"]
+            for command in (program + ["--overhead"], [str(self._hsdp_run), "-n", ranks] + program):
+                if not run_torch(name, command, report):
+                    return report
+        return report
+
+
 def end(process: subprocess.Popen) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -19,10 +19,9 @@ import time
 from typing import Dict, List
 
 import claims as rules
-from beside_torch import BesideTorch
 from gather_over_link import GatherOverLink
-from programs import (IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP, Program,
-                      markdown_table)
+from programs import (BesideTorch, IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP,
+                      Program, markdown_table)
 from slow_link import SlowLink
 from snapshots import Snapshots
 from stage3 import Stage3

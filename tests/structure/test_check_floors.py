@@ -83,10 +83,11 @@ class Includes(unittest.TestCase):
                 ("examples/smallest.cpp", "mpi.h", "MPI stays in the files"),
                 ("zero/partition.cpp", "cuda_runtime.h", "CUDA stays in the files")]:
             with self.subTest(path=path, target=target):
-                (found,) = problems({path: "// one\n" + include(target)})
-                self.assertTrue(found.startswith(f"{path}:2: "), found)
-                self.assertIn(target, found)
-                self.assertIn(told, found)
+                found = problems({path: "// one\n" + include(target)})
+                self.assertEqual(1, len(found), found)
+                self.assertTrue(found[0].startswith(f"{path}:2: "), found)
+                self.assertIn(target, found[0])
+                self.assertIn(told, found[0])
 
     def test_angle_brackets_and_spaces_do_not_hide_an_include(self):
         self.assertEqual(1, len(problems({"hsdp/dtype.h": "#  include <hsdp/mesh.h>\n"})))
@@ -108,8 +109,9 @@ class Includes(unittest.TestCase):
         self.assertIn("which is not installed", not_installed)
 
     def test_an_option_is_no_preprocessor_switch(self):
-        (found,) = problems({"hsdp/comm/world.cpp": "\n#ifdef HSDP_HAVE_NCCL\n#endif\n"})
-        self.assertTrue(found.startswith("hsdp/comm/world.cpp:2: "), found)
+        found = problems({"hsdp/comm/world.cpp": "\n#ifdef HSDP_HAVE_NCCL\n#endif\n"})
+        self.assertEqual(1, len(found), found)
+        self.assertTrue(found[0].startswith("hsdp/comm/world.cpp:2: "), found)
 
 
 class CommandLine(unittest.TestCase):

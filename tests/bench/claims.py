@@ -11,7 +11,8 @@ MIB = 1 << 20
 PEERS = ("impi", "openmpi", "mpich", "gloo")
 STEP_PEERS = ("impi_step", "openmpi_step")
 OPS = ("reduce_scatter", "all_reduce")
-TORCH_CASES = {"six_2048": "6 layers of 2048 x 2048", "twentyfour_256": "24 layers of 256 x 256"}
+SIX = "6 layers of 2048 x 2048"
+TORCH_CASES = {"six_2048": SIX, "twentyfour_256": "24 layers of 256 x 256"}
 WINDOW_CASES = {"1x2": "1x2", "2x2": "2x2", "busy": "1x2, of 50 ms each"}
 # Those of torch_gather.py that have a long forward, and what messages of 256 Ki elements take.
 GATHER_CASES = {"f32": "1 MiB", "f16": "512 KiB"}
@@ -35,6 +36,10 @@ class Claim:
             return "not measured"
         held = self.ratio <= self.target if self.at_most else self.ratio >= self.target
         return "held" if held else "MISSED"
+
+    @property
+    def ratio_text(self) -> str:
+        return "-" if self.ratio is None else f"{self.ratio:.2f}"
 
 
 class Samples:
@@ -178,44 +183,36 @@ def snapshots(samples: Samples) -> Iterator[Claim]:
 
 
 def torch_steps(samples: Samples) -> Iterator[Claim]:
-    """What reduction adds to a step, ours as a share of theirs, on the same schedule."""
-    def added(case: str, *names: str) -> Optional[float]:
-        found = [samples.value(f"torch_{case}_{name}_added_ms") for name in names]
+    """What reduction and an optimizer add to a step, ours as a share of theirs, on the same schedule."""
+    def added(*names: str) -> Optional[float]:
+        found = [samples.value(f"torch_{name}_added_ms") for name in names]
         times = [time for time in found if time is not None]
         # A step that was faster with reduction than without was lost in noise.
         return min(times) if times and min(times) > 0 else None
 
-    def claim(case: str, peer: str, ours: Tuple[str, ...], target: float,
-              name: str = "ours") -> Claim:
-        theirs, own = added(case, peer), added(case, *ours)
-        detail = "" if None in (theirs, own) else f"{theirs:.0f} ms and {own:.1f} ms"
-        return Claim(f"reduction in a torch step, {TORCH_CASES[case]}: {peer} / {name}",
-                     quotient(theirs, own), target, detail)
+    def claim(name: str, a: Optional[float], b: Optional[float], target: float) -> Claim:
+        return Claim(name, quotient(a, b), target,
+                     "" if None in (a, b) else f"{a:.0f} ms and {b:.1f} ms")
 
     for case, targets in (("six_2048", {"bf16": 8.0, "f32": 10.0}),
                           ("twentyfour_256", {"bf16": 25.0, "f32": 25.0})):
+        title = f"reduction in a torch step, {TORCH_CASES[case]}"
         for dtype, target in targets.items():
-            yield claim(case, f"fsdp2_{dtype}", (f"ours_{dtype}",), target)
-        yield claim(case, "ddp",
-                    ("ours_last_only", "ours_window", "ours_window_grad_declared"), 5.0)
+            yield claim(f"{title}: fsdp2_{dtype} / ours", added(f"{case}_fsdp2_{dtype}"),
+                        added(f"{case}_ours_{dtype}"), target)
+        ways = (f"{case}_ours_{way}" for way in ("last_only", "window", "window_grad_declared"))
+        yield claim(f"{title}: ddp / ours", added(f"{case}_ddp"), added(*ways), 5.0)
     for way in ("window", "window_declared", "window_grad", "window_grad_declared"):
-        yield claim("six_2048", "ours_f32", (f"ours_{way}",), 1.5, way)
+        yield claim(f"reduction in a torch step, {SIX}: ours_f32 / {way}", added("six_2048_ours_f32"),
+                    added(f"six_2048_ours_{way}"), 1.5)
     yield Claim("attached model of 1000 small parameters, one rank: us per parameter and step",
                 samples.value("torch_overhead_per_parameter_us"), 10.0, "", at_most=True)
-    ours, theirs = (samples.value(f"torch_zero_{name}_added_ms")
-                    for name in ("ours", "zero_redundancy"))
-    yield Claim("reduction and AdamW on slices, 6 layers of 2048 x 2048, 2 ranks: DDP with "
-                "ZeroRedundancyOptimizer / ours",
-                quotient(theirs, ours if ours is None or ours > 0 else None), 4.0,
-                "" if None in (ours, theirs) else f"{theirs:.0f} ms and {ours:.1f} ms added")
-    whole = samples.value("torch_zero_whole_added_ms")
-    yield Claim("reduction and AdamW on whole parameters, 6 layers of 2048 x 2048, 2 ranks: on slices / "
-                "whole", quotient(ours, whole if whole is None or whole > 0 else None), 0.5,
-                "" if None in (ours, whole) else f"{ours:.0f} ms and {whole:.1f} ms added")
+    yield claim(f"reduction and AdamW on slices, {SIX}, 2 ranks: DDP with ZeroRedundancyOptimizer / ours",
+                added("zero_zero_redundancy"), added("zero_ours"), 4.0)
+    yield claim(f"reduction and AdamW on whole parameters, {SIX}, 2 ranks: on slices / whole",
+                added("zero_ours"), added("zero_whole"), 0.5)
     alone, shared = (samples.value(f"torch_zero_muon_{name}_step_ms") for name in ("ddp", "ours"))
-    yield Claim("step with Muon, 6 layers of 2048 x 2048, 2 ranks: DDP / whole matrices",
-                quotient(alone, shared), 1.5,
-                "" if None in (alone, shared) else f"{alone:.0f} ms and {shared:.0f} ms")
+    yield claim(f"step with Muon, {SIX}, 2 ranks: DDP / whole matrices", alone, shared, 1.5)
     yield Claim("ShardedOptimizer of 1000 small parameters, one rank: us per parameter and step",
                 samples.value("torch_zero_overhead_per_parameter_us"), 2.0, "", at_most=True)
 

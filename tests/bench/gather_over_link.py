@@ -7,12 +7,11 @@ table of docs/benchmarks.md.
 Usage: gather_over_link.py --build build/bench [--rounds N]
 """
 
-import pathlib
 import sys
-from typing import Dict, Optional
+from typing import Dict
 
-from programs import PythonPackage, Report, parse, run_part
-from shaped_link import ShapedLink, pinned, run_ranks, why_not_shaped
+from programs import Report, markdown_table, parse, run_part
+from shaped_link import ShapedLink, TorchOverLink, pinned, run_ranks
 
 MBIT = 1000
 RANKS = 2
@@ -23,15 +22,8 @@ COLUMNS = ("forward_ms", "gather_ms", "exposed_ms", "hidden", "in_step_ms", "ove
            "ratio")
 
 
-class GatherOverLink:
-    """The package of a build folder, on a link of 1 Gbit/s. None that sleeps: only ours_hop can."""
-
-    def __init__(self, build: pathlib.Path):
-        self._package = PythonPackage(build)
-
-    def missing(self) -> Optional[str]:
-        reason = why_not_shaped()
-        return f"no link can be shaped: {reason}" if reason else self._package.missing()
+class GatherOverLink(TorchOverLink):
+    """Two ranks on a link of 1 Gbit/s."""
 
     def measure(self, rounds: int) -> Report:
         """Values: torch_gather_<case>_<stage>_<bucket>_<name>, as torch_gather.py prints them."""
@@ -48,16 +40,16 @@ class GatherOverLink:
 def table(values: Dict[str, float]) -> str:
     heads = ["case", "stage", "elements a message", "forward, ms", "gather, ms", "exposed, ms",
              "hidden", "iteration, ms", "overlapped, ms", "overlapped / not"]
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    rows = []
     for case, title in CASES.items():
         for stage in (1, 2):
             for bucket, elements in BUCKETS.items():
                 forward, gather, exposed, hidden, in_step, overlapped, ratio = (
                     values[f"torch_gather_{case}_{stage}_{bucket}_{name}"] for name in COLUMNS)
-                lines.append(f"| {title} | {stage} | {elements} | {forward:.0f} | {gather:.1f} "
-                             f"| {exposed:.1f} | {hidden:.0%} | {in_step:.0f} | {overlapped:.0f} "
-                             f"| {ratio:.3f} |")
-    return "\n".join(lines)
+                rows.append([title, str(stage), elements, f"{forward:.0f}", f"{gather:.1f}",
+                             f"{exposed:.1f}", f"{hidden:.0%}", f"{in_step:.0f}",
+                             f"{overlapped:.0f}", f"{ratio:.3f}"])
+    return "\n".join(markdown_table(heads, rows))
 
 
 if __name__ == "__main__":

@@ -40,12 +40,6 @@ Case parse_case(const std::string& text) {
   return parsed;
 }
 
-double now_us() {
-  return std::chrono::duration<double, std::micro>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 const char* name_of(Dtype dtype) {
   return dtype == Dtype::kF32 ? "f32" : dtype == Dtype::kBf16 ? "bf16" : "f16";
 }
@@ -163,6 +157,12 @@ std::shared_ptr<void> private_memory(std::int64_t size_bytes) {
   }
   std::memset(memory.get(), 0, size);
   return memory;
+}
+
+double now_us() {
+  return std::chrono::duration<double, std::micro>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 double median_us(const Group& group, const std::function<void()>& call) {

@@ -100,6 +100,7 @@ class ArrayOperation : public Operation {
 // rank 0. The time of a batch is that of its slowest rank; the median over batches counts.
 void measure(const Group& group, const std::string& variant, const Case& what,
              Operation& operation);
+[[nodiscard]] double now_us();
 [[nodiscard]] double median_us(const Group& group, const std::function<void()>& call);
 void report(const Group& group, const std::string& variant, const Case& what, double time_us,
             bool checked);

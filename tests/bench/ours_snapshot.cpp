@@ -3,7 +3,6 @@
 //
 //   ours_snapshot FOLDER
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -20,12 +19,6 @@ namespace {
 constexpr std::int64_t kParameterCount = 16;
 constexpr std::int64_t kElementCount = std::int64_t{16} << 20;  // 64 MiB each
 constexpr int kRounds = 3;
-
-double now_us() {
-  return std::chrono::duration<double, std::micro>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 std::vector<hsdp::SnapshotEntry> entries_of(const float* data) {
   std::vector<hsdp::SnapshotEntry> entries;
@@ -50,15 +43,15 @@ void time_submit(const std::filesystem::path& folder, const float* data,
   std::vector<double> copies_us;
   for (int round = 0; round < kRounds; ++round) {
     hsdp::SnapshotWriter writer;
-    const double start_us = now_us();
+    const double start_us = hsdp::bench::now_us();
     writer.submit(folder / "submitted.h5", info, entries);
-    submits_us.push_back(now_us() - start_us);
+    submits_us.push_back(hsdp::bench::now_us() - start_us);
     writer.flush();
     // A copy into memory that nobody has touched yet, as the writer's is.
     const std::unique_ptr<std::byte[]> copy(new std::byte[kBytes]);
-    const double copy_start_us = now_us();
+    const double copy_start_us = hsdp::bench::now_us();
     std::memcpy(copy.get(), data, kBytes);
-    copies_us.push_back(now_us() - copy_start_us);
+    copies_us.push_back(hsdp::bench::now_us() - copy_start_us);
   }
   std::filesystem::remove(folder / "submitted.h5");
   std::printf("value snapshot_submit_us %.0f\n", median(submits_us));

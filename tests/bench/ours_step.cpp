@@ -194,15 +194,11 @@ void measure_reducer(const hsdp::Mesh& mesh, const Group& group, const StepCase&
                      const Gradient& gradient, std::int64_t bucket_bytes) {
   const std::int64_t before_bytes = proportional_bytes();
   ReducerStep step(mesh, what, gradient, bucket_bytes);
-  const auto right = [&] {
-    step.run();
-    return group.max(step.verify() ? 0.0 : 1.0) == 0.0;
-  };
-  const bool right_before = right();
+  step.run();
   group.barrier();
   const std::int64_t process_bytes = proportional_bytes() - before_bytes;
-  const double time_us = hsdp::bench::median_us(group, [&] { step.run(); });
-  hsdp::bench::report_step(group, "reducer", what, time_us, right() && right_before);
+  hsdp::bench::measure_step(
+      group, "reducer", what, [&] { step.run(); }, [&] { return step.verify(); });
   report_memory(group, step.stats(), bucket_bytes, process_bytes);
 }
 

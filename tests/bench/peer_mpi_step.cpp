@@ -156,13 +156,9 @@ struct Variant {
 template <typename Gradient, typename OnWire>
 void measure(const Group& group, const StepCase& what, const Variant& variant) {
   Step<Gradient, OnWire> step(what, group.rank, variant.bucket_count, variant.wire);
-  const auto right = [&] {
-    step.run();
-    return group.max(step.verify(variant.tolerance) ? 0.0 : 1.0) == 0.0;
-  };
-  const bool right_before = right();
-  const double time_us = hsdp::bench::median_us(group, [&] { step.run(); });
-  hsdp::bench::report_step(group, variant.name, what, time_us, right() && right_before);
+  hsdp::bench::measure_step(
+      group, variant.name, what, [&] { step.run(); },
+      [&] { return step.verify(variant.tolerance); });
 }
 
 template <typename OnWire>

@@ -105,6 +105,11 @@ class PythonPackage:
                 self.python, str(pathlib.Path(__file__).with_name(script))]
 
 
+def tool(build: pathlib.Path, name: str) -> pathlib.Path:
+    """Where a build folder has hsdp_run and hsdp_check."""
+    return build / "hsdp" / "tools" / name
+
+
 def run_torch(name: str, command: List[str], report: Report) -> bool:
     """Adds the values that the command prints. False where it did not end."""
     try:
@@ -117,6 +122,27 @@ def run_torch(name: str, command: List[str], report: Report) -> bool:
     if done.returncode != 0:
         report.error = f"{name}: status {done.returncode}: {done.stdout.strip()[-800:]}"
     return True
+
+
+class BesideTorch:
+    """torch_step.py and torch_zero.py: what reduction and a sharded optimizer add to a step in torch,
+    beside FSDP2, DDP and ZeroRedundancyOptimizer."""
+
+    def __init__(self, build: pathlib.Path):
+        self._package = PythonPackage(build)
+        self._hsdp_run = tool(build, "hsdp_run")
+
+    def missing(self) -> Optional[str]:
+        return self._package.missing()
+
+    def measure(self, rounds: int) -> Report:
+        report = Report()
+        for name, ranks in (("torch_step", "4"), ("torch_zero", "2")):
+            program = [*self._package.command(f"{name}.py", {}), f"--rounds={rounds}"]
+            for command in (program + ["--overhead"], [str(self._hsdp_run), "-n", ranks] + program):
+                if not run_torch(name, command, report):
+                    return report
+        return report
 
 
 def end(process: subprocess.Popen) -> None:
@@ -132,9 +158,7 @@ class Launcher:
 
     def __init__(self, build: pathlib.Path):
         self._bench = build / "tests" / "bench"
-        found = sorted(path for path in build.rglob("hsdp_run") if os.access(path, os.X_OK)
-                       and path.is_file())
-        self._hsdp_run = str(found[0]) if found else None
+        self._hsdp_run = tool(build, "hsdp_run")
         self.impi = str((self._bench / "mpiexec.impi").resolve())
 
     def missing(self, program: Program) -> Optional[str]:
@@ -145,7 +169,7 @@ class Launcher:
                   "mpich": "mpirun.mpich"}.get(program.launcher)
         if needed and not shutil.which(needed):
             return f"{needed} is not installed"
-        if program.launcher == "hsdp_run" and self._hsdp_run is None:
+        if program.launcher == "hsdp_run" and not self._hsdp_run.is_file():
             return "hsdp_run was not built"
         return None
 
@@ -171,7 +195,7 @@ class Launcher:
         else:
             if program.tcp:
                 environment["HSDP_TRANSPORT"] = "tcp"
-            launch = [self._hsdp_run, "-n", str(ranks)]
+            launch = [str(self._hsdp_run), "-n", str(ranks)]
         return self._collect(program, [self._start(launch + command, environment)])
 
     def _run_with_store(self, program: Program, command: List[str], ranks: int,
@@ -206,6 +230,11 @@ class Launcher:
             error = f"{program.system}: status {failed[0]}: {output.strip()[-800:]}"
         report.error = error
         return report
+
+
+def markdown_table(heads: List[str], rows: List[List[str]]) -> List[str]:
+    return [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|",
+            *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def run_part(make: Callable[[pathlib.Path], Any], show: Callable[[Dict[str, float]], str],

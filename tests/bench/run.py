@@ -19,10 +19,9 @@ import time
 from typing import Dict, List
 
 import claims as rules
-from beside_torch import BesideTorch
 from gather_over_link import GatherOverLink
-from programs import (IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP, Program,
-                      Report)
+from programs import (BesideTorch, IMPI, IMPI_SETTINGS, KEEP_PAGES, Launcher, OPENMPI, OPENMPI_TCP,
+                      Program, markdown_table)
 from slow_link import SlowLink
 from snapshots import Snapshots
 from stage3 import Stage3
@@ -155,7 +154,7 @@ def measure(launcher: Launcher, runs: List[Run], rounds: int) -> "tuple[rules.Sa
             arguments = narrowed(run, samples) if number > 0 else run.arguments
             if run.arguments and not arguments:
                 continue
-            report: Report = launcher.run(run.program, run.ranks, arguments)
+            report = launcher.run(run.program, run.ranks, arguments)
             samples.add(report)
             if report.error:
                 errors.append(report.error)
@@ -207,21 +206,20 @@ def times_table(samples: rules.Samples, sizes: List[int]) -> List[str]:
 def print_claims(found: List[rules.Claim]) -> None:
     width = max(len(claim.name) for claim in found)
     for claim in found:
-        ratio = "-" if claim.ratio is None else f"{claim.ratio:.2f}"
         sign = "<=" if claim.at_most else ">="
-        print(f"{claim.name:{width}} {ratio:>7} {sign} {claim.target:<5g} {claim.verdict:13}"
+        print(f"{claim.name:{width}} {claim.ratio_text:>7} {sign} {claim.target:<5g} {claim.verdict:13}"
               f"{claim.detail}")
 
 
 def markdown(found: List[rules.Claim], table: List[str]) -> str:
     """The tables of docs/benchmarks.md."""
-    lines = ["| claim | ratio | target | verdict | |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for claim in found:
-        ratio = "-" if claim.ratio is None else f"{claim.ratio:.2f}"
         bound = f"at {'most' if claim.at_most else 'least'} {claim.target:g}"
         verdict = "**missed**" if claim.verdict == "MISSED" else claim.verdict
-        lines.append(f"| {claim.name} | {ratio} | {bound} | {verdict} | {claim.detail} |")
-    return "\n".join([*lines, "", "```", *table, "```", ""])
+        rows.append([claim.name, claim.ratio_text, bound, verdict, claim.detail])
+    claims = markdown_table(["claim", "ratio", "target", "verdict", ""], rows)
+    return "\n".join([*claims, "", "```", *table, "```", ""])
 
 
 def write_json(path: pathlib.Path, samples: rules.Samples, found: List[rules.Claim],

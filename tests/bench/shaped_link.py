@@ -2,11 +2,12 @@
 filter. Needs root and iproute2."""
 
 import os
+import pathlib
 import shutil
 import subprocess
 from typing import Dict, List, Optional, Tuple
 
-from programs import TIMEOUT_S
+from programs import TIMEOUT_S, PythonPackage
 
 HUB = "hsdp-hub"
 ENDS = ("hsdp-a", "hsdp-b", "hsdp-c", "hsdp-d")
@@ -111,3 +112,16 @@ def why_not_shaped() -> str:
     except subprocess.CalledProcessError as error:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
     return ""
+
+
+class TorchOverLink:
+    """The package of a build folder, and what its programs with torch need besides. A link that sleeps is
+    for ours_hop alone."""
+
+    def __init__(self, build: pathlib.Path):
+        self._build = build
+        self._package = PythonPackage(build)
+
+    def missing(self) -> Optional[str]:
+        reason = why_not_shaped()
+        return f"no link can be shaped: {reason}" if reason else self._package.missing()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from typing import Dict, Iterable, List, Optional, Tuple
 
-from programs import Report
+from programs import Report, markdown_table
 from shaped_link import ShapedLink, run_ranks, start, why_not_shaped
 
 LEAST_ROUNDS = 9  # they are short, and single ones differ by a tenth
@@ -113,15 +113,14 @@ class SlowLink:
 def table(run: Run, rates: List[int], values: Dict[str, float]) -> str:
     heads = ["link", *(f"{variant}, ms" for variant in run.columns),
              *(f"{one} / {other}" for one, other in run.ratios)]
-    lines = [run.title, "", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    rows = []
     for mbit in rates:
         prefix = f"slow_link_{mbit}_{run.prefix}"
         time = {variant: values[f"{prefix}{variant}_ms"] for variant in run.columns}
-        cells = [f"{mbit} Mbit/s" if mbit else "unshaped",
-                 *(f"{time[variant]:.0f}" for variant in run.columns),
-                 *(f"{time[one] / time[other]:.2f}" for one, other in run.ratios)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        rows.append([f"{mbit} Mbit/s" if mbit else "unshaped",
+                     *(f"{time[variant]:.0f}" for variant in run.columns),
+                     *(f"{time[one] / time[other]:.2f}" for one, other in run.ratios)])
+    return "\n".join([run.title, "", *markdown_table(heads, rows), ""])
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import tempfile
 import time
 from typing import Dict, List, Optional
 
-from programs import Report
+from programs import Report, tool
 
 MOST_ROUNDS = 3  # h5diff takes its time
 
@@ -19,14 +19,12 @@ class Snapshots:
     def __init__(self, build: pathlib.Path):
         self._build = build
         self._program = build / "tests" / "bench" / "ours_snapshot"
-        found = [path for path in build.rglob("hsdp_check") if path.is_file() and
-                 os.access(path, os.X_OK)]
-        self._hsdp_check = str(found[0]) if found else None
+        self._hsdp_check = tool(build, "hsdp_check")
 
     def missing(self) -> Optional[str]:
         if not self._program.is_file():
             return "ours_snapshot was not built"
-        if self._hsdp_check is None:
+        if not self._hsdp_check.is_file():
             return "hsdp_check was not built"
         if shutil.disk_usage(self._build).free < 5 << 30:
             return "the build folder has less than 5 GiB of free disk"
@@ -48,7 +46,7 @@ class Snapshots:
 
     def _compare(self, folder: str, rounds: int, report: Report) -> None:
         pair = [os.path.join(folder, name) for name in ("a.h5", "b.h5")]
-        commands = {"hsdp_check": [self._hsdp_check, *pair], "read": ["cat", *pair]}
+        commands = {"hsdp_check": [str(self._hsdp_check), *pair], "read": ["cat", *pair]}
         if shutil.which("h5diff"):
             commands["h5diff"] = ["h5diff", *pair]
         times: Dict[str, List[float]] = {name: [] for name in commands}

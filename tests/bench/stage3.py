@@ -7,12 +7,11 @@ own (shaped_link.py). Prints the tables of docs/benchmarks.md.
 Usage: stage3.py --build build/bench [--rounds N]
 """
 
-import pathlib
 import sys
-from typing import Dict, List, Optional
+from typing import Dict
 
-from programs import PythonPackage, Report, parse, run_part, run_torch
-from shaped_link import ShapedLink, pinned, run_ranks, why_not_shaped
+from programs import Report, markdown_table, parse, run_part, run_torch, tool
+from shaped_link import ShapedLink, TorchOverLink, pinned, run_ranks
 
 MBIT = 1000
 RANKS, RANKS_ON_LINK = 4, 2
@@ -29,16 +28,8 @@ AHEAD = {"ours": "hsdp", "ours_not_ahead": "hsdp, prefetch_bytes=0", "fsdp2": "F
          "fsdp2_ahead": "FSDP2, set_modules_to_*_prefetch"}
 
 
-class Stage3:
-    """The package of a build folder, and torch's FSDP2 over gloo."""
-
-    def __init__(self, build: pathlib.Path):
-        self._package = PythonPackage(build)
-        self._hsdp_run = build / "hsdp" / "tools" / "hsdp_run"
-
-    def missing(self) -> Optional[str]:
-        reason = why_not_shaped()
-        return f"no link can be shaped: {reason}" if reason else self._package.missing()
+class Stage3(TorchOverLink):
+    """Beside torch's FSDP2 over gloo."""
 
     def measure(self, rounds: int) -> Report:
         """Values as torch_stage3.py prints them."""
@@ -46,7 +37,7 @@ class Stage3:
         report = Report()
         for replicas in MESHES.values():
             program = self._package.command("torch_stage3.py", {})
-            command = [str(self._hsdp_run), "-n", str(RANKS), *program, asked,
+            command = [str(tool(self._build, "hsdp_run")), "-n", str(RANKS), *program, asked,
                        f"--replicate={replicas}"]
             if not run_torch("torch_stage3", command, report):
                 return report
@@ -59,11 +50,6 @@ class Stage3:
                 report.values.update(parse(output, "torch").values)
                 report.error = f"torch_stage3: {error}" if error else report.error
         return report
-
-
-def table(heads: List[str], rows: List[List[str]]) -> List[str]:
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def tables(values: Dict[str, float]) -> str:
@@ -80,9 +66,10 @@ def tables(values: Dict[str, float]) -> str:
               f"{value('1x2', f'{system}_gathers_ms'):.0f}",
               f"{value('1x2', f'{system}_hidden'):.0%}"] for system, title in AHEAD.items()]
     return "\n".join([
-        *table(["added to a step, ms", "hsdp", "FSDP2", "ratio"], steps),
-        *table(["four passes, ms", "each reduced", "reduced once", "ratio"], once),
-        *table(["passes, ms", "without gathers", "with them", "gathers alone", "hidden"], ahead)])
+        *markdown_table(["added to a step, ms", "hsdp", "FSDP2", "ratio"], steps), "",
+        *markdown_table(["four passes, ms", "each reduced", "reduced once", "ratio"], once), "",
+        *markdown_table(["passes, ms", "without gathers", "with them", "gathers alone", "hidden"],
+                        ahead), ""])
 
 
 if __name__ == "__main__":

@@ -63,4 +63,16 @@ inline void report_step(const Group& group, const std::string& variant, const St
   std::fflush(stdout);
 }
 
+// `verify` comes after one run.
+inline void measure_step(const Group& group, const std::string& variant, const StepCase& step,
+                         const std::function<void()>& run, const std::function<bool()>& verify) {
+  const auto right = [&] {
+    run();
+    return group.max(verify() ? 0.0 : 1.0) == 0.0;
+  };
+  const bool right_before = right();
+  const double time_us = median_us(group, run);
+  report_step(group, variant, step, time_us, right() && right_before);
+}
+
 }  // namespace hsdp::bench

@@ -10,6 +10,7 @@ import claims
 import gather_over_link
 import programs
 import run
+import shaped_link
 import slow_link
 import stage3
 
@@ -24,12 +25,6 @@ def samples_of(*reports):
     for output, system in reports:
         samples.add(programs.parse(output, system))
     return samples
-
-
-def samples_with(form, numbers):
-    """Samples of values, whose names `form` has a place for."""
-    return samples_of(("".join(f"value {form.format(name)} {number}\n"
-                               for name, number in numbers.items()), "any"))
 
 
 class Reports(unittest.TestCase):
@@ -60,55 +55,106 @@ class Medians(unittest.TestCase):
         self.assertEqual((8.0, "mpich/v"), samples.fastest_peer("all_reduce", "f32", 1 << 20, 4))
 
 
+def values(form, **numbers):
+    """Reports of values, whose names `form` has a place for."""
+    return [("".join(f"value {form.format(name)} {number}\n" for name, number in numbers.items()), "any")]
+
+
+LINK = "slow_link_1000_{}_ms"
+TORCH = "reduction in a torch step, 24 layers of 256 x 256: {} / ours"
+ADDED = "torch_twentyfour_256_{}_added_ms"
+OF_SIX = "6 layers of 2048 x 2048"
+GATHER = "parameter gather over a slow link, f32, stage {}"
+HIDDEN = GATHER + ", messages of 1 MiB: share hidden"
+OVERLAPPED = GATHER + ": iteration overlapped / synchronous"
+STEP = [(line(op="step", size=256 << 20, time_us=900), "openmpi_step"),
+        (line(op="step", size=256 << 20, time_us=600), "impi_step"),
+        (line(op="step", size=256 << 20, time_us=300) +
+         line(system="roofline", op="step", size=256 << 20, time_us=240), "ours_step")]
+# What was reported, the claim, its ratio and verdict.
+CLAIMS = [
+    *[([(line(time_us=40), "impi"), (line(time_us=50), "openmpi"), (line(time_us=ours), "ours_shared")],
+       "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours", 40 / ours, verdict)
+      for ours, verdict in ((10, "held"), (11, "MISSED"))],
+    ([(line(size=256 << 20, time_us=100) + line(size=256 << 20, dtype="bf16", time_us=110), "ours_shared")],
+     "all_reduce 256 MiB, bf16: f32 / bf16, time per element", 200 / 110, "held"),
+    ([(line(size=16 << 20, time_us=20) + line(size=16 << 20, ranks=2, time_us=10), "ours_shared")],
+     "all_reduce 16 MiB: 4 ranks / 2 ranks, time per byte moved", 1, "held"),
+    *[([(line(ranks=64, time_us=1000 * ms), "ours_private")],
+       "all_reduce 1 MiB, 64 ranks, private memory: ms", ms, verdict)
+      for ms, verdict in ((19, "held"), (21, "MISSED"))],
+    *[(values("{}", idle_rank_cpu_percent=percent), "idle waiting rank, percent of a core", percent, verdict)
+      for percent, verdict in ((4.9, "held"), (5.1, "MISSED"))],
+    (STEP, "Reducer step, f32 gradients: fastest peer / ours", 2, "MISSED"),
+    (STEP, "Reducer step, f32 gradients: roofline / ours", 0.8, "held"),
+    (values(ADDED, fsdp2_f32=260, ours_f32=10), TORCH.format("fsdp2_f32"), 26, "held"),
+    (values(ADDED, ddp=30, ours_last_only=9, ours_window=5), TORCH.format("ddp"), 6, "held"),
+    (values(ADDED, fsdp2_bf16=100, ours_bf16=-3), TORCH.format("fsdp2_bf16"), None, "not measured"),
+    (values("torch_six_2048_ours_{}_added_ms", f32=90, window_grad=45),
+     f"reduction in a torch step, {OF_SIX}: ours_f32 / window_grad", 2, "held"),
+    (values("torch_zero_{}_added_ms", ours=40, zero_redundancy=200),
+     f"reduction and AdamW on slices, {OF_SIX}, 2 ranks: DDP with ZeroRedundancyOptimizer / ours", 5, "held"),
+    (values("torch_zero_{}_added_ms", ours=40, whole=50),
+     f"reduction and AdamW on whole parameters, {OF_SIX}, 2 ranks: on slices / whole", 0.8, "held"),
+    (values("torch_zero_muon_{}_step_ms", ddp=1800, ours=1000),
+     f"step with Muon, {OF_SIX}, 2 ranks: DDP / whole matrices", 1.8, "held"),
+    (values(LINK, f32=700, loco=100), "step over a slow link: f32 hop / LoCo", 7, "held"),
+    (values(LINK, bf16=250, loco=100), "step over a slow link: bf16 hop / LoCo", 2.5, "MISSED"),
+    (values(LINK, plain4=100, loco=100), "step over a slow link: LoCo / plain 4 bit", 1, "held"),
+    *[(values(LINK, **times), f"4 backward passes over a slow link, {case}", ratio, verdict)
+      for times, case, ratio, verdict in [
+          ({"1x2_each": 70, "1x2_window": 20}, "1x2: one by one / window", 3.5, "held"),
+          ({"1x2_each": 70, "1x2_window": 20}, "2x2: one by one / window", None, "not measured"),
+          ({"busy_each": 60, "busy_window": 50}, "1x2, of 50 ms each: one by one / window", 1.2, "MISSED"),
+          ({"busy_each": 60, "busy_declared": 30}, "1x2, of 50 ms each: one by one / declared", 2, "held")]],
+    *[(values("torch_gather_f32_1_256k_{}", hidden=hidden, forward_ms=forward, gather_ms=60, exposed_ms=9),
+       HIDDEN.format(stage), ratio, verdict)
+      for hidden, forward, stage, ratio, verdict in [
+          (0.85, 130, 1, 0.85, "held"), (0.75, 130, 1, 0.75, "MISSED"),
+          (0.85, 50, 1, None, "not measured"), (0.85, 130, 2, None, "not measured")]],
+    *[(values("torch_gather_f32_2_{}_ratio", **{"256k": 0.9, "1m": slowest, "4m": 1}),
+       OVERLAPPED.format(2), slowest, verdict)
+      for slowest, verdict in ((1.02, "held"), (1.03, "MISSED"))],
+    *[(values("torch_stage3_{}", **{"2x2_kept_ratio": ratio}),
+       "stage 3 adds to a step, 2x2, kept after the forward: FSDP2 / ours", ratio, verdict)
+      for ratio, verdict in ((8.0, "held"), (7.9, "MISSED"))],
+    (values("torch_stage3_{}", **{"1x2_ours_hidden": 0.81}),
+     "stage 3 over a slow link: share of gathers hidden", 0.81, "held"),
+]
+
+
+def claims_of(*reports):
+    return {claim.name: claim for claim in claims.claims(samples_of(*reports), lambda size: True)}
+
+
 class Claims(unittest.TestCase):
-    def verdicts(self, samples, sizes=(1 << 20,)):
-        return {claim.name: claim for claim in claims.claims(samples, lambda size: size in sizes)}
+    def test_ratios_and_verdicts(self):
+        for reports, name, ratio, verdict in CLAIMS:
+            with self.subTest(name, verdict=verdict):
+                claim = claims_of(*reports)[name]
+                self.assertEqual(verdict, claim.verdict)
+                if ratio is None:
+                    self.assertIsNone(claim.ratio)
+                else:
+                    self.assertAlmostEqual(ratio, claim.ratio)
 
-    def test_steps_in_torch(self):
-        name = "reduction in a torch step, 24 layers of 256 x 256: {} / ours"
-        values = {"fsdp2_f32": 260, "ours_f32": 10, "ddp": 30, "ours_last_only": 9,
-                  "ours_window": 5, "fsdp2_bf16": 100, "ours_bf16": -3}
-        samples = samples_with("torch_twentyfour_256_{}_added_ms", values)
-        found = self.verdicts(samples)
-        for peer, ratio in (("fsdp2_f32", 26), ("ddp", 6)):
-            self.assertAlmostEqual(ratio, found[name.format(peer)].ratio)
-            self.assertEqual("held", found[name.format(peer)].verdict)
-        sized = self.verdicts(samples_with("torch_{}_ms", {
-            "six_2048_ours_f32_added": 90, "six_2048_ours_window_grad_added": 45,
-            "zero_ours_added": 40, "zero_zero_redundancy_added": 200, "zero_whole_added": 50,
-            "zero_muon_ddp_step": 1800, "zero_muon_ours_step": 1000}))
-        size = "6 layers of 2048 x 2048"
-        for claim, ratio in (
-                (f"reduction in a torch step, {size}: ours_f32 / window_grad", 2),
-                (f"reduction and AdamW on slices, {size}, 2 ranks: DDP with ZeroRedundancyOptimizer / "
-                 "ours", 5),
-                (f"reduction and AdamW on whole parameters, {size}, 2 ranks: on slices / whole", 0.8),
-                (f"step with Muon, {size}, 2 ranks: DDP / whole matrices", 1.8)):
-            self.assertEqual(ratio, sized[claim].ratio, claim)
-        lost_in_noise = name.format("fsdp2_bf16")
-        other = "reduction in a torch step, 6 layers of 2048 x 2048: ddp / ours"
-        for claim in (lost_in_noise, other):
-            self.assertEqual("not measured", found[claim].verdict)
+    def test_what_decided_is_in_the_detail(self):
+        self.assertEqual("impi_step/v",
+                         claims_of(*STEP)["Reducer step, f32 gradients: fastest peer / ours"].detail)
+        slowest = values("torch_gather_f32_2_{}_ratio", **{"256k": 0.9, "1m": 1.01, "4m": 1})
+        self.assertIn("1m elements", claims_of(*slowest)[OVERLAPPED.format(2)].detail)
 
-    def test_slow_link(self):
-        times = {"f32": 700, "bf16": 250, "plain4": 100, "loco": 100}
-        found = self.verdicts(samples_with("slow_link_1000_{}_ms", times))
-        for claim, ratio, verdict in (("f32 hop / LoCo", 7, "held"), ("bf16 hop / LoCo", 2.5, "MISSED"),
-                                      ("LoCo / plain 4 bit", 1, "held")):
-            claim = found[f"step over a slow link: {claim}"]
-            self.assertEqual((ratio, verdict), (claim.ratio, claim.verdict))
+    def test_what_is_missing_is_not_measured(self):
+        for claim in claims_of().values():
+            self.assertEqual("not measured", claim.verdict)
 
-    def test_windows_over_a_slow_link(self):
-        found = self.verdicts(samples_with("slow_link_1000_{}_ms", {
-            "1x2_each": 70, "1x2_window": 20, "busy_each": 60, "busy_window": 50,
-            "busy_declared": 30}))
-        for case, ratio, verdict in (("1x2: one by one / window", 3.5, "held"),
-                                     ("2x2: one by one / window", None, "not measured"),
-                                     ("1x2, of 50 ms each: one by one / window", 1.2, "MISSED"),
-                                     ("1x2, of 50 ms each: one by one / declared", 2, "held")):
-            claim = found[f"4 backward passes over a slow link, {case}"]
-            self.assertEqual((ratio, verdict), (claim.ratio, claim.verdict))
+    def test_claims_are_about_what_is_measured(self):
+        self.assertLessEqual({*claims.GATHER_CASES}, {*gather_over_link.CASES})
+        self.assertEqual(claims.GATHER_BUCKETS, tuple(gather_over_link.BUCKETS))
+        self.assertEqual(claims.STAGE3_MESHES, tuple(stage3.MESHES))
 
+
+class OverLink(unittest.TestCase):
     def test_the_link_sleeps_where_none_can_be_shaped(self):
         with tempfile.TemporaryDirectory() as folder:
             program = pathlib.Path(folder, "tests", "bench", "ours_hop")
@@ -126,29 +172,12 @@ class Claims(unittest.TestCase):
                               "slow_link_300_of2_ms": 300, "slow_link_300_2x2_of4_ms": 300},
                              report.values)
 
-    def test_parameter_gathers_over_a_slow_link(self):
-        case = "parameter gather over a slow link, f32, stage {}"
-        share = case + ", messages of 1 MiB: share hidden"
-        for hidden, forward, verdict in ((0.85, 130, "held"), (0.75, 130, "MISSED"),
-                                         (0.85, 50, "not measured")):
-            values = {"hidden": hidden, "forward_ms": forward, "gather_ms": 60, "exposed_ms": 9}
-            found = self.verdicts(samples_with("torch_gather_f32_1_256k_{}", values))
-            self.assertEqual(verdict, found[share.format(1)].verdict)
-            self.assertEqual("not measured", found[share.format(2)].verdict)
-        for slowest, verdict in ((1.02, "held"), (1.03, "MISSED")):
-            samples = samples_with("torch_gather_f32_2_{}_ratio",
-                                   {"256k": 0.9, "1m": slowest, "4m": 1})
-            claim = self.verdicts(samples)[case.format(2) + ": iteration overlapped / synchronous"]
-            self.assertEqual((slowest, verdict), (claim.ratio, claim.verdict))
-            self.assertIn("1m elements", claim.detail)
-
     def test_gathers_need_a_link_that_can_be_shaped_and_torch(self):
         with tempfile.TemporaryDirectory() as folder:
             part = gather_over_link.GatherOverLink(pathlib.Path(folder, "release"))
             for reason, expected in (("no root", "no link can be shaped: no root"),
                                      ("", "venv/bin/python is not there; run make test")):
-                with unittest.mock.patch.object(gather_over_link, "why_not_shaped",
-                                                lambda: reason):
+                with unittest.mock.patch.object(shaped_link, "why_not_shaped", lambda: reason):
                     self.assertIn(expected, part.missing())
 
     def test_gathers_are_measured_by_two_pinned_ranks(self):
@@ -169,96 +198,26 @@ class Claims(unittest.TestCase):
         self.assertEqual({"torch_gather_f32_1_256k_ratio": 0.9}, report.values)
         self.assertIn("torch_gather: slow link: status 1", report.error)
 
-    def test_a_table_of_gathers_has_what_the_claims_are_about(self):
-        values = {f"torch_gather_{case}_{stage}_{bucket}_{column}": 0.875
-                  for case in gather_over_link.CASES for stage in (1, 2)
-                  for bucket in gather_over_link.BUCKETS for column in gather_over_link.COLUMNS}
-        lines = gather_over_link.table(values).splitlines()
-        self.assertEqual(2 + 3 * 2 * 3, len(lines))
-        self.assertEqual({lines[0].count("|")}, {line.count("|") for line in lines})
-        self.assertIn("| 88% | 1 | 1 | 0.875 |", lines[2])
-        self.assertLessEqual({*claims.GATHER_CASES}, {*gather_over_link.CASES})
-        self.assertEqual(claims.GATHER_BUCKETS, tuple(gather_over_link.BUCKETS))
-
-    def test_stage_3(self):
-        name = "stage 3 adds to a step, 2x2, kept after the forward: FSDP2 / ours"
-        for ratio, verdict in ((8.0, "held"), (7.9, "MISSED")):
-            samples = samples_with("torch_stage3_{}", {"2x2_kept_ratio": ratio,
-                                                       "1x2_ours_hidden": 0.81})
-            found = self.verdicts(samples)
-            self.assertEqual((ratio, verdict), (found[name].ratio, found[name].verdict))
-            self.assertEqual("held", found["stage 3 over a slow link: share of gathers hidden"].verdict)
-        self.assertEqual(claims.STAGE3_MESHES, tuple(stage3.MESHES))
-
-    def test_tables_of_stage_3(self):
+    def test_tables(self):
         class Sevens(dict):
             def __missing__(self, name):
                 self[name] = 0.5 if name.endswith("_hidden") else 7
                 return self[name]
 
-        values = Sevens()
-        lines = stage3.tables(values).splitlines()
-        self.assertEqual(2 * 3 + 4 * 4, len(lines))
-        self.assertIn("| 2x2, kept | 7 | 7 | 7.0 |", lines)
-        self.assertIn("| hsdp | 7 | 7 | 7 | 50% |", lines)
-        self.assertTrue(all(name.startswith("torch_stage3_") for name in values))
-
-    def test_peer_ratio(self):
-        name = "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours"
-        for ours, verdict in ((10, "held"), (11, "MISSED")):
-            with self.subTest(ours=ours):
-                samples = samples_of((line(time_us=40), "impi"), (line(time_us=50), "openmpi"),
-                                     (line(time_us=ours), "ours_shared"))
-                claim = self.verdicts(samples)[name]
-                self.assertAlmostEqual(40 / ours, claim.ratio)
-                self.assertEqual(verdict, claim.verdict)
-
-    def test_what_is_missing_is_not_measured(self):
-        for claim in self.verdicts(claims.Samples()).values():
-            self.assertEqual("not measured", claim.verdict)
-
-    def test_sixteen_bit_counts_elements(self):
-        size = 256 << 20
-        samples = samples_of((line(size=size, time_us=100) +
-                              line(size=size, dtype="bf16", time_us=110), "ours_shared"))
-        claim = self.verdicts(samples, (size,))[
-            "all_reduce 256 MiB, bf16: f32 / bf16, time per element"]
-        self.assertAlmostEqual(200 / 110, claim.ratio)
-
-    def test_four_ranks_against_two_counts_bytes(self):
-        size = 16 << 20
-        samples = samples_of((line(size=size, time_us=20) +
-                              line(size=size, ranks=2, time_us=10), "ours_shared"))
-        claim = self.verdicts(samples, (size,))[
-            "all_reduce 16 MiB: 4 ranks / 2 ranks, time per byte moved"]
-        self.assertAlmostEqual(1.0, claim.ratio)
-        self.assertEqual("held", claim.verdict)
-
-    def test_many_ranks_are_bound_by_time(self):
-        for time_us, verdict in ((19_000, "held"), (21_000, "MISSED")):
-            samples = samples_of((line(ranks=64, time_us=time_us), "ours_private"))
-            claim = self.verdicts(samples)["all_reduce 1 MiB, 64 ranks, private memory: ms"]
-            self.assertAlmostEqual(time_us / 1000, claim.ratio)
-            self.assertEqual(verdict, claim.verdict)
-
-    def test_idle_is_an_upper_bound(self):
-        for percent, verdict in ((4.9, "held"), (5.1, "MISSED")):
-            samples = samples_of((f"value idle_rank_cpu_percent {percent}\n", "ours_idle"))
-            self.assertEqual(verdict, self.verdicts(samples)[
-                "idle waiting rank, percent of a core"].verdict)
-
-    def test_step(self):
-        size = 256 << 20
-        samples = samples_of((line(op="step", size=size, time_us=900), "openmpi_step"),
-                             (line(op="step", size=size, time_us=600), "impi_step"),
-                             (line(op="step", size=size, time_us=300) +
-                              line(system="roofline", op="step", size=size, time_us=240),
-                              "ours_step"))
-        verdicts = self.verdicts(samples)
-        peer = verdicts["Reducer step, f32 gradients: fastest peer / ours"]
-        self.assertAlmostEqual(2.0, peer.ratio)
-        self.assertEqual("impi_step/v", peer.detail)
-        self.assertAlmostEqual(0.8, verdicts["Reducer step, f32 gradients: roofline / ours"].ratio)
+        for part, tables, prefix, rows in [
+                (gather_over_link, gather_over_link.table, "torch_gather_",
+                 [2 + 3 * 2 * 3, "| f32 | 1 | 256 Ki | 7 | 7.0 | 7.0 | 50% | 7 | 7 | 7.000 |"]),
+                (stage3, stage3.tables, "torch_stage3_",
+                 [2 * 3 + 4 * 4, "| 2x2, kept | 7 | 7 | 7.0 |", "| hsdp | 7 | 7 | 7 | 50% |"])]:
+            with self.subTest(part.__name__):
+                asked = Sevens()
+                lines = tables(asked).splitlines()
+                self.assertEqual(rows[0], len(lines))
+                self.assertLessEqual({*rows[1:]}, {*lines})
+                self.assertTrue(all(name.startswith(prefix) for name in asked))
+                for upper, lower in zip(lines, lines[1:]):
+                    if upper and lower:
+                        self.assertEqual(upper.count("|"), lower.count("|"))
 
 
 class Plan(unittest.TestCase):

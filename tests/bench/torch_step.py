@@ -75,10 +75,7 @@ def in_window(
 def measure_case(case: str, mesh: hsdp.Mesh, rounds: int, wanted: list[str]) -> None:
     layers, width = CASES[case]
     inputs = torch.randn(ROWS, width)
-
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)  # the same weights on every rank
-        return example.make_model(layers, width)
+    model = partial(example.make_model, layers, width)
 
     def ours(dtype: str, first: str = "shard") -> example.Step:
         reducer = hsdp.Reducer(mesh, reduce_dtype=dtype)
@@ -108,29 +105,46 @@ def measure_case(case: str, mesh: hsdp.Mesh, rounds: int, wanted: list[str]) -> 
             print(f"value torch_{case}_{name}_added_ms {added:.3f}", flush=True)
 
 
+def small_parameters() -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(SMALL_PARAMETERS)])
+
+
+def report_overhead(
+    name: str, rounds: int, step: example.Step, other: example.Step,
+    prepare: example.Step = lambda: None,
+) -> None:
+    """What `step` takes longer than `other`, by turns, for each of the small parameters."""
+    added = []
+    for number in range(rounds + 3):
+        prepare()
+        start = time.perf_counter()
+        step()
+        middle = time.perf_counter()
+        other()
+        end = time.perf_counter()
+        if number >= 3:
+            added.append((middle - start) - (end - middle))
+    overhead = 1e6 * statistics.median(added) / SMALL_PARAMETERS
+    print(f"value {name}_overhead_per_parameter_us {overhead:.3f}")
+
+
 def measure_overhead(rounds: int) -> None:
-    """A step of many tiny parameters on one rank, with the Reducer and without, in turns."""
-    model, other = (
-        nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(SMALL_PARAMETERS)])
-        for _ in range(2)
-    )
+    """A step of many tiny parameters on one rank, with the Reducer and without."""
+    model, other = small_parameters(), small_parameters()
     with hsdp.init_mesh() as mesh:
         reducer = hsdp.Reducer(mesh)
         reducer.attach(model)
-        added = []
-        for number in range(rounds + 3):
-            start = time.perf_counter()
+
+        def reduced() -> None:
             with reducer.microbatch(last=True):
                 torch.cat(list(model)).sum().backward()
             reducer.shard("0")
-            middle = time.perf_counter()
+
+        def alone() -> None:
             torch.cat(list(other)).sum().backward()
             other.zero_grad()
-            end = time.perf_counter()
-            if number >= 3:
-                added.append((middle - start) - (end - middle))
-    overhead = 1e6 * statistics.median(added) / SMALL_PARAMETERS
-    print(f"value torch_overhead_per_parameter_us {overhead:.3f}")
+
+        report_overhead("torch", rounds, reduced, alone)
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ import argparse
 import pathlib
 import statistics
 import sys
-import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hsdp
 from hsdp.options import Layout
+from torch_step import report_overhead, small_parameters
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import beside_fsdp2 as example  # noqa: E402
 
 ROWS = 8
-SMALL_PARAMETERS = 1000
 
 
 def alone(model: nn.Module, inputs: torch.Tensor, share: int) -> example.Step:
@@ -70,23 +71,10 @@ def ours(
     return step
 
 
-def zero_redundancy(model: nn.Module, inputs: torch.Tensor) -> example.Step:
+def ddp(model: nn.Module, inputs: torch.Tensor, make: Callable[..., Any]) -> example.Step:
+    """With the optimizer that `make` makes of the parameters."""
     parallel = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(
-        parallel.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True
-    )
-
-    def step() -> None:
-        parallel.zero_grad()
-        example.backward(parallel, inputs, 0)
-        optimizer.step()
-
-    return step
-
-
-def muon_everywhere(model: nn.Module, inputs: torch.Tensor) -> example.Step:
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.Muon(parallel.parameters())
+    optimizer = make(parallel.parameters())
 
     def step() -> None:
         parallel.zero_grad()
@@ -98,20 +86,19 @@ def muon_everywhere(model: nn.Module, inputs: torch.Tensor) -> example.Step:
 
 def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
     inputs = torch.randn(ROWS, asked.width)
-
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)  # the same weights on every rank
-        return example.make_model(asked.layers, asked.width)
-
+    model = partial(example.make_model, asked.layers, asked.width)
+    zero_redundancy = partial(
+        ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True
+    )
     systems = {
         "none": alone(model(), inputs, mesh.size),
         "ours": ours(model(), inputs, mesh),
         "whole": ours(model(), inputs, mesh, layout="whole"),
-        "zero_redundancy": zero_redundancy(model(), inputs),
+        "zero_redundancy": ddp(model(), inputs, zero_redundancy),
     }
     seconds = example.time_steps(systems, asked.rounds)
     muons = {
-        "muon_ddp": muon_everywhere(model(), inputs),
+        "muon_ddp": ddp(model(), inputs, torch.optim.Muon),
         "muon_ours": ours(model(), inputs, mesh, torch.optim.Muon, "whole"),
     }
     of_muon = example.time_steps(muons, max(1, min(asked.rounds // 3, 3)))
@@ -128,32 +115,22 @@ def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
 
 
 def measure_overhead(rounds: int) -> None:
-    """A step of many tiny parameters on one rank, less that of the unsharded optimizer, in turns."""
-    models = [
-        nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(SMALL_PARAMETERS)])
-        for _ in range(2)
-    ]
+    """A step of many tiny parameters on one rank, less that of the unsharded optimizer."""
+    model, other = small_parameters(), small_parameters()
     with hsdp.init_mesh() as mesh:
         reducer = hsdp.Reducer(mesh)
-        reducer.attach(models[0])
+        reducer.attach(model)
         options = {"lr": 1e-3, "fused": True}
-        optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, models[0], reducer, **options)
-        plain = torch.optim.AdamW(models[1].parameters(), **options)
-        added = []
-        for number in range(rounds + 3):
+        optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
+        plain = torch.optim.AdamW(other.parameters(), **options)
+
+        def make_gradients() -> None:
             with reducer.microbatch(last=True):
-                torch.cat(list(models[0])).sum().backward()
-            torch.cat(list(models[1])).sum().backward()
+                torch.cat(list(model)).sum().backward()
+            torch.cat(list(other)).sum().backward()
             reducer.shard("0")
-            start = time.perf_counter()
-            optimizer.step()
-            middle = time.perf_counter()
-            plain.step()
-            end = time.perf_counter()
-            if number >= 3:
-                added.append((middle - start) - (end - middle))
-    overhead = 1e6 * statistics.median(added) / SMALL_PARAMETERS
-    print(f"value torch_zero_overhead_per_parameter_us {overhead:.3f}")
+
+        report_overhead("torch_zero", rounds, optimizer.step, plain.step, make_gradients)
 
 
 def main() -> None:

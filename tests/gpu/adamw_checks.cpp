@@ -84,23 +84,16 @@ std::string check_updates(const std::vector<std::int64_t>& counts, const Stream&
 }  // namespace
 
 std::vector<Check> adamw_checks(Effort effort) {
+  const auto check = [](const std::vector<std::int64_t>& counts) {
+    return [counts](const Stream& stream) { return check_updates(counts, stream); };
+  };
+  std::vector<std::int64_t> tails{1023, 1024, 1025, 0, 5000};  // more than one kernel takes
+  for (std::int64_t count = 0; count <= 70; ++count) tails.push_back(count);
   const std::int64_t largest = effort == Effort::kFull ? 40'000'007 : 300'007;
   return {
-      {"AdamW: the bits of the host in every tail",
-       [](const Stream& stream) {
-         std::vector<std::int64_t> counts;  // more than one kernel takes
-         for (std::int64_t count = 0; count <= 70; ++count) counts.push_back(count);
-         for (const std::int64_t count : {1023, 1024, 1025, 0, 5000}) counts.push_back(count);
-         return check_updates(counts, stream);
-       }},
-      {"AdamW: the bits of the host on a large slice",
-       [largest](const Stream& stream) {
-         return check_updates({3, largest, 0, 1}, stream);
-       }},
-      {"AdamW: nothing but empty slices",
-       [](const Stream& stream) {
-         return check_updates({0, 0}, stream);
-       }},
+      {"AdamW: the bits of the host in every tail", check(tails)},
+      {"AdamW: the bits of the host on a large slice", check({3, largest, 0, 1})},
+      {"AdamW: nothing but empty slices", check({0, 0})},
   };
 }
 

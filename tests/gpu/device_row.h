@@ -16,18 +16,57 @@
 
 namespace hsdp::gpu {
 
+// Bytes on a device between guards, and a copy of all that on the host. They start `offset` bytes
+// after an aligned address.
+class GuardedBytes {
+ public:
+  GuardedBytes(std::size_t size, std::size_t offset, Stream stream)
+      : begin_(kGuardBytes + offset),
+        size_(size),
+        stream_(std::move(stream)),
+        bytes_(begin_ + size + kGuardBytes, kGuard),
+        memory_(stream_.device(), bytes_.size()) {
+    upload();
+  }
+
+  // What was changed on the host goes to the device.
+  void upload() {
+    copy_bytes(memory_.data(), bytes_.data(), bytes_.size(), stream_);
+    stream_.synchronize();
+  }
+  // And back; what is wrong with the guards, or nothing.
+  [[nodiscard]] std::string download() {
+    copy_bytes(bytes_.data(), memory_.data(), bytes_.size(), stream_);
+    stream_.synchronize();
+    for (std::size_t i = 0; i < bytes_.size(); ++i) {
+      if ((i < begin_ || i >= begin_ + size_) && bytes_[i] != kGuard) return "it wrote outside";
+    }
+    return {};
+  }
+
+  [[nodiscard]] std::byte* data() { return memory_.data() + begin_; }
+  [[nodiscard]] std::byte* host() { return bytes_.data() + begin_; }
+  [[nodiscard]] const std::byte* host() const { return bytes_.data() + begin_; }
+  [[nodiscard]] Device device() const { return stream_.device(); }
+
+ private:
+  static constexpr std::size_t kGuardBytes = 64;
+  static constexpr std::byte kGuard{0xa5};
+  std::size_t begin_;
+  std::size_t size_;
+  Stream stream_;
+  std::vector<std::byte> bytes_;
+  Buffer memory_;
+};
+
 class DeviceRow {
  public:
   // They start `offset` elements after an address that is aligned.
   DeviceRow(Dtype dtype, std::int64_t count, std::size_t offset, const Stream& stream)
       : dtype_(dtype),
         count_(count),
-        begin_(kGuardBytes + offset * size_bytes(dtype)),
-        stream_(stream),
-        bytes_(begin_ + static_cast<std::size_t>(count) * size_bytes(dtype) + kGuardBytes, kGuard),
-        memory_(stream.device(), bytes_.size()) {
-    upload();
-  }
+        bytes_(static_cast<std::size_t>(count) * size_bytes(dtype), offset * size_bytes(dtype),
+               stream) {}
 
   void fill(std::mt19937& random) {
     for (std::int64_t i = 0; i < count_; ++i) {
@@ -35,38 +74,26 @@ class DeviceRow {
     }
     upload();
   }
-  // What was changed on the host goes to the device, and back.
-  void upload() {
-    copy_bytes(memory_.data(), bytes_.data(), bytes_.size(), stream_);
-    stream_.synchronize();
-  }
-  void download() {
-    copy_bytes(bytes_.data(), memory_.data(), bytes_.size(), stream_);
-    stream_.synchronize();
-  }
+  void upload() { bytes_.upload(); }
   // The other's elements.
   void copy_from(const DeviceRow& other) {
     std::memcpy(host(), other.host(), static_cast<std::size_t>(count_) * size_bytes(dtype_));
     upload();
   }
 
-  [[nodiscard]] std::byte* data() { return memory_.data() + begin_; }
-  [[nodiscard]] std::byte* host() { return bytes_.data() + begin_; }
-  [[nodiscard]] const std::byte* host() const { return bytes_.data() + begin_; }
+  [[nodiscard]] std::byte* data() { return bytes_.data(); }
+  [[nodiscard]] std::byte* host() { return bytes_.host(); }
+  [[nodiscard]] const std::byte* host() const { return bytes_.host(); }
   [[nodiscard]] float at(std::int64_t i) const { return kernels::decode(host(), i, dtype_); }
   [[nodiscard]] std::int64_t count() const { return count_; }
   [[nodiscard]] Dtype dtype() const { return dtype_; }
-  [[nodiscard]] ConstTensorView view() { return {data(), count_, dtype_, stream_.device()}; }
+  [[nodiscard]] ConstTensorView view() { return {data(), count_, dtype_, bytes_.device()}; }
   [[nodiscard]] ConstTensorView host_view() const { return {host(), count_, dtype_}; }
 
   // What the device wrote against the host's elements of `expected`: bit for bit, but for the
   // payloads of NaN; and nothing outside.
   [[nodiscard]] std::string difference(const DeviceRow& expected) {
-    download();
-    const std::byte* const end = host() + static_cast<std::size_t>(count_) * size_bytes(dtype_);
-    for (const std::byte& value : bytes_) {
-      if ((&value < host() || &value >= end) && value != kGuard) return "it wrote outside";
-    }
+    if (const std::string found = bytes_.download(); !found.empty()) return found;
     const std::size_t width = size_bytes(dtype_);
     for (std::int64_t i = 0; i < count_; ++i) {
       const auto at_byte = static_cast<std::size_t>(i) * width;
@@ -81,14 +108,9 @@ class DeviceRow {
   }
 
  private:
-  static constexpr std::size_t kGuardBytes = 64;
-  static constexpr std::byte kGuard{0xa5};
   Dtype dtype_;
   std::int64_t count_;
-  std::size_t begin_;
-  Stream stream_;
-  std::vector<std::byte> bytes_;
-  Buffer memory_;
+  GuardedBytes bytes_;
 };
 
 constexpr Dtype kGradientDtypes[] = {Dtype::kF32, Dtype::kBf16, Dtype::kF16};

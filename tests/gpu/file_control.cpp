@@ -1,5 +1,6 @@
 #include "file_control.h"
 
+#include <array>
 #include <fstream>
 #include <iterator>
 #include <sstream>
@@ -87,46 +88,32 @@ std::optional<std::vector<std::string>> FileControl::collect_until(std::string_v
   return messages;
 }
 
-std::filesystem::path FileControl::told_file(std::string_view topic, int from, int to,
-                                             int number) const {
-  const std::vector<int> place{from, to, number};
-  return file(topic, place, from);
-}
-
 void FileControl::tell(int peer, std::string_view topic, std::string_view message) {
-  int number = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    std::vector<int>& counts = told_[std::string(topic)];
-    counts.resize(static_cast<std::size_t>(size_));
-    number = counts[static_cast<std::size_t>(peer)]++;
-  }
-  write(told_file(topic, rank_, peer, number), message);
+  std::unique_lock lock(mutex_);
+  const int number = told_[{std::string(topic), peer}]++;
+  lock.unlock();
+  write(file(topic, std::array{rank_, peer, number}, rank_), message);
 }
 
 std::shared_ptr<void> FileControl::listen(std::string_view topic, Hear hear) {
   auto handle = listeners_.add(topic, std::move(hear));
   const std::lock_guard lock(mutex_);
-  heard_[std::string(topic)].resize(static_cast<std::size_t>(size_));
+  for (int from = 0; from < size_; ++from) heard_.try_emplace({std::string(topic), from});
   return handle;
 }
 
 void FileControl::look_for_messages() {
-  std::map<std::string, std::vector<int>> heard;
-  {
-    const std::lock_guard lock(mutex_);
-    heard = heard_;
-  }
-  for (auto& [topic, counts] : heard) {
-    for (int from = 0; from < size_; ++from) {
-      int& next = counts[static_cast<std::size_t>(from)];
-      while (const auto message = read(told_file(topic, from, rank_, next))) {
-        listeners_.call(topic, from, *message);
-        ++next;
-      }
+  std::unique_lock lock(mutex_);
+  const auto heard = heard_;
+  lock.unlock();
+  for (auto [place, number] : heard) {
+    const auto& [topic, from] = place;
+    while (const auto message = read(file(topic, std::array{from, rank_, number}, from))) {
+      listeners_.call(topic, from, *message);
+      ++number;
     }
-    const std::lock_guard lock(mutex_);
-    heard_[topic] = counts;
+    const std::lock_guard again(mutex_);
+    heard_[place] = number;
   }
 }
 

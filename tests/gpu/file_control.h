@@ -15,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "hsdp/comm/control.h"
@@ -70,8 +71,6 @@ class FileControl : public comm::Control {
   [[nodiscard]] std::filesystem::path file(std::string_view key, std::span<const int> members,
                                            int rank) const;
   void write(const std::filesystem::path& path, std::string_view text) const;
-  [[nodiscard]] std::filesystem::path told_file(std::string_view topic, int from, int to,
-                                                int number) const;
   [[nodiscard]] std::optional<std::vector<std::string>> collect_until(std::string_view key,
                                                                       std::span<const int> members,
                                                                       comm::WaitState waiting,
@@ -95,8 +94,8 @@ class FileControl : public comm::Control {
   // Shared with the handles, which may live longer.
   std::shared_ptr<Callbacks> callbacks_ = std::make_shared<Callbacks>();
   comm::Listeners listeners_;
-  std::map<std::string, std::vector<int>> told_;   // messages sent, by topic and receiver
-  std::map<std::string, std::vector<int>> heard_;  // messages read, by topic and sender
+  std::map<std::pair<std::string, int>, int> told_;   // messages sent, by topic and receiver
+  std::map<std::pair<std::string, int>, int> heard_;  // messages read, by topic and sender
   std::thread thread_;
 };
 

@@ -53,134 +53,100 @@ double seconds(const Case& what, Stream& stream) {
   return rounds[rounds.size() / 2];
 }
 
-// Compares the first elements of array 2 with what `reference` makes of the host's values.
-std::string compare(Arena& arena, int set, Dtype dtype, std::int64_t count,
-                    const std::function<void(std::byte* out)>& reference) {
-  const std::size_t bytes = static_cast<std::size_t>(count) * size_bytes(dtype);
-  std::vector<std::byte> expected(bytes);
-  reference(expected.data());
-  return arena.read(arena.at(set, 2), bytes) == expected ? "" : "the result is wrong";
-}
+// What a kernel reads and writes: memory of the GPU or, for the scalar definition, of the host.
+struct Place {
+  const std::byte* in;
+  const std::byte* add;
+  std::byte* out;
+  std::int64_t count;
+};
 
-// From array 0 to array 2; the arrays hold `count` elements of the wider dtype.
-Case pack_case(Arena& arena, Dtype from, Dtype to, bool transposed) {
-  const std::int64_t count = std::min(arena.count(from), arena.count(to)) / 4096 * 4096;
-  const Shape shape = transposed ? Shape{count / 4096, 4096} : Shape{count};
-  const Shape strides = transposed ? Shape{1, count / 4096} : Shape{};
+// `with(place, run)` calls run() with the arguments for a place, which the kernel and the scalar
+// definition both take. From arrays 0 and 1 to array 2.
+template <class With, class Kernel, class Reference>
+Case compared_case(Arena& arena, std::string name, std::int64_t count, double bytes_per_element,
+                   Dtype out, With with, Kernel kernel, Reference reference) {
   Case made;
-  made.name = std::string("pack ") + std::string(name(from)) + " to " + std::string(name(to)) +
-              (transposed ? ", transposed" : "");
-  made.bytes = static_cast<double>(count) * static_cast<double>(size_bytes(from) + size_bytes(to));
-  const auto call = [=](const void* gradient, void* out, std::int64_t length, auto run) {
-    const StridedView view{gradient, from, kGpu, shape, strides};
-    kernels::CastAndPack args;
-    args.gradient = &view;
-    args.count = length;
-    args.out = out;
-    args.out_dtype = to;
-    run(args);
-  };
+  made.name = std::move(name);
+  made.bytes = static_cast<double>(count) * bytes_per_element;
   made.launch = [=, &arena](int set) {
-    call(arena.at(set, 0), arena.at(set, 2), count,
-         [&arena](const kernels::CastAndPack& args) { cast_and_pack(args, arena.stream()); });
-  };
-  made.check = [=, &arena](int set) {
-    return compare(arena, set, to, kCompared, [&](std::byte* out) {
-      call(arena.host(), out, kCompared, kernels::cast_and_pack_reference);
-    });
-  };
-  return made;
-}
-
-// bf16 gradient added into the fp32 carry: array 0 into array 1, out of place for the check.
-Case accumulate_case(Arena& arena) {
-  const std::int64_t count = arena.count(Dtype::kF32);
-  Case made;
-  made.name = "add bf16 into f32";
-  made.bytes = static_cast<double>(count) * 10;
-  const auto call = [](const void* gradient, const void* add, void* out, std::int64_t length,
-                       auto run) {
-    const StridedView view{gradient, Dtype::kBf16, kGpu, {length}, {}};
-    kernels::CastAndPack args;
-    args.gradient = &view;
-    args.count = length;
-    args.add = add;
-    args.out = out;
-    run(args);
-  };
-  made.launch = [=, &arena](int set) {
-    call(arena.at(set, 0), arena.at(set, 1), arena.at(set, 2), count,
-         [&arena](const kernels::CastAndPack& args) { cast_and_pack(args, arena.stream()); });
-  };
-  made.check = [=, &arena](int set) {
-    return compare(arena, set, Dtype::kF32, kCompared, [&](std::byte* out) {
-      call(arena.host(), arena.host(), out, kCompared, kernels::cast_and_pack_reference);
-    });
-  };
-  return made;
-}
-
-// Array 0 holds the rows; the total joins the carry of array 1 and goes to array 2.
-Case sum_case(Arena& arena, Dtype dtype, std::int64_t row_count) {
-  const std::int64_t count = arena.count(dtype) / row_count / 64 * 64;
-  const std::size_t row_bytes = static_cast<std::size_t>(count) * size_bytes(dtype);
-  Case made;
-  made.name =
-      "sum " + std::to_string(row_count) + " rows of " + std::string(name(dtype)) + ", add, divide";
-  made.bytes = static_cast<double>(count) *
-               static_cast<double>(static_cast<std::size_t>(row_count) * size_bytes(dtype) + 8);
-  const auto call = [=](const std::byte* first, const std::byte* add, void* out,
-                        std::int64_t length, auto run) {
-    std::vector<const void*> rows;
-    for (std::int64_t r = 0; r < row_count; ++r) {
-      rows.push_back(first + static_cast<std::size_t>(r) * row_bytes);
-    }
-    kernels::SumRows args;
-    args.spec.row_dtype = dtype;
-    args.spec.divisor = 6.0F;
-    args.rows = rows;
-    args.add = reinterpret_cast<const float*>(add);
-    args.outs = std::span(&out, 1);
-    args.count = length;
-    run(args);
-  };
-  made.launch = [=, &arena](int set) {
-    call(arena.at(set, 0), arena.at(set, 1), arena.at(set, 2), count,
-         [&arena](const kernels::SumRows& args) { sum_rows(args, arena.stream()); });
+    with(Place{arena.at(set, 0), arena.at(set, 1), arena.at(set, 2), count},
+         [&](const auto& args) { kernel(args, arena.stream()); });
   };
   made.check = [=, &arena](int set) {
     const std::int64_t compared = std::min(count, kCompared);
-    return compare(arena, set, Dtype::kF32, compared, [&](std::byte* out) {
-      call(arena.host(), arena.host(), out, compared, kernels::sum_rows_reference);
-    });
+    std::vector<std::byte> expected(static_cast<std::size_t>(compared) * size_bytes(out));
+    with(Place{arena.host(), arena.host(), expected.data(), compared}, reference);
+    const bool is_right = arena.read(arena.at(set, 2), expected.size()) == expected;
+    return std::string(is_right ? "" : "the result is wrong");
   };
   return made;
 }
 
+double bytes_of(Dtype from, Dtype to) {
+  return static_cast<double>(size_bytes(from) + size_bytes(to));
+}
+
+// The arrays hold `count` elements of the wider dtype. `adds`: into the fp32 carry, out of place
+// for the check.
+Case pack_case(Arena& arena, const std::string& title, Dtype from, Dtype to,
+               bool transposed = false, bool adds = false) {
+  const std::int64_t count = std::min(arena.count(from), arena.count(to)) / 4096 * 4096;
+  const Shape shape = transposed ? Shape{count / 4096, 4096} : Shape{count};
+  const Shape strides = transposed ? Shape{1, count / 4096} : Shape{};
+  return compared_case(
+      arena, title, count, bytes_of(from, to) + (adds ? 4 : 0), to,
+      [=](const Place& at, auto run) {
+        const StridedView view{at.in, from, kGpu, shape, strides};
+        run(kernels::CastAndPack{.gradient = &view,
+                                 .count = at.count,
+                                 .add = adds ? at.add : nullptr,
+                                 .out_dtype = to,
+                                 .out = at.out});
+      },
+      [](const kernels::CastAndPack& args, const Stream& stream) { cast_and_pack(args, stream); },
+      kernels::cast_and_pack_reference);
+}
+
+// Array 0 holds the rows, array 1 the carry that the total joins.
+Case sum_case(Arena& arena, Dtype dtype, std::int64_t row_count) {
+  const std::int64_t count = arena.count(dtype) / row_count / 64 * 64;
+  const std::size_t row_bytes = static_cast<std::size_t>(count) * size_bytes(dtype);
+  return compared_case(
+      arena,
+      "sum " + std::to_string(row_count) + " rows of " + std::string(name(dtype)) + ", add, divide",
+      count, static_cast<double>(row_count) * static_cast<double>(size_bytes(dtype)) + 8,
+      Dtype::kF32,
+      [=](const Place& at, auto run) {
+        std::vector<const void*> rows;
+        for (std::int64_t r = 0; r < row_count; ++r) {
+          rows.push_back(at.in + static_cast<std::size_t>(r) * row_bytes);
+        }
+        void* const out = at.out;
+        run(kernels::SumRows{.spec = {.row_dtype = dtype, .divisor = 6.0F},
+                             .rows = rows,
+                             .add = reinterpret_cast<const float*>(at.add),
+                             .outs = std::span(&out, 1),
+                             .count = at.count});
+      },
+      [](const kernels::SumRows& args, const Stream& stream) { sum_rows(args, stream); },
+      kernels::sum_rows_reference);
+}
+
 Case scale_case(Arena& arena, Dtype from, Dtype to) {
-  const std::int64_t count = std::min(arena.count(from), arena.count(to));
-  Case made;
-  made.name = "scale " + std::string(name(from)) + " to " + std::string(name(to));
-  made.bytes = static_cast<double>(count) * static_cast<double>(size_bytes(from) + size_bytes(to));
-  const auto arguments = [=](const void* in, void* out, std::int64_t length) {
-    kernels::ScaleAndCast args;
-    args.in = in;
-    args.in_dtype = from;
-    args.out = out;
-    args.out_dtype = to;
-    args.count = length;
-    args.divisor = 3.0F;
-    return args;
-  };
-  made.launch = [=, &arena](int set) {
-    scale_and_cast(arguments(arena.at(set, 0), arena.at(set, 2), count), arena.stream());
-  };
-  made.check = [=, &arena](int set) {
-    return compare(arena, set, to, kCompared, [&](std::byte* out) {
-      scale_and_cast_reference(arguments(arena.host(), out, kCompared));
-    });
-  };
-  return made;
+  return compared_case(
+      arena, "scale " + std::string(name(from)) + " to " + std::string(name(to)),
+      std::min(arena.count(from), arena.count(to)), bytes_of(from, to), to,
+      [=](const Place& at, auto run) {
+        run(kernels::ScaleAndCast{.in = at.in,
+                                  .in_dtype = from,
+                                  .out = at.out,
+                                  .out_dtype = to,
+                                  .count = at.count,
+                                  .divisor = 3.0F});
+      },
+      [](const kernels::ScaleAndCast& args, const Stream& stream) { scale_and_cast(args, stream); },
+      kernels::scale_and_cast_reference);
 }
 
 Case norm_case(Arena& arena, Dtype dtype) {
@@ -218,12 +184,12 @@ std::vector<Case> cases(Arena& arena, const Flag& flag) {
   constexpr Dtype f32 = Dtype::kF32;
   constexpr Dtype bf16 = Dtype::kBf16;
   constexpr Dtype f16 = Dtype::kF16;
-  std::vector<Case> made = {pack_case(arena, f32, bf16, false),
-                            pack_case(arena, bf16, bf16, false),
-                            pack_case(arena, f16, f16, false),
-                            pack_case(arena, bf16, bf16, true),
-                            pack_case(arena, f32, bf16, true),
-                            accumulate_case(arena),
+  std::vector<Case> made = {pack_case(arena, "pack f32 to bf16", f32, bf16),
+                            pack_case(arena, "pack bf16 to bf16", bf16, bf16),
+                            pack_case(arena, "pack f16 to f16", f16, f16),
+                            pack_case(arena, "pack bf16 to bf16, transposed", bf16, bf16, true),
+                            pack_case(arena, "pack f32 to bf16, transposed", f32, bf16, true),
+                            pack_case(arena, "add bf16 into f32", bf16, f32, false, true),
                             sum_case(arena, bf16, 8),
                             sum_case(arena, f16, 8),
                             sum_case(arena, f32, 4),

@@ -2,22 +2,39 @@
 #include "nccl_checks.h"
 
 #include <chrono>
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "hsdp/device/buffer.h"
+#include "hsdp/device/copy.h"
 #include "hsdp/error.h"
+#include "hsdp/kernels/arithmetic.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer.h"
-#include "nccl_values.h"
 
 namespace hsdp::gpu {
 namespace {
 
-void require(const std::string& problem) {
-  if (!problem.empty()) throw Error(problem);
+constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kBf16, Dtype::kF16};
+constexpr std::int64_t kCount = 300'007;
+
+// Of any magnitude and sign, the same on every rank.
+float noise(int rank, std::int64_t i) {
+  std::uint64_t x = static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15U +
+                    static_cast<std::uint64_t>(rank + 1) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27U)) * 0x94d049bb133111ebU;
+  x ^= x >> 31U;
+  return std::ldexp(static_cast<float>(x % 20001) / 10000.0F - 1.0F,
+                    static_cast<int>((x >> 40U) % 24) - 12);
+}
+
+// Their sums over a few ranks are exact in every dtype.
+float small_integer(int rank, std::int64_t i) {
+  return static_cast<float>((i * 7 + rank * 3) % 13);
 }
 
 std::vector<float> values(std::int64_t count, const std::function<float(std::int64_t)>& value) {
@@ -26,26 +43,63 @@ std::vector<float> values(std::int64_t count, const std::function<float(std::int
   return all;
 }
 
+std::vector<float> noise_of(int rank, std::int64_t count) {
+  return values(count, [rank](std::int64_t i) { return noise(rank, i); });
+}
+
+// Values in memory of the GPU.
+class DeviceValues {
+ public:
+  DeviceValues(Device device, const std::vector<float>& values, Dtype dtype = Dtype::kF32)
+      : dtype_(dtype), buffer_(device, values.size() * size_bytes(dtype)) {
+    std::vector<std::byte> bytes(buffer_.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      kernels::encode(values[i], bytes.data(), static_cast<std::int64_t>(i), dtype);
+    }
+    Stream stream = Stream::create(device, "fill");
+    copy_bytes(buffer_.data(), bytes.data(), bytes.size(), stream);
+    stream.synchronize();
+  }
+  [[nodiscard]] TensorView view() const { return buffer_.view(dtype_); }
+
+ private:
+  Dtype dtype_;
+  Buffer buffer_;
+};
+
+// Throws, with the first element whose bits differ.
+void require_equal(TensorView got, const std::vector<float>& want, const std::string& what,
+                   Stream& stream) {
+  if (got.count != static_cast<std::int64_t>(want.size())) {
+    throw Error(what + ": another number of elements");
+  }
+  std::vector<float> found(want.size());
+  copy_bytes(found.data(), got.data, got.size_in_bytes(), stream);
+  stream.synchronize();
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    if (std::memcmp(&found[i], &want[i], sizeof(float)) == 0) continue;
+    throw Error(what + ": element " + std::to_string(i) + ": expected " + std::to_string(want[i]) +
+                ", got " + std::to_string(found[i]));
+  }
+}
+
 // The sum in ascending rank of rows that were rounded once.
 float sum_of_rows(int ranks, Dtype dtype, std::int64_t i) {
-  float sum = rounded(dtype, noise(0, i));
-  for (int r = 1; r < ranks; ++r) sum += rounded(dtype, noise(r, i));
+  float sum = kernels::rounded_through(noise(0, i), dtype);
+  for (int r = 1; r < ranks; ++r) sum += kernels::rounded_through(noise(r, i), dtype);
   return sum;
 }
 
 void check_reduce_scatter(Communicator& world, Stream& stream, Device device) {
-  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-    const std::int64_t count = 300'007;
+  for (const Dtype dtype : kDtypes) {
     std::vector<std::int64_t> offsets{0};
     for (int r = 1; r < world.size(); ++r) offsets.push_back(r * 1001);
-    offsets.push_back(count);
+    offsets.push_back(kCount);
     const RowCut cut(offsets);
     const std::int64_t begin = cut.begin(world.rank());
     const std::int64_t length = cut.length(world.rank());
-    const DeviceValues in(
-        device, values(count, [&](std::int64_t i) { return noise(world.rank(), i); }), dtype);
-    const DeviceValues out(device, values(length, [](std::int64_t i) { return noise(99, i); }),
-                           Dtype::kF32);
+    const DeviceValues in(device, noise_of(world.rank(), kCount), dtype);
+    const DeviceValues out(device, noise_of(99, length));
     world.reduce_scatter({.in = in.view(),
                           .out = out.view(),
                           .cut = cut,
@@ -56,84 +110,70 @@ void check_reduce_scatter(Communicator& world, Stream& stream, Device device) {
     const auto want = values(length, [&](std::int64_t i) {
       return (noise(99, i) + sum_of_rows(world.size(), dtype, begin + i) * 8.0F) / 7.0F;
     });
-    require(difference(floats_of(out.view(), stream), want,
-                       "reduce_scatter of " + std::string(name(dtype))));
+    require_equal(out.view(), want, "reduce_scatter of " + std::string(name(dtype)), stream);
   }
 }
 
 void check_all_reduce(Communicator& world, Stream& stream, Device device) {
-  for (const Dtype wire : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-    const std::int64_t count = 300'007;
-    const DeviceValues data(
-        device, values(count, [&](std::int64_t i) { return noise(world.rank(), i); }), Dtype::kF32);
+  for (const Dtype wire : kDtypes) {
+    const DeviceValues data(device, noise_of(world.rank(), kCount));
     world.all_reduce({.data = data.view(), .wire = wire, .divisor = 3.0F}, stream);
-    const auto want = values(count, [&](std::int64_t i) {
-      return rounded(wire, sum_of_rows(world.size(), wire, i)) / 3.0F;
+    const auto want = values(kCount, [&](std::int64_t i) {
+      return kernels::rounded_through(sum_of_rows(world.size(), wire, i), wire) / 3.0F;
     });
-    require(difference(floats_of(data.view(), stream), want,
-                       "all_reduce over " + std::string(name(wire))));
+    require_equal(data.view(), want, "all_reduce over " + std::string(name(wire)), stream);
   }
 }
 
 void check_native(Communicator& world, Stream& stream, Device device) {
-  const std::int64_t count = 300'007;
-  const auto own = values(count, [&](std::int64_t i) { return small_integer(world.rank(), i); });
-  const auto total = values(count, [&](std::int64_t i) {
+  const auto own = values(kCount, [&](std::int64_t i) { return small_integer(world.rank(), i); });
+  const auto total = values(kCount, [&](std::int64_t i) {
     float sum = 0;
     for (int r = 0; r < world.size(); ++r) sum += small_integer(r, i);
     return sum;
   });
   for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
-    const RowCut cut(count, world.size());
+    const RowCut cut(kCount, world.size());
     const DeviceValues in(device, own, dtype);
-    const DeviceValues out(device, std::vector<float>(own.size()), Dtype::kF32);
+    const DeviceValues out(device, std::vector<float>(own.size()));
     const TensorView row = out.view().slice(0, cut.length(world.rank()));
     world.reduce_scatter({.in = in.view(), .out = row, .reduction = Reduction::kNative}, stream);
     const auto* const begin = total.data() + cut.begin(world.rank());
-    require(
-        difference(floats_of(row, stream), {begin, begin + row.count}, "native reduce_scatter"));
+    require_equal(row, {begin, begin + row.count}, "native reduce_scatter", stream);
   }
-  const DeviceValues data(device, own, Dtype::kF32);
+  const DeviceValues data(device, own);
   world.all_reduce({.data = data.view(), .reduction = Reduction::kNative}, stream);
-  require(difference(floats_of(data.view(), stream), total, "native all_reduce"));
+  require_equal(data.view(), total, "native all_reduce", stream);
 }
 
 void check_moves(Communicator& world, Stream& stream, Device device) {
   const std::int64_t row = 1001;
   const std::int64_t count = row * world.size();
-  const DeviceValues in(
-      device, values(count, [&](std::int64_t i) { return noise(world.rank(), i); }), Dtype::kF32);
-  const DeviceValues out(device, std::vector<float>(static_cast<std::size_t>(count)), Dtype::kF32);
+  const DeviceValues in(device, noise_of(world.rank(), count));
+  const DeviceValues out(device, std::vector<float>(static_cast<std::size_t>(count)));
+  // Rows of `length` from all ranks, which each of them has at `begin`.
+  const auto received = [&](std::int64_t length, std::int64_t begin) {
+    return values(length * world.size(), [=](std::int64_t i) {
+      return noise(static_cast<int>(i / length), begin + i % length);
+    });
+  };
   world.all_to_all(in.view(), out.view(), stream);
-  require(difference(floats_of(out.view(), stream),
-                     values(count,
-                            [&](std::int64_t i) {
-                              const auto from = static_cast<int>(i / row);
-                              return noise(from, world.rank() * row + i % row);
-                            }),
-                     "all_to_all"));
+  require_equal(out.view(), received(row, world.rank() * row), "all_to_all", stream);
   std::vector<std::int64_t> offsets{0};
   for (int r = 0; r < world.size(); ++r) offsets.push_back(offsets.back() + (r == 1 ? 0 : 77 + r));
   const RowCut cut(offsets);
   const std::int64_t own = cut.length(world.rank());
   const TensorView rows = out.view().slice(0, own * world.size());
   world.all_to_all(in.view().slice(0, cut.count()), rows, stream, cut);
-  require(difference(floats_of(rows, stream),
-                     values(rows.count,
-                            [&](std::int64_t i) {
-                              const auto from = static_cast<int>(i / own);
-                              return noise(from, cut.begin(world.rank()) + i % own);
-                            }),
-                     "all_to_all with a cut"));
+  require_equal(rows, received(own, cut.begin(world.rank())), "all_to_all with a cut", stream);
   world.all_gather(in.view().slice(world.rank() * row, row), out.view(), stream);
-  require(
-      difference(floats_of(out.view(), stream),
-                 values(count, [&](std::int64_t i) { return noise(static_cast<int>(i / row), i); }),
-                 "all_gather"));
+  const auto gathered =
+      values(count, [&](std::int64_t i) { return noise(static_cast<int>(i / row), i); });
+  require_equal(out.view(), gathered, "all_gather", stream);
   world.broadcast(out.view(), world.size() - 1, stream);
   world.barrier(stream);
   const SharedMemory memory = world.allocate(1000, Dtype::kF32);
-  require(difference(floats_of(memory.view(), stream), std::vector<float>(1000), "allocate"));
+  require_equal(memory.view(), std::vector<float>(1000), "allocate", stream);
   world.broadcast(memory.view(), 0, stream);
   world.wait(stream.record());
 }
@@ -151,8 +191,7 @@ void check_reducer(const Mesh& mesh, Stream& stream, bool native) {
   };
   for (int m = 0; m < 2; ++m) {
     const DeviceValues data(
-        mesh.device(), values(count, [&](std::int64_t i) { return gradient(mesh.rank(), m, i); }),
-        Dtype::kF32);
+        mesh.device(), values(count, [&](std::int64_t i) { return gradient(mesh.rank(), m, i); }));
     Microbatch open(reducer, {.last = m == 1});
     StridedView view;
     view.data = data.view().data;
@@ -178,7 +217,7 @@ void check_reducer(const Mesh& mesh, Stream& stream, bool native) {
     }
     return total / static_cast<float>(mesh.size());
   });
-  require(difference(floats_of(shard, stream), want, native ? "native step" : "exact step"));
+  require_equal(shard, want, native ? "native step" : "exact step", stream);
   if (reducer.found_inf()) throw Error("step: found_inf without an infinity");
 }
 

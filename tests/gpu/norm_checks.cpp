@@ -49,10 +49,8 @@ std::string check_norms(std::int64_t largest, const Stream& stream) {
   std::mt19937 random(1);
   for (const Dtype dtype : kGradientDtypes) {
     std::deque<DeviceRow> rows;
-    for (const std::int64_t count :
-         {std::int64_t{0}, std::int64_t{1}, std::int64_t{7}, std::int64_t{15}, std::int64_t{16},
-          std::int64_t{1023}, std::int64_t{1024}, std::int64_t{1025}, std::int64_t{50000},
-          std::int64_t{1024 * 1024 + 1}, largest}) {
+    for (const std::int64_t count : std::vector<std::int64_t>{0, 1, 7, 15, 16, 1023, 1024, 1025,
+                                                              50000, 1024 * 1024 + 1, largest}) {
       fill_finite(rows.emplace_back(dtype, count, random() % 16, stream), random);
     }
     for (int i = 0; i < 150; ++i) {  // more than one launch takes
@@ -61,8 +59,7 @@ std::string check_norms(std::int64_t largest, const Stream& stream) {
       fill_finite(row, random);
       if (i % 3 == 0) row.fill(random);
     }
-    const std::string found = check_norms_of(rows, stream);
-    if (!found.empty()) return found;
+    if (std::string found = check_norms_of(rows, stream); !found.empty()) return found;
   }
   return {};
 }

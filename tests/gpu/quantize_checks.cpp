@@ -1,8 +1,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "hsdp/device/buffer.h"
-#include "hsdp/device/copy.h"
+#include "device_row.h"
 #include "hsdp/device/flag.h"
 #include "quantize_setting.h"
 #include "quantized_memory.h"
@@ -18,44 +17,29 @@ using quant::MessageLayout;
 using quant::Quantize;
 using quant::Setting;
 
-// A copy of some elements on the device, `offset` elements behind an aligned address, with guards
-// around.
+// A copy of some elements on the device, `offset` elements behind an aligned address.
 template <class T>
 class DeviceCopy {
  public:
-  DeviceCopy(const T* from, std::size_t count, std::size_t offset, Stream stream)
-      : begin_(kGuardBytes + offset * sizeof(T)),
-        size_(count * sizeof(T)),
-        stream_(std::move(stream)),
-        bytes_(begin_ + size_ + kGuardBytes, kGuard),
-        memory_(stream_.device(), bytes_.size()) {
-    if (count > 0) std::memcpy(bytes_.data() + begin_, from, size_);
-    copy_bytes(memory_.data(), bytes_.data(), bytes_.size(), stream_);
-    stream_.synchronize();
+  DeviceCopy(const T* from, std::size_t count, std::size_t offset, const Stream& stream)
+      : size_(count * sizeof(T)), bytes_(size_, offset * sizeof(T), stream) {
+    if (count > 0) std::memcpy(bytes_.host(), from, size_);
+    bytes_.upload();
   }
   DeviceCopy(Guarded<T>& from, std::size_t offset, const Stream& stream)
       : DeviceCopy(from.data(), from.size(), offset, stream) {}
 
-  [[nodiscard]] T* data() { return reinterpret_cast<T*>(memory_.data() + begin_); }
+  [[nodiscard]] T* data() { return reinterpret_cast<T*>(bytes_.data()); }
   // Back to the host; what is wrong with the guards, or nothing.
   [[nodiscard]] std::string copy_to(T* to) {
-    copy_bytes(bytes_.data(), memory_.data(), bytes_.size(), stream_);
-    stream_.synchronize();
-    for (std::size_t i = 0; i < bytes_.size(); ++i) {
-      if ((i < begin_ || i >= begin_ + size_) && bytes_[i] != kGuard) return "it wrote outside";
-    }
-    if (size_ > 0) std::memcpy(to, bytes_.data() + begin_, size_);
-    return {};
+    const std::string found = bytes_.download();
+    if (size_ > 0) std::memcpy(to, bytes_.host(), size_);
+    return found;
   }
 
  private:
-  static constexpr std::size_t kGuardBytes = 64;
-  static constexpr std::byte kGuard{0xa5};
-  std::size_t begin_;
   std::size_t size_;
-  Stream stream_;
-  std::vector<std::byte> bytes_;
-  Buffer memory_;
+  GuardedBytes bytes_;
 };
 
 template <class T>

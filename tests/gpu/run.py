@@ -274,17 +274,16 @@ class Run:
         variables = {**self.programs.environment(with_package=True), **(environment or {})}
         return self.run(stage, words, limit_s, variables)
 
-    def run_script(self, stage: Stage, script: str, mesh: str, names: List[str], limit_s: float) -> None:
-        why = self.no_gpu or self.no_module
-        if why:
-            return stage.add_not_run(names, why)
-        done = self.run_python(stage, script, mesh, limit_s)
-        self.add_verdicts(stage, done, names, f"{script} {mesh}")
-        stage.notes += re.findall(r"^  (rank \d+: .+)$", done.output, re.M)
-
     def scripts(self, script: str, meshes: List[str], limit_s: float, stage: Stage) -> None:
+        why = self.no_gpu or self.no_module
         for mesh in meshes:
-            self.run_script(stage, f"{script}.py", mesh, [*titles(script, mesh)], limit_s)
+            names = [*titles(script, mesh)]
+            if why:
+                stage.add_not_run(names, why)
+                continue
+            done = self.run_python(stage, f"{script}.py", mesh, limit_s)
+            self.add_verdicts(stage, done, names, f"{script}.py {mesh}")
+            stage.notes += re.findall(r"^  (rank \d+: .+)$", done.output, re.M)
 
     def step_times(self, stage: Stage) -> None:
         # Each rank holds three models: two of them fit a small GPU.

@@ -30,7 +30,7 @@ LIMIT_S = 360.0
 TIMEOUT_S = 120.0
 WIDTH, LAYERS = 96, 3
 LOCO_COUNT = 100_003
-NEEDS_GPU = {*OFFLOADED, NEAR, WINDOW, LOCO}
+NEEDS_GPU = {*OFFLOADED, *NEAR, WINDOW, LOCO}
 NEEDS_SHARDS = {*PAIRS, *OFFLOADED}
 
 
@@ -82,14 +82,9 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any], tolerance: float 
 
 
 def same_training(mesh: Any, device: Any, name: str) -> str:
-    dtype, *both = {**PAIRS, **OFFLOADED}[name]
-    return _difference(*(_train(mesh, device, getattr(torch, dtype), options) for options in both))
-
-
-def near_training(mesh: Any, device: Any) -> str:
-    """Updates on the host and on the GPU, whose divisions may round differently."""
-    both = ({"offload": "host"}, {})
-    return _difference(*(_train(mesh, device, torch.float32, options) for options in both), 1e-4)
+    dtype, *both = {**PAIRS, **OFFLOADED, **NEAR}[name]
+    trained = [_train(mesh, device, getattr(torch, dtype), options) for options in both]
+    return _difference(*trained, 1e-4 if name in NEAR else 0.0)
 
 
 def one_process(mesh: Any, device: Any) -> str:

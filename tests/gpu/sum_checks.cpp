@@ -1,4 +1,4 @@
-#include <memory>
+#include <deque>
 
 #include "check.h"
 #include "device_row.h"
@@ -33,27 +33,20 @@ std::string describe(const SumSpec& spec, const Shape2& shape) {
 struct Rows {
   Rows(const SumSpec& spec, const Shape2& shape, std::mt19937& random, const Stream& stream) {
     const auto bytes = static_cast<std::int64_t>(size_bytes(spec.row_dtype));
-    if (shape.even) {
-      const std::int64_t distance = shape.count + static_cast<std::int64_t>(random() % 9);
-      memory.push_back(std::make_unique<DeviceRow>(
-          spec.row_dtype, distance * static_cast<std::int64_t>(shape.rows), random() % 16, stream));
-      for (std::size_t r = 0; r < shape.rows; ++r) {
-        const std::int64_t offset = static_cast<std::int64_t>(r) * distance * bytes;
-        device.push_back(memory[0]->data() + offset);
-        host.push_back(memory[0]->host() + offset);
+    const auto rows = static_cast<std::int64_t>(shape.rows);
+    const std::int64_t distance = shape.count + static_cast<std::int64_t>(random() % 9);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      if (r == 0 || !shape.even) {
+        const std::int64_t count = shape.even ? rows * distance : shape.count;
+        memory.emplace_back(spec.row_dtype, count, random() % 16, stream).fill(random);
       }
-    } else {
-      for (std::size_t r = 0; r < shape.rows; ++r) {
-        memory.push_back(
-            std::make_unique<DeviceRow>(spec.row_dtype, shape.count, random() % 16, stream));
-        device.push_back(memory[r]->data());
-        host.push_back(memory[r]->host());
-      }
+      const std::int64_t offset = shape.even ? r * distance * bytes : 0;
+      device.push_back(memory.back().data() + offset);
+      host.push_back(memory.back().host() + offset);
     }
-    for (const auto& row : memory) row->fill(random);
   }
 
-  std::vector<std::unique_ptr<DeviceRow>> memory;
+  std::deque<DeviceRow> memory;
   std::vector<const void*> device;
   std::vector<const void*> host;
 };
@@ -63,35 +56,32 @@ std::string check_sum(const SumSpec& spec, const Shape2& shape, std::mt19937& ra
   const Rows rows(spec, shape, random, stream);
   DeviceRow add(Dtype::kF32, shape.count, random() % 16, stream);
   add.fill(random);
-  std::vector<std::unique_ptr<DeviceRow>> outs;
+  std::deque<DeviceRow> outs;
   std::vector<void*> targets;
   for (std::size_t o = 0; o < shape.outs; ++o) {
-    outs.push_back(std::make_unique<DeviceRow>(spec.out_dtype, shape.count, random() % 16, stream));
-    targets.push_back(outs[o]->data());
+    targets.push_back(outs.emplace_back(spec.out_dtype, shape.count, random() % 16, stream).data());
   }
   DeviceRow expected(spec.out_dtype, shape.count, 0, stream);
   void* const expected_out = expected.host();
   std::atomic<std::uint32_t> flag = 0;
   const Flag device_flag = make_flag(stream.device());
-  SumRows args;
-  args.spec = spec;
-  args.count = shape.count;
-  args.rows = rows.host;
-  args.add = shape.has_add ? reinterpret_cast<const float*>(add.host()) : nullptr;
-  args.outs = std::span(&expected_out, 1);
-  args.nonfinite = &flag;
+  SumRows args{.spec = spec,
+               .rows = rows.host,
+               .add = shape.has_add ? reinterpret_cast<const float*>(add.host()) : nullptr,
+               .outs = {&expected_out, 1},
+               .count = shape.count,
+               .nonfinite = &flag};
   sum_rows_reference(args);
   args.rows = rows.device;
   if (shape.has_add) args.add = reinterpret_cast<const float*>(add.data());
   args.outs = targets;
   args.nonfinite = device_flag.get();
   sum_rows(args, stream);
-  for (const auto& out : outs) {
-    const std::string found = out->difference(expected);
+  for (DeviceRow& out : outs) {
+    const std::string found = out.difference(expected);
     if (!found.empty()) return found + describe(spec, shape);
   }
-  return *device_flag == flag ? std::string()
-                              : "the non-finite flags differ" + describe(spec, shape);
+  return *device_flag == flag ? "" : "the non-finite flags differ" + describe(spec, shape);
 }
 
 std::vector<SumSpec> all_specs() {
@@ -119,8 +109,7 @@ std::string check_specs(const Stream& stream) {
     for (const bool has_add : {false, true}) {
       const Shape2 shape{kRowCounts[random() % std::size(kRowCounts)], 1 + random() % 3,
                          static_cast<std::int64_t>(random() % 300), has_add, random() % 2 == 0};
-      const std::string found = check_sum(spec, shape, random, stream);
-      if (!found.empty()) return found;
+      if (std::string found = check_sum(spec, shape, random, stream); !found.empty()) return found;
     }
   }
   return {};
@@ -130,10 +119,7 @@ std::string check_counts(const Stream& stream) {
   std::mt19937 random(2);
   for (const Dtype row : kGradientDtypes) {
     for (const Dtype out : kGradientDtypes) {
-      SumSpec spec;
-      spec.row_dtype = row;
-      spec.out_dtype = out;
-      spec.divisor = 3.0F;
+      const SumSpec spec{.row_dtype = row, .divisor = 3.0F, .out_dtype = out};
       for (std::int64_t count = 0; count <= 70; ++count) {
         const Shape2 shape{1 + random() % 3, 1 + random() % 2, count, count % 2 == 0,
                            random() % 2 == 0};
@@ -148,13 +134,10 @@ std::string check_counts(const Stream& stream) {
 std::string check_many_rows(std::int64_t count, const Stream& stream) {
   std::mt19937 random(3);
   for (const Dtype row : kGradientDtypes) {
-    SumSpec spec;
-    spec.row_dtype = row;
-    spec.divisor = 64.0F;
+    const SumSpec spec{.row_dtype = row, .divisor = 64.0F};
     for (const auto& [rows, even] : {std::pair{64, false}, {400, false}, {1000, true}}) {
       const Shape2 shape{static_cast<std::size_t>(rows), 1, 77, true, even};
-      const std::string found = check_sum(spec, shape, random, stream);
-      if (!found.empty()) return found;
+      if (std::string found = check_sum(spec, shape, random, stream); !found.empty()) return found;
     }
     const std::string found = check_sum(spec, {4, 1, count, true, true}, random, stream);
     if (!found.empty()) return found;
@@ -174,19 +157,17 @@ std::string check_in_place(const Stream& stream) {
     DeviceRow expected(Dtype::kF32, count, 0, stream);
     void* out = expected.host();
     const void* in = row.host();
-    SumRows args;
-    args.rows = std::span(&in, 1);
-    args.outs = std::span(&out, 1);
-    args.add = reinterpret_cast<const float*>(carry.host());
-    args.count = count;
+    SumRows args{.rows = {&in, 1},
+                 .add = reinterpret_cast<const float*>(carry.host()),
+                 .outs = {&out, 1},
+                 .count = count};
     sum_rows_reference(args);
     in = row.data();
     args.add = reinterpret_cast<const float*>(carry.data());
     DeviceRow& target = repeat % 2 == 0 ? row : carry;
     out = target.data();
     sum_rows(args, stream);
-    const std::string found = target.difference(expected);
-    if (!found.empty()) return found;
+    if (std::string found = target.difference(expected); !found.empty()) return found;
   }
   return {};
 }
@@ -203,12 +184,11 @@ std::string check_wide(Dtype dtype, const Stream& stream) {
   const std::vector<const void*> rows{data, data + kRowCount * sizeof(T),
                                       data + 2 * kRowCount * sizeof(T)};
   void* out = memory.data() + 3 * kRowCount * sizeof(T);
-  SumRows args;
-  args.spec.row_dtype = args.spec.out_dtype = dtype;
-  args.rows = rows;
-  args.outs = std::span(&out, 1);
-  args.count = kRowCount;
-  sum_rows(args, stream);
+  kernels::sum_rows({.spec = {.row_dtype = dtype, .out_dtype = dtype},
+                     .rows = rows,
+                     .outs = {&out, 1},
+                     .count = kRowCount},
+                    stream);
   std::vector<T> got(kRowCount);
   copy_bytes(got.data(), out, kRowCount * sizeof(T), stream);
   Stream(stream).synchronize();
@@ -227,12 +207,8 @@ std::string check_refusals(const Stream& stream) {
     std::vector<const void*> sources(rows, row.data());
     if (rows > 1) sources.back() = row.data() + 16;
     std::vector<void*> targets(outs, row.data() + shift);
-    SumRows args;
-    args.rows = sources;
-    args.outs = targets;
-    args.count = 8;
     try {
-      sum_rows(args, stream);
+      kernels::sum_rows({.rows = sources, .outs = targets, .count = 8}, stream);
     } catch (const UsageError&) {
       return true;
     }

@@ -26,39 +26,35 @@ def parsed(cases: str) -> list[ElementTree.Element]:
         return entries_of(file.name)
 
 
-def counted(*entries: tuple[str, str]) -> Count:
-    """The count of entries, each its status and its output."""
-    cases = (f'<testcase name="t" status="{status}"><system-out>{output}</system-out></testcase>'
-             for status, output in entries)
-    return sum(map(count_entry, parsed("".join(cases))), Count())
+# Statuses and outputs of entries, and their count.
+ENTRIES = [
+    ([("run", "[  PASSED  ] 12 tests.\n")], Count(12)),
+    ([("run", "[  PASSED  ] 1 test.\n")], Count(1)),
+    ([("fail", GOOGLETEST)], Count(9, 2, 1)),
+    ([("run", "....\n4 passed in 3.21s\n")], Count(4)),
+    ([("run", "=== 4 passed, 2 skipped in 83.0s (0:01:23) ===\n")], Count(4, 0, 2)),
+    ([("fail", "2 failed, 4 passed, 1 error in 0.5s\n")], Count(4, 3)),
+    ([("run", "Ran 7 tests in 0.1s\n\nOK\n")], Count(7)),
+    ([("fail", "Ran 7 tests in 0.1s\n\nFAILED (failures=1, errors=2)\n")], Count(4, 3)),
+    # One that counts nothing is a case.
+    ([("run", "ok"), ("fail", "no"), ("notrun", "")], Count(1, 1, 1)),
+    # A crash is a failed case.
+    ([("fail", "[ RUN      ] A.b\nSegmentation fault\n")], Count(0, 1)),
+    ([("fail", "[  PASSED  ] 3 tests.\n==1== data race\n")], Count(3, 1)),
+    ([("run", "[  PASSED  ] 2 tests.\n"), ("run", ""), ("fail", "")], Count(3, 1)),
+]
 
 
 class CountCases(unittest.TestCase):
-    def test_what_googletest_says(self) -> None:
-        self.assertEqual(counted(("run", "[  PASSED  ] 12 tests.\n")), Count(12))
-        self.assertEqual(counted(("run", "[  PASSED  ] 1 test.\n")), Count(1))
-        self.assertEqual(counted(("fail", GOOGLETEST)), Count(9, 2, 1))
+    def test_what_counts(self) -> None:
+        for entries, expected in ENTRIES:
+            with self.subTest(entries):
+                cases = (f'<testcase name="t" status="{status}"><system-out>{output}</system-out></testcase>'
+                         for status, output in entries)
+                self.assertEqual(sum(map(count_entry, parsed("".join(cases))), Count()), expected)
 
-    def test_what_pytest_says(self) -> None:
-        self.assertEqual(counted(("run", "....\n4 passed in 3.21s\n")), Count(4))
-        self.assertEqual(counted(("run", "=== 4 passed, 2 skipped in 83.0s (0:01:23) ===\n")), Count(4, 0, 2))
-        self.assertEqual(counted(("fail", "2 failed, 4 passed, 1 error in 0.5s\n")), Count(4, 3))
-
-    def test_what_unittest_says(self) -> None:
-        self.assertEqual(counted(("run", "Ran 7 tests in 0.1s\n\nOK\n")), Count(7))
-        self.assertEqual(
-            counted(("fail", "Ran 7 tests in 0.1s\n\nFAILED (failures=1, errors=2)\n")), Count(4, 3))
-
-    def test_an_entry_that_counts_nothing_is_one_case(self) -> None:
-        self.assertEqual(counted(("run", "ok"), ("fail", "no"), ("notrun", "")), Count(1, 1, 1))
-
-    def test_a_crash_is_a_failed_case(self) -> None:
-        self.assertEqual(counted(("fail", "[ RUN      ] A.b\nSegmentation fault\n")), Count(0, 1))
-        self.assertEqual(counted(("fail", "[  PASSED  ] 3 tests.\n==1== data race\n")), Count(3, 1))
-
-    def test_entries_add_up(self) -> None:
-        self.assertEqual(str(counted(("run", "[  PASSED  ] 2 tests.\n"), ("run", ""), ("fail", ""))),
-                         "3 passed, 1 failed")
+    def test_a_count_as_text(self) -> None:
+        self.assertEqual(str(Count(3, 1)), "3 passed, 1 failed")
 
     def test_what_took_longest_comes_first(self) -> None:
         entries = parsed('<testcase name="a" time="1.2"/><testcase name="b" time="30.6"/><testcase name="c"/>')

@@ -12,14 +12,13 @@ from typing import List, Optional, Sequence, Tuple
 
 OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
 
-_VERDICT = re.compile(r"^(ok|FAILED)\s+([0-9.]+) s  (.+)$")
-_NOT_RUN = re.compile(r"^not run  (.+)$")
-_VALUE = re.compile(r"^value (\S+) ([-+0-9.eE]+|nan|inf) (\S+)$")
+_VERDICT = re.compile(r"^(?:(ok|FAILED)\s+([0-9.]+) s|not run)  (.+)$", re.M)
+_VALUE = re.compile(r"^value (\S+) ([-+0-9.eE]+|nan|inf) (\S+)$", re.M)
 _BANDWIDTH = re.compile(r"^  (\S.*?)\s+([0-9.]+) GB/s\s+([0-9.]+) %  ?(.*)$")
 _COPY = re.compile(r"^arrays of ([0-9]+) MiB: device-to-device copy ([0-9.]+) GB/s")
 _COLLECTIVE = re.compile(
     r"^(exact|native)\s+(16 MiB f32), ([0-9]+) ranks: reduce_scatter\s+([0-9.]+) ms, "
-    r"all_reduce\s+([0-9.]+) ms"
+    r"all_reduce\s+([0-9.]+) ms", re.M
 )
 GOAL_PERCENT = 90.0
 GOALS = {"host_time_per_parameter_and_step": 2.0}  # at most
@@ -55,16 +54,9 @@ def checks_in(output: str, names: Sequence[str] = ()) -> List[Check]:
     """What check_device, torch_loop.py and drills.py print. `names` are those that they may print: they
     tell a name with a colon from its problem; else a name ends at the first one."""
     found = []
-    for line in output.splitlines():
-        match = _VERDICT.match(line)
-        if match:
-            name, detail = (match[3], "") if match[1] == OK else _split(match[3], names)
-            found.append(Check(name, match[1], detail, float(match[2])))
-            continue
-        match = _NOT_RUN.match(line)
-        if match:
-            name, detail = _split(match[1], names)
-            found.append(Check(name, NOT_RUN, detail))
+    for match in _VERDICT.finditer(output):
+        name, detail = (match[3], "") if match[1] == OK else _split(match[3], names)
+        found.append(Check(name, match[1] or NOT_RUN, detail, float(match[2]) if match[2] else None))
     return found
 
 
@@ -97,20 +89,15 @@ def bandwidths_in(output: str) -> List[Measurement]:
 def collective_times_in(output: str, mesh: str, shared: bool) -> List[Measurement]:
     """What rank 0 of check_nccl prints of both reductions."""
     note = "ranks share a GPU: says nothing about its links" if shared else ""
-    found = []
-    for line in output.splitlines():
-        match = _COLLECTIVE.match(line)
-        if match:
-            for name, value in (("reduce_scatter", match[4]), ("all_reduce", match[5])):
-                title = f"{name} {match[1]}, {match[2]}, {mesh}"
-                found.append(Measurement(title, float(value), "ms", note))
-    return found
+    return [Measurement(f"{name} {match[1]}, {match[2]}, {mesh}", float(value), "ms", note)
+            for match in _COLLECTIVE.finditer(output)
+            for name, value in (("reduce_scatter", match[4]), ("all_reduce", match[5]))]
 
 
 def values_in(output: str, mesh: str = "") -> List[Measurement]:
     """The `value NAME NUMBER UNIT` lines, of a mesh where it is named."""
     found = []
-    for match in filter(None, map(_VALUE.match, output.splitlines())):
+    for match in _VALUE.finditer(output):
         value, goal = float(match[2]), GOALS.get(match[1])
         note = "" if goal is None else f"goal: at most {goal:g} {match[3]}"
         if goal is not None and not value <= goal:

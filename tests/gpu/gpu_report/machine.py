@@ -105,9 +105,7 @@ def nccl_library() -> str:
     """The libnccl.so.2 that programs without torch are to open; empty where the loader knows one, or
     none is found."""
     named = os.environ.get("HSDP_NCCL_LIBRARY", "")
-    if named or loader_knows("libnccl.so.2"):
-        return named
-    return torch_nccl_library()
+    return named if named or "libnccl.so.2" in loader_cache() else torch_nccl_library()
 
 
 def torch_nccl_library() -> str:
@@ -135,11 +133,6 @@ def nccl_headers() -> List[pathlib.Path]:
     return [folder for folder in folders if (folder / "nccl.h").exists()]
 
 
-def loader_knows(library: str) -> bool:
-    """Whether the dynamic loader's cache has a library of that name."""
-    return library in loader_cache()
-
-
 def loader_cache() -> Dict[str, str]:
     """Name -> file of what the dynamic loader finds by itself."""
     found: Dict[str, str] = {}
@@ -161,11 +154,6 @@ def nccl_file(beside_torch: bool = False) -> str:
     return named or of_torch or nccl_library() or loader_cache().get("libnccl.so.2", "")
 
 
-def _nccl_text() -> str:
-    path = nccl_file()
-    return os.path.realpath(path) if path else "none: libnccl.so.2 not found"
-
-
 @functools.lru_cache(maxsize=None)
 def torch_facts() -> Dict[str, str]:
     """torch, its CUDA and its NCCL; empty where this Python has no torch."""
@@ -177,6 +165,7 @@ def torch_facts() -> Dict[str, str]:
 def facts() -> Dict[str, Any]:
     """For the report, in the order in which it shows them."""
     compiler = re.findall(r"release .*", ask(["nvcc", "--version"]) or "")
+    nccl = nccl_file()
     environment = {name: "(set)" if SECRET in name else value
                    for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     return {
@@ -186,7 +175,7 @@ def facts() -> Dict[str, Any]:
         "nvcc": compiler[0] if compiler else "not found",
         "Python": f"{platform.python_version()}, {sys.executable}",
         **(torch_facts() or {"torch": "not found"}),
-        "libnccl": _nccl_text(),
+        "libnccl": os.path.realpath(nccl) if nccl else "none: libnccl.so.2 not found",
         "CPUs": str(os.cpu_count()),
         "system": f"{platform.platform()}",
         "variables": environment,

@@ -157,25 +157,15 @@ ncclResult_t enqueue(ncclComm_t comm, cudaStream_t stream, const Work& work, For
                     .operation = work.operation,
                     .in = is_registered(work.in, work.reads_all),
                     .out = is_registered(work.out, work.writes_all)});
-  const std::array<Handle, 1> comms{comm};
   const bool alone = !open_groups().is_open();
-  if (alone) communicators().begin_launch(comms);
+  if (alone) communicators().begin_launch({&comm, 1});
   const ncclResult_t result = forward_it();
   const bool refused = result != ncclSuccess && result != ncclInProgress;
   if (alone || refused) {
-    communicators().end_work(comms, work.name, result);
+    communicators().end_work({&comm, 1}, work.name, result);
   } else {
     open_groups().add(comm);
   }
-  return result;
-}
-
-template <typename Forward>
-ncclResult_t manage(ncclComm_t comm, const char* call, Forward forward_it) {
-  const std::array<Handle, 1> comms{comm};
-  communicators().begin_work(comm);
-  const ncclResult_t result = forward_it();
-  communicators().end_work(comms, call, result);
   return result;
 }
 
@@ -242,21 +232,23 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* child,
                            ncclConfig_t* config) {
   enter_and_trace(comm, "ncclCommSplit", CallKind::kManage);
-  const std::array<Handle, 1> comms{comm};
   communicators().await_child(comm, color, child);
   communicators().begin_work(comm);
   const ncclResult_t result =
       forward(&ncclCommSplit, "ncclCommSplit", comm, color, key, child, config);
   // Of a communicator that does not block it says success, though threads of NCCL have still to
   // make the child (init.cc: it returns the result of its own checks, not that of the group).
-  communicators().end_work(comms, "ncclCommSplit", result == ncclSuccess ? ncclInProgress : result);
+  const ncclResult_t now = result == ncclSuccess ? ncclInProgress : result;
+  communicators().end_work({&comm, 1}, "ncclCommSplit", now);
   return result;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   enter_and_trace(comm, "ncclCommFinalize", CallKind::kManage);
-  return manage(comm, "ncclCommFinalize",
-                [&] { return forward(&ncclCommFinalize, "ncclCommFinalize", comm); });
+  communicators().begin_work(comm);
+  const ncclResult_t result = forward(&ncclCommFinalize, "ncclCommFinalize", comm);
+  communicators().end_work({&comm, 1}, "ncclCommFinalize", result);
+  return result;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {

@@ -68,6 +68,9 @@ void BucketPipeline::launch(const Launch& launch) {
     return;
   }
   send_delayed();
+  if (launch.slot == kNoSlot && !completes) {  // its readers wait for the lanes alone
+    setting_.outcome.guard(launch.plan->step, [&] { shard_lane_->stream().wait(launch.packed); });
+  }
   if (!completes) return;
   const std::lock_guard lock(delayed_mutex_);
   delayed_ = launch;

@@ -163,11 +163,12 @@ void expect_plain_sum(Dtype dtype, const std::vector<T>& first, const std::vecto
   void* const outs[] = {result.data()};
   for (const auto kernel : {sum_rows, sum_rows_reference}) {
     std::atomic<std::uint32_t> nonfinite = 0;
-    kernel({.spec = {.row_dtype = dtype, .out_dtype = dtype},
-            .rows = rows,
-            .outs = outs,
-            .count = std::ssize(first),
-            .nonfinite = &nonfinite});
+    const SumRows args{.spec = {.row_dtype = dtype, .out_dtype = dtype},
+                       .rows = rows,
+                       .outs = outs,
+                       .count = std::ssize(first),
+                       .nonfinite = &nonfinite};
+    run_in_environment(true, [&] { kernel(args); });
     EXPECT_EQ(result, expected);
     EXPECT_EQ(nonfinite == 0, finite);
   }

@@ -94,15 +94,13 @@ TEST_P(AdamWOn, HasTheBitsOfTheFormula) {
     Memory want = got;
     Memory scalar = got;
     AdamWClock clock;
-    {
-      const kernels::SpoiltEnvironment environment;
+    kernels::run_in_environment(true, [&] {
       adamw_tick({.options = {}, .grad_factor = &factor, .found_inf = nullptr, .clock = &clock},
                  stream);
       const AdamWSlice slice = got.slice();
       adamw_update({&slice, 1}, &clock, stream);
       adamw_reference(scalar.slice(), clock.numbers);
-      EXPECT_TRUE(environment.unchanged());
-    }
+    });
     want.update(numbers_of({}, 1, factor));
     got.expect(want, count);
     scalar.expect(want, count);

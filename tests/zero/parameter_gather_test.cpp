@@ -14,6 +14,7 @@
 
 #include "hsdp/error.h"
 #include "tests/support/reducer_step.h"
+#include "tests/zero/sliced_parameters.h"
 
 namespace hsdp {
 namespace {
@@ -23,75 +24,27 @@ using testing::HasSubstr;
 using zero::GatheredParameter;
 using zero::ParameterGather;
 
-// Parameters of a Reducer as whole arrays and fp32 masters of this rank's slices.
-class Parameters {
- public:
-  Parameters(Reducer& reducer, std::vector<ParameterSpec> specs) : specs_(std::move(specs)) {
-    for (const ParameterSpec& spec : specs_) reducer.register_parameter(spec);
-    reducer.prepare();
-    for (const ParameterSpec& spec : specs_) {
-      slices_.push_back(reducer.slice(spec.name));
-      arrays_.push_back(encoded(Values(count(spec), -1.0F), spec.dtype));
-      masters_.emplace_back(static_cast<std::size_t>(slices_.back().count));
-    }
-  }
+using Masters = SlicedParameters::Masters;
 
-  // What an optimizer leaves in step `step`: the same for every replica.
-  [[nodiscard]] Values updated(std::size_t p, int step) const {
-    return random_values(static_cast<std::int64_t>(count(specs_[p])), Dtype::kF32,
-                         1000 * static_cast<std::uint64_t>(step) + p, {-8, 8});
+// Before the first gather.
+Values stale(const ParameterSpec& spec) {
+  return Values(static_cast<std::size_t>(element_count(spec.shape)), -1.0F);
+}
+// What an optimizer leaves in step `step`: the same for every replica.
+Values updated(const SlicedParameters& parameters, std::size_t p, int step) {
+  return random_values(element_count(parameters.specs()[p].shape), Dtype::kF32,
+                       1000 * static_cast<std::uint64_t>(step) + p, {-8, 8});
+}
+void update(SlicedParameters& parameters, int step) {
+  for (std::size_t p = 0; p < parameters.specs().size(); ++p) {
+    parameters.update(p, updated(parameters, p, step));
   }
-  void update_masters(int step) {
-    for (std::size_t p = 0; p < specs_.size(); ++p) {
-      const Values whole = updated(p, step);
-      const auto begin = whole.begin() + slices_[p].offset;
-      std::copy(begin, begin + slices_[p].count, masters_[p].begin());
-    }
+}
+void expect(const SlicedParameters& parameters, int step, const std::string& label) {
+  for (std::size_t p = 0; p < parameters.specs().size(); ++p) {
+    parameters.expect(p, updated(parameters, p, step), label);
   }
-  // Without masters: the own slice of the array.
-  void update_slices(int step) {
-    for (std::size_t p = 0; p < specs_.size(); ++p) {
-      Values whole = updated(p, step);
-      for (float& value : whole) value = round_to(specs_[p].dtype, value);
-      const std::vector<std::byte> bytes = encoded(whole, specs_[p].dtype);
-      const auto size = static_cast<std::int64_t>(size_bytes(specs_[p].dtype));
-      const auto begin = bytes.begin() + slices_[p].offset * size;
-      std::copy(begin, begin + slices_[p].count * size,
-                arrays_[p].begin() + slices_[p].offset * size);
-    }
-  }
-  void expect(int step, const std::string& label) const {
-    for (std::size_t p = 0; p < specs_.size(); ++p) expect(p, step, label);
-  }
-  void expect(std::size_t p, int step, const std::string& label) const {
-    Values want = updated(p, step);
-    for (float& value : want) value = round_to(specs_[p].dtype, value);
-    expect_same_bits(decoded(arrays_[p], specs_[p].dtype), want, label + " " + specs_[p].name);
-  }
-
-  [[nodiscard]] std::vector<GatheredParameter> gathered(bool with_masters) {
-    std::vector<GatheredParameter> all;
-    for (std::size_t p = 0; p < specs_.size(); ++p) {
-      GatheredParameter& one = all.emplace_back();
-      one.name = specs_[p].name;
-      one.array = {
-          arrays_[p].data(), static_cast<std::int64_t>(count(specs_[p])), specs_[p].dtype, {}};
-      if (!with_masters) continue;
-      one.master = {masters_[p].data(), slices_[p].count, Dtype::kF32, {}};
-    }
-    return all;
-  }
-
- private:
-  [[nodiscard]] static std::size_t count(const ParameterSpec& spec) {
-    return static_cast<std::size_t>(element_count(spec.shape));
-  }
-
-  std::vector<ParameterSpec> specs_;
-  std::vector<Slice> slices_;
-  std::vector<std::vector<std::byte>> arrays_;
-  std::vector<Values> masters_;
-};
+}
 
 struct GatherCase {
   MeshShape shape;
@@ -108,25 +61,22 @@ TEST_P(Gather, CompletesWhatEachRankHasUpdated) {
   const auto& [shape, layout] = GetParam();
   for (const Dtype dtype : kDtypes) {
     for (const std::int64_t unit_bytes : {1, 64, 1 << 20}) {
-      for (const bool with_masters : {false, true}) {
+      for (const Masters masters : {Masters::kNone, Masters::kOfAll}) {
         run_mesh(shape, [&](const Mesh& mesh) {
           Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 512});
-          Parameters parameters(reducer, odd_parameters(dtype));
-          ParameterGather gather(reducer, parameters.gathered(with_masters), unit_bytes);
+          SlicedParameters parameters(reducer, odd_parameters(dtype), masters, stale);
+          ParameterGather gather(reducer, parameters.gathered(), unit_bytes);
           EXPECT_TRUE(gather.ready(0).complete()) << "nothing was started";
           for (int step = 0; step < 3; ++step) {
             Stream writer = Stream::inline_host();
             gather.fence(writer);
-            if (with_masters) {
-              parameters.update_masters(step);
-            } else {
-              parameters.update_slices(step);
-            }
+            update(parameters, step);
             gather.start_all(writer.record());
             gather.wait("odd");
-            parameters.expect(1, step, "the one that was waited for");
+            parameters.expect(1, updated(parameters, 1, step), "the one that was waited for");
             gather.wait_all();
-            parameters.expect(step, with_masters ? "rounded from masters" : "in place");
+            expect(parameters, step,
+                   masters == Masters::kOfAll ? "rounded from masters" : "in place");
           }
           const std::int64_t count = mesh.shard_size() == 1 ? 0 : 3 * gather.unit_count();
           EXPECT_EQ(gather.stats().gather_count, count);
@@ -149,8 +99,8 @@ TEST(ParameterGather, HasEveryElementInOneUnit) {
     Reducer reducer(mesh, {.bucket_bytes = 512});
     std::vector<ParameterSpec> specs = odd_parameters(Dtype::kF32);
     specs.push_back({.name = "huge", .shape = {1 << 18}});  // 1 MiB: alone
-    Parameters parameters(reducer, specs);
-    const ParameterGather gather(reducer, parameters.gathered(false), 1 << 10);
+    SlicedParameters parameters(reducer, specs, Masters::kNone, stale);
+    const ParameterGather gather(reducer, parameters.gathered(), 1 << 10);
     std::vector<int> seen;
     for (int u = 0; u < gather.unit_count(); ++u) {
       seen.insert(seen.end(), gather.unit(u).begin(), gather.unit(u).end());
@@ -171,8 +121,8 @@ TEST(ParameterGather, HoldsItsLargestMessageWhileItGathers) {
       Reducer reducer(mesh);
       std::vector<ParameterSpec> specs = odd_parameters(Dtype::kBf16);
       specs.push_back({.name = "huge", .shape = {1 << 19}, .dtype = Dtype::kBf16});  // 1 MiB
-      Parameters parameters(reducer, specs);
-      ParameterGather gather(reducer, parameters.gathered(true), 1 << 20);
+      SlicedParameters parameters(reducer, specs, Masters::kOfAll, stale);
+      ParameterGather gather(reducer, parameters.gathered(), 1 << 20);
       std::int64_t message = 0;
       for (int u = 0; u < gather.unit_count(); ++u) {
         std::int64_t bytes = 0;
@@ -183,7 +133,7 @@ TEST(ParameterGather, HoldsItsLargestMessageWhileItGathers) {
       }
       ASSERT_GT(message, 0);
       for (int step = 0; step < 2; ++step) {
-        parameters.update_masters(step);
+        update(parameters, step);
         gather.start_all({});
         gather.wait_all();
         EXPECT_EQ(reducer.stats().parameter_gather_bytes, 0) << "given back";
@@ -198,21 +148,21 @@ TEST(ParameterGather, HoldsItsLargestMessageWhileItGathers) {
 TEST(ParameterGather, WaitsForTheUpdate) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
-    Parameters parameters(reducer, odd_parameters(Dtype::kBf16));
-    ParameterGather gather(reducer, parameters.gathered(true));
-    std::promise<void> updated;
+    SlicedParameters parameters(reducer, odd_parameters(Dtype::kBf16), Masters::kOfAll, stale);
+    ParameterGather gather(reducer, parameters.gathered());
+    std::promise<void> may_write;
     Stream writer = Stream::host_worker("writer");
     writer.run([&] {
-      updated.get_future().wait();
-      parameters.update_masters(7);
+      may_write.get_future().wait();
+      update(parameters, 7);
     });
     gather.start_all(writer.record());
     EXPECT_FALSE(gather.ready(0).complete());
     std::future<void> reader = std::async(std::launch::async, [&] { gather.wait(2); });
     EXPECT_EQ(reader.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
-    updated.set_value();
+    may_write.set_value();
     reader.get();
-    parameters.expect(2, 7, "read by another thread");
+    parameters.expect(2, updated(parameters, 2, 7), "read by another thread");
     gather.wait_all();
     EXPECT_GT(gather.stats().exposed_s, 0.0);
   });
@@ -241,9 +191,9 @@ TEST(ParameterGather, RefusesWhatDoesNotFit) {
   };
   run_mesh({1, 2}, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
-    Parameters parameters(reducer, odd_parameters(Dtype::kF32));
+    SlicedParameters parameters(reducer, odd_parameters(Dtype::kF32), Masters::kOfAll, stale);
     for (const Fault& fault : faults) {
-      std::vector<GatheredParameter> given = parameters.gathered(true);
+      std::vector<GatheredParameter> given = parameters.gathered();
       std::int64_t unit_bytes = 1 << 10;
       if (mesh.rank() == 1) {
         fault.make(given);
@@ -260,7 +210,7 @@ TEST(ParameterGather, RefusesWhatDoesNotFit) {
         EXPECT_EQ(error->ranks(), std::vector<int>{1});
       }
     }
-    ParameterGather gather(reducer, parameters.gathered(true));
+    ParameterGather gather(reducer, parameters.gathered());
     EXPECT_THAT([&] { gather.wait("unknown"); },
                 testing::ThrowsMessage<UsageError>(HasSubstr("'unknown'")));
     for (const int number : {-1, 99}) {
@@ -277,18 +227,18 @@ TEST(ParameterGather, RefusesWhatDoesNotFit) {
       refused("a parameter index", [&] { gather.rebind(number, {}); });
     }
     gather.wait(0);  // nothing was started
-    parameters.update_masters(1);
+    update(parameters, 1);
     gather.start_all({});
     gather.wait_all();
-    parameters.expect(1, "after all that");
+    expect(parameters, 1, "after all that");
   });
 }
 
 TEST(ParameterGather, IsAgreedOnByAllRanks) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
-    Parameters parameters(reducer, odd_parameters(Dtype::kF32));
-    std::vector<GatheredParameter> given = parameters.gathered(false);
+    SlicedParameters parameters(reducer, odd_parameters(Dtype::kF32), Masters::kNone, stale);
+    std::vector<GatheredParameter> given = parameters.gathered();
     if (mesh.rank() == 1) std::swap(given[0], given[1]);
     const auto make = [&] { const ParameterGather gather(reducer, given); };
     EXPECT_THAT(make, testing::ThrowsMessage<MismatchError>(

@@ -18,6 +18,7 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 using testing::AllOf;
+using testing::Each;
 using testing::HasSubstr;
 using zero::CoalescedWindow;
 
@@ -30,16 +31,21 @@ struct OneParameter {
     reducer.register_parameter({.name = "w", .shape = {kCount}});
   }
   void pass() { reducer.gradient_ready("w", ones.view()); }
-  void expect(float value) {
-    for (const float element : values_of(reducer.shard("w"))) EXPECT_EQ(element, value);
-  }
+  void expect(float value) { EXPECT_THAT(values_of(reducer.shard("w")), Each(value)); }
   // A step that is right whatever was before.
   void expect_clean_step() {
-    CoalescedWindow window({&reducer});
-    pass();
-    pass();
-    window.end();
+    run_window(2);
     expect(2);
+  }
+  void run_window(int pass_count, const WindowOptions& options = {}) {
+    CoalescedWindow window({&reducer}, options);
+    for (int k = 0; k < pass_count; ++k) pass();
+    window.end();
+  }
+  void run_microbatch(const MicrobatchOptions& options = {}) {
+    Microbatch open(reducer, options);
+    pass();
+    open.end();
   }
 
   Reducer reducer;
@@ -95,11 +101,7 @@ TEST(Window, MicrobatchesInsideOnlyDelimit) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     OneParameter one(mesh);
     CoalescedWindow window({&one.reducer});
-    for (int k = 0; k < 3; ++k) {
-      Microbatch inside(one.reducer, {.last = k == 0});
-      one.pass();
-      inside.end();
-    }
+    for (int k = 0; k < 3; ++k) one.run_microbatch({.last = k == 0});
     one.pass();  // outside of them, too
     EXPECT_TRUE(one.reducer.state().window_open);
     window.end();
@@ -240,11 +242,7 @@ TEST_P(WindowFault, DropsTheStepOnAllRanks) {
       const bool is_bad = mesh.rank() == 1;
       for (int repeat = 0; repeat < 3; ++repeat) {
         const std::string heard = dropped<std::exception>(is_bad, [&] {
-          if (is_pending) {
-            CoalescedWindow before({&one.reducer}, {.last = false});
-            one.pass();
-            before.end();
-          }
+          if (is_pending) one.run_window(1, {.last = false});
           CoalescedWindow window({&one.reducer}, fault.options);
           if (fault.label != "missing" || !is_bad) one.pass();
           if (is_bad) fault.inside(one);
@@ -288,9 +286,7 @@ TEST(Window, FlagsSetInsideAreUndone) {
         CoalescedWindow window({&one.reducer});
         for (const bool flag : {false, true, false}) {
           one.reducer.set_requires_gradient_sync(flag);
-          Microbatch inside(one.reducer);
-          one.pass();
-          inside.end();
+          one.run_microbatch();
         }
         if (drops) {
           one.reducer.abandon_step("dropped");
@@ -300,9 +296,7 @@ TEST(Window, FlagsSetInsideAreUndone) {
           one.expect(3);
         }
       }
-      Microbatch plain(one.reducer);
-      one.pass();
-      plain.end();
+      one.run_microbatch();
       one.expect(1);
     }
   });
@@ -331,10 +325,7 @@ TEST(Window, SyncsAsLastAndFlagsSay) {
       one.reducer.set_partial_sync(row.partial);
       one.reducer.set_requires_gradient_sync(row.gradient_sync);
       one.reducer.set_requires_all_reduce(row.all_reduce);
-      CoalescedWindow window({&one.reducer}, {.last = row.last});
-      one.pass();
-      one.pass();
-      window.end();
+      one.run_window(2, {.last = row.last});
       EXPECT_EQ(one.reducer.state().pending, row.want != Sync::kAll);
       if (row.want == Sync::kShard) {
         EXPECT_EQ(one.reducer.partial_shard("w")[0], 2.0F);
@@ -402,17 +393,17 @@ TEST(Window, KeepsItsMemoryUntilItIsReleased) {
     reducer.release_memory();
     EXPECT_EQ(reducer.stats().accumulator_bytes, 0);
     EXPECT_EQ(reducer.stats().resident_bytes, carry + staging);
-    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 2.0F);
+    EXPECT_THAT(values_of(reducer.shard("w")), Each(2.0F));
     run(AccumulateDtype::kF32, false);
     EXPECT_THAT(refusal([&] { reducer.release_memory(); }), HasSubstr("between steps"));
     run(AccumulateDtype::kF32);
-    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 4.0F);
+    EXPECT_THAT(values_of(reducer.shard("w")), Each(4.0F));
     // What is pending locally keeps its dtype.
     reducer.set_partial_sync(Sync::kNone);
     run(AccumulateDtype::kParam, false);
     EXPECT_THAT(refusal([&] { run(AccumulateDtype::kF32); }), HasSubstr("'param'"));
     run(AccumulateDtype::kParam);
-    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 4.0F);
+    EXPECT_THAT(values_of(reducer.shard("w")), Each(4.0F));
   });
 }
 
@@ -431,14 +422,10 @@ TEST(Window, IsAgreedOnByAllRanks) {
       OneParameter one(mesh);
       if (is_dtype || world.rank() == 0) {
         const bool param = world.rank() == 1;
-        CoalescedWindow window({&one.reducer}, {.accumulate_dtype = param ? AccumulateDtype::kParam
-                                                                          : AccumulateDtype::kF32});
-        one.pass();
-        window.end();
+        one.run_window(
+            1, {.accumulate_dtype = param ? AccumulateDtype::kParam : AccumulateDtype::kF32});
       } else {
-        Microbatch plain(one.reducer, {.last = true});
-        one.pass();
-        plain.end();
+        one.run_microbatch({.last = true});
       }
       static_cast<void>(one.reducer.shard("w"));
     });

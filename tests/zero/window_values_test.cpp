@@ -1,5 +1,6 @@
 // The bits of windows: those of local microbatches with the same gradients, whatever is declared,
 // in which order and on how many threads gradients come, and who has more of them.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -229,10 +230,8 @@ TEST(WindowCounts, DifferBetweenRanks) {
               }
               reducer.finish();
               EXPECT_FALSE(reducer.found_inf());
-              for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, expected);
-              for (const float value : values_of(reducer.shard("once"))) {
-                EXPECT_EQ(value, expected_once);
-              }
+              EXPECT_THAT(values_of(reducer.shard("w")), testing::Each(expected));
+              EXPECT_THAT(values_of(reducer.shard("once")), testing::Each(expected_once));
             });
           }
         }
@@ -345,11 +344,9 @@ TEST(WindowHoles, AreZeros) {
       window.end();
       for (int p = 0; p < 4; ++p) {
         const float expected = static_cast<float>(10 - (p + 1)) / 4;
-        for (const float value : values_of(reducer.shard(std::to_string(p)))) {
-          EXPECT_EQ(value, expected);
-        }
+        EXPECT_THAT(values_of(reducer.shard(std::to_string(p))), testing::Each(expected));
       }
-      for (const float value : values_of(reducer.shard("4"))) EXPECT_EQ(value, 0.0F);
+      EXPECT_THAT(values_of(reducer.shard("4")), testing::Each(0.0F));
     });
   }
 }

@@ -216,5 +216,15 @@ TEST(SavedState, KeysAreThereAndBack) {
   EXPECT_FALSE(parse_error_key("steps"));
 }
 
+// And ask for no more than that.
+TEST(SavedState, ReplicasTakeOverWhatTheyCover) {
+  EXPECT_TRUE(takes_over(0, 2, 1, 4));
+  EXPECT_FALSE(takes_over(0, 2, 2, 4));
+  EXPECT_TRUE(takes_over(3, 4, 1, 2));
+  EXPECT_TRUE(takes_over(1, 3, 0, 2));
+  EXPECT_TRUE(takes_over(1, 3, 1, 2));
+  EXPECT_FALSE(takes_over(2, 3, 0, 2));
+}
+
 }  // namespace
 }  // namespace hsdp::quant

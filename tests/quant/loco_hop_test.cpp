@@ -159,15 +159,6 @@ TEST(LocoHop, SaysInItsWordThatItsErrorsMove) {
   });
 }
 
-// Gradients that differ between elements and by `seed`.
-test::StoredGradient waves(const Shape& shape, int seed) {
-  test::Values values(static_cast<std::size_t>(element_count(shape)));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    values[i] = std::sin(static_cast<float>((i + 1) * (static_cast<unsigned>(seed) + 1U)));
-  }
-  return {values, shape, Dtype::kF32};
-}
-
 // The next Reducer's first buckets go out while one rank is still in its backward.
 TEST(LocoHop, GoesToAnotherReducer) {
   const auto second_step = [](bool changes) {
@@ -183,7 +174,9 @@ TEST(LocoHop, GoesToAnotherReducer) {
           reducer->register_parameter({.name = "a", .shape = {1024}});
           reducer->register_parameter({.name = "b", .shape = {1024}});
         }
-        const test::StoredGradient gradient = waves({1024}, mesh.rank());
+        const test::StoredGradient gradient(
+            test::random_values(1024, Dtype::kF32, static_cast<std::uint64_t>(mesh.rank())), {1024},
+            Dtype::kF32);
         reducer->begin_microbatch({.last = true});
         for (const char* const name : {"a", "b"}) {
           if (mesh.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -201,29 +194,24 @@ TEST(LocoHop, GoesToAnotherReducer) {
 
 // Groups lie at multiples of their size in each parameter, whoever owns it and however it travels.
 TEST(LocoHop, GivesSlicesAndWholeParametersTheSameBits) {
-  test::StepCase step;
-  step.parameters = {{.name = "a", .shape = {40, 31}},
-                     {.name = "b", .shape = {1000}},
-                     {.name = "c", .shape = {257, 3}},
-                     {.name = "d", .shape = {64}},
-                     {.name = "scalar", .shape = {}}};
+  const std::vector<ParameterSpec> parameters{{.name = "a", .shape = {40, 31}},
+                                              {.name = "b", .shape = {1000}},
+                                              {.name = "c", .shape = {257, 3}},
+                                              {.name = "d", .shape = {64}},
+                                              {.name = "scalar", .shape = {}}};
+  std::vector<test::StepCase> steps;
+  for (const std::uint64_t seed : {1U, 2U, 3U}) {
+    steps.push_back(test::random_step(parameters, 6, {Sync::kAll}, seed));
+  }
   const auto means_of = [&](Layout layout, std::int64_t bucket_bytes) {
     std::vector<test::Values> means;
     test::run_mesh({2, 3}, [&](const Mesh& mesh) {
       Reducer reducer(mesh, {.layout = layout,
                              .bucket_bytes = bucket_bytes,
                              .replica_hop = std::make_shared<LocoHop>()});
-      test::register_all(reducer, step);
-      for (int s = 0; s < 3; ++s) {
-        std::vector<test::StoredGradient> gradients;
-        reducer.begin_microbatch({.last = true});
-        for (const ParameterSpec& spec : step.parameters) {
-          gradients.push_back(waves(spec.shape, mesh.rank() + s));
-          reducer.gradient_ready(spec.name, gradients.back().view());
-        }
-        reducer.end_microbatch();
-      }
-      const std::vector<test::Values> all = test::gathered(reducer, step);
+      test::register_all(reducer, steps[0]);
+      for (const test::StepCase& step : steps) test::run_step(reducer, step, mesh.rank());
+      const std::vector<test::Values> all = test::gathered(reducer, steps[0]);
       if (mesh.rank() == 0) means = all;
     });
     return means;
@@ -236,16 +224,19 @@ TEST(LocoHop, GivesSlicesAndWholeParametersTheSameBits) {
 
 // The factor is known when all words are in, and this hop divides before it sends.
 TEST(LocoHop, DividesByTokensThatAllRanksCounted) {
-  const auto means_of = [](bool counts) {
+  std::vector<test::StepCase> steps;
+  for (const std::uint64_t seed : {1U, 2U, 3U}) {
+    steps.push_back(test::random_step(
+        {{.name = "a", .shape = {1024}}, {.name = "b", .shape = {640}, .group = "late"}}, 4,
+        {Sync::kShard, Sync::kAll}, seed));
+  }
+  const auto means_of = [&](bool counts) {
     std::vector<test::Values> means(4);
     test::run_mesh({2, 2}, [&](const Mesh& mesh) {
       Reducer reducer(mesh, {.replica_hop = std::make_shared<LocoHop>()});
-      reducer.register_parameter({.name = "a", .shape = {1024}, .dtype = Dtype::kF32});
-      reducer.register_parameter({.name = "b", .shape = {640}, .group = "late"});
-      for (int step = 0; step < 3; ++step) {
+      test::register_all(reducer, steps[0]);
+      for (const test::StepCase& step : steps) {
         for (int m = 0; m < 2; ++m) {
-          const test::StoredGradient a = waves({1024}, mesh.rank() + step + m);
-          const test::StoredGradient b = waves({640}, mesh.rank() + step + m);
           if (counts) reducer.divide_by_tokens(5 + 2 * mesh.rank() + m);
           if (!counts) reducer.set_gradient_divide_factor(2 * (5 + 7 + 9 + 11) + 4);
           if (counts && m == 0) {
@@ -253,10 +244,7 @@ TEST(LocoHop, DividesByTokensThatAllRanksCounted) {
             EXPECT_THROW(reducer.begin_microbatch(), UsageError);
             reducer.set_requires_all_reduce(true, "late");
           }
-          reducer.begin_microbatch({.last = m == 1});
-          reducer.gradient_ready("a", a.view());
-          reducer.gradient_ready("b", b.view());
-          reducer.end_microbatch();
+          test::run_microbatch(reducer, step, m, mesh.rank(), {.last = m == 1});
         }
         const test::Values mean = test::values_of(reducer.shard("a"));
         test::Values& all = means[static_cast<std::size_t>(mesh.rank())];

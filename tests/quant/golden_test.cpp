@@ -129,7 +129,7 @@ void check(const Fields& fields, void (*quantize_kernel)(const Quantize&),
                    .out = {format, sent.data(), 0, layout.rows().data()},
                    .nonfinite = &nonfinite});
   EXPECT_EQ(difference(sent, message, "byte"), "");
-  EXPECT_EQ(difference(next, after), "");
+  EXPECT_EQ(error_difference(next, after), "");
   std::atomic<std::uint32_t> nan_seen = 0;
   dequantize_kernel({.tiles = map.tiles(),
                      .group_size = format.group_size,

@@ -62,7 +62,7 @@ std::string run_both(Quantize args, const GroupMap& map, const MessageLayout& la
       return "figures of tile " + std::to_string(t);
     }
   }
-  return difference(found.after, expected.after);
+  return error_difference(found.after, expected.after);
 }
 
 std::string to_text(const Setting& setting, int round) {

@@ -78,7 +78,7 @@ template <class T>
   return "";
 }
 
-[[nodiscard]] inline std::string difference(ErrorMemory& a, ErrorMemory& b) {
+[[nodiscard]] inline std::string error_difference(ErrorMemory& a, ErrorMemory& b) {
   return difference(a.codes, b.codes, "error code") +
          difference(a.scales, b.scales, "error scale") + difference(a.values, b.values, "error");
 }

@@ -30,6 +30,13 @@ class Compare : public ::testing::Test {
     return Snapshot::open(folder_ / name);
   }
 
+  // A plain array, "w".
+  Snapshot write_array(const std::string& name, const ConstTensorView& data) {
+    const SnapshotEntry entry{"w", {data.count}, data.dtype, Dtype::kF32, 0, data};
+    write_snapshot(folder_ / name, SnapshotInfo(), {&entry, 1});
+    return Snapshot::open(folder_ / name);
+  }
+
   // Compares two single parameters that two ranks hold.
   ParameterDifference difference(const std::vector<float>& a, const std::vector<float>& b,
                                  const CompareOptions& options = {}, Dtype wire = Dtype::kF32) {
@@ -108,9 +115,7 @@ TEST_F(Compare, CountsAWireOnlyWhereItsHopRan) {
     std::optional<Dtype> replica;
     Dtype coarsest;
   };
-  constexpr Dtype kF32 = Dtype::kF32;
-  constexpr Dtype kF16 = Dtype::kF16;
-  constexpr Dtype kBf16 = Dtype::kBf16;
+  using enum Dtype;
   const std::vector<Case> cases{{2, 1, kF32, kBf16, kBf16}, {1, 2, kF32, kBf16, kF32},
                                 {2, 1, kBf16, kF32, kF32},  {2, 2, kBf16, kF32, kBf16},
                                 {2, 1, kBf16, {}, kBf16},   {1, 1, kBf16, kF16, kF32},
@@ -222,14 +227,9 @@ TEST_F(Compare, ReportsWhatIsNotFinite) {
 TEST_F(Compare, MeasuresTheWholeRangeOfDoubles) {
   const std::vector<double> a{1e300, -1e300, 3};
   const std::vector<double> b{1e300, 1e300, 3};
-  const auto write_doubles = [&](const char* name, const std::vector<double>& values) {
-    const SnapshotEntry entry{"w",         {3}, Dtype::kF64,
-                              Dtype::kF32, 0,   {values.data(), 3, Dtype::kF64}};
-    write_snapshot(folder_ / name, SnapshotInfo(), {&entry, 1});
-    return Snapshot::open(folder_ / name);
-  };
-  const auto d =
-      compare_snapshots(write_doubles("a.h5", a), write_doubles("b.h5", b)).parameters[0];
+  const auto d = compare_snapshots(write_array("a.h5", {a.data(), 3, Dtype::kF64}),
+                                   write_array("b.h5", {b.data(), 3, Dtype::kF64}))
+                     .parameters[0];
   EXPECT_EQ(d.max_absolute, 2e300);
   EXPECT_DOUBLE_EQ(d.relative_l2, std::sqrt(2.0));
   EXPECT_EQ(d.nonfinite_a, 0);
@@ -316,10 +316,7 @@ TEST_F(Compare, FindsTheSameAcrossMeshesAndLayouts) {
 
 TEST_F(Compare, ComparesStoredDtypes) {
   const std::vector<std::uint16_t> bf16{0x3f80, 0x4000};
-  std::vector<SnapshotEntry> entries(1);
-  entries[0] = {"w", {2}, Dtype::kBf16, Dtype::kF32, 0, {bf16.data(), 2, Dtype::kBf16}};
-  write_snapshot(folder_ / "a.h5", SnapshotInfo(), entries);
-  const Snapshot a = Snapshot::open(folder_ / "a.h5");
+  const Snapshot a = write_array("a.h5", {bf16.data(), 2, Dtype::kBf16});
   const Snapshot b = write("b", {{"w", {2}, {1.003F, 2}}});
   const Comparison comparison = compare_snapshots(a, b);
   EXPECT_EQ(comparison.verdict, Verdict::kSame);

@@ -416,7 +416,8 @@ TEST(UnitGather, GathersOnceWhatSeveralRanksWant) {
     }
     gather.end().wait();
     EXPECT_EQ(gather.stats().gather_count, 1);
-    gather.gather(mesh.rank() == 2 ? 1 : 0, sliced.arrays(mesh.rank() == 2 ? 1 : 0), {});
+    const int wanted = mesh.rank() == 2 ? 1 : 0;
+    gather.gather(wanted, sliced.arrays(wanted), {});
     gather.end().wait();
     EXPECT_EQ(gather.stats().gather_count, 3) << "two wanted one, and one the other";
     EXPECT_EQ(reducer.stats().parameter_gather_bytes, 0) << "scratch is given back";

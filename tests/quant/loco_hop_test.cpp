@@ -325,8 +325,9 @@ TEST(LocoOptions, NameWhatIsWrong) {
       {{.err_beta = 1.0}, "err_beta"},
       {{.error_dtype = Dtype::kF32, .stochastic_error = true}, "stochastic"},
   };
-  for (const auto& [options, text] : rows) {
-    EXPECT_THAT([&] { const LocoHop hop(options); }, ThrowsMessage<UsageError>(HasSubstr(text)));
+  for (const auto& row : rows) {
+    EXPECT_THAT([&] { const LocoHop hop(row.first); },
+                ThrowsMessage<UsageError>(HasSubstr(row.second)));
   }
 }
 

@@ -86,7 +86,7 @@ TEST_P(Gather, CompletesWhatEachRankHasUpdated) {
   for (const Dtype dtype : kDtypes) {
     for (const std::int64_t unit_bytes : {1, 64, 1 << 20}) {
       for (const Masters masters : {Masters::kNone, Masters::kOfAll}) {
-        run_mesh(shape, [&](const Mesh& mesh) {
+        run_mesh(shape, [&, layout = layout](const Mesh& mesh) {
           Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 512});
           SlicedParameters parameters(reducer, odd_parameters(dtype), masters, stale);
           ParameterGather gather(reducer, parameters.gathered(), unit_bytes);
@@ -356,7 +356,7 @@ TEST_P(Units, AreWholeWhenTheyWereWaitedFor) {
   const auto& [shape, layout] = GetParam();
   for (const Dtype dtype : kDtypes) {
     for (const bool has_masters : {true, false}) {
-      run_mesh(shape, [&](const Mesh& mesh) {
+      run_mesh(shape, [&, layout = layout](const Mesh& mesh) {
         Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 512});
         SlicedUnits sliced(reducer, dtype, kUnits, has_masters);
         UnitGather gather(reducer, sliced.units());
@@ -380,7 +380,7 @@ TEST_P(Units, AreWholeWhenTheyWereWaitedFor) {
 TEST_P(Units, MayDifferBetweenRanks) {
   constexpr int kUnits = 4;
   const auto& [shape, layout] = GetParam();
-  run_mesh(shape, [&](const Mesh& mesh) {
+  run_mesh(shape, [&, layout = layout](const Mesh& mesh) {
     Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 512});
     SlicedUnits sliced(reducer, Dtype::kBf16, kUnits);
     UnitGather gather(reducer, sliced.units());

@@ -1,7 +1,10 @@
 // A thread whose floating-point environment the application has spoilt.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cfenv>
+#include <optional>
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -35,5 +38,16 @@ class SpoiltEnvironment {
   std::fenv_t saved_{};
   unsigned spoilt_ = 0;
 };
+
+// Calls in a spoilt environment, which must be as before afterwards, or in the usual one.
+template <class Call>
+void run_in_environment(bool spoilt, const Call& call) {
+  std::optional<SpoiltEnvironment> environment;
+  if (spoilt) environment.emplace();
+  call();
+  if (spoilt) {
+    EXPECT_TRUE(environment->unchanged());
+  }
+}
 
 }  // namespace hsdp::kernels

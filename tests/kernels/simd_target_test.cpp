@@ -3,10 +3,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+
 #include "hsdp/error.h"
 
 namespace hsdp::kernels {
 namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 TEST(SimdTarget, ListsTheBestFirstAndScalarLast) {
   const std::vector<std::string> targets = simd_targets();
@@ -30,6 +36,23 @@ TEST(SimdTarget, IsTheOneThatWasForced) {
   EXPECT_THROW(force_simd_target("mmx"), UsageError);
   EXPECT_EQ(simd_target(), "scalar");
   force_simd_target(before);
+}
+
+// In a process of its own.
+TEST(SimdTargetDeathTest, IsReadOnceFromTheEnvironmentAndMustBeKnown) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  const auto read = [] {
+    setenv("HSDP_KERNELS", "avx1024", 1);
+    EXPECT_THAT([] { static_cast<void>(simd_target()); },
+                ThrowsMessage<UsageError>(
+                    AllOf(HasSubstr("HSDP_KERNELS"), HasSubstr("avx1024"), HasSubstr("scalar"))));
+    setenv("HSDP_KERNELS", "scalar", 1);
+    EXPECT_EQ(simd_target(), "scalar");
+    setenv("HSDP_KERNELS", simd_targets().front().c_str(), 1);
+    EXPECT_EQ(simd_target(), "scalar");
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(read(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -18,49 +18,42 @@
 namespace hsdp::quant {
 namespace {
 
-constexpr int kReplicas = 4;
-constexpr std::int64_t kCount = 1024;
-
 using Floats = std::vector<float>;
 
-// Steps of a hop of one parameter, on every replica by a thread: `gradient(step, x, g)` says what
-// this replica gives, and gets what has arrived in the step before; `done` sees the hop at the end.
+// A hop of one parameter.
 struct Course {
   LocoOptions options;
   int replicas = 2;
-  std::int64_t count = kCount;
+  std::int64_t count = 64;
   int steps = 0;
   float divisor = 1.0F;
 };
-using Gradient =
-    std::function<void(int replica, int step, const Floats& arrived, Floats& gradient)>;
-using Done = std::function<void(int replica, LocoHop& hop, const Floats& arrived)>;
+// A step of one replica: what has arrived of its gradient and of the others'.
+using Reduce = std::function<Floats(Floats gradient)>;
 
-void run_steps(const Course& run, const Gradient& gradient, const Done& done) {
-  HopPlan plan;
-  plan.parameters = {{"x", {run.count}}};
-  plan.ranges = {{{0, 0, run.count, 0}}};
-  plan.wires = {Dtype::kF32};
-  plan.replicate_size = run.replicas;
+// Calls `replica` for each of them, on a thread of its own.
+void run_replicas(
+    const Course& run,
+    const std::function<void(int rank, LocoHop& hop, const Reduce& reduce)>& replica) {
+  const HopPlan plan{.parameters = {{"x", {run.count}}},
+                     .ranges = {{{0, 0, run.count, 0}}},
+                     .wires = {Dtype::kF32},
+                     .replicate_size = run.replicas};
   test::run_world({.size = run.replicas}, [&](Communicator& world) {
     LocoHop hop(run.options);
     hop.prepare(plan);
     hop.bind(world, world.split(0, world.rank()));
-    Floats arrived(static_cast<std::size_t>(run.count));
-    Floats given(arrived.size());
     std::atomic<std::uint32_t> nonfinite = 0;
     Stream stream = Stream::inline_host();
-    for (int step = 0; step < run.steps; ++step) {
-      gradient(world.rank(), step, arrived, given);
-      arrived = given;
-      HopBucket bucket;
-      bucket.data = {arrived.data(), run.count, Dtype::kF32, {}};
-      bucket.arithmetic.mean_divisor = run.divisor;
-      bucket.nonfinite = &nonfinite;
-      hop.reduce(bucket, stream).wait();
-      hop.end_step({step, StepOutcome::kClean, ""});
-    }
-    done(world.rank(), hop, arrived);
+    replica(world.rank(), hop, [&](Floats gradient) {
+      hop.reduce({.data = {gradient.data(), run.count, Dtype::kF32, {}},
+                  .arithmetic = {.mean_divisor = run.divisor},
+                  .nonfinite = &nonfinite},
+                 stream)
+          .wait();
+      hop.end_step({});
+      return gradient;
+    });
     hop.bind({}, {});
   });
 }
@@ -68,6 +61,8 @@ void run_steps(const Course& run, const Gradient& gradient, const Done& done) {
 // Replica n has f_n(x) = |x - b_n|^2 / 2, and the b_n lie three times as far apart as their mean
 // from zero: gradients that do not vanish at the solution. Returns |x - mean b| / |mean b|.
 double distance_from_solution(const LocoOptions& options, int step_count, bool decays) {
+  constexpr int kReplicas = 4;
+  constexpr std::int64_t kCount = 1024;
   std::mt19937 random(3);
   std::normal_distribution<double> normal;
   std::vector<Floats> targets(kReplicas, Floats(kCount));
@@ -80,21 +75,19 @@ double distance_from_solution(const LocoOptions& options, int step_count, bool d
     }
   }
   std::vector<std::vector<double>> xs(kReplicas, std::vector<double>(kCount));
-  const auto update = [&](int replica, int steps, const Floats& arrived) {
-    const double rate = decays ? 0.1 / (1 + 0.005 * (steps - 1)) : 0.1;
-    std::vector<double>& x = xs[static_cast<std::size_t>(replica)];
-    for (std::size_t i = 0; i < x.size(); ++i) x[i] -= rate * arrived[i];
-  };
-  run_steps(
-      {options, kReplicas, kCount, step_count, kReplicas},
-      [&](int replica, int step, const Floats& arrived, Floats& gradient) {
-        if (step > 0) update(replica, step, arrived);
-        const auto r = static_cast<std::size_t>(replica);
-        for (std::size_t i = 0; i < gradient.size(); ++i) {
-          gradient[i] = static_cast<float>(xs[r][i]) - targets[r][i];
-        }
-      },
-      [&](int replica, LocoHop&, const Floats& arrived) { update(replica, step_count, arrived); });
+  run_replicas({options, kReplicas, kCount, step_count, kReplicas}, [&](int rank, LocoHop&,
+                                                                        const Reduce& reduce) {
+    std::vector<double>& x = xs[static_cast<std::size_t>(rank)];
+    Floats gradient(kCount);
+    for (int step = 0; step < step_count; ++step) {
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        gradient[i] = static_cast<float>(x[i]) - targets[static_cast<std::size_t>(rank)][i];
+      }
+      const Floats mean = reduce(gradient);
+      const double rate = decays ? 0.1 / (1 + 0.005 * step) : 0.1;
+      for (std::size_t i = 0; i < x.size(); ++i) x[i] -= rate * mean[i];
+    }
+  });
   double missed = 0.0;
   double all = 0.0;
   for (std::size_t i = 0; i < solution.size(); ++i) {
@@ -147,26 +140,24 @@ struct Account {
   std::vector<double> owed;
 };
 
-Account account_of(const Course& run, const Gradient& gradient) {
+// give(rank, gradient): what a replica gives in its next step.
+Account account_of(const Course& run, const std::function<void(int rank, Floats& gradient)>& give) {
   Account account(run.count);
   std::mutex mutex;
-  const auto take = [&](int replica, const Floats& arrived) {
-    if (replica != 0) return;
-    for (std::size_t i = 0; i < arrived.size(); ++i) account.arrived[i] += arrived[i];
-  };
-  run_steps(
-      run,
-      [&](int replica, int step, const Floats& arrived, Floats& given) {
-        if (step > 0) take(replica, arrived);
-        gradient(replica, step, arrived, given);
-        const std::scoped_lock lock(mutex);
-        for (std::size_t i = 0; i < given.size(); ++i) account.given[i] += given[i];
-      },
-      [&](int replica, LocoHop& hop, const Floats& arrived) {
-        take(replica, arrived);
-        const std::scoped_lock lock(mutex);
-        add_owed(hop, account.owed);
-      });
+  run_replicas(run, [&](int rank, LocoHop& hop, const Reduce& reduce) {
+    Floats given(static_cast<std::size_t>(run.count));
+    for (int step = 0; step < run.steps; ++step) {
+      give(rank, given);
+      const Floats arrived = reduce(given);
+      const std::scoped_lock lock(mutex);
+      for (std::size_t i = 0; i < given.size(); ++i) {
+        account.given[i] += given[i];
+        if (rank == 0) account.arrived[i] += arrived[i];
+      }
+    }
+    const std::scoped_lock lock(mutex);
+    add_owed(hop, account.owed);
+  });
   return account;
 }
 
@@ -174,9 +165,9 @@ TEST(Account, WhatArrivedAndWhatIsOwedIsWhatWasGiven) {
   for (const double beta : {0.0, 0.5, 0.8, 0.95}) {
     std::vector<std::mt19937> random{std::mt19937(1), std::mt19937(2), std::mt19937(3)};
     const Course run{{.err_beta = beta, .reset_T = 0, .error_dtype = Dtype::kF32}, 3, 436, 50};
-    const Account account = account_of(run, [&](int replica, int, const Floats&, Floats& given) {
+    const Account account = account_of(run, [&](int rank, Floats& given) {
       std::normal_distribution<float> normal;
-      for (float& value : given) value = normal(random[static_cast<std::size_t>(replica)]);
+      for (float& value : given) value = normal(random[static_cast<std::size_t>(rank)]);
     });
     for (std::size_t i = 0; i < account.given.size(); ++i) {
       EXPECT_NEAR(account.arrived[i] + account.owed[i], account.given[i], 1e-3) << beta;
@@ -187,7 +178,7 @@ TEST(Account, WhatArrivedAndWhatIsOwedIsWhatWasGiven) {
 // One large element, and small ones that four bits do not see beside it: they come all the same.
 TEST(Account, SmallValuesBesideALargeOneArrive) {
   for (const float small : {1e-3F, 2e-3F, 5e-3F, 0.01F, 0.03F, 0.05F}) {
-    const auto give = [&](int, int, const Floats&, Floats& given) {
+    const auto give = [&](int, Floats& given) {
       std::ranges::fill(given, small);
       given[0] = 1.0F;
     };
@@ -205,14 +196,13 @@ TEST(Account, SmallValuesBesideALargeOneArrive) {
 // it on average.
 TEST(Account, StochasticRoundingKeepsTheSmallestErrors) {
   const auto kept = [](bool stochastic) {
-    const Account account =
-        account_of({{.reset_T = 0, .stochastic_error = stochastic}, 2, 64, 1000},
-                   [](int, int, const Floats&, Floats& given) {
-                     for (std::size_t i = 0; i < given.size(); ++i) {
-                       const auto place = static_cast<float>(i) / 63.0F;
-                       given[i] = std::pow(10.0F, 4.0F * place - 4.0F);
-                     }
-                   });
+    const Account account = account_of(
+        {{.reset_T = 0, .stochastic_error = stochastic}, 2, 64, 1000}, [](int, Floats& given) {
+          for (std::size_t i = 0; i < given.size(); ++i) {
+            const auto place = static_cast<float>(i) / 63.0F;
+            given[i] = std::pow(10.0F, 4.0F * place - 4.0F);
+          }
+        });
     double arrived = 0.0;
     double given = 0.0;
     for (std::size_t i = 0; i < 16; ++i) {

@@ -2,30 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <random>
-#include <string>
 
 #include "hsdp/error.h"
 #include "quant/quantize_tile.h"
+#include "quantize_setting.h"
 
 namespace hsdp::quant {
 namespace {
 
-struct OneGroup {
-  int parameter = 0;
-  std::int64_t flat_offset = 0;
-  std::int64_t element = 0;
-  std::int64_t count = 0;
-  int owner = 0;
-};
-bool operator==(const OneGroup& a, const OneGroup& b) {
-  return a.parameter == b.parameter && a.flat_offset == b.flat_offset && a.element == b.element &&
-         a.count == b.count && a.owner == b.owner;
-}
-void PrintTo(const OneGroup& group, std::ostream* out) {
-  *out << "parameter " << group.parameter << " [" << group.flat_offset << ", +" << group.count
-       << ") at " << group.element << " of owner " << group.owner;
-}
+// Parameter, offset in it, place in the bucket, elements, owner.
+using OneGroup = std::array<std::int64_t, 5>;
 
 // Element by element: a new group begins with every run and at every multiple of the size.
 std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs, int size,
@@ -38,28 +26,12 @@ std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs,
   for (const ParameterRange& run : runs) {
     for (std::int64_t i = 0; i < run.count; ++i, ++position) {
       if (i == 0 || (run.flat_offset + i) % size == 0) {
-        groups.push_back({run.parameter, run.flat_offset + i, run.offset + i, 0,
-                          static_cast<int>(position / row)});
+        groups.push_back({run.parameter, run.flat_offset + i, run.offset + i, 0, position / row});
       }
-      ++groups.back().count;
+      ++groups.back()[3];
     }
   }
   return groups;
-}
-
-std::vector<ParameterRange> random_runs(std::mt19937& random, int size) {
-  std::vector<ParameterRange> runs(random() % 5);
-  std::int64_t offset = 0;
-  for (std::size_t r = 0; r < runs.size(); ++r) {
-    offset += static_cast<std::int64_t>(random() % 3) * 7;  // gaps
-    const std::int64_t most = random() % 4 == 0 ? 20000 : 3 * size;
-    runs[r] = {.parameter = static_cast<int>(r),
-               .offset = offset,
-               .count = static_cast<std::int64_t>(random() % static_cast<unsigned>(most)),
-               .flat_offset = static_cast<std::int64_t>(random() % 3 * random() % 9000)};
-    offset += runs[r].count;
-  }
-  return runs;
 }
 
 TEST(GroupMap, CutsRunsIntoTheGroupsThatTheRuleSays) {
@@ -67,7 +39,7 @@ TEST(GroupMap, CutsRunsIntoTheGroupsThatTheRuleSays) {
   for (int round = 0; round < 400; ++round) {
     const int size = std::vector{32, 64, 96, 128, 1024, 4096}[random() % 6];
     const int owners = 1 + static_cast<int>(random() % 8);
-    const std::vector<ParameterRange> runs = random_runs(random, size);
+    const std::vector<ParameterRange> runs = some_runs(random, size);
     const GroupMap map(runs, size, owners);
     std::vector<OneGroup> found;
     std::int64_t elements = 0;

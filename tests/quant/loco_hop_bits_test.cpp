@@ -1,21 +1,189 @@
 // LocoHop against the reference, to the bit, without a Reducer: any buckets, ranges and steps.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstdint>
 #include <map>
 #include <random>
 #include <span>
+#include <string>
+#include <vector>
 
-#include "loco_steps.h"
+#include "quant/loco_hop.h"
 #include "tests/comm/rank_threads.h"
+#include "tests/kernels/hostile_value.h"
 #include "tests/support/loco_reference.h"
 
 namespace hsdp::quant {
 namespace {
 
 using test::LocoReference;
+using Floats = LocoReference::Floats;
+
+struct Configuration {
+  LocoOptions options;
+  int replicas = 2;
+  std::vector<std::string> names;
+  std::vector<std::int64_t> counts;
+  std::vector<std::vector<ParameterRange>> buckets;
+  int steps = 4;
+  bool mixed = false;  // excluded parameters share buckets with others, as in rows of replica_hook
+};
+
+template <class T>
+T one_of(std::mt19937& random, const std::vector<T>& choices) {
+  return choices[random() % choices.size()];
+}
+
+// Excluded ones in buckets of their own, unless mixed; large ones may be cut over two, at groups.
+void cut_into_buckets(Configuration& made, std::mt19937& random) {
+  std::map<int, std::vector<ParameterRange>> buckets;
+  for (std::size_t p = 0; p < made.counts.size(); ++p) {
+    const bool apart = !made.mixed && is_excluded(made.options, made.names[p]);
+    const std::int64_t cut =
+        std::min(made.counts[p], static_cast<std::int64_t>(random() % 4) * made.options.group_size);
+    for (const auto& [begin, end] : {std::pair{std::int64_t{0}, cut}, {cut, made.counts[p]}}) {
+      if (begin == end) continue;
+      std::vector<ParameterRange>& bucket =
+          buckets[(apart ? 10 : 0) + static_cast<int>(random() % 3)];
+      std::int64_t offset = static_cast<std::int64_t>(random() % 3);  // a gap
+      if (!bucket.empty()) offset += bucket.back().offset + bucket.back().count;
+      bucket.push_back({static_cast<int>(p), offset, end - begin, begin});
+    }
+  }
+  made.buckets.clear();
+  for (auto& [number, ranges] : buckets) made.buckets.push_back(std::move(ranges));
+}
+
+Configuration random_configuration(std::mt19937& random) {
+  Configuration made;
+  LocoOptions& options = made.options;
+  options.bits = one_of(random, std::vector{4, 8});
+  options.group_size = one_of(random, std::vector{32, 64, 64, 96, 128, 512});
+  options.scale_dtype = one_of(random, std::vector{Dtype::kBf16, Dtype::kF32});
+  options.err_beta = one_of(random, std::vector{0.0, 0.5, 0.8, 0.95});
+  options.reset_T = one_of(random, std::vector<std::int64_t>{0, 1, 2, 3, 1024});
+  options.error_dtype = one_of(random, std::vector{Dtype::kU8, Dtype::kF32});
+  options.gather =
+      one_of(random, std::vector<std::optional<Code>>{{}, Code::kInt4, Code::kInt8, Code::kBf16});
+  options.error_feedback = random() % 6 != 0;
+  options.warmup_steps = one_of(random, std::vector<std::int64_t>{0, 0, 0, 1, 2});
+  options.stochastic_error = options.error_dtype == Dtype::kU8 && random() % 3 == 0;
+  options.seed = random();
+  if (random() % 3 == 0) options.exclude = {"*norm*"};
+  made.mixed = random() % 2 == 0;
+  made.replicas = 2 + static_cast<int>(random() % 7);
+  made.steps = 3 + static_cast<int>(random() % 4);
+  const std::size_t count = 1 + random() % 5;
+  for (std::size_t p = 0; p < count; ++p) {
+    const bool is_norm = p == 0;  // one at least, for the pattern
+    made.names.push_back((is_norm ? "norm." : "layer.") + std::to_string(p));
+    made.counts.push_back(
+        static_cast<std::int64_t>(1 + random() % (random() % 2 == 0 ? 40 : 3000)));
+  }
+  cut_into_buckets(made, random);
+  return made;
+}
+
+// What all replicas do in one reduction.
+struct Reduction {
+  std::vector<std::vector<Floats>> sums;  // [replica][parameter]
+  float divisor = 1.0F;
+};
+struct Step {
+  std::vector<Reduction> reductions;
+  bool drops = false;
+  float scale = 1.0F;  // of the errors, after it
+};
+float some_value(std::mt19937& random, bool hostile) {
+  if (hostile) return kernels::hostile_value(random);
+  return std::normal_distribution<float>()(random) *
+         std::exp2(static_cast<float>(random() % 20) - 15.0F);
+}
+
+std::vector<Step> random_steps(const Configuration& made, std::mt19937& random) {
+  std::vector<Step> steps(static_cast<std::size_t>(made.steps));
+  for (Step& step : steps) {
+    step.drops = random() % 6 == 0;
+    if (random() % 5 == 0) step.scale = 0.3F;
+    const bool hostile = random() % 8 == 0;
+    const float divisor = one_of(random, std::vector{1.0F, 4.0F, 3.0F, -0.7F, 1024.0F});
+    step.reductions.resize(1 + random() % 2);
+    for (Reduction& reduction : step.reductions) {
+      reduction.divisor = divisor;
+      reduction.sums.resize(static_cast<std::size_t>(made.replicas));
+      for (std::vector<Floats>& sums : reduction.sums) {
+        for (const std::int64_t count : made.counts) {
+          sums.emplace_back(static_cast<std::size_t>(count));
+          for (float& value : sums.back()) value = some_value(random, hostile);
+        }
+      }
+    }
+  }
+  return steps;
+}
+
+HopPlan plan_of(const Configuration& made) {
+  HopPlan plan;
+  for (std::size_t p = 0; p < made.names.size(); ++p) {
+    plan.parameters.push_back({made.names[p], {made.counts[p]}});
+  }
+  plan.ranges = made.buckets;
+  plan.wires.assign(made.buckets.size(), Dtype::kF32);
+  plan.replicate_size = made.replicas;
+  return plan;
+}
+
+// All reductions of a step on one replica; what stands in the end, by parameter.
+std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step& step, int replica,
+                             std::atomic<std::uint32_t>& nonfinite) {
+  std::vector<Floats> sums;
+  for (const std::int64_t count : made.counts) sums.emplace_back(static_cast<std::size_t>(count));
+  Stream stream = Stream::inline_host();
+  for (std::size_t k = 0; k < step.reductions.size(); ++k) {
+    const Reduction& reduction = step.reductions[k];
+    std::vector<Floats> memory;
+    std::vector<Event> events;
+    for (std::size_t b = 0; b < made.buckets.size(); ++b) {
+      const std::vector<ParameterRange>& ranges = made.buckets[b];
+      memory.emplace_back(static_cast<std::size_t>(ranges.back().offset + ranges.back().count),
+                          7.0F);
+      for (const ParameterRange& range : ranges) {
+        const Floats& given =
+            reduction
+                .sums[static_cast<std::size_t>(replica)][static_cast<std::size_t>(range.parameter)];
+        std::copy_n(given.begin() + range.flat_offset, range.count,
+                    memory.back().begin() + range.offset);
+      }
+    }
+    for (std::size_t b = 0; b < made.buckets.size(); ++b) {  // all in flight together
+      const int number = static_cast<int>(b);
+      HopBucket bucket;
+      bucket.bucket = number;
+      bucket.data = {memory[b].data(), std::ssize(memory[b]), Dtype::kF32, {}};
+      bucket.arithmetic.mean_divisor = reduction.divisor;
+      if (made.mixed) bucket.arithmetic.divisor = reduction.divisor;
+      bucket.nonfinite = &nonfinite;
+      if (k == 0) static_cast<void>(hop.means(number, reduction.divisor));
+      events.push_back(hop.reduce(bucket, stream));
+    }
+    for (std::size_t b = 0; b < made.buckets.size(); ++b) {
+      events[b].wait();
+      for (const ParameterRange& range : made.buckets[b]) {
+        Floats& sum = sums[static_cast<std::size_t>(range.parameter)];
+        for (std::int64_t i = 0; i < range.count; ++i) {
+          const float value = memory[b][static_cast<std::size_t>(range.offset + i)];
+          float& place = sum[static_cast<std::size_t>(range.flat_offset + i)];
+          place = k == 0 ? value : place + value;
+        }
+      }
+    }
+  }
+  return sums;
+}
 
 bool is_finite(const std::vector<Floats>& all) {
   for (const Floats& values : all) {
@@ -83,6 +251,13 @@ Expected run_step(LocoReference& reference, const Configuration& made, const Ste
   return expected;
 }
 
+std::vector<Expected> run_steps(LocoReference& reference, const Configuration& made,
+                                const std::vector<Step>& steps) {
+  std::vector<Expected> expected;
+  for (const Step& step : steps) expected.push_back(run_step(reference, made, step));
+  return expected;
+}
+
 // The same by the hop on one replica; false, and a test failure, where a bit differs.
 bool run_and_compare(LocoHop& hop, const Configuration& made, const Step& step, int replica,
                      const Expected& expected, const std::string& label) {
@@ -105,22 +280,35 @@ bool run_and_compare(LocoHop& hop, const Configuration& made, const Step& step, 
 
 class LocoHopOn : public ::testing::TestWithParam<test::Path> {};
 
-TEST_P(LocoHopOn, EqualsTheReference) {
+// In every other round the buckets change in the middle of it, as when parameters are frozen.
+TEST_P(LocoHopOn, EqualsTheReferenceAlsoWhereBucketsChange) {
   std::mt19937 random(11);
-  for (int round = 0; round < 60; ++round) {
-    const Configuration made = random_configuration(random);
+  for (int round = 0; round < 80; ++round) {
+    const bool moves = round % 2 == 1;
+    Configuration made = random_configuration(random);
     const std::vector<Step> steps = random_steps(made, random);
+    std::vector<Configuration> cuts;
+    std::vector<HopPlan> plans;
+    for (std::size_t s = 0; s < steps.size(); ++s) {
+      if (moves && random() % 3 != 0) cut_into_buckets(made, random);
+      cuts.push_back(made);
+      plans.push_back(plan_of(made));
+    }
     LocoReference reference = reference_of(made);
-    std::vector<Expected> expected;
-    for (const Step& step : steps) expected.push_back(run_step(reference, made, step));
+    const std::vector<Expected> expected = run_steps(reference, made, steps);
     test::run_world({.size = made.replicas, .path = GetParam()}, [&](Communicator& world) {
       LocoHop hop(made.options);
-      const HopPlan plan = plan_of(made);
-      hop.prepare(plan);
-      hop.bind(world, world.split(0, world.rank()));
+      Communicator gather = world.split(0, world.rank());
       for (std::size_t s = 0; s < steps.size(); ++s) {
         const std::string label = "round " + std::to_string(round) + ", step " + std::to_string(s);
-        if (!run_and_compare(hop, made, steps[s], world.rank(), expected[s], label)) return;
+        const bool is_another_owner = moves && s == 2;  // of the same replicas
+        if (moves || s == 0) hop.prepare(plans[s]);
+        if (is_another_owner) {
+          hop.bind({}, {});
+          hop.prepare(plans[s]);
+        }
+        if (is_another_owner || s == 0) hop.bind(world, gather);
+        if (!run_and_compare(hop, cuts[s], steps[s], world.rank(), expected[s], label)) return;
       }
       EXPECT_EQ(hop.steps(), reference.steps());
       hop.bind({}, {});
@@ -131,42 +319,6 @@ TEST_P(LocoHopOn, EqualsTheReference) {
 
 INSTANTIATE_TEST_SUITE_P(Paths, LocoHopOn, testing::Values(test::Path::kDirect, test::Path::kTcp),
                          [](const auto& row) { return test::name(row.param); });
-
-// Another cut into buckets in the middle of a run, as when parameters are frozen.
-TEST(LocoHop, TakesItsErrorsAlongToOtherBuckets) {
-  std::mt19937 random(12);
-  for (int round = 0; round < 40; ++round) {
-    Configuration made = random_configuration(random);
-    const std::vector<Step> steps = random_steps(made, random);
-    std::vector<Configuration> cuts;
-    for (std::size_t s = 0; s < steps.size(); ++s) {
-      if (random() % 3 != 0) cut_into_buckets(made, random);
-      cuts.push_back(made);
-    }
-    LocoReference reference = reference_of(made);
-    std::vector<Expected> expected;
-    for (const Step& step : steps) expected.push_back(run_step(reference, made, step));
-    test::run_world({.size = made.replicas}, [&](Communicator& world) {
-      LocoHop hop(made.options);
-      Communicator gather = world.split(0, world.rank());
-      std::vector<HopPlan> plans;
-      for (const Configuration& cut : cuts) plans.push_back(plan_of(cut));
-      for (std::size_t s = 0; s < steps.size(); ++s) {
-        const std::string label = "round " + std::to_string(round) + ", step " + std::to_string(s);
-        hop.prepare(plans[s]);
-        if (s == 0) hop.bind(world, gather);
-        if (s == 2) {  // another owner, of the same replicas
-          hop.bind({}, {});
-          hop.prepare(plans[s]);
-          hop.bind(world, gather);
-        }
-        if (!run_and_compare(hop, cuts[s], steps[s], world.rank(), expected[s], label)) return;
-      }
-      hop.bind({}, {});
-    });
-    if (HasFailure()) return;
-  }
-}
 
 // A state in memory of its own.
 struct OwnState {
@@ -206,12 +358,10 @@ TEST(LocoHop, LoadsWhatAnotherOneHasSaved) {
     const bool before_bind = random() % 2 == 0;
 
     LocoReference reference = reference_of(made);
-    std::vector<Expected> expected;
-    for (const Step& step : steps) expected.push_back(run_step(reference, made, step));
+    const std::vector<Expected> expected = run_steps(reference, made, steps);
     LocoReference other = reference_of(next);
     other.load(reference);
-    std::vector<Expected> expected_more;
-    for (const Step& step : more) expected_more.push_back(run_step(other, next, step));
+    const std::vector<Expected> expected_more = run_steps(other, next, more);
 
     OwnState all;
     std::mutex mutex;

@@ -78,6 +78,11 @@ template <class T>
   return "";
 }
 
+[[nodiscard]] inline std::string error_difference(ErrorMemory& a, ErrorMemory& b) {
+  return difference(a.codes, b.codes, "error code") +
+         difference(a.scales, b.scales, "error scale") + difference(a.values, b.values, "error");
+}
+
 // The same of two messages.
 [[nodiscard]] inline std::string message_difference(Guarded<std::byte>& a, Guarded<std::byte>& b,
                                                     const GroupFormat& format) {

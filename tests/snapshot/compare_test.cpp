@@ -5,13 +5,13 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
+#include <tuple>
+#include <utility>
 
 #include "hsdp/error.h"
-#include "tests/snapshot/compare_fixture.h"
-
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
+#include "tests/kernels/caller_environment.h"
+#include "tests/snapshot/written_snapshot.h"
 
 namespace hsdp {
 namespace {
@@ -21,6 +21,42 @@ using ::testing::HasSubstr;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+class Compare : public ::testing::Test {
+ protected:
+  Snapshot write(const std::string& name, const std::vector<NamedGradient>& gradients,
+                 const SnapshotInfo& info = mesh_info(1, 1), Dtype wire = Dtype::kF32) {
+    write_mesh(folder_ / name, gradients, info, wire);
+    return Snapshot::open(folder_ / name);
+  }
+
+  // A plain array, "w".
+  Snapshot write_array(const std::string& name, const ConstTensorView& data) {
+    const SnapshotEntry entry{"w", {data.count}, data.dtype, Dtype::kF32, 0, data};
+    write_snapshot(folder_ / name, SnapshotInfo(), {&entry, 1});
+    return Snapshot::open(folder_ / name);
+  }
+
+  // Compares two single parameters that two ranks hold.
+  ParameterDifference difference(const std::vector<float>& a, const std::vector<float>& b,
+                                 const CompareOptions& options = {}, Dtype wire = Dtype::kF32) {
+    const Shape shape{static_cast<std::int64_t>(a.size())};
+    const Snapshot x = write("a", {{"w", shape, a}}, mesh_info(1, 2), wire);
+    const Snapshot y = write("b", {{"w", shape, b}}, mesh_info(1, 2), wire);
+    return compare_snapshots(x, y, options).parameters.at(0);
+  }
+
+  std::string refusal(const Snapshot& a, const Snapshot& b, const CompareOptions& options = {}) {
+    try {
+      static_cast<void>(compare_snapshots(a, b, options));
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "no error";
+  }
+
+  TemporaryDirectory folder_;
+};
 
 TEST_F(Compare, PutsTheWorstParameterFirstAndNamesItsElement) {
   auto gradients = some_gradients();
@@ -50,29 +86,25 @@ TEST_F(Compare, MeasuresWhatItSays) {
   EXPECT_EQ(d.worst.b, 4.5);
 }
 
-#if defined(__SSE2__)
 TEST_F(Compare, CountsSubnormalsWhateverTheCallerHasSet) {
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | 0x8040U);  // flush to zero, denormals are zero
-  const ParameterDifference d = difference({1e-40F, 1e-41F}, {1e-40F, 3e-41F});
-  EXPECT_EQ(_mm_getcsr() & 0x8040U, 0x8040U) << "the caller's own is put back";
-  _mm_setcsr(before);
+  ParameterDifference d;
+  kernels::run_in_environment(true, [&] { d = difference({1e-40F, 1e-41F}, {1e-40F, 3e-41F}); });
   EXPECT_EQ(d.verdict, Verdict::kDifferent);
   EXPECT_EQ(d.max_absolute, static_cast<double>(3e-41F) - static_cast<double>(1e-41F));
 }
-#endif
 
 TEST_F(Compare, TakesTheLimitOfTheCoarsestWire) {
+  const std::tuple<Dtype, float, float> rows[] = {{Dtype::kF32, 0x1p-20F, 0x1p-19F},
+                                                  {Dtype::kF16, 0x1p-9F, 0x1p-8F},
+                                                  {Dtype::kBf16, 0x1p-6F, 0x1p-5F}};
   const std::vector<float> ones(64, 1.0F);
-  const auto verdict = [&](float factor, Dtype wire) {
-    return difference(std::vector<float>(64, factor), ones, {}, wire).verdict;
-  };
-  EXPECT_EQ(verdict(1 + 0x1p-20F, Dtype::kF32), Verdict::kSame);
-  EXPECT_EQ(verdict(1 + 0x1p-19F, Dtype::kF32), Verdict::kDifferent);
-  EXPECT_EQ(verdict(1 + 0x1p-9F, Dtype::kF16), Verdict::kSame);
-  EXPECT_EQ(verdict(1 + 0x1p-8F, Dtype::kF16), Verdict::kDifferent);
-  EXPECT_EQ(verdict(1 + 0x1p-6F, Dtype::kBf16), Verdict::kSame);
-  EXPECT_EQ(verdict(1 + 0x1p-5F, Dtype::kBf16), Verdict::kDifferent);
+  for (const auto& [wire, within, above] : rows) {
+    const auto verdict = [&, wire = wire](float off) {
+      return difference(std::vector<float>(64, 1 + off), ones, {}, wire).verdict;
+    };
+    EXPECT_EQ(verdict(within), Verdict::kSame) << name(wire);
+    EXPECT_EQ(verdict(above), Verdict::kDifferent) << name(wire);
+  }
 }
 
 TEST_F(Compare, CountsAWireOnlyWhereItsHopRan) {
@@ -83,9 +115,7 @@ TEST_F(Compare, CountsAWireOnlyWhereItsHopRan) {
     std::optional<Dtype> replica;
     Dtype coarsest;
   };
-  constexpr Dtype kF32 = Dtype::kF32;
-  constexpr Dtype kF16 = Dtype::kF16;
-  constexpr Dtype kBf16 = Dtype::kBf16;
+  using enum Dtype;
   const std::vector<Case> cases{{2, 1, kF32, kBf16, kBf16}, {1, 2, kF32, kBf16, kF32},
                                 {2, 1, kBf16, kF32, kF32},  {2, 2, kBf16, kF32, kBf16},
                                 {2, 1, kBf16, {}, kBf16},   {1, 1, kBf16, kF16, kF32},
@@ -130,8 +160,7 @@ TEST_F(Compare, ZerosAreTheSameAndZeroAgainstSomethingIsNot) {
 }
 
 TEST_F(Compare, JudgesByTolerancesWhenTheyAreGiven) {
-  CompareOptions options;
-  options.rtol = 0.25;
+  CompareOptions options{.rtol = 0.25};
   EXPECT_EQ(difference({1.25F, -5}, {1, -4}, options).verdict, Verdict::kSame);
   const ParameterDifference d = difference({1.25F, -5.5F, 10}, {1, -4, 9}, options);
   EXPECT_EQ(d.verdict, Verdict::kDifferent);
@@ -142,24 +171,19 @@ TEST_F(Compare, JudgesByTolerancesWhenTheyAreGiven) {
   EXPECT_EQ(difference({5.5F}, {4}, options).verdict, Verdict::kDifferent);
   options.atol = 0.5;
   EXPECT_EQ(difference({5.5F}, {4}, options).verdict, Verdict::kSame);
-  CompareOptions absolute;
-  absolute.atol = 0;
-  EXPECT_EQ(difference({1}, {1}, absolute).verdict, Verdict::kSame);
-  EXPECT_EQ(difference({1}, {1.0000001F}, absolute).verdict, Verdict::kDifferent);
+  EXPECT_EQ(difference({1}, {1}, {.atol = 0}).verdict, Verdict::kSame);
+  EXPECT_EQ(difference({1}, {1.0000001F}, {.atol = 0}).verdict, Verdict::kDifferent);
 }
 
 // The worst element is one that fails, even where another differs more.
 TEST_F(Compare, NamesAnElementThatFails) {
-  CompareOptions options;
-  options.rtol = 0.1;
-  const ParameterDifference d = difference({1000, 1}, {1050, 2}, options);
+  const ParameterDifference d = difference({1000, 1}, {1050, 2}, {.rtol = 0.1});
   EXPECT_EQ(d.failing, 1);
   EXPECT_EQ(d.worst.index, 1);
 }
 
 TEST_F(Compare, CountsUlps) {
-  CompareOptions options;
-  options.ulp = 2;
+  const CompareOptions options{.ulp = 2};
   const float one_up = std::nextafter(1.0F, 2.0F);
   const float two_up = std::nextafter(one_up, 2.0F);
   const float three_up = std::nextafter(two_up, 2.0F);
@@ -173,8 +197,7 @@ TEST_F(Compare, CountsUlps) {
 }
 
 TEST_F(Compare, BitwiseTellsZerosAndNanApart) {
-  CompareOptions options;
-  options.bitwise = true;
+  const CompareOptions options{.bitwise = true};
   EXPECT_EQ(difference({0, kNan}, {0, kNan}, options).verdict, Verdict::kSame);
   const ParameterDifference d = difference({1, -0.0F}, {1, 0.0F}, options);
   EXPECT_EQ(d.verdict, Verdict::kDifferent);
@@ -198,22 +221,15 @@ TEST_F(Compare, ReportsWhatIsNotFinite) {
     EXPECT_EQ(d.worst.index, 2);
     EXPECT_EQ(d.max_absolute, 0.5);
   }
-  CompareOptions options;
-  options.rtol = 1e30;
-  EXPECT_EQ(difference({kNan}, {1}, options).verdict, Verdict::kDifferent);
+  EXPECT_EQ(difference({kNan}, {1}, {.rtol = 1e30}).verdict, Verdict::kDifferent);
 }
 
 TEST_F(Compare, MeasuresTheWholeRangeOfDoubles) {
   const std::vector<double> a{1e300, -1e300, 3};
   const std::vector<double> b{1e300, 1e300, 3};
-  std::vector<SnapshotEntry> entries(1);
-  entries[0] = {"w", {3}, Dtype::kF64, Dtype::kF32, 0, {a.data(), 3, Dtype::kF64}};
-  write_snapshot(folder_ / "a.h5", SnapshotInfo(), entries);
-  entries[0].data.data = b.data();
-  write_snapshot(folder_ / "b.h5", SnapshotInfo(), entries);
-  const auto d =
-      compare_snapshots(Snapshot::open(folder_ / "a.h5"), Snapshot::open(folder_ / "b.h5"))
-          .parameters[0];
+  const auto d = compare_snapshots(write_array("a.h5", {a.data(), 3, Dtype::kF64}),
+                                   write_array("b.h5", {b.data(), 3, Dtype::kF64}))
+                     .parameters[0];
   EXPECT_EQ(d.max_absolute, 2e300);
   EXPECT_DOUBLE_EQ(d.relative_l2, std::sqrt(2.0));
   EXPECT_EQ(d.nonfinite_a, 0);
@@ -227,18 +243,14 @@ TEST_F(Compare, DoesNotDependOnThreads) {
   const Snapshot b = write("b", gradients, mesh_info(1, 3));
   for (float& value : gradients[0].data) value *= 1.001F;
   const Snapshot a = write("a", gradients);
-  CompareOptions one;
-  one.thread_count = 1;
-  CompareOptions many;
-  many.thread_count = 5;
   double last = 0;
   bool rising = true;
-  many.progress = [&](double fraction) {
+  const auto progress = [&](double fraction) {
     rising = rising && fraction > last;
     last = fraction;
   };
-  const auto x = compare_snapshots(a, b, one).parameters[0];
-  const auto y = compare_snapshots(a, b, many).parameters[0];
+  const auto x = compare_snapshots(a, b, {.thread_count = 1}).parameters[0];
+  const auto y = compare_snapshots(a, b, {.thread_count = 5, .progress = progress}).parameters[0];
   EXPECT_EQ(x.relative_l2, y.relative_l2);
   EXPECT_EQ(x.cosine, y.cosine);
   EXPECT_EQ(x.worst.index, y.worst.index);
@@ -247,8 +259,7 @@ TEST_F(Compare, DoesNotDependOnThreads) {
 }
 
 TEST_F(Compare, DrawsErrorsAlongTheParameter) {
-  CompareOptions options;
-  options.detail = true;
+  const CompareOptions options{.detail = true};
   std::vector<float> a(1000, 1.0F);
   const std::vector<float> b = a;
   a[0] += 4;
@@ -280,6 +291,118 @@ TEST_F(Compare, DrawsErrorsAlongTheParameter) {
                               q.histogram.zero_count),
               q.count);
   }
+}
+
+// Which snapshots can be compared with which.
+TEST_F(Compare, FindsTheSameAcrossMeshesAndLayouts) {
+  const auto gradients = some_gradients();
+  const Snapshot reference = write("reference", gradients, mesh_info(1, 1));
+  for (const auto& [replicate, shard, layout] : std::vector<std::tuple<int, int, std::string>>{
+           {2, 2, "flat"}, {1, 4, "dim0"}, {4, 1, "flat"}, {1, 7, "flat"}, {2, 2, "full"}}) {
+    const std::string name = layout + std::to_string(replicate) + std::to_string(shard);
+    const Snapshot other = write(name, gradients, mesh_info(replicate, shard, layout));
+    for (const bool bitwise : {false, true}) {
+      const Comparison comparison = compare_snapshots(other, reference, {.bitwise = bitwise});
+      EXPECT_EQ(comparison.verdict, Verdict::kSame) << name;
+      for (const auto& parameter : comparison.parameters) {
+        EXPECT_EQ(parameter.max_absolute, 0) << parameter.name;
+        EXPECT_EQ(parameter.relative_l2, 0);
+        EXPECT_EQ(parameter.max_ulp, 0);
+        EXPECT_NEAR(parameter.cosine, 1, 1e-12);
+      }
+    }
+  }
+}
+
+TEST_F(Compare, ComparesStoredDtypes) {
+  const std::vector<std::uint16_t> bf16{0x3f80, 0x4000};
+  const Snapshot a = write_array("a.h5", {bf16.data(), 2, Dtype::kBf16});
+  const Snapshot b = write("b", {{"w", {2}, {1.003F, 2}}});
+  const Comparison comparison = compare_snapshots(a, b);
+  EXPECT_EQ(comparison.verdict, Verdict::kSame);
+  EXPECT_EQ(comparison.parameters[0].coarsest, Dtype::kBf16);
+}
+
+TEST_F(Compare, RefusesOtherParameters) {
+  const Snapshot a = write("a", {{"both", {2}, {1, 2}}, {"mine", {1}, {1}}, {"s", {2, 1}, {1, 2}}});
+  const Snapshot b = write("b", {{"s", {1, 2}, {1, 2}}, {"both", {2}, {1, 2}}, {"new", {1}, {1}}});
+  EXPECT_EQ(refusal(a, b),
+            "compare: the parameters differ; only in the first: mine; only in the second: new; "
+            "shapes: s (2, 1) and (1, 2)");
+}
+
+TEST_F(Compare, MatchesParametersByName) {
+  const Snapshot a = write("a", {{"x", {1}, {1}}, {"y", {2}, {2, 3}}});
+  const Snapshot b = write("b", {{"y", {2}, {2, 3}}, {"x", {1}, {1}}});
+  EXPECT_EQ(compare_snapshots(a, b).verdict, Verdict::kSame);
+}
+
+TEST_F(Compare, RefusesContradictoryOptions) {
+  const Snapshot a = write("a", {{"x", {1}, {1}}});
+  EXPECT_THAT(refusal(a, a, {.rtol = 1, .bitwise = true}), HasSubstr("choose one"));
+  EXPECT_THAT(refusal(a, a, {.ulp = -1}), HasSubstr("expected ulp finite"));
+}
+
+class ComparePartials : public Compare {
+ protected:
+  // Two replicas whose sums differ.
+  Snapshot write_partial(const std::string& name, double divide_factor, int shard,
+                         float second_scale) {
+    SnapshotInfo info = mesh_info(2, shard);
+    info.partial = true;
+    info.divide_factor = divide_factor;
+    for (info.rank = 0; info.rank < 2 * shard; ++info.rank) {
+      const float scale = info.rank < shard ? 1 : second_scale;
+      std::vector<NamedGradient> sums{{"w", {4}, {}}};
+      for (int i = 0; i < 4; ++i) {
+        sums[0].data.push_back(scale * static_cast<float>(i * divide_factor));
+      }
+      write_snapshot_file(folder_ / name, info, slices_of(sums, info));
+    }
+    return Snapshot::open(folder_ / name);
+  }
+};
+
+TEST_F(ComparePartials, ReplicaByReplicaAfterTheDivision) {
+  const Snapshot a = write_partial("a", 2, 2, 3);
+  EXPECT_EQ(compare_snapshots(a, write_partial("b", 4, 1, 3)).verdict, Verdict::kSame);
+  const Comparison other = compare_snapshots(a, write_partial("c", 4, 1, 5));
+  EXPECT_EQ(other.verdict, Verdict::kDifferent);
+  EXPECT_EQ(other.parameters[0].worst.replica, 1);
+  EXPECT_EQ(other.parameters[0].worst.index, 3);
+  EXPECT_EQ(other.parameters[0].max_absolute, 6);
+}
+
+TEST_F(ComparePartials, NotWithResultsNorWithOtherReplicateSizes) {
+  const Snapshot a = write_partial("a", 2, 1, 1);
+  const std::vector<NamedGradient> result{{"w", {4}, {0, 1, 2, 3}}};
+  EXPECT_THAT(refusal(a, write("full", result, mesh_info(2, 1))), HasSubstr("a partial against"));
+  SnapshotInfo info = mesh_info(1, 1);
+  info.partial = true;
+  EXPECT_THAT(refusal(a, write("one", result, info)), HasSubstr("equal replicate sizes"));
+}
+
+TEST_F(Compare, RefusesUnequalReplicas) {
+  auto gradients = some_gradients();
+  const Snapshot reference = write("reference", gradients);
+  write_mesh(folder_ / "s", gradients, mesh_info(2, 2));
+  gradients[6].data.back() += 1;
+  SnapshotInfo info = mesh_info(2, 2);
+  info.rank = 3;
+  write_snapshot_file(folder_ / "s", info, slices_of(gradients, info));
+  EXPECT_THAT(refusal(Snapshot::open(folder_ / "s"), reference),
+              HasSubstr("'big' element 200098 differs between copies 0 and 1"));
+}
+
+TEST_F(Compare, ReportsAQuantizingHopWithoutJudging) {
+  SnapshotInfo info = mesh_info(2, 1);
+  info.replica_hop = "loco(bits=4)";
+  info.quantizes = true;
+  const Snapshot a = write("a", {{"w", {2}, {1, 2}}}, info);
+  const Snapshot b = write("b", {{"w", {2}, {1.5F, 2}}});
+  EXPECT_EQ(compare_snapshots(a, b).verdict, Verdict::kNotJudged);
+  EXPECT_EQ(compare_snapshots(a, b, {.rtol = 0.4}).verdict, Verdict::kSame);
+  EXPECT_EQ(compare_snapshots(a, b, {.rtol = 0.2}).verdict, Verdict::kDifferent);
 }
 
 }  // namespace

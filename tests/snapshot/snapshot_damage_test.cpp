@@ -3,7 +3,8 @@
 #include <sys/stat.h>
 
 #include <cstring>
-#include <optional>
+#include <functional>
+#include <utility>
 
 #include "hsdp/compare.h"
 #include "hsdp/error.h"
@@ -21,9 +22,7 @@ using ::testing::HasSubstr;
 // The message when the snapshot is refused; empty when it passes.
 std::string refusal(const std::filesystem::path& path) {
   try {
-    ValidateOptions options;
-    options.thread_count = 1;
-    static_cast<void>(validate_snapshot(Snapshot::open(path), options));
+    static_cast<void>(validate_snapshot(Snapshot::open(path), {.thread_count = 1}));
   } catch (const SnapshotError& error) {
     EXPECT_STRNE(error.what(), "");
     return error.what();
@@ -106,8 +105,6 @@ class MixedSnapshot : public ::testing::Test {
   TemporaryDirectory folder_;
 };
 
-TEST_F(MixedSnapshot, PassesAsItIs) { EXPECT_EQ(refuse(), ""); }
-
 TEST_F(MixedSnapshot, NamesMissingRanks) {
   std::filesystem::remove(folder_ / "s/rank_00001.h5");
   EXPECT_THAT(refuse(), HasSubstr("missing 1 (rank 1); the folder has to be on a file system"));
@@ -115,39 +112,29 @@ TEST_F(MixedSnapshot, NamesMissingRanks) {
   EXPECT_THAT(refuse(), HasSubstr("missing 2 (rank 0, 1)"));
 }
 
-TEST_F(MixedSnapshot, RefusesFilesOfOtherRuns) {
-  SnapshotInfo info = mesh_info(2, 2);
-  info.id = "another";
-  replace(info);
-  EXPECT_THAT(refuse(), HasSubstr("mixed: rank_00000.h5 and rank_00003.h5 differ: id"));
-  info = mesh_info(2, 2);
-  info.step = 43;
-  replace(info);
-  EXPECT_THAT(
-      refuse(),
-      HasSubstr("differ: step 42 and 43; if ranks are still saving, wait for them; else save"));
-  info = mesh_info(2, 2);
-  info.partial = true;
-  replace(info);
-  EXPECT_THAT(refuse(), HasSubstr("partial"));
-  info = mesh_info(4, 1);
-  replace(info);
-  EXPECT_THAT(refuse(), HasSubstr("mesh"));
-}
-
-TEST_F(MixedSnapshot, RefusesOtherParameters) {
-  auto gradients = two_gradients();
-  gradients[1].name = "c";
-  replace(mesh_info(2, 2), gradients);
-  EXPECT_THAT(refuse(), HasSubstr("'b' and 'c'"));
-  gradients = two_gradients();
-  gradients[0].shape = {2, 3};
-  replace(mesh_info(2, 2), gradients);
-  EXPECT_THAT(refuse(), HasSubstr("shape of 'w'"));
-  gradients = two_gradients();
-  gradients.pop_back();
-  replace(mesh_info(2, 2), gradients);
-  EXPECT_THAT(refuse(), HasSubstr("number of parameters"));
+TEST_F(MixedSnapshot, RefusesFilesOfOtherRunsOrParameters) {
+  using Gradients = std::vector<NamedGradient>;
+  const std::pair<const char*, std::function<void(SnapshotInfo&, Gradients&)>> rows[] = {
+      {"mixed: rank_00000.h5 and rank_00003.h5 differ: id",
+       [](auto& info, auto&) { info.id = "another"; }},
+      {"differ: step 42 and 43; if ranks are still saving, wait for them; else save",
+       [](auto& info, auto&) { info.step = 43; }},
+      {"partial", [](auto& info, auto&) { info.partial = true; }},
+      {"mesh", [](auto& info, auto&) { info = mesh_info(4, 1); }},
+      {"'b' and 'c'", [](auto&, auto& gradients) { gradients[1].name = "c"; }},
+      {"shape of 'w'",
+       [](auto&, auto& gradients) {
+         gradients[0].shape = {2, 3};
+       }},
+      {"number of parameters", [](auto&, auto& gradients) { gradients.pop_back(); }},
+  };
+  for (const auto& [text, change] : rows) {
+    SnapshotInfo info = mesh_info(2, 2);
+    Gradients gradients = two_gradients();
+    change(info, gradients);
+    replace(info, gradients);
+    EXPECT_THAT(refuse(), HasSubstr(text));
+  }
 }
 
 TEST_F(MixedSnapshot, RefusesFilesUnderWrongNames) {
@@ -277,12 +264,12 @@ TEST_F(HostileHeader, WithImpossibleNumbersIsRefused) {
 }
 
 TEST_F(HostileHeader, WithBadJsonIsRefused) {
-  EXPECT_NE(refusal_with_json(""), "");
-  EXPECT_NE(refusal_with_json("null"), "");
-  EXPECT_NE(refusal_with_json("{}"), "");
-  EXPECT_NE(refusal_with_json(json().substr(0, json().size() / 2)), "");
+  for (const std::string& text :
+       {std::string(), std::string("null"), std::string("{}"), json().substr(0, json().size() / 2),
+        std::string("{\"id\":\"\xff\"}")}) {
+    EXPECT_NE(refusal_with_json(text), "") << text;
+  }
   EXPECT_THAT(refusal_with_json(std::string(100000, '[')), HasSubstr("too deeply"));
-  EXPECT_NE(refusal_with_json(std::string("{\"id\":\"\xff\"}")), "");
 }
 
 TEST(SnapshotHeader, OfAnyBytesIsSurvived) {

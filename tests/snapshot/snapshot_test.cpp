@@ -4,7 +4,10 @@
 #include <hdf5.h>
 
 #include <array>
+#include <functional>
 #include <limits>
+#include <tuple>
+#include <utility>
 
 #include "hsdp/error.h"
 #include "tests/snapshot/written_snapshot.h"
@@ -14,16 +17,7 @@ namespace {
 
 using namespace hsdp::testing;
 using ::testing::HasSubstr;
-
-template <class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
+using ::testing::ThrowsMessage;
 
 struct MeshCase {
   int replicate;
@@ -73,21 +67,12 @@ TEST(Snapshot, KeepsWhatIsSaidAboutTheRun) {
   info.engine = "nccl";
   write_mesh(folder / "s", some_gradients(), info, Dtype::kF16);
   const Snapshot snapshot = Snapshot::open(folder / "s");
-  EXPECT_EQ(snapshot.info().id, info.id);
-  EXPECT_EQ(snapshot.info().reducer, "critic");
-  EXPECT_EQ(snapshot.info().step, -3);
-  EXPECT_EQ(snapshot.info().replicate_size, 2);
-  EXPECT_EQ(snapshot.info().shard_size, 1);
-  EXPECT_EQ(snapshot.info().microbatch_count, 5);
-  EXPECT_EQ(snapshot.info().divide_factor, 1.0 / 3);
-  EXPECT_EQ(snapshot.info().loss_scale, 65536);
-  EXPECT_EQ(snapshot.info().replica_dtype, Dtype::kBf16);
-  EXPECT_EQ(snapshot.info().replica_hop, "loco");
-  EXPECT_TRUE(snapshot.info().quantizes);
-  EXPECT_EQ(snapshot.info().reduction, "native");
-  EXPECT_EQ(snapshot.info().layout, "dim0");
-  EXPECT_EQ(snapshot.info().engine, "nccl");
-  EXPECT_FALSE(snapshot.info().partial);
+  const auto fields = [](const SnapshotInfo& of) {
+    return std::tie(of.id, of.reducer, of.step, of.replicate_size, of.shard_size,
+                    of.microbatch_count, of.divide_factor, of.loss_scale, of.replica_dtype,
+                    of.replica_hop, of.quantizes, of.reduction, of.layout, of.engine, of.partial);
+  };
+  EXPECT_EQ(fields(snapshot.info()), fields(info));
   EXPECT_EQ(snapshot.parameters()[0].reduce_dtype, Dtype::kF16);
 }
 
@@ -113,33 +98,21 @@ TEST(Snapshot, ReadsAnyRange) {
   EXPECT_THROW(snapshot.read(99, 0, 0, std::span<float>(two)), UsageError);
 }
 
+// By what the setters of a Reducer accept: any factor that fp32 can divide by.
 TEST(Snapshot, DividesAPartialWhenItIsRead) {
   const TemporaryDirectory folder;
   SnapshotInfo info = mesh_info(1, 1);
   info.partial = true;
-  info.divide_factor = 3;
-  info.loss_scale = 4;
   const std::vector<NamedGradient> sums{{"w", {2}, {6.0F, 7.0F}}};
-  write_mesh(folder / "s", sums, info);
-  EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0),
-            (std::vector<float>{6.0F / 12.0F, 7.0F / 12.0F}));
-}
-
-// What the setters of a Reducer accept.
-TEST(Snapshot, KeepsAnyFactorThatFp32CanDivideBy) {
-  const TemporaryDirectory folder;
-  SnapshotInfo info = mesh_info(1, 1);
-  info.partial = true;
-  int number = 0;
-  for (const auto& [factor, scale] :
-       {std::pair(-2.0, 1.0), std::pair(1e39, 1e-10), std::pair(1e-40, 1e20)}) {
+  for (const auto& [factor, scale] : {std::pair(3.0, 4.0), std::pair(-2.0, 1.0),
+                                      std::pair(1e39, 1e-10), std::pair(1e-40, 1e20)}) {
     info.divide_factor = factor;
     info.loss_scale = scale;
-    const auto path = folder / std::to_string(number++);
-    write_mesh(path, {{"w", {1}, {3.0F}}}, info);
-    const Snapshot snapshot = Snapshot::open(path);
+    write_mesh(folder / "s", sums, info);
+    const Snapshot snapshot = Snapshot::open(folder / "s");
     EXPECT_EQ(snapshot.info().divide_factor, factor);
-    EXPECT_EQ(read_all(snapshot, 0), std::vector<float>{3.0F / static_cast<float>(factor * scale)});
+    const auto divisor = static_cast<float>(factor * scale);
+    EXPECT_EQ(read_all(snapshot, 0), (std::vector<float>{6.0F / divisor, 7.0F / divisor}));
   }
 }
 
@@ -168,55 +141,48 @@ TEST(Snapshot, KeepsPlainArraysOfEveryDtype) {
 TEST(Snapshot, RefusesToWriteWhatCannotBeRead) {
   const TemporaryDirectory folder;
   const std::vector<float> data{1, 2, 3, 4};
-  const auto write = [&](const SnapshotInfo& info, std::vector<SnapshotEntry> entries) {
-    return error_of([&] { write_snapshot_file(folder / "s", info, entries); });
-  };
   const SnapshotEntry good{"w", {4}, Dtype::kF32, Dtype::kF32, 0, {data.data(), 4, Dtype::kF32}};
-  EXPECT_EQ(write(mesh_info(1, 1), {good}), "no error");
-  EXPECT_THAT(write(mesh_info(1, 1), {good, good}), HasSubstr("'w' occurs twice"));
-  SnapshotEntry bad = good;
-  bad.offset = 1;
-  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("outside of 4 elements"));
-  bad = good;
-  bad.data.count = -1;
-  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("outside of 4 elements"));
-  bad = good;
-  bad.name = "";
-  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("name"));
-  bad.name = "\xff";
-  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("UTF-8"));
-  bad = good;
-  bad.data.dtype = Dtype::kI64;
-  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("f32, bf16, f16 or f64"));
-  bad = good;
-  bad.data.device = {DeviceType::kCuda, 0};
-  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("host memory"));
-  bad = good;
-  bad.data.data = nullptr;
-  EXPECT_THAT(write(mesh_info(1, 1), {bad}), HasSubstr("null"));
-  SnapshotInfo info = mesh_info(1, 1);
-  info.id = "";
-  EXPECT_THAT(write(info, {good}), HasSubstr("id"));
-  info = mesh_info(2, 2);
-  info.rank = 4;
-  EXPECT_THAT(write(info, {good}), HasSubstr("rank 4 of 4"));
-  info = mesh_info(1, 1);
-  info.divide_factor = 0;
-  EXPECT_THAT(write(info, {good}), HasSubstr("divide factor"));
-  info = mesh_info(1, 1);
-  info.layout = "rows";
-  EXPECT_THAT(write(info, {good}), HasSubstr("layout"));
-  EXPECT_THAT(error_of([&] {
-                write_snapshot_file(folder / "one.h5", mesh_info(2, 1),
-                                    std::vector<SnapshotEntry>{good});
-              }),
-              HasSubstr("write to a directory"));
-  EXPECT_THAT(error_of([&] { write_snapshot(folder / "several", mesh_info(2, 1), {}); }),
-              "no error");
-  SnapshotInfo nameless = mesh_info(2, 1);
-  nameless.id = "";
-  EXPECT_THAT(error_of([&] { write_snapshot(folder / "several", nameless, {}); }),
-              HasSubstr("id that its ranks share"));
+  const auto refused = [](const std::string& text, const std::function<void()>& write) {
+    EXPECT_THAT(write, ThrowsMessage<Error>(HasSubstr(text)));
+  };
+  const auto write = [&](const SnapshotInfo& info, const std::vector<SnapshotEntry>& entries) {
+    write_snapshot_file(folder / "s", info, entries);
+  };
+  EXPECT_NO_THROW(write(mesh_info(1, 1), {good}));
+  refused("'w' occurs twice", [&] { write(mesh_info(1, 1), {good, good}); });
+  const std::pair<const char*, std::function<void(SnapshotInfo&, SnapshotEntry&)>> faults[] = {
+      {"outside of 4 elements", [](auto&, auto& entry) { entry.offset = 1; }},
+      {"outside of 4 elements", [](auto&, auto& entry) { entry.data.count = -1; }},
+      {"name", [](auto&, auto& entry) { entry.name = ""; }},
+      {"UTF-8", [](auto&, auto& entry) { entry.name = "\xff"; }},
+      {"f32, bf16, f16 or f64", [](auto&, auto& entry) { entry.data.dtype = Dtype::kI64; }},
+      {"host memory",
+       [](auto&, auto& entry) {
+         entry.data.device = {DeviceType::kCuda, 0};
+       }},
+      {"null", [](auto&, auto& entry) { entry.data.data = nullptr; }},
+      {"id", [](auto& info, auto&) { info.id = ""; }},
+      {"rank 4 of 4",
+       [](auto& info, auto&) {
+         info = mesh_info(2, 2);
+         info.rank = 4;
+       }},
+      {"divide factor", [](auto& info, auto&) { info.divide_factor = 0; }},
+      {"layout", [](auto& info, auto&) { info.layout = "rows"; }},
+  };
+  for (const auto& [text, spoil] : faults) {
+    SnapshotInfo info = mesh_info(1, 1);
+    SnapshotEntry entry = good;
+    spoil(info, entry);
+    refused(text, [&] { write(info, {entry}); });
+  }
+  refused("write to a directory", [&] {
+    write_snapshot_file(folder / "one.h5", mesh_info(2, 1), {&good, 1});
+  });
+  SnapshotInfo several = mesh_info(2, 1);
+  EXPECT_NO_THROW(write_snapshot(folder / "several", several, {}));
+  several.id = "";
+  refused("id that its ranks share", [&] { write_snapshot(folder / "several", several, {}); });
 }
 
 // What other readers see: plain HDF5, named datasets in their shapes, attributes, float conversion.
@@ -229,12 +195,12 @@ class Hdf5View : public ::testing::Test {
   ~Hdf5View() override {
     if (file_ >= 0) H5Fclose(file_);
   }
-  std::vector<float> floats(const std::string& link, std::vector<hsize_t>& shape) const {
+  std::vector<float> floats(const std::string& link) {
     const hid_t dataset = H5Dopen2(file_, link.c_str(), H5P_DEFAULT);
     EXPECT_GE(dataset, 0) << link;
     const hid_t space = H5Dget_space(dataset);
-    shape.resize(static_cast<std::size_t>(H5Sget_simple_extent_ndims(space)));
-    H5Sget_simple_extent_dims(space, shape.data(), nullptr);
+    shape_.resize(static_cast<std::size_t>(H5Sget_simple_extent_ndims(space)));
+    H5Sget_simple_extent_dims(space, shape_.data(), nullptr);
     std::vector<float> values(static_cast<std::size_t>(H5Sget_simple_extent_npoints(space)));
     EXPECT_GE(H5Dread(dataset, H5T_NATIVE_FLOAT, H5S_ALL, H5S_ALL, H5P_DEFAULT, values.data()), 0);
     H5Sclose(space);
@@ -242,6 +208,7 @@ class Hdf5View : public ::testing::Test {
     return values;
   }
   hid_t file_ = -1;
+  std::vector<hsize_t> shape_;  // of the last dataset
 };
 
 TEST_F(Hdf5View, ShowsWholeParametersInTheirShape) {
@@ -249,13 +216,12 @@ TEST_F(Hdf5View, ShowsWholeParametersInTheirShape) {
   const auto gradients = some_gradients();
   write_mesh(folder / "s", gradients, mesh_info(1, 1));
   ASSERT_NO_FATAL_FAILURE(open(folder / "s/rank_00000.h5"));
-  std::vector<hsize_t> shape;
-  EXPECT_EQ(floats("gradients/layer.0.weight", shape), gradients[0].data);
-  EXPECT_EQ(shape, (std::vector<hsize_t>{5, 3}));
-  EXPECT_EQ(floats("gradients/block%2Fattention%2Fout", shape), gradients[1].data);
-  EXPECT_EQ(floats("gradients/scalar", shape), gradients[4].data);
-  EXPECT_TRUE(shape.empty());
-  EXPECT_EQ(floats("gradients/%2E", shape), gradients[5].data);
+  EXPECT_EQ(floats("gradients/layer.0.weight"), gradients[0].data);
+  EXPECT_EQ(shape_, (std::vector<hsize_t>{5, 3}));
+  EXPECT_EQ(floats("gradients/block%2Fattention%2Fout"), gradients[1].data);
+  EXPECT_EQ(floats("gradients/scalar"), gradients[4].data);
+  EXPECT_TRUE(shape_.empty());
+  EXPECT_EQ(floats("gradients/%2E"), gradients[5].data);
   std::int64_t step = 0;
   const hid_t attribute = H5Aopen(file_, "step", H5P_DEFAULT);
   EXPECT_GE(H5Aread(attribute, H5T_NATIVE_INT64, &step), 0);
@@ -273,9 +239,8 @@ TEST_F(Hdf5View, ConvertsSixteenBitFloats) {
   write_snapshot(folder / "plain.h5", SnapshotInfo(), entries);
   ASSERT_NO_FATAL_FAILURE(open(folder / "plain.h5"));
   constexpr float kInf = std::numeric_limits<float>::infinity();
-  std::vector<hsize_t> shape;
-  EXPECT_EQ(floats("gradients/bf16", shape), (std::vector<float>{1, -2.5F, kInf, 0x1p-126F}));
-  EXPECT_EQ(floats("gradients/f16", shape), (std::vector<float>{1, -2.5F, kInf, 0x1p-24F}));
+  EXPECT_EQ(floats("gradients/bf16"), (std::vector<float>{1, -2.5F, kInf, 0x1p-126F}));
+  EXPECT_EQ(floats("gradients/f16"), (std::vector<float>{1, -2.5F, kInf, 0x1p-24F}));
 }
 
 // Arrays of a hop's state, more than a block of them.
@@ -329,15 +294,15 @@ TEST(Snapshot, RefusesAStateThatItCannotHold) {
   const TemporaryDirectory folder;
   const std::vector<std::uint16_t> halves{1};
   const SnapshotInfo info = mesh_info(1, 1, "flat");
-  const auto refused = [&](const std::vector<SnapshotState>& arrays) {
-    return error_of([&] { write_snapshot_file(folder / "s.h5", info, {}, arrays); });
+  const auto refused = [&](const std::string& text, const std::vector<SnapshotState>& arrays) {
+    EXPECT_THAT([&] { write_snapshot_file(folder / "s.h5", info, {}, arrays); },
+                ThrowsMessage<Error>(HasSubstr(text)));
   };
-  EXPECT_THAT(refused({{"h", {halves.data(), 1, Dtype::kF16}}}),
-              HasSubstr("f32, f64, i64 or u8, got f16"));
-  EXPECT_THAT(refused({{"", {nullptr, 0, Dtype::kF32}}}), HasSubstr("must have 1 to 4096 bytes"));
-  EXPECT_THAT(refused({{"x", {nullptr, 0, Dtype::kF32}}, {"x", {nullptr, 0, Dtype::kF32}}}),
-              HasSubstr("'x' occurs twice"));
-  EXPECT_THAT(refused({{"x", {nullptr, 1, Dtype::kF32}}}), HasSubstr("null pointer"));
+  const ConstTensorView none{nullptr, 0, Dtype::kF32};
+  refused("f32, f64, i64 or u8, got f16", {{"h", {halves.data(), 1, Dtype::kF16}}});
+  refused("must have 1 to 4096 bytes", {{"", none}});
+  refused("'x' occurs twice", {{"x", none}, {"x", none}});
+  refused("null pointer", {{"x", {nullptr, 1, Dtype::kF32}}});
 }
 
 TEST_F(Hdf5View, ShowsTheStateOfAHop) {
@@ -345,10 +310,9 @@ TEST_F(Hdf5View, ShowsTheStateOfAHop) {
   const SomeHopState state;
   write_snapshot_file(folder / "s.h5", mesh_info(1, 1, "full"), {}, state.arrays);
   ASSERT_NO_FATAL_FAILURE(open(folder / "s.h5"));
-  std::vector<hsize_t> shape;
-  EXPECT_EQ(floats("hop_state/a%2Fb%2Fr0%2Fo0%2Fvalues", shape), state.values);
-  EXPECT_EQ(floats("hop_state/w%2Fgather%2Fo64%2Fcodes", shape), (std::vector<float>{1, 2, 255}));
-  EXPECT_EQ(floats("hop_state/steps", shape), std::vector<float>{12});
+  EXPECT_EQ(floats("hop_state/a%2Fb%2Fr0%2Fo0%2Fvalues"), state.values);
+  EXPECT_EQ(floats("hop_state/w%2Fgather%2Fo64%2Fcodes"), (std::vector<float>{1, 2, 255}));
+  EXPECT_EQ(floats("hop_state/steps"), std::vector<float>{12});
 }
 
 // How the golden file of the newest version was made: --gtest_also_run_disabled_tests.

@@ -109,15 +109,6 @@ std::vector<std::string> names_in(const std::filesystem::path& folder) {
   return names;
 }
 
-TEST(SnapshotFile, ReplacesAnEarlierOneWholly) {
-  const TemporaryDirectory folder;
-  write_mesh(folder / "s", some_gradients(1), mesh_info(1, 1));
-  const auto gradients = some_gradients(2);
-  write_mesh(folder / "s", gradients, mesh_info(1, 1));
-  EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0), gradients[0].data);
-  EXPECT_EQ(names_in(folder / "s"), (std::vector<std::string>{"rank_00000.h5"}));
-}
-
 // Of a larger mesh: files of ranks that the new one does not have are gone, others stay.
 TEST(SnapshotFile, ReplacesAnEarlierOneOfALargerMesh) {
   const TemporaryDirectory folder;

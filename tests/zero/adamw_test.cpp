@@ -17,6 +17,7 @@
 
 #include "hsdp/error.h"
 #include "tests/support/reducer_step.h"
+#include "tests/zero/sliced_parameters.h"
 #include "zero/adamw_kernels.h"
 #include "zero/parameter_gather.h"
 
@@ -67,57 +68,22 @@ class Alone {
   zero::AdamWClock clock_;
 };
 
-// A rank's parameters: whole arrays, and fp32 masters of slices where those have 16 bits.
-class Sharded {
- public:
-  Sharded(Reducer& reducer, const std::vector<ParameterSpec>& specs) : specs_(specs) {
-    for (const ParameterSpec& spec : specs) reducer.register_parameter(spec);
-    reducer.prepare();
-    for (const ParameterSpec& spec : specs) {
-      const Values whole = initial(spec);
-      slices_.push_back(reducer.slice(spec.name));
-      arrays_.push_back(encoded(whole, spec.dtype));
-      masters_.emplace_back(whole.begin() + slices_.back().offset,
-                            whole.begin() + slices_.back().offset + slices_.back().count);
-    }
+// Of which an optimizer updates slices: masters where parameters have 16 bits.
+SlicedParameters sliced(Reducer& reducer, const std::vector<ParameterSpec>& specs) {
+  return {reducer, specs, SlicedParameters::Masters::kOf16Bits, initial};
+}
+std::vector<AdamWParameter> updated(SlicedParameters& parameters) {
+  std::vector<AdamWParameter> all;
+  for (std::size_t p = 0; p < parameters.specs().size(); ++p) {
+    all.push_back({parameters.specs()[p].name, parameters.own(p)});
   }
-
-  [[nodiscard]] TensorView array(std::size_t p) {
-    return {arrays_[p].data(), element_count(specs_[p].shape), specs_[p].dtype, {}};
+  return all;
+}
+void expect(const SlicedParameters& parameters, const Alone& alone, const std::string& label) {
+  for (std::size_t p = 0; p < parameters.specs().size(); ++p) {
+    parameters.expect(p, alone.values(p), label);
   }
-  [[nodiscard]] TensorView own(std::size_t p) {
-    if (specs_[p].dtype != Dtype::kF32) {
-      return {masters_[p].data(), slices_[p].count, Dtype::kF32, {}};
-    }
-    return array(p).slice(slices_[p].offset, slices_[p].count);
-  }
-  [[nodiscard]] std::vector<AdamWParameter> updated() {
-    std::vector<AdamWParameter> all;
-    for (std::size_t p = 0; p < specs_.size(); ++p) all.push_back({specs_[p].name, own(p)});
-    return all;
-  }
-  [[nodiscard]] std::vector<zero::GatheredParameter> gathered() {
-    std::vector<zero::GatheredParameter> all;
-    for (std::size_t p = 0; p < specs_.size(); ++p) {
-      all.push_back({.name = specs_[p].name, .array = array(p)});
-      if (specs_[p].dtype != Dtype::kF32) all.back().master = own(p);
-    }
-    return all;
-  }
-  void expect(const Alone& alone, const std::string& label) const {
-    for (std::size_t p = 0; p < specs_.size(); ++p) {
-      Values want = alone.values(p);
-      for (float& value : want) value = round_to(specs_[p].dtype, value);
-      expect_same_bits(decoded(arrays_[p], specs_[p].dtype), want, label + " " + specs_[p].name);
-    }
-  }
-
- private:
-  std::vector<ParameterSpec> specs_;
-  std::vector<Slice> slices_;
-  std::vector<std::vector<std::byte>> arrays_;
-  std::vector<Values> masters_;
-};
+}
 
 // Integers: their sums are exact in any order, and so is the mean over four ranks.
 std::vector<Values> mean_gradients(const StepCase& step, MeshShape shape) {
@@ -163,8 +129,8 @@ TEST_P(AdamWOnSlices, HasTheBitsOfOneProcess) {
   run_mesh(shape, [&, shape = shape, sync = partial_sync](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 512});
     reducer.set_partial_sync(sync);
-    Sharded parameters(reducer, steps[0].parameters);
-    AdamW optimizer(reducer, parameters.updated(), kOptions);
+    SlicedParameters parameters = sliced(reducer, steps[0].parameters);
+    AdamW optimizer(reducer, updated(parameters), kOptions);
     zero::ParameterGather gather(reducer, parameters.gathered(), 256);
     Alone alone(steps[0].parameters);
     Stream stream = Stream::inline_host();
@@ -179,7 +145,7 @@ TEST_P(AdamWOnSlices, HasTheBitsOfOneProcess) {
       gather.start_all(stream.record());
       alone.update(mean_gradients(step, shape), &factor, &found_inf);
       gather.wait_all();
-      parameters.expect(alone, "step " + std::to_string(s));
+      expect(parameters, alone, "step " + std::to_string(s));
     }
     EXPECT_EQ(optimizer.steps(stream), kSteps - 1);
   });
@@ -199,9 +165,8 @@ struct Trained {
     for (const StepCase& step : steps) {
       Reducer& reducer = *owners.emplace_back(std::make_unique<Reducer>(mesh));
       reducers.push_back(&reducer);
-      parameters.push_back(std::make_unique<Sharded>(reducer, step.parameters));
-      optimizers.push_back(
-          std::make_unique<AdamW>(reducer, parameters.back()->updated(), kOptions));
+      parameters.push_back(std::make_unique<SlicedParameters>(sliced(reducer, step.parameters)));
+      optimizers.push_back(std::make_unique<AdamW>(reducer, updated(*parameters.back()), kOptions));
     }
   }
   void update(const zero::AdamWUpdate& how = {}) const {
@@ -211,7 +176,7 @@ struct Trained {
 
   std::vector<std::unique_ptr<Reducer>> owners;
   std::vector<Reducer*> reducers;
-  std::vector<std::unique_ptr<Sharded>> parameters;
+  std::vector<std::unique_ptr<SlicedParameters>> parameters;
   std::vector<std::unique_ptr<AdamW>> optimizers;
 };
 
@@ -256,55 +221,51 @@ TEST(AdamW, ClipsByAFactorWithTheBitsOfScaledGradients) {
   }
 }
 
-TEST(AdamW, WorksInTheOrderOfItsStream) {
-  const StepCase step = integer_step(odd_parameters(Dtype::kF32), 2, kMicrobatches, 7);
-  run_mesh({1, 2}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    Sharded parameters(reducer, step.parameters);
-    AdamW optimizer(reducer, parameters.updated(), kOptions);
-    zero::ParameterGather gather(reducer, parameters.gathered());
-    Stream stream = Stream::host_worker("optimizer");
-    run_microbatches(reducer, step, mesh.rank());
-    float found_inf = 1.0F;  // until the Reducer has written it
-    stream.wait(reducer.found_inf({&found_inf, 1, Dtype::kF32, {}}));
-    optimizer.update(stream, {.found_inf = &found_inf});
-    gather.start_all(stream.record());
-    gather.wait_all();
-    Alone alone(step.parameters);
-    alone.update(mean_gradients(step, {1, 2}));
-    parameters.expect(alone, "by a worker");
-  });
+// On a worker's stream, behind what the Reducer writes. What an infinite gradient would do to a
+// parameter it does to none.
+TEST(AdamW, SkipsWhatTheReducerHasFoundInTheOrderOfItsStream) {
+  for (const bool overflows : {false, true}) {
+    StepCase step = integer_step(odd_parameters(Dtype::kF32), 2, kMicrobatches, 8);
+    if (overflows) {
+      (*step.gradients[2][1][1])[3] = std::numeric_limits<float>::infinity();
+    }
+    run_mesh({1, 2}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh);
+      SlicedParameters parameters = sliced(reducer, step.parameters);
+      AdamW optimizer(reducer, updated(parameters), kOptions);
+      zero::ParameterGather gather(reducer, parameters.gathered());
+      Stream stream = Stream::host_worker("optimizer");
+      run_microbatches(reducer, step, mesh.rank());
+      float found_inf = overflows ? 0.0F : 1.0F;  // until the Reducer has written it
+      stream.wait(reducer.found_inf({&found_inf, 1, Dtype::kF32, {}}));
+      optimizer.update(stream, {.found_inf = &found_inf});
+      gather.start_all(stream.record());
+      gather.wait_all();
+      Alone alone(step.parameters);
+      if (!overflows) alone.update(mean_gradients(step, {1, 2}));
+      expect(parameters, alone, overflows ? "skipped" : "by a worker");
+      EXPECT_EQ(optimizer.steps(stream), overflows ? 0 : 1);
+      if (overflows) {
+        EXPECT_THAT(values_of(optimizer.moments("large").first), testing::Each(0.0F));
+      }
+    });
+  }
 }
 
-// What an infinite gradient would do to a parameter it does to none.
-TEST(AdamW, SkipsWhatTheReducerHasFound) {
-  StepCase step = integer_step(odd_parameters(Dtype::kF32), 2, kMicrobatches, 8);
-  (*step.gradients[2][1][1])[3] = std::numeric_limits<float>::infinity();
-  run_mesh({1, 2}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    Sharded parameters(reducer, step.parameters);
-    AdamW optimizer(reducer, parameters.updated(), kOptions);
-    Stream stream = Stream::inline_host();
-    run_microbatches(reducer, step, mesh.rank());
-    float found_inf = 0.0F;
-    stream.wait(reducer.found_inf({&found_inf, 1, Dtype::kF32, {}}));
-    optimizer.update(stream, {.found_inf = &found_inf});
-    EXPECT_EQ(found_inf, 1.0F);
-    EXPECT_EQ(optimizer.steps(stream), 0);
-    parameters.expect(Alone(step.parameters), "skipped");
-    for (const float moment : values_of(optimizer.moments("large").first)) EXPECT_EQ(moment, 0.0F);
-  });
-}
-
+// In another optimizer, which had another learning rate.
 TEST(AdamW, GoesOnFromItsMomentsAndSteps) {
   const StepCase step = integer_step(odd_parameters(Dtype::kF32), 1, kMicrobatches, 9);
   run_mesh({1, 1}, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
-    Sharded parameters(reducer, step.parameters);
+    SlicedParameters parameters = sliced(reducer, step.parameters);
     Alone alone(step.parameters);
     Stream stream = Stream::inline_host();
-    AdamW before(reducer, parameters.updated(), kOptions);
-    AdamW after(reducer, parameters.updated(), kOptions);
+    AdamW before(reducer, updated(parameters), kOptions);
+    AdamW after(reducer, updated(parameters),
+                {.lr = 1.0, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.3});
+    after.set_learning_rate(kOptions.lr);
+    EXPECT_THROW(after.set_learning_rate(-1.0), UsageError);
+    EXPECT_EQ(after.options().lr, kOptions.lr);
     for (int s = 0; s < 6; ++s) {
       run_microbatches(reducer, step, mesh.rank());
       if (s == 3) {
@@ -321,7 +282,7 @@ TEST(AdamW, GoesOnFromItsMomentsAndSteps) {
       (s < 3 ? before : after).update(stream);
       alone.update(mean_gradients(step, {1, 1}));
     }
-    parameters.expect(alone, "resumed");
+    expect(parameters, alone, "resumed");
   });
 }
 
@@ -331,17 +292,17 @@ TEST(AdamW, KeepsEightBytesForEachElementOfItsSlices) {
   for (const auto& specs : {even, odd_parameters(Dtype::kF32), odd_parameters(Dtype::kBf16)}) {
     run_mesh({1, 2}, [&](const Mesh& mesh) {
       Reducer reducer(mesh);
-      Sharded parameters(reducer, specs);
+      SlicedParameters parameters = sliced(reducer, specs);
       const ReducerStats before = reducer.stats();
       std::int64_t bytes = 0;
       for (const ParameterSpec& spec : specs) {
         bytes += 8 * ((reducer.slice(spec.name).count + 15) / 16 * 16);
       }
       {
-        const AdamW optimizer(reducer, parameters.updated(), kOptions);
+        const AdamW optimizer(reducer, updated(parameters), kOptions);
         EXPECT_EQ(reducer.stats().optimizer_bytes, bytes);
         EXPECT_EQ(reducer.stats().resident_bytes, before.resident_bytes + bytes);
-        const AdamW another(reducer, parameters.updated(), kOptions);
+        const AdamW another(reducer, updated(parameters), kOptions);
         EXPECT_EQ(reducer.stats().optimizer_bytes, 2 * bytes);
       }
       EXPECT_EQ(reducer.stats().optimizer_bytes, 0) << "given back";
@@ -349,27 +310,6 @@ TEST(AdamW, KeepsEightBytesForEachElementOfItsSlices) {
       EXPECT_EQ(reducer.stats().peak_resident_bytes, before.resident_bytes + 2 * bytes);
     });
   }
-}
-
-TEST(AdamW, TakesAnotherLearningRate) {
-  const StepCase step = integer_step(odd_parameters(Dtype::kF32), 1, kMicrobatches, 10);
-  run_mesh({1, 1}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    Sharded parameters(reducer, step.parameters);
-    AdamWOptions options = kOptions;
-    options.lr = 1.0;
-    AdamW optimizer(reducer, parameters.updated(), options);
-    optimizer.set_learning_rate(kOptions.lr);
-    EXPECT_EQ(optimizer.options().lr, kOptions.lr);
-    run_microbatches(reducer, step, mesh.rank());
-    Stream stream = Stream::inline_host();
-    optimizer.update(stream);
-    Alone alone(step.parameters);
-    alone.update(mean_gradients(step, {1, 1}));
-    parameters.expect(alone, "another rate");
-    EXPECT_THROW(optimizer.set_learning_rate(-1.0), UsageError);
-    EXPECT_EQ(optimizer.options().lr, kOptions.lr);
-  });
 }
 
 TEST(AdamW, RefusesWhatDoesNotFit) {
@@ -396,15 +336,15 @@ TEST(AdamW, RefusesWhatDoesNotFit) {
   };
   run_mesh({1, 1}, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
-    Sharded parameters(reducer, odd_parameters(Dtype::kF32));
+    SlicedParameters parameters = sliced(reducer, odd_parameters(Dtype::kF32));
     for (const Fault& fault : faults) {
-      std::vector<AdamWParameter> given = parameters.updated();
+      std::vector<AdamWParameter> given = updated(parameters);
       AdamWOptions options = kOptions;
       fault.make(given, options);
       EXPECT_THAT([&] { const AdamW optimizer(reducer, given, options); },
                   testing::ThrowsMessage<UsageError>(HasSubstr(fault.text)));
     }
-    AdamW optimizer(reducer, parameters.updated(), kOptions);
+    AdamW optimizer(reducer, updated(parameters), kOptions);
     Stream stream = Stream::inline_host();
     EXPECT_THAT([&] { optimizer.update(stream); },
                 testing::ThrowsMessage<UsageError>(HasSubstr("shard")))

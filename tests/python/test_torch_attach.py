@@ -388,8 +388,7 @@ def test_two_models_need_names_of_their_own(mesh: hsdp.Mesh) -> None:
 def test_two_models_forget_a_dropped_step_together(mesh: hsdp.Mesh, where: str) -> None:
     models = two_models()
     want = expected(models, [3], run_two)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(models["first"], keep_grads=True)
+    reducer = attached_to(models["first"], mesh, keep_grads=True)
     reducer.attach(models["second"])
     with reducer.microbatch(last=False):
         run_two(models, 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Launcher, on_mesh
 from torch import nn
+from one_rank import attached_to
 
 import hsdp
 from hsdp.torch import buffer_sync
@@ -89,8 +90,7 @@ def run_statistics(by_messages: bool) -> dict[str, Any]:
             model = Scaled()
             if how == "window":  # not the same at first
                 model.other.low += mesh.rank
-            reducer = hsdp.Reducer(mesh, missing="zero")
-            reducer.attach(model)
+            reducer = attached_to(model, mesh, missing="zero")
             before = broadcasts(mesh)
             found[how] = train(mesh, model, reducer, how)
             found[f"{how} broadcasts"] = broadcasts(mesh) - before
@@ -166,8 +166,7 @@ def run_choices() -> dict[str, Any]:
 
         torch.manual_seed(0)
         model = Scaled()
-        reducer = hsdp.Reducer(mesh, missing="zero")
-        reducer.attach(model)
+        reducer = attached_to(model, mesh, missing="zero")
         with reducer.microbatch(last=True):
             resize(model)
         for name in ("shape", "shape again"):
@@ -277,8 +276,7 @@ def test_dropped_steps_do_not_hang(ranks: Launcher) -> None:
 def run_scripted() -> list[float]:
     with hsdp.init_mesh(1, 2) as mesh:
         model: Any = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         x = torch.arange(12.0).reshape(4, 3) * (mesh.rank + 1)
         for _ in range(2):
             with reducer.microbatch(last=True):
@@ -298,8 +296,7 @@ def test_statistics_may_be_copied_before_a_backward(mesh: hsdp.Mesh) -> None:
     """What F.batch_norm writes counts no version for torch, and neither does a copy of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
     for _ in range(3):
         loss = model(torch.randn(4, 3) * (mesh.rank + 1)).square().sum()
         with reducer.microbatch(last=True):
@@ -312,8 +309,7 @@ def run_uneven() -> dict[str, Any]:
     with hsdp.init_mesh(1, 2) as mesh:
         model = Scaled()
         hsdp.broadcast_parameters(mesh, model)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         steps = [batch(step, mesh.rank) for step in range(3)]
         for x in hsdp.uneven(reducer, steps if mesh.rank else []):
             with reducer.microbatch(last=True):

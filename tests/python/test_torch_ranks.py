@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Launcher, on_mesh
 from torch import nn
+from one_rank import attached_to
 
 import hsdp
 
@@ -79,8 +80,7 @@ def run_exceptions() -> list[str]:
     with hsdp.init_mesh(2, 2) as mesh:
         model = make_model(mesh)
         hsdp.broadcast_parameters(mesh, model)
-        reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=64)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh, missing="zero", bucket_bytes=64)
         raising = []
 
         def tensor_hook(grad: torch.Tensor) -> None:
@@ -123,8 +123,7 @@ def run_steps() -> list[Any]:
     said: list[Any] = []
     with hsdp.init_mesh(2, 2) as mesh:
         model = nn.Linear(3, 2, bias=False)
-        reducer = hsdp.Reducer(mesh, bucket_bytes=64)
-        reducer.attach(model, keep_grads=True)
+        reducer = attached_to(model, mesh, keep_grads=True, bucket_bytes=64)
         x = torch.full((1, 3), float(mesh.rank + 1))
 
         def one_step(sync: str, bad: int, both: bool) -> None:
@@ -180,8 +179,7 @@ def test_an_exception_between_microbatches_drops_one_step(ranks: Launcher) -> No
 def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
     """With keep_grads: what a dropped step left is no part of the next one's sum."""
     model = nn.Linear(2, 1, bias=False)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model, keep_grads=True)
+    reducer = attached_to(model, mesh, keep_grads=True)
     for step in range(3):
         try:
             for m in range(3):
@@ -202,8 +200,7 @@ def test_all_ranks_skip_together(mesh: hsdp.Mesh, kind: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
-    reducer.attach(model, keep_grads=kind == "local")
+    reducer = attached_to(model, mesh, keep_grads=kind == "local", reduce_dtype="bf16")
     options: Any = {"init_scale": 256.0, "growth_interval": 1}
     scaler: Any = torch.amp.GradScaler("cpu", **options)
     if kind != "torch":
@@ -230,8 +227,7 @@ def run_shards() -> list[Any]:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         image = torch.ones(1, 2, 5, 5).to(memory_format=torch.channels_last)
         with reducer.microbatch(last=True):
             model(image * mesh.rank).sum().backward()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher, on_ranks
+from one_rank import attached_to
 from same_tensors import require_same
 from torch import nn
 
@@ -537,8 +538,7 @@ def test_without_released_parameters_it_is_stage_2() -> None:
 @on_ranks(2)
 def test_options_are_checked() -> None:
     model = Tower()
-    with hsdp.init_mesh(shard=2) as mesh, hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh) as reducer:
         for options, text in (
             ({"stage": 4}, "stage 1, 2 or 3"),
             ({"prefetch_bytes": -1}, "prefetch_bytes of at least 0"),
@@ -620,8 +620,7 @@ def test_what_others_hold_stays() -> None:
         step(model, mesh, reducer, optimizer)
     # An optimizer that was dropped.
     model = Tower()
-    with hsdp.init_mesh(shard=2) as mesh, hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh) as reducer:
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, stage=3, persistence_threshold=40)
         del optimizer
         with pytest.raises(hsdp.UsageError, match=r"gone without close\(\)"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import Launcher
 from torch import nn
+from one_rank import attached_to
 
 import hsdp
 from hsdp.torch.value_digests import value_digests
@@ -147,8 +148,7 @@ def run_different_weights() -> dict[str, list[Any]]:
         for how, where in [*((how, "everywhere") for how in HOW), *(("step", w) for w in WHERE)]:
             model = make_model(0)
             spoil(model, where, mesh.rank)
-            reducer = hsdp.Reducer(mesh)
-            reducer.attach(model)
+            reducer = attached_to(model, mesh)
             said: list[Any] = []
             for _ in range(2):  # asked again until it is so
                 try:
@@ -190,8 +190,7 @@ def run_models() -> list[Any]:
         first, second = nn.ModuleDict({"a": make_model(0)}), nn.ModuleDict({"b": make_model(1)})
 
         def attempt(**options: Any) -> None:
-            reducer = hsdp.Reducer(mesh, missing="zero")
-            reducer.attach(first)
+            reducer = attached_to(first, mesh, missing="zero")
             reducer.attach(second, **options)
             try:
                 with reducer.microbatch(last=True):
@@ -242,6 +241,5 @@ def test_a_world_of_one_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("hsdp.torch.model_attachment.described_parameters", refuse)
     with hsdp.init_mesh() as mesh:
         model = make_model(0)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         begin("microbatch", reducer, model)

@@ -8,13 +8,14 @@ import hashlib
 import math
 import pathlib
 import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from conftest import Launcher, on_mesh
+from exact_gradients import assign, assign_mean
 from torch import nn
+from one_rank import attached_to, mesh, message_of
 
 import hsdp
 from hsdp.torch import sharded_optimizer
@@ -35,39 +36,12 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
-
-
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 3))
     model.register_parameter("wide", nn.Parameter(torch.randn(6, 5).t()))  # not contiguous
     model.register_parameter("gain", nn.Parameter(torch.tensor(1.5)))
     return model.to(dtype)
-
-
-def assign(model: nn.Module, seed: int, rank: int) -> None:
-    """Whole numbers as gradients, whose sums and means over two or four ranks are exact."""
-    for i, p in enumerate(model.parameters()):
-        if p.requires_grad:
-            generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
-            values = 4 * torch.randint(-4, 5, p.shape, generator=generator)
-            p.grad = torch.empty_like(p, requires_grad=False).copy_(values)  # of its strides
-
-
-def assign_mean(model: nn.Module, seed: int, size: int) -> None:
-    """What all ranks' gradients come to."""
-    sums: dict[nn.Parameter, torch.Tensor] = {}
-    for rank in range(size):
-        assign(model, seed, rank)
-        for p in model.parameters():
-            if p.grad is not None:
-                sums[p] = sums.get(p, torch.zeros_like(p.grad)) + p.grad
-    for p, total in sums.items():
-        p.grad = total / size
 
 
 def run_step(reducer: hsdp.Reducer, model: nn.Module, seed: int, rank: int) -> None:
@@ -100,8 +74,7 @@ def sharded(
     mesh: hsdp.Mesh, model: nn.Module, cls: Any = torch.optim.AdamW, layout: Any = "flat",
     **options: Any,
 ) -> tuple[hsdp.Reducer, ShardedOptimizer]:
-    reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, layout=layout, bucket_bytes=256)
     return reducer, ShardedOptimizer(cls, model, reducer, **options)
 
 
@@ -436,8 +409,7 @@ def test_a_grad_scaler(mesh: hsdp.Mesh, own: bool) -> None:
 
 def test_groups_schedulers_hooks_and_closures(mesh: hsdp.Mesh) -> None:
     model, alone = make_model(), make_model()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
 
     def groups(m: nn.Module) -> list[dict[str, Any]]:
         named = dict(m.named_parameters())
@@ -477,12 +449,6 @@ def test_groups_schedulers_hooks_and_closures(mesh: hsdp.Mesh) -> None:
     optimizer.zero_grad()
 
 
-def message(call: Callable[[], Any]) -> str:
-    with pytest.raises(hsdp.UsageError) as error:
-        call()
-    return str(error.value)
-
-
 def test_it_says_what_it_is(mesh: hsdp.Mesh) -> None:
     model = nn.Linear(3, 2)
     reducer, optimizer = sharded(mesh, model, stage=1, lr=1e-2)
@@ -495,11 +461,10 @@ def test_it_says_what_it_is(mesh: hsdp.Mesh) -> None:
 
 def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     model = make_model()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
 
     def make(cls: Any = torch.optim.AdamW, params: Any = model, **options: Any) -> str:
-        return message(lambda: ShardedOptimizer(cls, params, reducer, **options))
+        return message_of(lambda: ShardedOptimizer(cls, params, reducer, **options))
 
     assert "got Adafactor, which gives other values" in make(torch.optim.Adafactor)
     assert "got Muon, which raised ValueError" in make(torch.optim.Muon)
@@ -514,37 +479,37 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "one of shape (2, 7)" in make(params=nn.Linear(7, 2))
     assert "got a Reducer without" in make(params=nn.ReLU())
     assert "a Tensor" in make(params=model.gain.data)
-    assert "one again as number 1" in message(
+    assert "one again as number 1" in message_of(
         lambda: ShardedOptimizer(torch.optim.AdamW, model, [reducer, reducer])
     )
-    assert "object of type int" in message(
+    assert "object of type int" in message_of(
         lambda: ShardedOptimizer(torch.optim.AdamW, model, [3], lr=1.0)
     )
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer)
     assert "which a ShardedOptimizer has already" in make()
-    assert "another one" in message(lambda: optimizer.add_param_group({"params": [model.gain]}))
-    assert "shape (4,)" in message(lambda: optimizer.master(nn.Parameter(torch.zeros(4))))
-    assert "expected a finished step, got none; run the microbatches" in message(optimizer.step)
+    assert "another one" in message_of(lambda: optimizer.add_param_group({"params": [model.gain]}))
+    assert "shape (4,)" in message_of(lambda: optimizer.master(nn.Parameter(torch.zeros(4))))
+    assert "expected a finished step, got none; run the microbatches" in message_of(optimizer.step)
     with reducer.microbatch(last=False):
         assign(model, 0, 0)
-    assert "last=True" in message(optimizer.step)
+    assert "last=True" in message_of(optimizer.step)
     with reducer.microbatch(last=True):
         assign(model, 0, 0)
     optimizer.step()
-    assert "last=True between two calls" in message(optimizer.step)
+    assert "last=True between two calls" in message_of(optimizer.step)
     with coalesce_grad_reduction(reducer):
-        assert "outside of a window" in message(optimizer.step)
+        assert "outside of a window" in message_of(optimizer.step)
         assign(model, 1, 0)
     optimizer.step()
-    assert "parameter groups of [6], got [2]" in message(
+    assert "parameter groups of [6], got [2]" in message_of(
         lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
     )
     for copying in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
-        assert "state_dict()" in message(copying)
+        assert "state_dict()" in message_of(copying)
     optimizer.close()
-    assert "got a closed one" in message(optimizer.step)
+    assert "got a closed one" in message_of(optimizer.step)
     again = ShardedOptimizer(torch.optim.AdamW, model, reducer)
-    assert "those of the step before" in message(again.step)  # which the first one took
+    assert "those of the step before" in message_of(again.step)  # which the first one took
 
 
 @on_mesh(1, 2)
@@ -584,8 +549,7 @@ def run_refusals() -> list[str]:
     found = []
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         for bad in ({"stage": 5}, {"max_grad_norm": -1.0}, {"optimizer_class": Broken},
                     {"reducer": [reducer, reducer]}):
             options: Any = {"optimizer_class": torch.optim.SGD, "reducer": reducer}
@@ -668,8 +632,7 @@ def test_states_of_every_kind(mesh: hsdp.Mesh) -> None:
         return [{"params": p[:2], "momentum": 0.9}, {"params": p[2:]}]
 
     model, alone = make_model(), make_model()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
     optimizer = ShardedOptimizer(torch.optim.SGD, groups(model), reducer, lr=0.1)
     reference = torch.optim.SGD(groups(alone), lr=0.1)
     for p in model.parameters():

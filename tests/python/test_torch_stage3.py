@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher, on_mesh
+from one_rank import attached_to
 from same_tensors import require_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -81,8 +82,7 @@ def released(model: nn.Module) -> list[str]:
 
 def trained(mesh: hsdp.Mesh, model: nn.Module, passes: int = 1, **options: Any) -> dict[str, Any]:
     """What steps make of it: parameters, and masters and states as one process would have them."""
-    with hsdp.Reducer(mesh, bucket_bytes=512) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh, bucket_bytes=512) as reducer:
         options = {"lr": 0.01, "persistence_threshold": 0, **options}
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
         for step in range(STEPS):
@@ -388,8 +388,7 @@ PASSES: dict[str, Any] = {
 
 def run_passes(mesh: hsdp.Mesh, model: Any, run: Any, **options: Any) -> dict[str, Any]:
     torch._dynamo.reset()
-    with hsdp.Reducer(mesh, bucket_bytes=512, missing="zero", backwards="many") as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh, bucket_bytes=512, missing="zero", backwards="many") as reducer:
         optimizer = ShardedOptimizer(
             torch.optim.AdamW, model, reducer, lr=0.01, persistence_threshold=0, **options
         )

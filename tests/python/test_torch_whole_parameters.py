@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import Launcher, on_mesh
+from exact_gradients import assign, assign_mean
+from fsdp2_model import start_torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from one_rank import attached_to, mesh
 
 import hsdp
 from hsdp.zero import ShardedOptimizer
@@ -123,23 +125,6 @@ class Model(nn.Module):
             self.register_parameter("gain", nn.Parameter(torch.tensor(1.5).to(dtype)))
 
 
-def gradient(p: torch.Tensor, seed: int) -> torch.Tensor:
-    """Whole numbers, whose sums and means over two or four ranks are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    return (4 * torch.randint(-4, 5, p.shape, generator=generator)).to(p.dtype)
-
-
-def assign(model: nn.Module, step: int, rank: int) -> None:
-    for i, p in enumerate(model.parameters()):
-        p.grad = gradient(p, 1000 * step + 10 * i + rank)
-
-
-def assign_mean(model: nn.Module, step: int, size: int) -> None:
-    for i, p in enumerate(model.parameters()):
-        mean = sum(gradient(p, 1000 * step + 10 * i + rank).float() for rank in range(size)) / size
-        p.grad = mean.to(p.dtype)
-
-
 def masters_of(model: Model) -> Model:
     """What one process would train: fp32, of the values of the 16-bit ones."""
     alone = Model(torch.float32, hasattr(model, "bias"))
@@ -160,8 +145,7 @@ def run_beside_one(replicate: int, shard: int, stage: int) -> None:
                 for dtype in (torch.float32, torch.bfloat16):
                     model = Model(dtype, rest)
                     alone = masters_of(model)
-                    reducer = hsdp.Reducer(mesh, layout="whole", bucket_bytes=256)
-                    reducer.attach(model)
+                    reducer = attached_to(model, mesh, layout="whole", bucket_bytes=256)
                     optimizer = ShardedOptimizer(cls, model, reducer, stage=stage, **options)
                     reference = cls(alone.parameters(), **options)
                     for step in range(STEPS):
@@ -222,12 +206,6 @@ class Run:
         return [p.detach().float().tolist() for p in self.model.parameters()]
 
 
-def join_torch(mesh: hsdp.Mesh, store: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=mesh.size
-    )
-
-
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
@@ -252,7 +230,7 @@ def run_save(folder: str) -> list[Any]:
     """The weights after a further step, and those of a run that has loaded what is before it."""
     values = []
     with hsdp.init_mesh(2, 2) as mesh:
-        join_torch(mesh, f"{folder}/saves")
+        start_torch(folder)
         for name, dtype in SAVED:
             run = Run(mesh, name, dtype)
             for seed in range(3):
@@ -276,7 +254,7 @@ def run_save(folder: str) -> list[Any]:
 
 def run_load(folder: str, replicate: int, shard: int, layout: str) -> None:
     with hsdp.init_mesh(replicate, shard) as mesh:
-        join_torch(mesh, f"{folder}/loads_{replicate}_{shard}_{layout}")
+        start_torch(folder)
         for name, dtype in SAVED:
             if layout != "whole" and name in MATRICES:
                 continue
@@ -345,7 +323,7 @@ def test_into_the_unsharded_optimizer_and_back(mesh: hsdp.Mesh) -> None:
 @on_mesh(1, 2)
 def test_parameters_that_were_never_used(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """Of some optimizers a parameter that no step has used has a state, of others none."""
-    join_torch(mesh, f"{tmp_path}/store")
+    start_torch(tmp_path)
     for name, dtype in SAVED:
         run = Run(mesh, name, dtype)
         for seed in range(2):
@@ -378,8 +356,7 @@ def test_parameters_that_were_never_used(mesh: hsdp.Mesh, tmp_path: str) -> None
 @on_mesh(1, 2, timeout_s=60)
 def test_states_that_cannot_be_gathered(mesh: hsdp.Mesh) -> None:
     model = nn.ParameterList([torch.zeros(3, 10)])
-    reducer = hsdp.Reducer(mesh, layout="whole")
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, layout="whole")
     optimizer = ShardedOptimizer(Odd, model, reducer, lr=0.1)
     step_of(reducer, model, 0)
     optimizer.step()
@@ -403,8 +380,7 @@ def run_two(layout: str, scales: bool) -> list[float]:
             classes = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01})]
         else:
             classes = [(torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01})]
-        reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh, layout=layout, bucket_bytes=256)
         optimizers = [
             ShardedOptimizer(cls, params, reducer, **options)
             for (cls, options), params in zip(classes, split(model), strict=True)
@@ -458,16 +434,9 @@ def test_two_optimizers_of_one_reducer(ranks: Launcher, layout: str, scales: boo
     assert one == other and len(one) == STEPS
 
 
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
-
-
 def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     model = Model(torch.float32, True)
-    reducer = hsdp.Reducer(mesh, layout="whole")
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, layout="whole")
     matrices, rest = split(model)
 
     def refused(cls: Any, params: Any, **options: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Launcher
-from one_rank import attached_to, mesh, registered
+from one_rank import attached_to, mesh, message_of, registered
 from same_tensors import require_same
 from torch import nn
 
@@ -181,7 +181,7 @@ def test_flags_are_as_before(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
     reducer.set_requires_gradient_sync(False)
     with coalesce_grad_reduction(reducer):
         run_pass(model, 2)
-    assert "pending" in message(lambda: reducer.shard("0.weight"))
+    assert "pending" in message_of(lambda: reducer.shard("0.weight"))
     reducer.set_requires_gradient_sync(True)
     with reducer.microbatch(last=True):
         run_pass(model, 3)
@@ -214,12 +214,6 @@ def test_gradients_without_a_backward_pass(attached: tuple[hsdp.Reducer, nn.Modu
     require_same(taken(model), big_batch([1, 2], 1))
 
 
-def message(call: Callable[[], Any]) -> str:
-    with pytest.raises(hsdp.UsageError) as error:
-        call()
-    return str(error.value)
-
-
 def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Mesh) -> None:
     reducer, model = attached
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -235,7 +229,7 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
     def in_window(call: Callable[[], Any], accumulate: str = "buffer") -> str:
         with coalesce_grad_reduction(reducer, last=True, accumulate=accumulate):
             run_pass(model, 1)
-            return message(call)
+            return message_of(call)
 
     for call in (nested, step, reducer.finish, reducer.discard, reducer.gather_gradients):
         assert "outside of a window" in in_window(call)
@@ -263,29 +257,29 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
             model[0](inputs(1)).sum().backward()  # type: ignore[index]
 
     reducer.discard()
-    assert "every microbatch inside of the window ended" in message(left_open)
-    assert "at most 2 in its window" in message(one_more("buffer"))
-    assert "of at most 2 as backwards says" in message(one_more("grad"))
-    assert "'1.bias' and 1 more" in message(missing)
+    assert "every microbatch inside of the window ended" in message_of(left_open)
+    assert "at most 2 in its window" in message_of(one_more("buffer"))
+    assert "of at most 2 as backwards says" in message_of(one_more("grad"))
+    assert "'1.bias' and 1 more" in message_of(missing)
     assert all(p.grad is None for p in model.parameters())
 
     def dropped() -> None:
         with coalesce_grad_reduction(reducer):
             reducer.abandon_step("enough")
 
-    assert "dropped inside of it" in message(dropped)
+    assert "dropped inside of it" in message_of(dropped)
     model[0].bias.grad = torch.ones(9)  # type: ignore[index]
-    assert "'0.bias'" in message(lambda: enter(reducer))
+    assert "'0.bias'" in message_of(lambda: enter(reducer))
     model.zero_grad()
-    assert "got 'f16'" in message(lambda: enter(reducer, accumulate_dtype="f16"))
-    assert "got 'sum'" in message(lambda: enter(reducer, accumulate="sum"))
+    assert "got 'f16'" in message_of(lambda: enter(reducer, accumulate_dtype="f16"))
+    assert "got 'sum'" in message_of(lambda: enter(reducer, accumulate="sum"))
     for backwards in (0, -1, 1.5, True, "2"):
-        assert repr(backwards) in message(lambda: enter(reducer, backwards=backwards))
-    assert "attach" in message(lambda: enter(hsdp.Reducer(mesh), accumulate="grad"))
-    assert "got none" in message(lambda: enter([]))
-    assert "one again as number 1" in message(lambda: enter([reducer, reducer]))
-    assert "list as number 0" in message(lambda: enter([[reducer]]))
-    assert "object of type int" in message(lambda: enter(3))
+        assert repr(backwards) in message_of(lambda: enter(reducer, backwards=backwards))
+    assert "attach" in message_of(lambda: enter(hsdp.Reducer(mesh), accumulate="grad"))
+    assert "got none" in message_of(lambda: enter([]))
+    assert "one again as number 1" in message_of(lambda: enter([reducer, reducer]))
+    assert "list as number 0" in message_of(lambda: enter([[reducer]]))
+    assert "object of type int" in message_of(lambda: enter(3))
     with coalesce_grad_reduction(reducer):
         run_pass(model, 1)
     reducer.gather_gradients()

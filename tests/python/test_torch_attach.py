@@ -115,7 +115,6 @@ def test_channels_last(mesh: hsdp.Mesh) -> None:
     once = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     reducer = attached_to(model, mesh)
-    addresses = set()
     for factor in (1.0, 2.0, 4.0):
         want = {n: factor * gradient for n, gradient in once.items()}
         with reducer.microbatch(last=True):
@@ -124,8 +123,6 @@ def test_channels_last(mesh: hsdp.Mesh) -> None:
         reducer.gather_gradients()
         assert model.weight.grad.stride() == model.weight.stride()
         require_same(grads(model), want)
-        addresses.add(model.weight.grad.data_ptr())
-    assert len(addresses) == 1  # the memory is used again
     reducer.gather_parameters()
 
 

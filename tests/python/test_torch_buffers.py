@@ -240,11 +240,11 @@ def run_drops() -> list[str]:
                 return
             with reducers[0].step():
                 if where == "before" and mesh.rank == 1:
-                    raise Boom
+                    raise Boom(where)
                 with reducers[0].microbatch(last=False):
                     backward(models[0])
                 if where == "between" and mesh.rank == 1:
-                    raise Boom
+                    raise Boom(where)
                 with reducers[0].microbatch(last=True):
                     backward(models[0])
                 reducers[0].gather_gradients()
@@ -253,7 +253,9 @@ def run_drops() -> list[str]:
             try:
                 one_step(where)
                 said.append("fine")
-            except (Boom, hsdp.StepAbortedError, hsdp.UsageError) as error:
+            except hsdp.StepAbortedError as error:
+                said.append(f"{list(error.ranks)} {str(error).partition('Boom: ')[2]}")
+            except (Boom, hsdp.UsageError) as error:
                 said.append(type(error).__name__)
             models[0].zero_grad()
         for reducer, model in zip(reducers, models, strict=True):
@@ -268,8 +270,8 @@ def run_drops() -> list[str]:
 
 def test_dropped_steps_do_not_hang(ranks: Launcher) -> None:
     zero, one = ranks(2, run_drops)
-    heard = "StepAbortedError"
-    assert zero == [heard, heard, "fine", "fine", heard, "fine", "8"]
+    before, between = (f"[1] {where}; begin a new step on every rank" for where in ("before", "between"))
+    assert zero == [before, between, "fine", "fine", before, "fine", "8"]
     assert one == ["Boom", "Boom", "fine", "UsageError", "Boom", "fine", "8"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from typing import Any
@@ -287,39 +288,52 @@ def test_local_sums(ranks: Launcher) -> None:
 
 
 def train_with_an_infinity(mesh: hsdp.Mesh, kind: str) -> list[Any]:
-    """torch's own scaler; one rank alone has an infinity, in one microbatch of two."""
+    """One rank alone has an infinity, in one backward pass of two."""
     model, reducer, optimizer, scaler = attached(mesh, keep_grads="local" in kind)
-    if "fused" in kind:
-        optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
     taking: Any = optimizer
-    if kind == "sharded":
+    if "own" in kind:
+        scaler = hsdp.torch.GradScaler(reducer, **OPTIONS)
+    if "fused" in kind:
+        taking = torch.optim.SGD(model.parameters(), 1.0, fused=True)
+    if "sharded" in kind:
         taking = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+    want = expected(2, None, mesh.rank if "local" in kind else None)
     found = []
     for step in range(3):
+        if "divided" in kind:
+            reducer.set_loss_scale(scaler.get_scale())
         before = [p.detach().clone() for p in model.parameters()]
-        for m in range(2):
-            factor = float("inf") if step == 1 and m == 0 and mesh.rank == 1 else 1.0
-            with reducer.microbatch(last=m == 1):
-                scaler.scale(loss_of(model, mesh.rank) * factor).backward()
-        if kind in ("gathered", "fused"):
+        with coalesce_grad_reduction(reducer) if kind == "window" else contextlib.nullcontext():
+            for m in range(2):
+                factor = float("inf") if step == 1 and m == 0 and mesh.rank == 1 else 1.0
+                with reducer.microbatch(last=m == 1):
+                    scaler.scale(loss_of(model, mesh.rank) * factor).backward()
+        assert reducer.found_inf() is (step == 1)
+        if "local" not in kind and "sharded" not in kind:
             reducer.gather_gradients()
         if step == 2:
             scaler.unscale_(taking)
         scaler.step(taking)
         scaler.update()
         same = all(map(torch.equal, before, model.parameters()))
+        for p, was, to, start in zip(model.parameters(), before, want.parameters(), make_model().parameters(),
+                                     strict=True):
+            assert same or torch.allclose(p - was, 2 * (to - start), rtol=1e-5, atol=1e-5)
         found.append([same, scaler.get_scale()])
     return found
 
 
+KINDS_TO_SKIP = ("gathered", "fused", "local", "fused local", "sharded", "divided sharded", "own", "own local",
+                 "own sharded", "window")
+
+
 def run_infinities() -> dict[str, list[Any]]:
     torch.set_num_threads(1)
-    kinds = ("gathered", "fused", "local", "fused local", "sharded")
     with hsdp.init_mesh(1, 2) as mesh:
-        return {kind: train_with_an_infinity(mesh, kind) for kind in kinds}
+        return {kind: train_with_an_infinity(mesh, kind) for kind in KINDS_TO_SKIP}
 
 
-def test_all_ranks_skip_with_the_scaler_of_torch(ranks: Launcher) -> None:
+def test_all_ranks_skip_together(ranks: Launcher) -> None:
     for of_rank in ranks(2, run_infinities):
         for kind, found in of_rank.items():
             assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind

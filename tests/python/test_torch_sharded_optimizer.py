@@ -373,40 +373,6 @@ def test_offloaded_states_have_the_same_bits(
         assert float(state["step"]) == 5
 
 
-@pytest.mark.parametrize("own", [False, True])
-@on_mesh(1, 2)
-def test_a_grad_scaler(mesh: hsdp.Mesh, own: bool) -> None:
-    for sets_loss_scale in (False, True):
-        model, alone = make_model(), make_model()
-        reducer, optimizer = sharded(mesh, model, lr=1e-2, max_grad_norm=3.0)
-        reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-        options = {"device": "cpu", "init_scale": 8.0, "growth_interval": 100}
-        scaler: Any = (hsdp.torch.GradScaler(reducer, **options) if own
-                       else torch.amp.GradScaler(**options))
-        for seed in range(4):
-            if sets_loss_scale:
-                reducer.set_loss_scale(scaler.get_scale())
-            with reducer.microbatch(last=True):
-                assign(model, seed, mesh.rank)
-                factor = float(scaler.scale(torch.ones(())))
-                for p in model.parameters():
-                    p.grad *= factor  # as scale(loss).backward() does
-                if seed == 2 and mesh.rank == 1:
-                    model[0].weight.grad[0] = torch.nan  # type: ignore[index]
-            if seed % 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            if seed != 2:
-                assign_mean(alone, seed, mesh.size)
-                nn.utils.clip_grad_norm_(alone.parameters(), 3.0)
-                reference.step()
-            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
-            assert scaler.get_scale() == (8.0 if seed < 2 else 4.0)
-        reducer.close()
-
-
 def test_groups_schedulers_hooks_and_closures(mesh: hsdp.Mesh) -> None:
     model, alone = make_model(), make_model()
     reducer = attached_to(model, mesh)

@@ -184,9 +184,11 @@ def test_sub_groups(rank: int, size: int) -> None:
 @on_ranks_of_torch(4)
 def test_a_device_mesh(rank: int, size: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    reducer = hsdp.Reducer(mesh)
+    reducer, again = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
+    assert again.mesh is reducer.mesh
     assert (reducer.mesh.replica, reducer.mesh.shard_rank) == divmod(rank, 2)
     check_sum(reducer.mesh)
+    again.close()
     reducer.close()
     reducer.mesh.close()
 

@@ -223,25 +223,6 @@ def test_use_after_close() -> None:
         refused(call, "mesh", "closed")
 
 
-def test_bytes_of_an_optimizer_count_until_it_is_gone() -> None:
-    with hsdp.init_mesh() as mesh:
-        reducer = registered(mesh, "w", 4)
-        reducer.prepare()
-        before = reducer.stats()
-        assert before.optimizer_bytes == 0
-        states, masters = (reducer._handle.hold_optimizer_bytes(n) for n in (1000, 24))
-        held = reducer.stats()
-        assert held.optimizer_bytes == 1024
-        assert held.resident_bytes == before.resident_bytes + 1024
-        del states
-        assert reducer.stats().optimizer_bytes == 24
-        assert reducer.stats().peak_resident_bytes == held.resident_bytes
-        reducer.close()
-        assert reducer.stats().optimizer_bytes == 24
-        del masters
-        assert reducer.stats().optimizer_bytes == 0
-
-
 def test_meshes_that_cannot_be() -> None:
     refused(lambda: hsdp.init_mesh(2, 2), "world of 1", "2 x 2", "start that many processes")
     refused(lambda: hsdp.init_mesh(0, 1), "at least 1")
@@ -376,31 +357,6 @@ def drop_and_leave() -> str:
 
 def test_a_drop_that_nobody_hears_is_no_hang(ranks: Launcher) -> None:
     assert ranks(2, drop_and_leave) == ["[1]", "left"]
-
-
-def disagree() -> list[str]:
-    heard: list[str] = []
-    rank = int(os.environ["RANK"])
-    for shape in [(1, 2), (2, 1) if rank else (1, 2)]:
-        try:
-            hsdp.init_mesh(*shape, timeout_s=30).close()
-            heard.append("nothing")
-        except hsdp.MismatchError as error:
-            heard.append(f"{list(error.ranks)} {error}")
-    try:
-        with hsdp.init_mesh(1, 2, timeout_s=30) as mesh:
-            reducer = registered(mesh, "w", 4 + rank)
-            reducer.begin_microbatch()
-    except hsdp.MismatchError as error:
-        heard.append(f"{list(error.ranks)} {error}")
-    return heard
-
-
-def test_ranks_that_disagree(ranks: Launcher) -> None:
-    for heard in ranks(2, disagree):
-        assert heard[0] == "nothing"
-        assert heard[1].startswith("[1] mesh: ")
-        assert heard[2].startswith("[1] reducer: parameter 0") and "(5,)" in heard[2]
 
 
 def test_a_reducer_is_a_block_and_says_what_it_is(mesh: hsdp.Mesh) -> None:

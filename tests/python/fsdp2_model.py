@@ -38,7 +38,6 @@ class Net(nn.Module):
 
 def start_torch(folder: str) -> None:
     """torch.distributed over gloo on the ranks of the launcher."""
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store_{os.environ['HSDP_JOB']}",
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),

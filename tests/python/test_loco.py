@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher, program
+from conftest import Launcher, on_mesh, on_ranks, program
 
 import hsdp
 from hsdp.quant import LocoHop
@@ -269,8 +269,8 @@ def test_mistakes_are_named(ranks: Launcher) -> None:
 HEADER = ["steps", "replicas", "group_size", "err_beta"]
 
 
-def from_one_replica_to_two(folder: str) -> None:
-    """And back: what one owes to nobody."""
+@on_ranks(2)
+def test_a_state_goes_to_one_replica_and_back(tmp_path: str) -> None:
     with hsdp.init_mesh(1, 2) as mesh:
         alone = LocoHop()
         reducer = make_reducer(mesh, alone)
@@ -278,7 +278,7 @@ def from_one_replica_to_two(folder: str) -> None:
         own, stats = alone.state_dict(), reducer.stats()
         assert list(own) == HEADER and stats.replica_hop_bytes == stats.replica_hop_state_bytes == 0
         alone.load_state_dict(own)
-        snapshot = pathlib.Path(folder) / "alone"
+        snapshot = pathlib.Path(tmp_path) / "alone"
         reducer.save_snapshot(snapshot, step=0)
         reducer.close()
         mesh.world.barrier()
@@ -307,26 +307,18 @@ def from_one_replica_to_two(folder: str) -> None:
             reducer.close()
 
 
-def test_a_state_goes_to_one_replica_and_back(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    ranks(2, from_one_replica_to_two, str(tmp_path))
-
-
-def use_again() -> None:
+@on_mesh(2, 1)
+def test_a_closed_reducer_has_let_go_of_its_hop(mesh: hsdp.Mesh) -> None:
     """What a closed Reducer had is free; options may be given in any order."""
-    with hsdp.init_mesh(2, 1) as mesh:
-        patterns = ["n*", "tail"] if mesh.rank == 0 else ["tail", "n*", "tail"]
-        hop = LocoHop(exclude=patterns, gather=None if mesh.rank == 0 else "int4", seed=2**64 - 1,
-                      stochastic_error=True, plain_dtype="bf16", warmup_steps=10**15, err_beta=1 / 3)
-        first, second = make_reducer(mesh, hop), make_reducer(mesh, hop)
-        run(first, 0)
-        sent = first.stats().replica_hop_bytes
-        first.close()
-        run(second, 1)
-        assert hop.steps == 2 and first.stats().replica_hop_bytes == sent > 0
-
-
-def test_a_closed_reducer_has_let_go_of_its_hop(ranks: Launcher) -> None:
-    ranks(2, use_again)
+    patterns = ["n*", "tail"] if mesh.rank == 0 else ["tail", "n*", "tail"]
+    hop = LocoHop(exclude=patterns, gather=None if mesh.rank == 0 else "int4", seed=2**64 - 1,
+                  stochastic_error=True, plain_dtype="bf16", warmup_steps=10**15, err_beta=1 / 3)
+    first, second = make_reducer(mesh, hop), make_reducer(mesh, hop)
+    run(first, 0)
+    sent = first.stats().replica_hop_bytes
+    first.close()
+    run(second, 1)
+    assert hop.steps == 2 and first.stats().replica_hop_bytes == sent > 0
 
 
 def scale_one_alone(factors: tuple[float, float]) -> str:
@@ -376,41 +368,34 @@ def digest(hop: LocoHop) -> str:
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-def drop_anywhere(seed: int) -> list[bool]:
+@on_mesh(2, 2)
+def test_a_drop_at_any_moment_leaves_the_errors_alone(mesh: hsdp.Mesh) -> None:
     """One rank or another raises in the middle of steps: the errors are as before, on all ranks."""
-    moments = random.Random(seed)
-    found = []
-    with hsdp.init_mesh(2, 2) as mesh:
-        hop = LocoHop(reset_T=3)
-        reducer = make_reducer(mesh, hop, bucket_bytes=2048)
-        run(reducer, 0)
-        for trial in range(16):
-            before = digest(hop), hop.steps
-            dropper, microbatch = moments.randrange(mesh.size), moments.randrange(MICROBATCHES)
-            parameter = moments.randrange(len(COUNTS) + 1)
-            try:
-                with reducer.step():
-                    for m in range(MICROBATCHES):
-                        with reducer.microbatch(last=m == MICROBATCHES - 1):
-                            ready = gradients(trial, m, mesh.rank).items()
-                            for p, (name, gradient) in enumerate(ready):
-                                if (mesh.rank, m, p) == (dropper, microbatch, parameter):
-                                    raise Boom
-                                reducer.gradient_ready(name, gradient)
-                            if (mesh.rank, m, len(COUNTS)) == (dropper, microbatch, parameter):
+    moments = random.Random(1)
+    hop = LocoHop(reset_T=3)
+    reducer = make_reducer(mesh, hop, bucket_bytes=2048)
+    run(reducer, 0)
+    for trial in range(16):
+        before = digest(hop), hop.steps
+        dropper, microbatch = moments.randrange(mesh.size), moments.randrange(MICROBATCHES)
+        parameter = moments.randrange(len(COUNTS) + 1)
+        try:
+            with reducer.step():
+                for m in range(MICROBATCHES):
+                    with reducer.microbatch(last=m == MICROBATCHES - 1):
+                        ready = gradients(trial, m, mesh.rank).items()
+                        for p, (name, gradient) in enumerate(ready):
+                            if (mesh.rank, m, p) == (dropper, microbatch, parameter):
                                 raise Boom
-                    reducer.shard("norm")
-                found.append(False)
-            except (Boom, hsdp.StepAbortedError):
-                found.append((digest(hop), hop.steps) == before)
-            if trial % 4 == 3:
-                run(reducer, 100 + trial)
-    return found
-
-
-def test_a_drop_at_any_moment_leaves_the_errors_alone(ranks: Launcher) -> None:
-    for found in ranks(4, drop_anywhere, 1):
-        assert found == [True] * 16
+                            reducer.gradient_ready(name, gradient)
+                        if (mesh.rank, m, len(COUNTS)) == (dropper, microbatch, parameter):
+                            raise Boom
+                reducer.shard("norm")
+            pytest.fail("nothing was dropped")
+        except (Boom, hsdp.StepAbortedError):
+            assert (digest(hop), hop.steps) == before
+        if trial % 4 == 3:
+            run(reducer, 100 + trial)
 
 
 def lose_a_rank(moment: list[int]) -> list[str]:

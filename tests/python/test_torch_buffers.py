@@ -77,7 +77,6 @@ def train(mesh: hsdp.Mesh, model: nn.Module, reducer: hsdp.Reducer, how: str) ->
 
 
 def run_statistics(by_messages: bool) -> dict[str, Any]:
-    torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with hsdp.init_mesh(1, 2) as mesh:
         if by_messages:  # as on a GPU

@@ -199,7 +199,6 @@ def run_mesh(replicate: int, shard: int, loss_count: int, cuts: str) -> dict[str
 
 
 def run_meshes(*meshes: Any) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
     return [run_mesh(*mesh) for mesh in meshes]
 
 

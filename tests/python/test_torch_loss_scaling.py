@@ -111,7 +111,6 @@ def try_order(mesh: hsdp.Mesh, kind: str, divided: bool, order: str) -> str:
 
 
 def run_orders() -> list[dict[str, str]]:
-    torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
         return [{order: try_order(mesh, *kind, order) for order in orders_of(*kind)} for kind in KINDS]
 
@@ -274,7 +273,6 @@ def sum_locally(mesh: hsdp.Mesh, divided: bool) -> list[Any]:
 
 
 def run_local_sums() -> list[list[Any]]:
-    torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
         return [sum_locally(mesh, divided) for divided in (False, True)]
 
@@ -328,7 +326,6 @@ KINDS_TO_SKIP = ("gathered", "fused", "local", "fused local", "sharded", "divide
 
 
 def run_infinities() -> dict[str, list[Any]]:
-    torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
         return {kind: train_with_an_infinity(mesh, kind) for kind in KINDS_TO_SKIP}
 

@@ -183,7 +183,6 @@ def run_counts(flag: str, flagged: list[str]) -> list[int]:
 
 
 def run_all_counts(cases: list[Any]) -> list[list[int]]:
-    torch.set_num_threads(1)
     return [run_counts(flag, flagged) for flag, flagged, _ in cases]
 
 

@@ -13,7 +13,6 @@ import hsdp
 
 
 def make_model(mesh: hsdp.Mesh) -> nn.Module:
-    torch.set_num_threads(1)
     torch.manual_seed(mesh.rank)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.float32))
     model[2].register_buffer("steps", torch.tensor(mesh.rank, dtype=torch.int32))
@@ -117,7 +116,6 @@ def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
 def run_shards() -> list[Any]:
     """Shards updated in place, parameters gathered: what every rank ends with."""
     with hsdp.init_mesh(2, 2) as mesh:
-        torch.set_num_threads(1)
         torch.manual_seed(0)
         model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
         reducer = attached_to(model, mesh)

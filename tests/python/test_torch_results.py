@@ -157,7 +157,6 @@ MICROBATCHES = 3
 
 
 def make_model() -> nn.Module:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double().float()
 

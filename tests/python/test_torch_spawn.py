@@ -28,7 +28,6 @@ WHOLE = {**NO_LOCAL_SIZE, "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "{size}"}
 def rank_of(
     rank: int, size: int, function: Callable[..., None], method: str, *arguments: Any
 ) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     before = dict(os.environ)
     function(rank, size, *arguments)

@@ -63,7 +63,6 @@ def taken(model: nn.Module) -> dict[str, torch.Tensor]:
 def run_ways(replicate: int, shard: int, counts: tuple[int, ...]) -> list[list[Any]]:
     """All that DeepSpeed's coalesce_grad_reduction has, and stage 0 on a mesh without shards: the
     gradient of one big batch to the bit, and the same collectives however many passes."""
-    torch.set_num_threads(1)
     counted = []
     with hsdp.init_mesh(replicate, shard) as mesh:
         for (stage, accumulate, overlaps), count in itertools.product(WAYS, counts):
@@ -254,7 +253,6 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
 
 def run_dropped_before() -> list[str]:
     """A step whose drop a rank hears of in its next window."""
-    torch.set_num_threads(1)
     heard = []
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()
@@ -312,7 +310,6 @@ def test_an_optimizer_may_run_the_window_in_its_closure(
 
 def run_faults() -> dict[str, Any]:
     """One rank's block raises: the others hear of it, and all go on."""
-    torch.set_num_threads(1)
     heard: list[str] = []
     equal = 0
     with hsdp.init_mesh(2, 2) as mesh:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from dlpack_only import DlpackOnly, Handmade
 from one_rank import add_gradient, mesh, registered
 
@@ -339,24 +339,19 @@ def test_a_fault_on_one_rank_is_heard_on_all(ranks: Launcher) -> None:
     assert own[4] == other[4] == "nothing"
 
 
-def drop_and_leave() -> str:
+@on_mesh(1, 2, timeout_s=60)
+def test_a_drop_that_nobody_hears_is_no_hang(mesh: hsdp.Mesh) -> None:
     """One rank drops a step and waits for the others' words with its next one; they are gone."""
-    rank = int(os.environ["RANK"])
-    with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
-        reducer = registered(mesh, "w", 4)
-        add_gradient(reducer, "w", np.ones(4, F32), last=True)
-        reducer.shard("w")
-        if rank:
-            return "left"
-        with pytest.raises(KeyError), reducer.step():
-            raise KeyError("user code")
-        with pytest.raises(hsdp.PeerLostError) as caught:
-            reducer.begin_microbatch()
-        return f"{list(caught.value.ranks)}"
-
-
-def test_a_drop_that_nobody_hears_is_no_hang(ranks: Launcher) -> None:
-    assert ranks(2, drop_and_leave) == ["[1]", "left"]
+    reducer = registered(mesh, "w", 4)
+    add_gradient(reducer, "w", np.ones(4, F32), last=True)
+    reducer.shard("w")
+    if mesh.rank == 1:
+        return
+    with pytest.raises(KeyError), reducer.step():
+        raise KeyError("user code")
+    with pytest.raises(hsdp.PeerLostError) as caught:
+        reducer.begin_microbatch()
+    assert caught.value.ranks == (1,)
 
 
 def test_a_reducer_is_a_block_and_says_what_it_is(mesh: hsdp.Mesh) -> None:
@@ -511,50 +506,34 @@ def test_closing_says_so_where_it_drops_microbatches(mesh: hsdp.Mesh) -> None:
         assert reducer.closed
 
 
-def left_by_rank_1() -> str:
-    """What rank 0 meets as it ends a step while rank 1 leaves; closing has nothing to say then."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        reducer = registered(mesh, "w", 2)
-        add_gradient(reducer, "w", np.ones(2, F32), last=False)
-        reducer.partial_shard("w")
-        if mesh.rank == 1:
-            time.sleep(1)  # until rank 0 waits
-            os._exit(0)
-        with pytest.raises(hsdp.PeerLostError) as caught:
-            reducer.finish()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            reducer.close()
-        return str(caught.value)
+@on_mesh(1, 2)
+def test_a_rank_that_left_within_a_step(mesh: hsdp.Mesh) -> None:
+    """Nor has closing anything to say then."""
+    reducer = registered(mesh, "w", 2)
+    add_gradient(reducer, "w", np.ones(2, F32), last=False)
+    reducer.partial_shard("w")
+    if mesh.rank == 1:
+        time.sleep(1)  # until rank 0 waits
+        os._exit(0)
+    with pytest.raises(hsdp.PeerLostError, match="rank 1 of 2 was lost"):
+        reducer.finish()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reducer.close()
 
 
-def test_a_rank_that_left_within_a_step(ranks: Launcher) -> None:
-    assert "rank 1 of 2 was lost" in ranks(2, left_by_rank_1)[0]
-
-
-def fail_one_of_two() -> tuple[list[str], list[str]]:
-    """The texts that two Reducers of a mesh raise after one has failed, and what both say they are."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        actor, critic = hsdp.Reducer(mesh, name="actor"), hsdp.Reducer(mesh, name="critic")
-        for reducer in (critic, actor):
-            reducer.register("w", 2)
-            reducer.prepare()
-        critic.set_gradient_divide_factor(1.0 + mesh.rank)
-        texts = []
-        for reducer in (critic, actor):
-            with pytest.raises(hsdp.MismatchError) as caught:
-                add_gradient(reducer, "w", np.ones(2, F32), last=True)
-                reducer.shard("w")
-            texts.append(str(caught.value))
-        return texts, [repr(critic), repr(actor)]
-
-
-def test_what_ended_a_mesh_keeps_the_name_of_where_it_was(ranks: Launcher) -> None:
-    for texts, names in ranks(2, fail_one_of_two):
-        for text in texts:
-            assert text.startswith("reducer 'critic': end of microbatch 0 of step 0: "), text
-        for name in names:
-            assert ", failed in step 0, " in name, name
+@on_mesh(1, 2)
+def test_what_ended_a_mesh_keeps_the_name_of_where_it_was(mesh: hsdp.Mesh) -> None:
+    actor, critic = hsdp.Reducer(mesh, name="actor"), hsdp.Reducer(mesh, name="critic")
+    for reducer in (critic, actor):
+        reducer.register("w", 2)
+        reducer.prepare()
+    critic.set_gradient_divide_factor(1.0 + mesh.rank)
+    for reducer in (critic, actor):
+        with pytest.raises(hsdp.MismatchError, match="^reducer 'critic': end of microbatch 0 of step 0: "):
+            add_gradient(reducer, "w", np.ones(2, F32), last=True)
+            reducer.shard("w")
+    assert all(", failed in step 0, " in repr(reducer) for reducer in (critic, actor))
 
 
 def leave_in_a_microbatch() -> str:

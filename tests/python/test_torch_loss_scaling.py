@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from one_rank import attached_to, mesh, message_of
 from torch import nn
 
@@ -255,34 +255,24 @@ def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
         reducer.close()
 
 
-def sum_locally(mesh: hsdp.Mesh, divided: bool) -> list[Any]:
+@on_mesh(1, 2)
+def test_local_sums(mesh: hsdp.Mesh) -> None:
     """p.grad has this rank's own, scaled in any case; the shards may be divided."""
-    model, reducer, optimizer, scaler = attached(mesh, divided, keep_grads=True)
-    with reducer.microbatch(last=True):
-        scaler.scale(loss_of(model, mesh.rank)).backward()
-    said = [message_of(optimizer.step)]
-    said.append(message_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-    if not divided:
-        said.append(message_of(lambda: reducer.clip_grad_norm_(0.5)))
-    scaler.unscale_(optimizer)
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-    mean = float(reducer.clip_grad_norm_(1e6))
-    scaler.step(optimizer)
-    right = close(model, expected(2, 0.5, mesh.rank))
-    return [all("times 1024" in one for one in said), norm, mean, right]
-
-
-def run_local_sums() -> list[list[Any]]:
-    with hsdp.init_mesh(1, 2) as mesh:
-        return [sum_locally(mesh, divided) for divided in (False, True)]
-
-
-def test_local_sums(ranks: Launcher) -> None:
     bias, weight = 10.0, 10.0 * 56.0
-    for rank, found in enumerate(ranks(2, run_local_sums)):
-        norm = pytest.approx((bias + weight * (rank + 1) ** 2) ** 0.5)
-        mean = pytest.approx((bias + weight * 1.5**2) ** 0.5)
-        assert found == [[True, norm, mean, True]] * 2
+    for divided in (False, True):
+        model, reducer, optimizer, scaler = attached(mesh, divided, keep_grads=True)
+        with reducer.microbatch(last=True):
+            scaler.scale(loss_of(model, mesh.rank)).backward()
+        assert "times 1024" in message_of(optimizer.step)
+        assert "times 1024" in message_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        if not divided:
+            assert "times 1024" in message_of(lambda: reducer.clip_grad_norm_(0.5))
+        scaler.unscale_(optimizer)
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        assert norm == pytest.approx((bias + weight * (mesh.rank + 1) ** 2) ** 0.5)
+        assert float(reducer.clip_grad_norm_(1e6)) == pytest.approx((bias + weight * 1.5**2) ** 0.5)
+        scaler.step(optimizer)
+        assert close(model, expected(2, 0.5, mesh.rank))
 
 
 def train_with_an_infinity(mesh: hsdp.Mesh, kind: str) -> list[Any]:
@@ -321,19 +311,12 @@ def train_with_an_infinity(mesh: hsdp.Mesh, kind: str) -> list[Any]:
     return found
 
 
-KINDS_TO_SKIP = ("gathered", "fused", "local", "fused local", "sharded", "divided sharded", "own", "own local",
-                 "own sharded", "window")
-
-
-def run_infinities() -> dict[str, list[Any]]:
-    with hsdp.init_mesh(1, 2) as mesh:
-        return {kind: train_with_an_infinity(mesh, kind) for kind in KINDS_TO_SKIP}
-
-
-def test_all_ranks_skip_together(ranks: Launcher) -> None:
-    for of_rank in ranks(2, run_infinities):
-        for kind, found in of_rank.items():
-            assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind
+@on_mesh(1, 2)
+def test_all_ranks_skip_together(mesh: hsdp.Mesh) -> None:
+    for kind in ("gathered", "fused", "local", "fused local", "sharded", "divided sharded", "own", "own local",
+                 "own sharded", "window"):
+        found = train_with_an_infinity(mesh, kind)
+        assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind
 
 
 @pytest.mark.parametrize("divided", [False, True])

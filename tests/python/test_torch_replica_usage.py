@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Launcher
+from conftest import on_ranks
 from fsdp2_model import TwoParts, device_mesh, start_torch, x_of
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -32,8 +31,9 @@ def refused(message: str, *arguments: Any) -> None:
         hsdp.torch.replica_hook(*arguments)
 
 
-def use_wrongly(folder: str) -> None:
-    start_torch(folder)
+@on_ranks(2)
+def test_wrong_use_is_refused(tmp_path: str) -> None:
+    start_torch(tmp_path)
     mesh_2d, flat = device_mesh(1, 2), device_mesh(2, 1)
     with hsdp.init_mesh(1, 2) as mesh:
         refused("fully_shard.*a Linear without.*reducer.attach", nn.Linear(2, 2), mesh)
@@ -201,7 +201,3 @@ def step_too_early(shard_mesh: Any) -> None:
         assert norm.full_tensor() == pytest.approx(24.0**0.5)
         optimizer.step()
         assert model.bias.full_tensor().tolist() == [-2.0, -2.0]
-
-
-def test_wrong_use_is_refused(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    ranks(2, use_wrongly, str(tmp_path))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Launcher
+from conftest import on_mesh, on_meshes
 from one_rank import add_gradient, attached_to, mesh, message_of, registered
 from same_tensors import require_same
 from torch import nn
@@ -60,69 +60,54 @@ def taken(model: nn.Module) -> dict[str, torch.Tensor]:
     return grads
 
 
-def run_ways(replicate: int, shard: int, counts: tuple[int, ...]) -> list[list[Any]]:
+@on_meshes((2, 2), (1, 2), (2, 1))
+def test_every_way(mesh: hsdp.Mesh) -> None:
     """All that DeepSpeed's coalesce_grad_reduction has, and stage 0 on a mesh without shards: the
     gradient of one big batch to the bit, and the same collectives however many passes."""
-    counted = []
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for (stage, accumulate, overlaps), count in itertools.product(WAYS, counts):
-            model = make_model()
-            reducer = hsdp.Reducer(mesh, bucket_bytes=64)
-            reducer.set_partial_sync("none" if stage == 1 else "shard")
-            reducer.attach(model)
-            for step in range(2):  # nothing of the first is in the second
-                # Two windows a step, a plain microbatch between them.
-                first, second = count, count + mesh.rank % 2  # ranks differ
-                seeds = [100 * step + 10 * mesh.rank + i for i in range(first + 1 + second)]
-                ahead = iter(seeds)
-                with coalesce_grad_reduction(
-                    reducer, last=False, backwards=first if overlaps else None,
-                    accumulate=accumulate,
-                ):
-                    for _ in range(first):
-                        run_pass(model, next(ahead))
-                with reducer.microbatch(last=False):
+    counted: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
+    for (stage, accumulate, overlaps), count in itertools.product(WAYS, (1, 3)):
+        model = make_model()
+        reducer = hsdp.Reducer(mesh, bucket_bytes=64)
+        reducer.set_partial_sync("none" if stage == 1 else "shard")
+        reducer.attach(model)
+        for step in range(2):  # nothing of the first is in the second
+            # Two windows a step, a plain microbatch between them.
+            first, second = count, count + mesh.rank % 2  # ranks differ
+            seeds = [100 * step + 10 * mesh.rank + i for i in range(first + 1 + second)]
+            ahead = iter(seeds)
+            with coalesce_grad_reduction(
+                reducer, last=False, backwards=first if overlaps else None, accumulate=accumulate
+            ):
+                for _ in range(first):
                     run_pass(model, next(ahead))
-                with coalesce_grad_reduction(
-                    reducer, backwards=second if overlaps else None, accumulate=accumulate
-                ):
-                    for _ in range(second):
-                        with reducer.microbatch(last=False):
-                            run_pass(model, next(ahead))
-                reducer.gather_gradients()
-                of_all = [
-                    100 * step + 10 * rank + i
-                    for rank in range(mesh.size)
-                    for i in range(2 * count + 1 + rank % 2)
-                ]
-                require_same(taken(model), big_batch(of_all, mesh.size))
-            stats = reducer.stats()
-            counted.append(
-                [stage, stats.bucket_count, stats.reduce_scatter_count, stats.all_reduce_count,
-                 stats.control_message_count, stats.shard_hop_bytes, stats.replica_hop_bytes]
-            )
-            reducer.close()
-    return counted
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "counts"), [(2, 2, (1, 2)), (1, 2, (1, 2, 5)), (2, 1, (1, 3))]
-)
-def test_every_way(
-    ranks: Launcher, replicate: int, shard: int, counts: tuple[int, ...]
-) -> None:
-    size = replicate * shard
-    for counted in ranks(size, run_ways, replicate, shard, counts):
-        rows = {stage: [row[1:] for row in counted if row[0] == stage] for stage in (1, 2, 3)}
-        for same in rows.values():
-            assert all(row == same[0] for row in same), "they depend on the passes"
-        assert rows[2] == rows[3]
-        for stage, reductions in ((1, 1), (2, 3)):
-            buckets, scatters, reduces, messages, _, _ = rows[stage][0]
-            assert scatters == (2 * reductions * buckets if shard > 1 else 0)
-            assert reduces == (2 * buckets if replicate > 1 else 0)
-            # A word each time something is sent, and the bit for found_inf, in two steps.
-            assert messages == 2 * (reductions + 1)
+            with reducer.microbatch(last=False):
+                run_pass(model, next(ahead))
+            with coalesce_grad_reduction(
+                reducer, backwards=second if overlaps else None, accumulate=accumulate
+            ):
+                for _ in range(second):
+                    with reducer.microbatch(last=False):
+                        run_pass(model, next(ahead))
+            reducer.gather_gradients()
+            of_all = [
+                100 * step + 10 * rank + i
+                for rank in range(mesh.size)
+                for i in range(2 * count + 1 + rank % 2)
+            ]
+            require_same(taken(model), big_batch(of_all, mesh.size))
+        stats = reducer.stats()
+        counted[stage].append([stats.reduce_scatter_count, stats.all_reduce_count, stats.control_message_count,
+                               stats.shard_hop_bytes, stats.replica_hop_bytes])
+        buckets = stats.bucket_count
+        reducer.close()
+    for stage, reductions in ((1, 1), (2, 3), (3, 3)):
+        assert all(row == counted[stage][0] for row in counted[stage]), "they depend on the passes"
+        scatters, reduces, messages, _, _ = counted[stage][0]
+        assert scatters == (2 * reductions * buckets if mesh.shard_size > 1 else 0)
+        assert reduces == (2 * buckets if mesh.replicate_size > 1 else 0)
+        # A word each time something is sent, and the bit for found_inf, in two steps.
+        assert messages == 2 * (reductions + 1)
+    assert counted[2][0] == counted[3][0]
 
 
 @pytest.mark.parametrize("accumulate", ["buffer", "grad"])
@@ -251,37 +236,30 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
     require_same(taken(model), big_batch([1], 1))
 
 
-def run_dropped_before() -> list[str]:
+@on_mesh(1, 2)
+def test_a_window_hears_of_an_earlier_drop(mesh: hsdp.Mesh) -> None:
     """A step whose drop a rank hears of in its next window."""
-    heard = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        model = make_model()
-        reducer = attached_to(model, mesh)
-        for accumulate in ("buffer", "grad"):
-            try:
-                with reducer.microbatch(last=False):
-                    run_pass(model, 1)
-                    if mesh.rank == 1:
-                        raise ValueError("a bad batch")
-                mesh.world.barrier()
-                with coalesce_grad_reduction(reducer, accumulate=accumulate):
-                    run_pass(model, 1)
-                heard.append("nothing")
-            except hsdp.StepAbortedError as error:
-                heard.append(str(error.ranks))
-            except ValueError:
-                mesh.world.barrier()
-                heard.append("own")
-            assert all(p.grad is None for p in model.parameters())
+    model = make_model()
+    reducer = attached_to(model, mesh)
+    for accumulate in ("buffer", "grad"):
+        try:
+            with reducer.microbatch(last=False):
+                run_pass(model, 1)
+                if mesh.rank == 1:
+                    raise ValueError("a bad batch")
+            mesh.world.barrier()
             with coalesce_grad_reduction(reducer, accumulate=accumulate):
-                run_pass(model, mesh.rank)
-            reducer.gather_gradients()
-            require_same(taken(model), big_batch([0, 1], 2))
-    return heard
-
-
-def test_a_window_hears_of_an_earlier_drop(ranks: Launcher) -> None:
-    assert ranks(2, run_dropped_before) == [["(1,)"] * 2, ["own"] * 2]
+                run_pass(model, 1)
+            pytest.fail("nothing was dropped")
+        except hsdp.StepAbortedError as error:
+            assert mesh.rank == 0 and error.ranks == (1,)
+        except ValueError:
+            mesh.world.barrier()
+        assert all(p.grad is None for p in model.parameters())
+        with coalesce_grad_reduction(reducer, accumulate=accumulate):
+            run_pass(model, mesh.rank)
+        reducer.gather_gradients()
+        require_same(taken(model), big_batch([0, 1], 2))
 
 
 def enter(reducers: Any, **options: Any) -> None:
@@ -308,59 +286,40 @@ def test_an_optimizer_may_run_the_window_in_its_closure(
         assert torch.equal(model.get_parameter(name), before[name] - 0.5 * grad)
 
 
-def run_faults() -> dict[str, Any]:
+@on_mesh(2, 2)
+def test_an_exception_drops_the_step_on_all_ranks(mesh: hsdp.Mesh) -> None:
     """One rank's block raises: the others hear of it, and all go on."""
-    heard: list[str] = []
-    equal = 0
-    with hsdp.init_mesh(2, 2) as mesh:
-        models = [make_model(), make_model()]
-        reducers = [hsdp.Reducer(mesh, bucket_bytes=64), hsdp.Reducer(mesh)]
-        for reducer, model in zip(reducers, models, strict=True):
-            reducer.attach(model)
-        for which, accumulate in itertools.product(range(3), ("buffer", "grad")):
-            try:
-                with coalesce_grad_reduction(reducers, accumulate=accumulate):
-                    for seed in range(3):
-                        for model in models:
-                            run_pass(model, seed)
-                        if mesh.rank == which and seed == which:
-                            raise ValueError("a bad batch")
-                for reducer in reducers:
-                    reducer.grad_norm()
-                heard.append("nothing")
-            except ValueError as error:
-                heard.append(str(error))
-            except hsdp.StepAbortedError as error:
-                heard.append(f"{error.ranks} {error}")
-            for reducer in reducers:  # what was not heard yet
-                try:
-                    reducer.grad_norm()
-                    heard.append("a dropped step has a result")
-                except (hsdp.StepAbortedError, hsdp.UsageError):
-                    pass
-            assert all(p.grad is None for model in models for p in model.parameters())
+    models = [make_model(), make_model()]
+    reducers = [hsdp.Reducer(mesh, bucket_bytes=64), hsdp.Reducer(mesh)]
+    for reducer, model in zip(reducers, models, strict=True):
+        reducer.attach(model)
+    for which, accumulate in itertools.product(range(3), ("buffer", "grad")):
+        try:
             with coalesce_grad_reduction(reducers, accumulate=accumulate):
-                for model in models:
-                    for _ in range(1 + mesh.rank):
-                        run_pass(model, mesh.rank)
-            want = big_batch([rank for rank in range(4) for _ in range(1 + rank)], 4)
-            for reducer, model in zip(reducers, models, strict=True):
-                reducer.gather_gradients()
-                require_same(taken(model), want)
-                equal += 1
-    return {"heard": heard, "equal": equal}
-
-
-def test_an_exception_drops_the_step_on_all_ranks(ranks: Launcher) -> None:
-    for rank, found in enumerate(ranks(4, run_faults)):
-        assert found["equal"] == 12
-        assert len(found["heard"]) == 6
-        for i, heard in enumerate(found["heard"]):
-            which = i // 2
-            if rank == which:
-                assert heard == "a bad batch"
-            else:
-                assert heard.startswith(f"({which},)") and "a bad batch" in heard, heard
+                for seed in range(3):
+                    for model in models:
+                        run_pass(model, seed)
+                    if mesh.rank == which and seed == which:
+                        raise ValueError("a bad batch")
+            for reducer in reducers:
+                reducer.grad_norm()
+            pytest.fail("nothing was dropped")
+        except ValueError:
+            assert mesh.rank == which
+        except hsdp.StepAbortedError as error:
+            assert mesh.rank != which and error.ranks == (which,) and "a bad batch" in str(error)
+        for reducer in reducers:  # what was not heard yet
+            with pytest.raises((hsdp.StepAbortedError, hsdp.UsageError)):
+                reducer.grad_norm()
+        assert all(p.grad is None for model in models for p in model.parameters())
+        with coalesce_grad_reduction(reducers, accumulate=accumulate):
+            for model in models:
+                for _ in range(1 + mesh.rank):
+                    run_pass(model, mesh.rank)
+        want = big_batch([rank for rank in range(4) for _ in range(1 + rank)], 4)
+        for reducer, model in zip(reducers, models, strict=True):
+            reducer.gather_gradients()
+            require_same(taken(model), want)
 
 
 def test_sums_in_the_gradients_dtype(mesh: hsdp.Mesh) -> None:

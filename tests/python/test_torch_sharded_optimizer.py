@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher, on_mesh
+from conftest import Launcher, on_mesh, on_meshes
 from exact_gradients import assign, assign_mean
 from torch import nn
 from one_rank import attached_to, mesh, message_of
@@ -78,79 +78,60 @@ def sharded(
     return reducer, ShardedOptimizer(cls, model, reducer, **options)
 
 
-def run_every_optimizer(replicate: int, shard: int) -> None:
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for name, options in ELEMENTWISE.items():
-            model, alone = make_model(), make_model()
-            cls = getattr(torch.optim, name)
-            reducer, optimizer = sharded(mesh, model, cls, **options)
-            reference = cls(alone.parameters(), **options)
-            for step in range(4):
-                step_both(reducer, model, optimizer, step, alone, reference)
-                require_equal(model, alone, options.get("fused", False))
-            reducer.close()
+@on_meshes((1, 1), (2, 2))
+def test_every_optimizer_has_the_bits_of_the_unsharded_one(mesh: hsdp.Mesh) -> None:
+    for name, options in ELEMENTWISE.items():
+        model, alone = make_model(), make_model()
+        cls = getattr(torch.optim, name)
+        reducer, optimizer = sharded(mesh, model, cls, **options)
+        reference = cls(alone.parameters(), **options)
+        for step in range(4):
+            step_both(reducer, model, optimizer, step, alone, reference)
+            require_equal(model, alone, options.get("fused", False))
+        reducer.close()
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (2, 2)])
-def test_every_optimizer_has_the_bits_of_the_unsharded_one(
-    ranks: Launcher, replicate: int, shard: int
-) -> None:
-    ranks(replicate * shard, run_every_optimizer, replicate, shard)
-
-
-def run_training(replicate: int, shard: int) -> dict[str, Any]:
+@on_meshes((2, 2), (2, 1))
+def test_training_equals_unsharded_adamw(mesh: hsdp.Mesh) -> None:
     """Steps of three microbatches beside unsharded AdamW, stages 1 and 2, clipped or not."""
-    errors, hashes, norms = [], [], []
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for stage, clip, microbatches, fused in (
-            (1, None, 3, False), (2, None, 3, False), (1, 0.3, 3, False), (2, 0.3, 3, False),
-            (2, 0.3, 3, False), (1, 0.3, 1, False), (2, 0.3, 1, False), (1, 0.3, 1, True),
-            (2, 0.3, 1, True),
-        ):
-            model, alone = make_model(), make_model()
-            reducer, optimizer = sharded(mesh, model, stage=stage, max_grad_norm=clip, lr=1e-2,
-                                         fused=fused)
-            reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-            for step in range(8):
-                generator = torch.Generator().manual_seed(step)
-                x = torch.randn(mesh.size, microbatches, 6, 7, generator=generator)
-                for m in range(microbatches):
-                    with reducer.microbatch(last=m == microbatches - 1):
-                        loss_of(model, x[mesh.rank, m]).backward()
-                optimizer.step()
-                reference.zero_grad()
-                for row in x.flatten(0, 1):
-                    (loss_of(alone, row) / mesh.size).backward()
-                if clip:
-                    want = nn.utils.clip_grad_norm_(alone.parameters(), clip)
-                    norms.append(abs(float(optimizer.grad_norm) / float(want) - 1))
-                reference.step()
-            errors.append(max(
-                float((p - q).abs().max() / q.abs().max())
-                for p, q in zip(model.parameters(), alone.parameters(), strict=True)
-            ))
-            state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-            hashes.append(hashlib.sha256(state).hexdigest())
-            reducer.close()
-    return {"errors": errors, "hashes": hashes, "norms": max(norms)}
+    hashes = []
+    for stage, clip, microbatches, fused in (
+        (1, None, 3, False), (2, None, 3, False), (1, 0.3, 3, False), (2, 0.3, 3, False),
+        (2, 0.3, 3, False), (1, 0.3, 1, False), (2, 0.3, 1, False), (1, 0.3, 1, True),
+        (2, 0.3, 1, True),
+    ):
+        model, alone = make_model(), make_model()
+        reducer, optimizer = sharded(mesh, model, stage=stage, max_grad_norm=clip, lr=1e-2,
+                                     fused=fused)
+        reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+        for step in range(8):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(mesh.size, microbatches, 6, 7, generator=generator)
+            for m in range(microbatches):
+                with reducer.microbatch(last=m == microbatches - 1):
+                    loss_of(model, x[mesh.rank, m]).backward()
+            optimizer.step()
+            reference.zero_grad()
+            for row in x.flatten(0, 1):
+                (loss_of(alone, row) / mesh.size).backward()
+            if clip:
+                want = nn.utils.clip_grad_norm_(alone.parameters(), clip)
+                assert float(optimizer.grad_norm) == pytest.approx(float(want), rel=1e-5)
+            reference.step()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert float((p - q).abs().max() / q.abs().max()) < 2e-5
+        state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        hashes.append(hashlib.sha256(state).hexdigest())
+        reducer.close()
+    assert hashes[3] == hashes[4], "a second run"
+    assert hashes[5] == hashes[6], "stages 1 and 2 with one microbatch"
+    assert hashes[7] == hashes[8], "the same of a fused optimizer, which clips on its way"
+    assert len(set(mesh.world._handle.exchange("".join(hashes), "test"))) == 1
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     extra = model.wide.square().mean() + model.gain.square()  # type: ignore[union-attr,operator]
     return model(x).square().mean() + extra
-
-
-@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (2, 1)])
-def test_training_equals_unsharded_adamw(ranks: Launcher, replicate: int, shard: int) -> None:
-    found = ranks(replicate * shard, run_training, replicate, shard)
-    for one in found:
-        assert max(one["errors"]) < 2e-5
-        assert one["norms"] < 1e-5
-        assert one["hashes"] == found[0]["hashes"]
-        hashes = one["hashes"]
-        assert hashes[3] == hashes[4], "a second run"
-        assert hashes[5] == hashes[6], "stages 1 and 2 with one microbatch"
-        assert hashes[7] == hashes[8], "the same of a fused optimizer, which clips on its way"
 
 
 @on_mesh(1, 2)
@@ -668,37 +649,24 @@ def test_memory_that_is_swapped(mesh: hsdp.Mesh) -> None:
         reducer.close()
 
 
-def run_memory() -> list[dict[str, int]]:
-    """Elements and bytes of states: of this rank, of all, and those that are counted."""
-    found = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        for dtype in (torch.float32, torch.bfloat16):
-            model = make_model(dtype)
-            reducer, optimizer = sharded(mesh, model)
-            run_step(reducer, model, 0, mesh.rank)
-            before = reducer.stats().optimizer_bytes
-            optimizer.step()
-            states = [v for state in optimizer.state.values() for k, v in state.items()
-                      if k != "master"]
-            found.append({
-                "kept": sum(v.numel() for v in states if v.dim() > 0),
-                "all": 2 * sum(p.numel() for p in model.parameters()),
-                "master bytes": before, "state bytes": sum(v.nbytes for v in states),
-                "counted": reducer.stats().optimizer_bytes,
-            })
-            optimizer.close()
-            reducer.close()
-            assert reducer.stats().optimizer_bytes == found[-1]["counted"]
-            del optimizer, states
-            gc.collect()
-            assert reducer.stats().optimizer_bytes == 0
-    return found
-
-
-def test_states_are_of_slices_and_counted(ranks: Launcher) -> None:
-    for of_ranks, rounded in zip(zip(*ranks(2, run_memory), strict=True), (False, True), strict=True):
-        assert sum(one["kept"] for one in of_ranks) == of_ranks[0]["all"]
-        for one in of_ranks:
-            assert one["counted"] == one["master bytes"] + one["state bytes"]
-            # fp32 masters, and the 16 bits that they were rounded to
-            assert one["master bytes"] == (6 * one["kept"] // 2 if rounded else 0)
+@on_mesh(1, 2)
+def test_states_are_of_slices_and_counted(mesh: hsdp.Mesh) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(dtype)
+        reducer, optimizer = sharded(mesh, model)
+        run_step(reducer, model, 0, mesh.rank)
+        master_bytes = reducer.stats().optimizer_bytes
+        optimizer.step()
+        states = [v for state in optimizer.state.values() for k, v in state.items() if k != "master"]
+        kept = sum(v.numel() for v in states if v.dim() > 0)
+        assert mesh.world.all_reduce(kept) == 2 * sum(p.numel() for p in model.parameters())
+        # fp32 masters, and the 16 bits that they were rounded to
+        assert master_bytes == (6 * kept // 2 if dtype is torch.bfloat16 else 0)
+        counted = master_bytes + sum(v.nbytes for v in states)
+        assert reducer.stats().optimizer_bytes == counted
+        optimizer.close()
+        reducer.close()
+        assert reducer.stats().optimizer_bytes == counted
+        del optimizer, states
+        gc.collect()
+        assert reducer.stats().optimizer_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import Launcher, on_mesh
+from conftest import Launcher, on_mesh, on_meshes
 from exact_gradients import assign, assign_mean
 from fsdp2_model import start_torch
 from torch import nn
@@ -138,44 +138,37 @@ def step_of(reducer: hsdp.Reducer, model: nn.Module, step: int) -> None:
         assign(model, step, reducer.mesh.rank)
 
 
-def run_beside_one(replicate: int, shard: int, stage: int) -> None:
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for rest, optimizers in ((False, MATRICES), (True, ANY)):
-            for name, (cls, options) in optimizers.items():
-                for dtype in (torch.float32, torch.bfloat16):
-                    model = Model(dtype, rest)
-                    alone = masters_of(model)
-                    reducer = attached_to(model, mesh, layout="whole", bucket_bytes=256)
-                    optimizer = ShardedOptimizer(cls, model, reducer, stage=stage, **options)
-                    reference = cls(alone.parameters(), **options)
-                    for step in range(STEPS):
-                        step_of(reducer, model, step)
-                        reducer.shard("wide")  # waits
-                        before = reducer.stats()
-                        optimizer.step()
-                        after = reducer.stats()
-                        assert after.reduce_scatter_count == before.reduce_scatter_count
-                        assert after.all_reduce_count == before.all_reduce_count
-                        assert after.all_gather_count == before.all_gather_count
-                        assign_mean(alone, step, mesh.size)
-                        reference.step()
-                        for (key, p), q in zip(
-                            model.named_parameters(), alone.parameters(), strict=True
-                        ):
-                            assert torch.equal(p, q.to(dtype)), (name, key, step)
-                    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                        here = optimizer.master(p)
-                        assert here.numel() in (0, p.numel())
-                        if here.numel() > 0:
-                            assert torch.equal(here.reshape(q.shape), q)
-                    reducer.close()
-
-
-@pytest.mark.parametrize(("replicate", "shard", "stage"), [(1, 2, 1), (2, 2, 2), (1, 4, 2)])
-def test_values_are_those_of_one_process(
-    ranks: Launcher, replicate: int, shard: int, stage: int
-) -> None:
-    ranks(replicate * shard, run_beside_one, replicate, shard, stage)
+@on_meshes((1, 2), (2, 2), (1, 4))
+def test_values_are_those_of_one_process(mesh: hsdp.Mesh) -> None:
+    for rest, optimizers in ((False, MATRICES), (True, ANY)):
+        for name, (cls, options) in optimizers.items():
+            for dtype in (torch.float32, torch.bfloat16):
+                model = Model(dtype, rest)
+                alone = masters_of(model)
+                reducer = attached_to(model, mesh, layout="whole", bucket_bytes=256)
+                optimizer = ShardedOptimizer(cls, model, reducer, stage=1 if mesh.size == 2 else 2, **options)
+                reference = cls(alone.parameters(), **options)
+                for step in range(STEPS):
+                    step_of(reducer, model, step)
+                    reducer.shard("wide")  # waits
+                    before = reducer.stats()
+                    optimizer.step()
+                    after = reducer.stats()
+                    assert after.reduce_scatter_count == before.reduce_scatter_count
+                    assert after.all_reduce_count == before.all_reduce_count
+                    assert after.all_gather_count == before.all_gather_count
+                    assign_mean(alone, step, mesh.size)
+                    reference.step()
+                    for (key, p), q in zip(
+                        model.named_parameters(), alone.parameters(), strict=True
+                    ):
+                        assert torch.equal(p, q.to(dtype)), (name, key, step)
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    here = optimizer.master(p)
+                    assert here.numel() in (0, p.numel())
+                    if here.numel() > 0:
+                        assert torch.equal(here.reshape(q.shape), q)
+                reducer.close()
 
 
 class Run:
@@ -372,66 +365,61 @@ def split(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return matrices, [p for p in model.parameters() if p.dim() != 2]
 
 
-def run_two(layout: str, scales: bool) -> list[float]:
-    """Muon for matrices, AdamW for the rest."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        model, alone = Model(torch.float32, True), Model(torch.float32, True)
-        if layout == "flat":  # of slices: both elementwise
-            classes = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01})]
-        else:
-            classes = [(torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01})]
-        reducer = attached_to(model, mesh, layout=layout, bucket_bytes=256)
-        optimizers = [
-            ShardedOptimizer(cls, params, reducer, **options)
-            for (cls, options), params in zip(classes, split(model), strict=True)
-        ]
-        references = [
-            cls(params, **options)
-            for (cls, options), params in zip(classes, split(alone), strict=True)
-        ]
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
-        norms = []
-        for step in range(STEPS):
-            with reducer.microbatch(last=True):
-                assign(model, step, mesh.rank)
-                for p in model.parameters():
-                    p.grad *= float(scaler.scale(torch.ones(())))
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            norms.append(float(reducer.clip_grad_norm_(3.0)))
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-                assert not optimizer.step_was_skipped
-            scaler.update()
-            assign_mean(alone, step, mesh.size)
-            coefficient = min(1.0, 3.0 / (norms[-1] + 1e-6))
-            for q in alone.parameters():
-                q.grad = q.grad * torch.tensor(coefficient)
-            for reference in references:
-                reference.step()
-            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-                assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), (name, step)
-        states = [optimizer.full_state_dict() for optimizer in optimizers]
-        assert [len(state["state"]) for state in states] == (
-            [0 if layout == "flat" else 5, 2]
-        )
-        optimizers[0].close()
-        with reducer.microbatch(last=True):
-            assign(model, STEPS, mesh.rank)
-        before = [p.detach().clone() for p in split(model)[0]]
-        optimizers[1].step()
-        assert all(map(torch.equal, split(model)[0], before))
-        again = ShardedOptimizer(torch.optim.SGD, split(model)[0], reducer, lr=0.1)
-        again.step()  # the first one has not taken these gradients
-        assert not any(map(torch.equal, split(model)[0], before))
-        return norms
-
-
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("layout", ["flat", "whole"])
-def test_two_optimizers_of_one_reducer(ranks: Launcher, layout: str, scales: bool) -> None:
-    one, other = ranks(2, run_two, layout, scales)
-    assert one == other and len(one) == STEPS
+@on_mesh(1, 2)
+def test_two_optimizers_of_one_reducer(mesh: hsdp.Mesh, layout: Any, scales: bool) -> None:
+    """Muon for matrices, AdamW for the rest."""
+    model, alone = Model(torch.float32, True), Model(torch.float32, True)
+    if layout == "flat":  # of slices: both elementwise
+        classes = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01})]
+    else:
+        classes = [(torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01})]
+    reducer = attached_to(model, mesh, layout=layout, bucket_bytes=256)
+    optimizers = [
+        ShardedOptimizer(cls, params, reducer, **options)
+        for (cls, options), params in zip(classes, split(model), strict=True)
+    ]
+    references = [
+        cls(params, **options)
+        for (cls, options), params in zip(classes, split(alone), strict=True)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
+    norms = []
+    for step in range(STEPS):
+        with reducer.microbatch(last=True):
+            assign(model, step, mesh.rank)
+            for p in model.parameters():
+                p.grad *= float(scaler.scale(torch.ones(())))
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norms.append(float(reducer.clip_grad_norm_(3.0)))
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            assert not optimizer.step_was_skipped
+        scaler.update()
+        assign_mean(alone, step, mesh.size)
+        coefficient = min(1.0, 3.0 / (norms[-1] + 1e-6))
+        for q in alone.parameters():
+            q.grad = q.grad * torch.tensor(coefficient)
+        for reference in references:
+            reference.step()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), (name, step)
+    states = [optimizer.full_state_dict() for optimizer in optimizers]
+    assert [len(state["state"]) for state in states] == (
+        [0 if layout == "flat" else 5, 2]
+    )
+    optimizers[0].close()
+    with reducer.microbatch(last=True):
+        assign(model, STEPS, mesh.rank)
+    before = [p.detach().clone() for p in split(model)[0]]
+    optimizers[1].step()
+    assert all(map(torch.equal, split(model)[0], before))
+    again = ShardedOptimizer(torch.optim.SGD, split(model)[0], reducer, lr=0.1)
+    again.step()  # the first one has not taken these gradients
+    assert not any(map(torch.equal, split(model)[0], before))
+    assert len(set(mesh.world._handle.exchange(str(norms), "test"))) == 1
 
 
 def test_what_is_refused(mesh: hsdp.Mesh) -> None:

@@ -11,15 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import Launcher
 from fsdp2_model import (
-    MICROBATCHES,
-    device_mesh,
-    expected_gradients,
-    fingerprint,
-    loss_of,
-    make_model,
-    squared_error,
-    start_torch,
-    whole,
+    MICROBATCHES, device_mesh, expected_gradients, fingerprint, loss_of, make_model, squared_error, start_torch, whole,
     whole_gradients,
 )
 

@@ -14,6 +14,7 @@ import torch
 from conftest import Launcher, on_mesh, on_ranks
 from torch import nn
 from one_rank import attached_to
+from same_tensors import same
 
 import hsdp
 from hsdp.torch.parameter_in_flight import ParameterInFlight
@@ -92,7 +93,7 @@ def other_method(net: Net, x: torch.Tensor) -> Any:
 
 
 def saved(net: Net, x: torch.Tensor) -> Any:
-    return {k: v.clone() for k, v in net.state_dict().items()}
+    return [(k, v.clone()) for k, v in net.state_dict().items()]
 
 
 def kept(net: Net, x: torch.Tensor) -> Any:
@@ -101,7 +102,7 @@ def kept(net: Net, x: torch.Tensor) -> Any:
     file.seek(0)
     loaded = torch.load(file)
     assert all(type(v) is nn.Parameter for v in loaded.values())
-    return loaded
+    return [*loaded.items()]
 
 
 def copied(net: Net, x: torch.Tensor) -> Any:
@@ -189,14 +190,6 @@ def run_again(net: Net, reducer: hsdp.Reducer, optimizer: ShardedOptimizer, x: t
         for p in net.parameters():
             p.grad = torch.ones(p.shape, dtype=p.dtype)
     optimizer.step()
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    return len(a) == len(b) and all(map(same, a, b))
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("float32", 2), ("bfloat16", 1)])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Launcher, on_mesh, on_ranks
 from fsdp2_model import start_torch
-from same_tensors import require_same
+from same_tensors import require_same, states_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -95,9 +95,7 @@ class Run:
             set_optimizer()
 
     def everything(self) -> dict[str, torch.Tensor]:
-        result = dict(self.optimizer.full_model_state_dict(self.model))
-        for number, state in self.optimizer.full_state_dict()["state"].items():
-            result.update({f"{number} {key}": torch.as_tensor(value) for key, value in state.items()})
+        result = {**self.optimizer.full_model_state_dict(self.model), **states_of(self.optimizer)}
         return {key: value.detach().float().clone() for key, value in result.items()}
 
     def close(self) -> None:

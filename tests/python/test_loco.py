@@ -6,6 +6,7 @@ import hashlib
 import os
 import pathlib
 import random
+import re
 import subprocess
 import time
 from typing import Any
@@ -55,46 +56,32 @@ def mean_of(step: int, ranks: int) -> dict[str, np.ndarray[Any, Any]]:
     return total
 
 
-def run_and_measure() -> dict[str, Any]:
-    with hsdp.init_mesh(2, 2) as mesh:
-        hop = LocoHop(exclude="norm", error_every=1)
-        reducer = make_reducer(mesh, hop, replica_dtype="f32")
-        errors, sent, given = [], 0.0, 0.0
-        for step in range(20):
-            shards = run(reducer, step)
-            mean = mean_of(step, mesh.size)
-            part = reducer.slice("large")
-            wanted = mean["large"][part.offset : part.offset + part.count]
-            errors.append(float(np.linalg.norm(shards["large"] - wanted) / np.linalg.norm(wanted)))
-            sent, given = sent + shards["large"], given + wanted
-            part = reducer.slice("norm")
-            norm = mean["norm"][part.offset : part.offset + part.count]
-            np.testing.assert_allclose(shards["norm"], norm, rtol=1e-5, atol=1e-6)
-        owed = float(np.linalg.norm(sent - given) / np.linalg.norm(given))
-        figures = {name: list(error) for name, error in hop.quantization_error().items()}
-        stats = reducer.stats()
-        bits = {name: shard.tobytes().hex() for name, shard in shards.items()}
-        return {
-            "errors": errors, "owed": owed, "figures": figures, "steps": hop.steps,
-            "bits": bits, "replica": mesh.replica, "shard": mesh.shard_rank,
-            "bytes": stats.replica_hop_bytes, "state": stats.replica_hop_state_bytes,
-            "hop": stats.replica_hop, "found_inf": reducer.found_inf(),
-        }
-
-
-def test_what_is_sent_adds_up(ranks: Launcher) -> None:
-    found = ranks(4, run_and_measure)
-    for f in found:
-        assert f["steps"] == 20 and not f["found_inf"] and f["hop"].startswith("loco 4 bit")
-        assert all(0.05 < error < 0.3 for error in f["errors"])
-        assert f["owed"] < min(f["errors"]) / 3
-        assert all(0.05 < error < 0.2 for pair in f["figures"].values() for error in pair if error)
-        assert f["state"] > 0 and f["bytes"] > 0
-    assert {name for f in found for name in f["figures"]} == {"large", "tail"}
-    for a in found:
-        for b in found:
-            if a["shard"] == b["shard"]:
-                assert a["bits"] == b["bits"]
+@on_mesh(2, 2)
+def test_what_is_sent_adds_up(mesh: hsdp.Mesh) -> None:
+    hop = LocoHop(exclude="norm", error_every=1)
+    reducer = make_reducer(mesh, hop, replica_dtype="f32")
+    errors, sent, given = [], 0.0, 0.0
+    for step in range(20):
+        shards = run(reducer, step)
+        mean = mean_of(step, mesh.size)
+        part = reducer.slice("large")
+        wanted = mean["large"][part.offset : part.offset + part.count]
+        errors.append(float(np.linalg.norm(shards["large"] - wanted) / np.linalg.norm(wanted)))
+        sent, given = sent + shards["large"], given + wanted
+        part = reducer.slice("norm")
+        norm = mean["norm"][part.offset : part.offset + part.count]
+        np.testing.assert_allclose(shards["norm"], norm, rtol=1e-5, atol=1e-6)
+    assert all(0.05 < error < 0.3 for error in errors)
+    assert np.linalg.norm(sent - given) / np.linalg.norm(given) < min(errors) / 3
+    figures = hop.quantization_error()
+    assert all(0.05 < error < 0.2 for pair in figures.values() for error in pair if error)
+    found = mesh.world._handle.exchange(" ".join(figures), "test")
+    assert {name for of_rank in found for name in of_rank.split()} == {"large", "tail"}
+    stats = reducer.stats()
+    assert hop.steps == 20 and not reducer.found_inf() and stats.replica_hop.startswith("loco 4 bit")
+    assert stats.replica_hop_state_bytes > 0 and stats.replica_hop_bytes > 0
+    bits = hashlib.sha256(b"".join(shard.tobytes() for shard in shards.values())).hexdigest()
+    assert len(set(mesh.replicate_group._handle.exchange(bits, "test"))) == 1
 
 
 def last_steps(reducer: hsdp.Reducer) -> str:
@@ -208,62 +195,40 @@ def test_other_meshes_owe_the_same(ranks: Launcher, tmp_path: pathlib.Path) -> N
             np.testing.assert_allclose(after[name], errors, atol=np.abs(errors).max() / 50)
 
 
-def mistakes() -> list[str]:
-    texts = []
-
-    def expect(kind: type[Exception], call: Any) -> None:
-        try:
+@on_ranks(2)
+def test_mistakes_are_named() -> None:
+    def expect(kind: type[Exception], words: str, call: Any) -> None:
+        with pytest.raises(kind, match=re.escape(words)):
             call()
-        except kind as error:
-            texts.append(str(error))
-        else:
-            texts.append("nothing raised")
 
-    expect(hsdp.UsageError, lambda: LocoHop(bits=3))
-    expect(hsdp.UsageError, lambda: LocoHop(group_size=40))
-    expect(hsdp.UsageError, lambda: LocoHop(gather="int2"))
-    expect(hsdp.UsageError, lambda: LocoHop(seed=-1))
-    expect(hsdp.UsageError, lambda: LocoHop(bits=4.5))  # type: ignore[arg-type]
-    expect(hsdp.UsageError, lambda: LocoHop(reset_T=2**70))
-    expect(hsdp.UsageError, lambda: LocoHop(error_feedback="False"))  # type: ignore[arg-type]
-    expect(hsdp.UsageError, lambda: LocoHop(exclude=[1]))  # type: ignore[list-item]
-    expect(hsdp.UsageError, lambda: LocoHop(err_beta="x"))  # type: ignore[arg-type]
-    expect(hsdp.UsageError, lambda: LocoHop(scale_dtype="int4"))
-    expect(TypeError, lambda: LocoHop(beta=0.8))  # type: ignore[call-arg]
+    for options, words in [
+        ({"bits": 3}, "bits: expected 4 or 8, got 3"), ({"group_size": 40}, "multiple of 32"),
+        ({"gather": "int2"}, "'int4', 'int8' or 'bf16'"), ({"seed": -1}, "seed"),
+        ({"bits": 4.5}, "bits: expected a whole number, got 4.5"), ({"reset_T": 2**70}, "reset_T"),
+        ({"error_feedback": "False"}, "error_feedback: expected True or False"),
+        ({"exclude": [1]}, "exclude: expected names"), ({"err_beta": "x"}, "err_beta: expected a number"),
+        ({"scale_dtype": "int4"}, "scale_dtype: expected 'bf16' or 'f32'"),
+    ]:
+        expect(hsdp.UsageError, words, lambda: LocoHop(**options))
+    expect(TypeError, "beta", lambda: LocoHop(beta=0.8))  # type: ignore[call-arg]
     with hsdp.init_mesh(2, 1) as mesh:
         hop = LocoHop(exclude=("*bias",))
-        expect(hsdp.UsageError, make_reducer(mesh, hop).prepare)
+        expect(hsdp.UsageError, "'*bias', which matches none", make_reducer(mesh, hop).prepare)
         hop = LocoHop(plain_dtype="bf16")
-        expect(hsdp.UsageError, lambda: make_reducer(mesh, hop, replica_dtype="f32").prepare())
+        expect(hsdp.UsageError, "which the replica_hop sends",
+               lambda: make_reducer(mesh, hop, replica_dtype="f32").prepare())
         hop = LocoHop()
         reducer = make_reducer(mesh, hop)
         reducer.prepare()
-        expect(hsdp.UsageError, make_reducer(mesh, hop).prepare)
-        expect(hsdp.UsageError, lambda: hop.scale_errors(float("nan")))
-        expect(hsdp.UsageError, lambda: hop.load_state_dict({"steps": np.zeros(1, np.int64)}))
+        expect(hsdp.UsageError, "got a second", make_reducer(mesh, hop).prepare)
+        expect(hsdp.UsageError, "at most 1", lambda: hop.scale_errors(float("nan")))
+        state = {"steps": np.zeros(1, np.int64)}
+        expect(hsdp.UsageError, "'replicas' in it", lambda: hop.load_state_dict(state))
         hop.scale_errors(0.5 + mesh.rank / 2)
-        expect(hsdp.MismatchError, lambda: run(reducer, 0))
+        expect(hsdp.MismatchError, "x", lambda: run(reducer, 0))
     with hsdp.init_mesh(2, 1) as mesh:
         hop = LocoHop(err_beta=0.5 + mesh.rank / 4)
-        expect(hsdp.MismatchError, lambda: make_reducer(mesh, hop))
-    return texts
-
-
-def test_mistakes_are_named(ranks: Launcher) -> None:
-    texts = ranks(2, mistakes)[0]
-    for text, words in zip(
-        texts,
-        [
-            "bits: expected 4 or 8, got 3", "multiple of 32", "'int4', 'int8' or 'bf16'", "seed",
-            "bits: expected a whole number, got 4.5", "reset_T", "error_feedback: expected True or False",
-            "exclude: expected names", "err_beta: expected a number", "scale_dtype: expected 'bf16' or 'f32'",
-            "beta", "'*bias', which matches none", "which the replica_hop sends", "got a second",
-            "at most 1",
-            "'replicas' in it", "x", "beta 0.5",
-        ],
-        strict=True,
-    ):
-        assert words in text, text
+        expect(hsdp.MismatchError, "beta 0.5", lambda: make_reducer(mesh, hop))
 
 
 HEADER = ["steps", "replicas", "group_size", "err_beta"]
@@ -321,27 +286,17 @@ def test_a_closed_reducer_has_let_go_of_its_hop(mesh: hsdp.Mesh) -> None:
     assert hop.steps == 2 and first.stats().replica_hop_bytes == sent > 0
 
 
-def scale_one_alone(factors: tuple[float, float]) -> str:
-    with hsdp.init_mesh(2, 1) as mesh:
-        hop = LocoHop()
-        reducer = make_reducer(mesh, hop)
-        run(reducer, 0)
-        if not np.isnan(factors[mesh.rank]):
-            hop.scale_errors(factors[mesh.rank])
-        try:
-            run(reducer, 1)
-        except hsdp.MismatchError as error:
-            return str(error)
-        return "nothing raised"
-
-
-def scale_alone() -> list[str]:
-    return [scale_one_alone(pair) for pair in [(0.2, 0.59), (0.0, float("nan")), (0.0625, 0.953125)]]
-
-
-def test_other_factors_are_noticed(ranks: Launcher) -> None:
-    texts = ranks(2, scale_alone)[0]
-    assert ["1 steps x" in text for text in texts] == [True] * 3, texts
+@pytest.mark.parametrize("factors", [(0.2, 0.59), (0.0, None), (0.0625, 0.953125)])
+@on_mesh(2, 1)
+def test_other_factors_are_noticed(mesh: hsdp.Mesh, factors: list[float | None]) -> None:
+    hop = LocoHop()
+    reducer = make_reducer(mesh, hop)
+    run(reducer, 0)
+    factor = factors[mesh.rank]
+    if factor is not None:
+        hop.scale_errors(factor)
+    with pytest.raises(hsdp.MismatchError, match="1 steps x"):
+        run(reducer, 1)
 
 
 def test_options_of_deepspeed_will_do() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher, on_mesh
-from torch import nn
 from one_rank import attached_to
+from torch import nn
 
 import hsdp
 from hsdp.torch import buffer_sync

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 from conftest import on_mesh
-from test_growth import STEPS, WARM_UP_STEPS, check, resources
 from one_rank import attached_to
+from test_growth import STEPS, WARM_UP_STEPS, check, resources
 
 import hsdp
 

@@ -313,8 +313,8 @@ def train_with_an_infinity(mesh: hsdp.Mesh, kind: str) -> list[Any]:
 
 @on_mesh(1, 2)
 def test_all_ranks_skip_together(mesh: hsdp.Mesh) -> None:
-    for kind in ("gathered", "fused", "local", "fused local", "sharded", "divided sharded", "own", "own local",
-                 "own sharded", "window"):
+    for kind in ("gathered", "fused", "local", "fused local", "sharded", "divided sharded", "own",
+                 "own local", "own sharded", "window"):
         found = train_with_an_infinity(mesh, kind)
         assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher, on_mesh, on_ranks
-from torch import nn
 from one_rank import attached_to
 from same_tensors import same
+from torch import nn
 
 import hsdp
 from hsdp.torch.parameter_in_flight import ParameterInFlight

@@ -18,7 +18,6 @@ from fsdp2_model import (
     COUNTS, MICROBATCHES, CountedNet, Net, device_mesh, expected_gradients, fingerprint, loss_of, make_model,
     squared_error, start_torch, worst_error,
 )
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hsdp

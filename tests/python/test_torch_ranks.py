@@ -4,47 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from conftest import Launcher, on_mesh
-from torch import nn
 from one_rank import attached_to
+from same_tensors import require_same
+from torch import nn
 
 import hsdp
 
 
-def make_model(mesh: hsdp.Mesh) -> nn.Module:
-    torch.manual_seed(mesh.rank)
+def make_model(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.float32))
-    model[2].register_buffer("steps", torch.tensor(mesh.rank, dtype=torch.int32))
-    model[2].register_buffer("mask", torch.tensor([mesh.rank == 1, True]))
-    model.register_parameter("wide", nn.Parameter(torch.full((4, 6), float(mesh.rank)).t()))
+    model[2].register_buffer("steps", torch.tensor(rank, dtype=torch.int32))
+    model[2].register_buffer("mask", torch.tensor([rank == 1, True]))
+    model.register_parameter("wide", nn.Parameter(torch.full((4, 6), float(rank)).t()))
     return model
 
 
-def run_broadcast() -> dict[str, Any]:
-    with hsdp.init_mesh(2, 2) as mesh:
-        model = make_model(mesh)
-        hsdp.broadcast_parameters(mesh, model, root=1)
-        state = {name: t.tolist() for name, t in model.state_dict().items()}
-        other = nn.Linear(3, 2 + mesh.rank // 3)
-        try:
-            hsdp.broadcast_parameters(mesh, other)
-            message, ranks = "", ()
-        except hsdp.MismatchError as error:
-            message, ranks = str(error), error.ranks
-        mesh.world.barrier()
-        return {"state": state, "message": message, "ranks": list(ranks)}
-
-
-def test_broadcast_parameters(ranks: Launcher) -> None:
-    found = ranks(4, run_broadcast)
-    assert all(f["state"] == found[1]["state"] for f in found)
-    state = found[0]["state"]
-    assert state["2.steps"] == 1 and state["2.mask"] == [True, True]
-    assert state["wide"] == [[1.0] * 4] * 6
-    for f in found:
-        assert "'weight (2, 3) torch.float32' on rank 0" in f["message"]
-        assert "'weight (3, 3) torch.float32' on rank 3" in f["message"] and f["ranks"] == [3]
+@on_mesh(2, 2)
+def test_broadcast_parameters(mesh: hsdp.Mesh) -> None:
+    model = make_model(mesh.rank)
+    hsdp.broadcast_parameters(mesh, model, root=1)
+    require_same(model.state_dict(), make_model(1).state_dict())
+    other = nn.Linear(3, 2 + mesh.rank // 3)
+    with pytest.raises(hsdp.MismatchError) as error:
+        hsdp.broadcast_parameters(mesh, other)
+    assert "'weight (2, 3) torch.float32' on rank 0" in str(error.value)
+    assert "'weight (3, 3) torch.float32' on rank 3" in str(error.value) and error.value.ranks == (3,)
+    mesh.world.barrier()
 
 
 class Boom(Exception):
@@ -55,7 +44,7 @@ def run_exceptions() -> list[str]:
     """Rank 2's user code raises in the middle of a backward pass; then all train on."""
     said = []
     with hsdp.init_mesh(2, 2) as mesh:
-        model = make_model(mesh)
+        model = make_model(mesh.rank)
         hsdp.broadcast_parameters(mesh, model)
         reducer = attached_to(model, mesh, missing="zero", bucket_bytes=64)
         raising = []

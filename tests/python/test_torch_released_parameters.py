@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher, on_ranks
+from conftest import on_ranks
 from one_rank import attached_to
 from same_tensors import require_same
 from torch import nn

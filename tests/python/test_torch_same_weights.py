@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher
-from torch import nn
 from one_rank import attached_to
+from torch import nn
 
 import hsdp
 from hsdp.torch.value_digests import value_digests

@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import Launcher, on_mesh, on_meshes
 from exact_gradients import assign, assign_mean
-from torch import nn
 from one_rank import attached_to, mesh, message_of
+from torch import nn
 
 import hsdp
 from hsdp.torch import sharded_optimizer

@@ -96,8 +96,10 @@ def test_every_way(mesh: hsdp.Mesh) -> None:
             ]
             require_same(taken(model), big_batch(of_all, mesh.size))
         stats = reducer.stats()
-        counted[stage].append([stats.reduce_scatter_count, stats.all_reduce_count, stats.control_message_count,
-                               stats.shard_hop_bytes, stats.replica_hop_bytes])
+        counted[stage].append(
+            [stats.reduce_scatter_count, stats.all_reduce_count, stats.control_message_count,
+             stats.shard_hop_bytes, stats.replica_hop_bytes]
+        )
         buckets = stats.bucket_count
         reducer.close()
     for stage, reductions in ((1, 1), (2, 3), (3, 3)):

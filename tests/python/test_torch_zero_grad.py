@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from one_rank import attached_to, mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from one_rank import attached_to, mesh
 
 import hsdp
 from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
@@ -36,9 +36,8 @@ Attached = tuple[nn.Linear, hsdp.Reducer, torch.optim.Optimizer]
 
 
 def attached(mesh: hsdp.Mesh, keep_grads: bool = False) -> Attached:
-    model, reducer = make_model(), hsdp.Reducer(mesh)
-    reducer.attach(model, keep_grads=keep_grads)
-    return model, reducer, torch.optim.SGD(model.parameters(), 1.0)
+    model = make_model()
+    return model, attached_to(model, mesh, keep_grads), torch.optim.SGD(model.parameters(), 1.0)
 
 
 def who(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> Callable[..., None]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import Launcher
 from fsdp2_model import (
-    MICROBATCHES, device_mesh, expected_gradients, fingerprint, loss_of, make_model, squared_error, start_torch,
-    whole, whole_gradients,
+    MICROBATCHES, device_mesh, expected_gradients, fingerprint, loss_of, make_model, squared_error,
+    start_torch, whole, whole_gradients,
 )
 
 import hsdp

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from conftest import Launcher, on_mesh
+from conftest import on_mesh
 from one_rank import attached_to
 from same_tensors import require_same
 from torch import nn
@@ -40,48 +38,35 @@ class Boom(Exception):
     pass
 
 
-def run_exceptions() -> list[str]:
+@on_mesh(2, 2)
+def test_exceptions_leave_all_ranks_usable(mesh: hsdp.Mesh) -> None:
     """Rank 2's user code raises in the middle of a backward pass; then all train on."""
-    said = []
-    with hsdp.init_mesh(2, 2) as mesh:
-        model = make_model(mesh.rank)
-        hsdp.broadcast_parameters(mesh, model)
-        reducer = attached_to(model, mesh, missing="zero", bucket_bytes=64)
-        raising = []
+    model = make_model(mesh.rank)
+    hsdp.broadcast_parameters(mesh, model)
+    reducer = attached_to(model, mesh, missing="zero", bucket_bytes=64)
+    raising = []
 
-        def tensor_hook(grad: torch.Tensor) -> None:
-            if raising:
-                raise Boom("in the backward pass")
+    def tensor_hook(grad: torch.Tensor) -> None:
+        if raising:
+            raise Boom("in the backward pass")
 
-        for step in range(6):
-            raising[:] = [1] if step % 2 == 0 and mesh.rank == 2 else []
-            try:
-                for m in range(2):
-                    with reducer.microbatch(last=m == 1):
-                        hidden = model[0](torch.full((4, 5), float(mesh.rank)))
-                        hidden.register_hook(tensor_hook)
-                        model[2](hidden).sum().backward()
-                said.append(f"{float(reducer.shard('2.bias').numpy().sum()):g}")
-            except Boom:
-                said.append("Boom")
-            except hsdp.StepAbortedError as error:
-                said.append(f"aborted by {list(error.ranks)}: {'in the backward' in str(error)}")
-            assert all(p.grad is None for p in model.parameters())
-        reducer.gather_gradients()
-        said.append(model[2].bias.grad.tolist())
-        assert model.wide.grad is None  # no rank used it
-    return said
-
-
-def test_exceptions_leave_all_ranks_usable(ranks: Launcher) -> None:
-    found = ranks(4, run_exceptions)
-    for rank, said in enumerate(found):
-        aborted = "Boom" if rank == 2 else "aborted by [2]: True"
-        assert said[0:6:2] == [aborted] * 3
-        assert said[6] == [8.0] * 3  # 4 rows, 2 microbatches, mean over ranks
-    for replica in (0, 2):
-        for step in (1, 3, 5):
-            assert sum(float(found[replica + s][step]) for s in (0, 1)) == 24
+    for step in range(6):
+        raising[:] = [1] if step % 2 == 0 and mesh.rank == 2 else []
+        try:
+            for m in range(2):
+                with reducer.microbatch(last=m == 1):
+                    hidden = model[0](torch.full((4, 5), float(mesh.rank)))
+                    hidden.register_hook(tensor_hook)
+                    model[2](hidden).sum().backward()
+            assert step % 2 == 1 and mesh.shard_group.all_reduce(float(reducer.shard("2.bias").sum())) == 24
+        except Boom:
+            assert step % 2 == 0 and mesh.rank == 2
+        except hsdp.StepAbortedError as error:
+            assert step % 2 == 0 and error.ranks == (2,) and "in the backward" in str(error)
+        assert all(p.grad is None for p in model.parameters())
+    reducer.gather_gradients()
+    assert model[2].bias.grad.tolist() == [8.0] * 3  # 4 rows, 2 microbatches, mean over ranks
+    assert model.wide.grad is None  # no rank used it
 
 
 @on_mesh(1, 2)
@@ -102,30 +87,23 @@ def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
     assert model.weight.grad.tolist() == [[3.0, 3.0]]
 
 
-def run_shards() -> list[Any]:
-    """Shards updated in place, parameters gathered: what every rank ends with."""
-    with hsdp.init_mesh(2, 2) as mesh:
-        torch.manual_seed(0)
-        model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        reducer = attached_to(model, mesh)
-        image = torch.ones(1, 2, 5, 5).to(memory_format=torch.channels_last)
-        with reducer.microbatch(last=True):
-            model(image * mesh.rank).sum().backward()
-        for name, p in model.named_parameters():
-            offset, count = reducer.slice(name)
-            shard = torch.from_dlpack(reducer.shard(name))
-            flat = p.detach().flatten()  # row-major: a copy where p is channels_last
-            flat[offset : offset + count] -= 0.5 * shard
-            p.data.copy_(flat.view_as(p))
-        reducer.gather_parameters()
-        return [p.detach().contiguous().flatten().tolist() for p in model.parameters()]
-
-
-def test_gathered_parameters_agree(ranks: Launcher) -> None:
-    found = ranks(4, run_shards)
-    assert all(f == found[0] for f in found)
+@on_mesh(2, 2)
+def test_gathered_parameters_agree(mesh: hsdp.Mesh) -> None:
+    """Of which each rank has updated its shards in place."""
     torch.manual_seed(0)
-    model = nn.Conv2d(2, 4, 3)
-    weight = (model.weight.detach() - 0.5 * 9 * 1.5).flatten()
-    assert torch.allclose(torch.tensor(found[0][0]), weight)
-    assert torch.allclose(torch.tensor(found[0][1]), model.bias.detach() - 0.5 * 9)
+    model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    reducer = attached_to(model, mesh)
+    image = torch.ones(1, 2, 5, 5).to(memory_format=torch.channels_last)
+    with reducer.microbatch(last=True):
+        model(image * mesh.rank).sum().backward()
+    for name, p in model.named_parameters():
+        offset, count = reducer.slice(name)
+        shard = torch.from_dlpack(reducer.shard(name))
+        flat = p.detach().flatten()  # row-major: a copy where p is channels_last
+        flat[offset : offset + count] -= 0.5 * shard
+        p.data.copy_(flat.view_as(p))
+    reducer.gather_parameters()
+    assert torch.allclose(model.weight, weight - 0.5 * 9 * 1.5) and torch.allclose(model.bias, bias - 0.5 * 9)
+    bits = str([p.detach().contiguous().flatten().tolist() for p in model.parameters()])
+    assert len(set(mesh.world._handle.exchange(bits, "test"))) == 1

@@ -231,3 +231,28 @@ def on_mesh(
         return on_ranks(replicate * shard)(with_mesh)
 
     return decorate
+
+
+def on_meshes(*shapes: tuple[int, int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same on meshes of these sizes, replicate and shard, one after the other."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        names = list(inspect.signature(function).parameters)[1:]
+
+        @functools.wraps(function)
+        def test(ranks: Launcher, shape: tuple[int, int], **arguments: Any) -> None:
+            ranks(shape[0] * shape[1], test, shape, *(arguments[name] for name in names))
+
+        def on_rank(shape: tuple[int, int], *arguments: Any) -> None:
+            import hsdp
+
+            with hsdp.init_mesh(*shape) as mesh:
+                function(mesh, *arguments)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in ("ranks", "shape", *names)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.on_rank = on_rank  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("shape", shapes, ids=lambda shape: "x".join(map(str, shape)))(test)
+
+    return decorate

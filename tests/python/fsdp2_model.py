@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,11 +38,8 @@ class Net(nn.Module):
 
 def start_torch(folder: str) -> None:
     """torch.distributed over gloo on the ranks of the launcher."""
-    import os
-
-    torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store",
+        "gloo", init_method=f"file://{folder}/store_{os.environ['HSDP_JOB']}",
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
     )
 

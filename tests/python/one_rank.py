@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,3 +33,10 @@ def add_gradient(reducer: hsdp.Reducer, name: str, gradient: Any, **microbatch: 
     """A microbatch with one gradient."""
     with reducer.microbatch(**microbatch):
         reducer.gradient_ready(name, gradient)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """The UsageError's that it raises."""
+    with pytest.raises(hsdp.UsageError) as error:
+        call()
+    return str(error.value)

@@ -17,6 +17,25 @@ def require_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
         assert torch.equal(value, right[key]), key
 
 
+def same(one: Any, other: Any) -> bool:
+    """Of tensors in dictionaries and lists, to the bit, dtypes included."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def states_of(optimizer: Any) -> dict[str, torch.Tensor]:
+    """Of a ShardedOptimizer, whole, by number and name."""
+    return {
+        f"{number} {key}": torch.as_tensor(value)
+        for number, state in optimizer.full_state_dict()["state"].items() for key, value in state.items()
+    }
+
+
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """By name, as they are now and will be."""
     return {name: value.detach() for name, value in model.named_parameters()}

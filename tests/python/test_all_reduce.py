@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from dlpack_only import DlpackOnly
 
 import hsdp
@@ -20,31 +20,25 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 BIG = (1 << 62) + 1  # which no float holds
 
 
-def run_numbers() -> list[Any]:
-    with hsdp.init_mesh(1, 3) as mesh:
-        world = mesh.world
-        rank = mesh.rank
-        floats = [0.1, 1e16, -1e16]
-        whole = [BIG + rank, -(BIG + rank)]
-        found: list[Any] = [
-            world.all_reduce(BIG + 2 * rank - (BIG if rank else 0)),
-            *[world.all_reduce(x, op) for x in whole for op in ("max", "min")],
-            world.all_reduce(floats[rank]), world.all_reduce(floats[rank], op="max"),
-            world.all_reduce(float(rank), op="min"),
-            math.isnan(world.all_reduce(math.nan if rank == 1 else 5.0, op="max")),
-            math.isnan(world.all_reduce(math.nan if rank == 2 else 5.0, op="min")),
-            world.all_reduce(math.inf if rank == 0 else 1.0),
-        ]
-        assert all(type(x) is int for x in found[:5]) and type(found[5]) is float
-        pair = mesh.shard_group
-        assert pair.all_reduce(np.float64(rank)) == 3.0
-    return found
-
-
-def test_numbers(ranks: Launcher) -> None:
-    want = [BIG + 6, BIG + 2, BIG, -BIG, -(BIG + 2), (0.1 + 1e16) - 1e16, 1e16, 0.0, True, True,
-            math.inf]
-    assert ranks(3, run_numbers) == [want] * 3
+@on_mesh(1, 3)
+def test_numbers(mesh: hsdp.Mesh) -> None:
+    world = mesh.world
+    rank = mesh.rank
+    floats = [0.1, 1e16, -1e16]
+    whole = [BIG + rank, -(BIG + rank)]
+    found: list[Any] = [
+        world.all_reduce(BIG + 2 * rank - (BIG if rank else 0)),
+        *[world.all_reduce(x, op) for x in whole for op in ("max", "min")],
+        world.all_reduce(floats[rank]), world.all_reduce(floats[rank], op="max"),
+        world.all_reduce(float(rank), op="min"),
+        math.isnan(world.all_reduce(math.nan if rank == 1 else 5.0, op="max")),
+        math.isnan(world.all_reduce(math.nan if rank == 2 else 5.0, op="min")),
+        world.all_reduce(math.inf if rank == 0 else 1.0),
+    ]
+    assert all(type(x) is int for x in found[:5]) and type(found[5]) is float
+    assert found == [BIG + 6, BIG + 2, BIG, -BIG, -(BIG + 2), (0.1 + 1e16) - 1e16, 1e16, 0.0, True, True,
+                     math.inf]
+    assert mesh.shard_group.all_reduce(np.float64(rank)) == 3.0
 
 
 def rows_of(dtype: Any) -> list[np.ndarray[Any, Any]]:
@@ -66,46 +60,42 @@ def require_reduced(world: hsdp.Communicator, make: Callable[[Any], Any], dtype:
         np.testing.assert_array_equal(got, want)
 
 
-def run_arrays() -> None:
-    with hsdp.init_mesh(1, 3) as mesh:
-        world = mesh.world
-        for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8,
-                      np.int32, np.dtype(">f4")):
-            require_reduced(world, lambda x: x, dtype)
-        require_reduced(world, DlpackOnlyArray, np.float32)
-        require_reduced(world, lambda x: np.asfortranarray(x), np.float32)
-        mine = world.allocate(20, "f32")
+@on_mesh(1, 3)
+def test_maximum_and_minimum_of_arrays(mesh: hsdp.Mesh) -> None:
+    world = mesh.world
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8,
+                  np.int32, np.dtype(">f4")):
+        require_reduced(world, lambda x: x, dtype)
+    require_reduced(world, DlpackOnlyArray, np.float32)
+    require_reduced(world, lambda x: np.asfortranarray(x), np.float32)
+    mine = world.allocate(20, "f32")
 
-        def allocated(x: Any) -> hsdp.Array:
-            mine[:] = x.reshape(-1)
-            return mine
+    def allocated(x: Any) -> hsdp.Array:
+        mine[:] = x.reshape(-1)
+        return mine
 
-        require_reduced(world, allocated, np.float32)
-        assert world.all_reduce(np.empty(0, np.float32), "max").size == 0
-        flags = np.array([mesh.rank == 1, False])
-        assert world.all_reduce(flags, "max").tolist() == [True, False]
-        large = np.arange(3 << 20, dtype=np.int64) * (1 if mesh.rank == 1 else -1)  # several messages
-        assert (world.all_reduce(large, "max") == np.arange(3 << 20)).all()
-        if HAS_TORCH:
-            import torch
+    require_reduced(world, allocated, np.float32)
+    assert world.all_reduce(np.empty(0, np.float32), "max").size == 0
+    flags = np.array([mesh.rank == 1, False])
+    assert world.all_reduce(flags, "max").tolist() == [True, False]
+    large = np.arange(3 << 20, dtype=np.int64) * (1 if mesh.rank == 1 else -1)  # several messages
+    assert (world.all_reduce(large, "max") == np.arange(3 << 20)).all()
+    if HAS_TORCH:
+        import torch
 
-            for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
-                dtype = np.int64 if kind is torch.int64 else np.float32
-                require_reduced(world, lambda x: torch.from_numpy(x).to(kind), dtype)
-            # one rank's array may be another library's
-            x = torch.full((3,), mesh.rank, dtype=torch.bfloat16)
-            y = np.full(3, mesh.rank, ml_dtypes.bfloat16)
-            both = world.all_reduce(x if mesh.rank else y, op="max")
-            assert [float(v) for v in both] == [2.0] * 3
+        for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+            dtype = np.int64 if kind is torch.int64 else np.float32
+            require_reduced(world, lambda x: torch.from_numpy(x).to(kind), dtype)
+        # one rank's array may be another library's
+        x = torch.full((3,), mesh.rank, dtype=torch.bfloat16)
+        y = np.full(3, mesh.rank, ml_dtypes.bfloat16)
+        both = world.all_reduce(x if mesh.rank else y, op="max")
+        assert [float(v) for v in both] == [2.0] * 3
 
 
 class DlpackOnlyArray(DlpackOnly):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.from_dlpack(self)
-
-
-def test_maximum_and_minimum_of_arrays(ranks: Launcher) -> None:
-    ranks(3, run_arrays)
 
 
 def run_differing() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Launcher
+from conftest import on_mesh, on_meshes, on_ranks, own_rank
 from dlpack_only import DlpackOnly
 from one_rank import add_gradient, registered
 
@@ -90,48 +90,43 @@ def check_reducer(
     reducer.close()
 
 
-def reduce_exactly(replicate: int, shard: int) -> None:
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for layout in ["flat", "dim0"]:
-            check_reducer(mesh, "f32", None, None, layout)
-            check_reducer(mesh, "f32", "bf16", "f32", layout)
-            check_reducer(mesh, "bf16", None, None, layout)
-            check_reducer(mesh, "f16", None, "f32", layout)
+@on_meshes((2, 2), (1, 4))
+def test_the_mean_gradient_is_exact(mesh: hsdp.Mesh) -> None:
+    for layout in ["flat", "dim0"]:
+        check_reducer(mesh, "f32", None, None, layout)
+        check_reducer(mesh, "f32", "bf16", "f32", layout)
+        check_reducer(mesh, "bf16", None, None, layout)
+        check_reducer(mesh, "f16", None, "f32", layout)
 
 
-@pytest.mark.parametrize("replicate, shard", [(2, 2), (1, 4)])
-def test_the_mean_gradient_is_exact(ranks: Launcher, replicate: int, shard: int) -> None:
-    ranks(4, reduce_exactly, replicate, shard)
-
-
-def sum_exactly() -> None:
-    with hsdp.init_mesh(shard=3) as mesh:
-        world = mesh.world
-        for dtype in DTYPES:
-            rows = [gradient("a", r, 0, dtype).ravel() for r in range(3)]
-            total = rows[0].astype(np.float32)
-            for row in rows[1:]:
-                total = total + row.astype(np.float32)
-            x = rows[world.rank].copy()
-            assert world.all_reduce(x).tobytes() == total.astype(DTYPES[dtype]).tobytes()
-            x = rows[world.rank].copy()
-            mean = (total / np.float32(3)).astype(DTYPES[dtype])
-            assert world.mean(x).tobytes() == mean.tobytes()
-            cut = -(-total.size // 3)
-            own = total[world.rank * cut : (world.rank + 1) * cut]
-            x = rows[world.rank]
-            x.flags.writeable = False
-            got = world.reduce_scatter(x)
-            assert got.dtype == dtype
-            assert got.numpy().tobytes() == own.astype(DTYPES[dtype]).tobytes()
-            out = np.empty(own.size, np.float32)
-            assert world.reduce_scatter(x, out) is out and out.tobytes() == own.tobytes()
-        check_moves(world)
-        for x in [np.full(4, world.rank, np.int64), np.full(4, world.rank, np.float64)]:
-            assert world.all_reduce(x).tolist() == [3] * 4
-        for number in (float, int, np.float32, np.float64, np.int64):
-            assert world.mean(number(world.rank)) == 1.0
-        assert world._handle.counts()["all_gather"][0] == 2
+@on_mesh(1, 3)
+def test_collectives_are_exact(mesh: hsdp.Mesh) -> None:
+    world = mesh.world
+    for dtype in DTYPES:
+        rows = [gradient("a", r, 0, dtype).ravel() for r in range(3)]
+        total = rows[0].astype(np.float32)
+        for row in rows[1:]:
+            total = total + row.astype(np.float32)
+        x = rows[world.rank].copy()
+        assert world.all_reduce(x).tobytes() == total.astype(DTYPES[dtype]).tobytes()
+        x = rows[world.rank].copy()
+        mean = (total / np.float32(3)).astype(DTYPES[dtype])
+        assert world.mean(x).tobytes() == mean.tobytes()
+        cut = -(-total.size // 3)
+        own = total[world.rank * cut : (world.rank + 1) * cut]
+        x = rows[world.rank]
+        x.flags.writeable = False
+        got = world.reduce_scatter(x)
+        assert got.dtype == dtype
+        assert got.numpy().tobytes() == own.astype(DTYPES[dtype]).tobytes()
+        out = np.empty(own.size, np.float32)
+        assert world.reduce_scatter(x, out) is out and out.tobytes() == own.tobytes()
+    check_moves(world)
+    for x in [np.full(4, world.rank, np.int64), np.full(4, world.rank, np.float64)]:
+        assert world.all_reduce(x).tolist() == [3] * 4
+    for number in (float, int, np.float32, np.float64, np.int64):
+        assert world.mean(number(world.rank)) == 1.0
+    assert world._handle.counts()["all_gather"][0] == 2
 
 
 def check_moves(world: hsdp.Communicator) -> None:
@@ -149,46 +144,42 @@ def check_moves(world: hsdp.Communicator) -> None:
     assert set(np.asarray(world.all_reduce(shared)).astype(int)) == {6}
 
 
-def test_collectives_are_exact(ranks: Launcher) -> None:
-    ranks(3, sum_exactly)
-
-
-def schedule() -> None:
+@on_mesh(2, 2)
+def test_schedules_factors_and_norms(mesh: hsdp.Mesh) -> None:
     """none, shard and all; partials; factor, loss scale and finish."""
-    with hsdp.init_mesh(2, 2) as mesh:
-        reducer = registered(mesh, "w", 8)
+    reducer = registered(mesh, "w", 8)
 
-        def add(value: float, **how: Any) -> None:
-            add_gradient(reducer, "w", np.full(8, value, np.float32), **how)
+    def add(value: float, **how: Any) -> None:
+        add_gradient(reducer, "w", np.full(8, value, np.float32), **how)
 
-        add(1 + mesh.rank, sync="none")
-        add(1 + mesh.rank, last=False)
-        pair = 2 * (3 if mesh.rank < 2 else 7)
-        assert set(reducer.partial_shard("w").numpy()) == {pair / 2}
-        reducer.finish()
-        reducer.finish()
-        assert set(reducer.shard("w").numpy()) == {20 / 4}
-        assert reducer.grad_norm() == pytest.approx(5 * 8**0.5)
-        assert reducer.clip_grad_norm_(1.0) == pytest.approx(5 * 8**0.5)
-        assert reducer.grad_norm() == pytest.approx(1.0, rel=1e-5)
-        other = registered(mesh, "v", 1)
-        add_gradient(other, "v", np.zeros(1, np.float32), last=True)
-        assert hsdp.clip_grad_norm_([reducer, other], 0.5) == pytest.approx(1.0, rel=1e-5)
-        reducer.set_loss_scale(2.0)
-        reducer.set_gradient_divide_factor(16)
-        add(8, last=False)
-        reducer.discard()
-        add(8, last=True)
-        assert set(reducer.shard("w").numpy()) == {1.0} and not reducer.found_inf()
-        reducer.set_gradient_divide_factor(None)
-        add(np.inf if mesh.rank == 3 else 0, last=True)
-        assert reducer.found_inf()
-        check_parameters(mesh, reducer)
-        reducer.close()
-        reducer.close()
-        stats = reducer.stats()
-        assert (stats.step_count, stats.microbatch_count) == (3, 5)
-        assert stats.engine == "host" and "step_count " in str(stats)
+    add(1 + mesh.rank, sync="none")
+    add(1 + mesh.rank, last=False)
+    pair = 2 * (3 if mesh.rank < 2 else 7)
+    assert set(reducer.partial_shard("w").numpy()) == {pair / 2}
+    reducer.finish()
+    reducer.finish()
+    assert set(reducer.shard("w").numpy()) == {20 / 4}
+    assert reducer.grad_norm() == pytest.approx(5 * 8**0.5)
+    assert reducer.clip_grad_norm_(1.0) == pytest.approx(5 * 8**0.5)
+    assert reducer.grad_norm() == pytest.approx(1.0, rel=1e-5)
+    other = registered(mesh, "v", 1)
+    add_gradient(other, "v", np.zeros(1, np.float32), last=True)
+    assert hsdp.clip_grad_norm_([reducer, other], 0.5) == pytest.approx(1.0, rel=1e-5)
+    reducer.set_loss_scale(2.0)
+    reducer.set_gradient_divide_factor(16)
+    add(8, last=False)
+    reducer.discard()
+    add(8, last=True)
+    assert set(reducer.shard("w").numpy()) == {1.0} and not reducer.found_inf()
+    reducer.set_gradient_divide_factor(None)
+    add(np.inf if mesh.rank == 3 else 0, last=True)
+    assert reducer.found_inf()
+    check_parameters(mesh, reducer)
+    reducer.close()
+    reducer.close()
+    stats = reducer.stats()
+    assert (stats.step_count, stats.microbatch_count) == (3, 5)
+    assert stats.engine == "host" and "step_count " in str(stats)
 
 
 def check_parameters(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> None:
@@ -199,19 +190,9 @@ def check_parameters(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> None:
     assert weights.tolist() == [0] * 4 + [1] * 4
 
 
-def test_schedules_factors_and_norms(ranks: Launcher) -> None:
-    ranks(4, schedule)
-
-
-def several_meshes() -> list[int]:
-    import os
-
-    job_rank = int(os.environ["RANK"])
-    pair = job_rank % 2
+@on_ranks(4)
+def test_several_meshes_in_one_job() -> None:
+    pair = own_rank() % 2
     with hsdp.init_mesh(1, 2, ranks=[[pair, pair + 2]]) as mesh:
-        x = np.array([job_rank])
-        return [mesh.rank, int(mesh.world.all_reduce(x)[0]), *mesh.world.ranks]
-
-
-def test_several_meshes_in_one_job(ranks: Launcher) -> None:
-    assert ranks(4, several_meshes) == [[0, 2, 0, 2], [0, 4, 1, 3], [1, 2, 0, 2], [1, 4, 1, 3]]
+        assert (mesh.rank, mesh.world.ranks) == (own_rank() // 2, (pair, pair + 2))
+        assert mesh.world.all_reduce(own_rank()) == 2 * pair + 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher
+from conftest import on_mesh
 from one_rank import registered
 
 import hsdp
@@ -20,16 +20,11 @@ def value(name: str, step: int) -> np.ndarray[Any, Any]:
     return generator.standard_normal(SHAPES[name]).astype(np.float32)
 
 
-def run_gathers(replicate: int, shard: int) -> dict[str, Any]:
-    """Of each dtype and least size of a unit."""
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        return {
-            f"{dtype}, {unit_bytes}": run_gather(mesh, dtype, unit_bytes)
-            for dtype in ("float32", "float16") for unit_bytes in (1, 1 << 20)
-        }
-
-
-def run_gather(mesh: hsdp.Mesh, dtype: str, unit_bytes: int) -> dict[str, Any]:
+@pytest.mark.parametrize(("dtype", "unit_bytes", "units"), [
+    ("float32", 1 << 20, 1), ("float16", 1, 2),  # two are joined in a bucket
+])
+@on_mesh(2, 2)
+def test_gathers_complete_parameters(mesh: hsdp.Mesh, dtype: str, unit_bytes: int, units: int) -> None:
     reducer = hsdp.Reducer(mesh, bucket_bytes=256)
     for name, shape in SHAPES.items():
         reducer.register(name, shape, "f32")
@@ -65,20 +60,10 @@ def run_gather(mesh: hsdp.Mesh, dtype: str, unit_bytes: int) -> dict[str, Any]:
     with pytest.raises(hsdp.UsageError, match="2100 .*, as before, got 5"):
         gather.rebind("w", arrays["bias"])
     stats = gather.stats()
-    units = len(gather._handle.units())
+    assert len(gather._handle.units()) == units
+    assert stats.gather_count == 4 * units and stats.exposed_s >= 0
     with pytest.raises(hsdp.UsageError, match="'unknown'"):
         gather.wait("unknown")
-    return {"count": stats.gather_count, "units": units, "exposed": stats.exposed_s}
-
-
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2), (2, 1)])
-def test_gathers_complete_parameters(ranks: Launcher, replicate: int, shard: int) -> None:
-    for of_rank in ranks(replicate * shard, run_gathers, replicate, shard):
-        for case, found in of_rank.items():
-            units = 2 if case.endswith(", 1") else 1  # two are joined in a bucket
-            assert found["units"] == units, case
-            assert found["count"] == (4 * units if shard > 1 else 0), case
-            assert found["exposed"] >= 0, case
 
 
 def test_what_is_refused() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher
-from one_rank import add_gradient
+from conftest import on_meshes, on_ranks
+from one_rank import add_gradient, registered
 
 import hsdp
 
@@ -31,54 +31,36 @@ def step(reducer: hsdp.Reducer, rank: int) -> None:
             reducer.gradient_ready(name, gradient(name, rank))
 
 
-def run_norms(replicate: int, shard: int) -> dict[str, Any]:
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        reducer = hsdp.Reducer(mesh)
-        for name, shape in SHAPES.items():
-            reducer.register(name, shape)
-        found: dict[str, Any] = {}
-        for norm_type in (1.0, 2.0, math.inf):
-            step(reducer, mesh.rank)
-            norm = float(reducer.grad_norm(norm_type))
-            was = float(reducer.clip_grad_norm_(norm / 3, norm_type, error_if_nonfinite=True))
-            whole = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}
-            reducer.gather_gradients(whole)
-            found[str(norm_type)] = {
-                "norm": norm,
-                "was": was,
-                "unchanged": float(reducer.clip_grad_norm_(norm, norm_type)),
-                "clipped": np.concatenate([whole[name].reshape(-1) for name in SHAPES]).tolist(),
-            }
-        for bad in (math.nan, math.inf):
-            with reducer.microbatch(last=True):
-                for name in SHAPES:
-                    array = gradient(name, mesh.rank)
-                    if name == "bias" and mesh.rank == mesh.size - 1:
-                        array[3] = bad
-                    reducer.gradient_ready(name, array)
-            before = np.array(reducer.shard("w"))
-            for norm_type in (1.0, 2.0, math.inf):
-                with pytest.raises(hsdp.Error, match=f"finite norm, got {bad}"):
-                    reducer.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
-            assert np.array_equal(before, np.asarray(reducer.shard("w")))
+@on_meshes((1, 1), (2, 2), (1, 3))
+def test_norms_of_one_two_and_infinity(mesh: hsdp.Mesh) -> None:
+    reducer = hsdp.Reducer(mesh)
+    for name, shape in SHAPES.items():
+        reducer.register(name, shape)
+    for norm_type in (1.0, 2.0, math.inf):
         step(reducer, mesh.rank)
-        with pytest.raises(hsdp.UsageError, match="1, 2 or inf, got 3"):
-            reducer.grad_norm(3)
-        return found
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (1, 3)])
-def test_norms_of_one_two_and_infinity(ranks: Launcher, shape: tuple[int, int]) -> None:
-    size = shape[0] * shape[1]
-    whole = mean(size).astype(np.float64)
-    for found in ranks(size, run_norms, *shape):
+        norm = float(reducer.grad_norm(norm_type))
+        assert norm == pytest.approx(np.linalg.norm(mean(mesh.size).astype(np.float64), norm_type), rel=1e-7)
+        assert float(reducer.clip_grad_norm_(norm / 3, norm_type, error_if_nonfinite=True)) == norm
+        whole = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}
+        reducer.gather_gradients(whole)
+        clipped = mean(mesh.size) * np.float32((norm / 3) / (norm + 1e-6))
+        assert np.array_equal(np.concatenate([whole[name].reshape(-1) for name in SHAPES]), clipped)
+        assert float(reducer.clip_grad_norm_(norm, norm_type)) == pytest.approx(norm / 3, rel=1e-5)
+    for bad in (math.nan, math.inf):
+        with reducer.microbatch(last=True):
+            for name in SHAPES:
+                array = gradient(name, mesh.rank)
+                if name == "bias" and mesh.rank == mesh.size - 1:
+                    array[3] = bad
+                reducer.gradient_ready(name, array)
+        before = np.array(reducer.shard("w"))
         for norm_type in (1.0, 2.0, math.inf):
-            expected = np.linalg.norm(whole, norm_type)
-            got = found[str(norm_type)]
-            assert got["norm"] == got["was"] == pytest.approx(expected, rel=1e-7)
-            factor = np.float32((got["norm"] / 3) / (got["norm"] + 1e-6))
-            assert got["clipped"] == (whole.astype(np.float32) * factor).tolist()
-            assert got["unchanged"] == pytest.approx(got["norm"] / 3, rel=1e-5)
+            with pytest.raises(hsdp.Error, match=f"finite norm, got {bad}"):
+                reducer.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+        assert np.array_equal(before, np.asarray(reducer.shard("w")))
+    step(reducer, mesh.rank)
+    with pytest.raises(hsdp.UsageError, match="1, 2 or inf, got 3"):
+        reducer.grad_norm(3)
 
 
 def test_one_norm_over_several_reducers() -> None:
@@ -92,29 +74,21 @@ def test_one_norm_over_several_reducers() -> None:
         assert np.asarray(reducers[1].shard("w")).tolist() == pytest.approx([0.5, -1, 2], rel=1e-6)
 
 
-def run_two_meshes() -> list[Any]:
-    found = []
+@on_ranks(2)
+def test_one_norm_over_reducers_of_several_meshes() -> None:
     with (
         hsdp.init_mesh(1, 2) as wide,
         hsdp.init_mesh(2, 1) as tall,
-        hsdp.Reducer(wide) as one,
-        hsdp.Reducer(tall) as other,
+        registered(wide, "w", 4) as one,
+        registered(tall, "w", 2) as other,
     ):
         for norm_type in (1.0, 2.0, math.inf):
             for reducers in ([one, other], [other, one]):
-                for reducer, values in ((one, [1, -2, 3, 4]), (other, [-9, 5])):
-                    if not reducer.parameters:
-                        reducer.register("w", len(values))
-                    add_gradient(reducer, "w", np.array(values, np.float32), last=True)
-                found.append(float(hsdp.clip_grad_norm_(reducers, 1, norm_type)))
-    return found
-
-
-def test_one_norm_over_reducers_of_several_meshes(ranks: Launcher) -> None:
-    values = np.array([1, -2, 3, 4, -9, 5], np.float64)
-    expected = [np.linalg.norm(values, norm_type) for norm_type in (1, 1, 2, 2, np.inf, np.inf)]
-    for found in ranks(2, run_two_meshes):
-        assert found == pytest.approx(expected, rel=1e-7)
+                add_gradient(one, "w", np.array([1, -2, 3, 4], np.float32), last=True)
+                add_gradient(other, "w", np.array([-9, 5], np.float32), last=True)
+                expected = np.linalg.norm([1, -2, 3, 4, -9, 5], norm_type)
+                norm = float(hsdp.clip_grad_norm_(reducers, 1, norm_type))
+                assert norm == pytest.approx(expected, rel=1e-7)
 
 
 def test_what_is_no_limit_and_no_reducer() -> None:

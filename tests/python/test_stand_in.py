@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher
+from conftest import Launcher, on_ranks
 from gpu_array import GpuArray, Reader, stand_in
 from one_rank import add_gradient, registered
 
@@ -215,11 +215,8 @@ def test_memory_of_another_device_is_refused(mesh: hsdp.Mesh, stream: int) -> No
     assert len(alive) == 2
 
 
-def test_the_groups_work_on_the_stream(ranks: Launcher) -> None:
-    ranks(2, collectives_of_rank)
-
-
-def collectives_of_rank() -> None:
+@on_ranks(2)
+def test_the_groups_work_on_the_stream() -> None:
     with gpu_mesh(1, 2) as mesh:
         stream = stand_in.make_stream()
         mesh.set_stream(stream)
@@ -243,11 +240,8 @@ def collectives_of_rank() -> None:
         np.testing.assert_array_equal(array.read(), [3, 3, 3])
 
 
-def test_rows_are_reduced_on_the_stream(ranks: Launcher) -> None:
-    ranks(2, rows_of_rank)
-
-
-def rows_of_rank() -> None:
+@on_ranks(2)
+def test_rows_are_reduced_on_the_stream() -> None:
     with gpu_mesh(2, 1) as mesh:
         mesh.set_stream(stand_in.make_stream())
         place = ("w", (3,), "float32", 0, 3, 0)

@@ -115,7 +115,6 @@ def test_channels_last(mesh: hsdp.Mesh) -> None:
     once = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     reducer = attached_to(model, mesh)
-    addresses = set()
     for factor in (1.0, 2.0, 4.0):
         want = {n: factor * gradient for n, gradient in once.items()}
         with reducer.microbatch(last=True):
@@ -124,8 +123,6 @@ def test_channels_last(mesh: hsdp.Mesh) -> None:
         reducer.gather_gradients()
         assert model.weight.grad.stride() == model.weight.stride()
         require_same(grads(model), want)
-        addresses.add(model.weight.grad.data_ptr())
-    assert len(addresses) == 1  # the memory is used again
     reducer.gather_parameters()
 
 
@@ -388,8 +385,7 @@ def test_two_models_need_names_of_their_own(mesh: hsdp.Mesh) -> None:
 def test_two_models_forget_a_dropped_step_together(mesh: hsdp.Mesh, where: str) -> None:
     models = two_models()
     want = expected(models, [3], run_two)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(models["first"], keep_grads=True)
+    reducer = attached_to(models["first"], mesh, keep_grads=True)
     reducer.attach(models["second"])
     with reducer.microbatch(last=False):
         run_two(models, 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from typing import Any
 
 import pytest
 import torch
 from conftest import Launcher, on_mesh
+from one_rank import attached_to
 from torch import nn
 
 import hsdp
@@ -76,7 +78,6 @@ def train(mesh: hsdp.Mesh, model: nn.Module, reducer: hsdp.Reducer, how: str) ->
 
 
 def run_statistics(by_messages: bool) -> dict[str, Any]:
-    torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with hsdp.init_mesh(1, 2) as mesh:
         if by_messages:  # as on a GPU
@@ -89,8 +90,7 @@ def run_statistics(by_messages: bool) -> dict[str, Any]:
             model = Scaled()
             if how == "window":  # not the same at first
                 model.other.low += mesh.rank
-            reducer = hsdp.Reducer(mesh, missing="zero")
-            reducer.attach(model)
+            reducer = attached_to(model, mesh, missing="zero")
             before = broadcasts(mesh)
             found[how] = train(mesh, model, reducer, how)
             found[f"{how} broadcasts"] = broadcasts(mesh) - before
@@ -166,8 +166,7 @@ def run_choices() -> dict[str, Any]:
 
         torch.manual_seed(0)
         model = Scaled()
-        reducer = hsdp.Reducer(mesh, missing="zero")
-        reducer.attach(model)
+        reducer = attached_to(model, mesh, missing="zero")
         with reducer.microbatch(last=True):
             resize(model)
         for name in ("shape", "shape again"):
@@ -241,11 +240,11 @@ def run_drops() -> list[str]:
                 return
             with reducers[0].step():
                 if where == "before" and mesh.rank == 1:
-                    raise Boom
+                    raise Boom(where)
                 with reducers[0].microbatch(last=False):
                     backward(models[0])
                 if where == "between" and mesh.rank == 1:
-                    raise Boom
+                    raise Boom(where)
                 with reducers[0].microbatch(last=True):
                     backward(models[0])
                 reducers[0].gather_gradients()
@@ -254,7 +253,9 @@ def run_drops() -> list[str]:
             try:
                 one_step(where)
                 said.append("fine")
-            except (Boom, hsdp.StepAbortedError, hsdp.UsageError) as error:
+            except hsdp.StepAbortedError as error:
+                said.append(f"{list(error.ranks)} {str(error).partition('Boom: ')[2]}")
+            except (Boom, hsdp.UsageError) as error:
                 said.append(type(error).__name__)
             models[0].zero_grad()
         for reducer, model in zip(reducers, models, strict=True):
@@ -269,28 +270,22 @@ def run_drops() -> list[str]:
 
 def test_dropped_steps_do_not_hang(ranks: Launcher) -> None:
     zero, one = ranks(2, run_drops)
-    heard = "StepAbortedError"
-    assert zero == [heard, heard, "fine", "fine", heard, "fine", "8"]
+    before, between = (f"[1] {where}; begin a new step on every rank" for where in ("before", "between"))
+    assert zero == [before, between, "fine", "fine", before, "fine", "8"]
     assert one == ["Boom", "Boom", "fine", "UsageError", "Boom", "fine", "8"]
 
 
-def run_scripted() -> list[float]:
-    with hsdp.init_mesh(1, 2) as mesh:
-        model: Any = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
-        x = torch.arange(12.0).reshape(4, 3) * (mesh.rank + 1)
-        for _ in range(2):
-            with reducer.microbatch(last=True):
-                found = model[1].running_mean.tolist()
-                model(x).sum().backward()
-        assert found != [0.0, 0.0]
-        return found
-
-
-def test_scripted_models(ranks: Launcher) -> None:
-    zero, one = ranks(2, run_scripted)
-    assert zero == one
+@on_mesh(1, 2)
+def test_scripted_models(mesh: hsdp.Mesh) -> None:
+    model: Any = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    reducer = attached_to(model, mesh)
+    x = torch.arange(12.0).reshape(4, 3) * (mesh.rank + 1)
+    for _ in range(2):
+        with reducer.microbatch(last=True):
+            found = model[1].running_mean.tolist()
+            model(x).sum().backward()
+    assert found != [0.0, 0.0]
+    assert len(set(mesh.world._handle.exchange(str(found), "test"))) == 1
 
 
 @on_mesh(1, 2)
@@ -298,8 +293,7 @@ def test_statistics_may_be_copied_before_a_backward(mesh: hsdp.Mesh) -> None:
     """What F.batch_norm writes counts no version for torch, and neither does a copy of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
     for _ in range(3):
         loss = model(torch.randn(4, 3) * (mesh.rank + 1)).square().sum()
         with reducer.microbatch(last=True):
@@ -308,26 +302,21 @@ def test_statistics_may_be_copied_before_a_backward(mesh: hsdp.Mesh) -> None:
         model.zero_grad()
 
 
-def run_uneven() -> dict[str, Any]:
-    with hsdp.init_mesh(1, 2) as mesh:
-        model = Scaled()
-        hsdp.broadcast_parameters(mesh, model)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
-        steps = [batch(step, mesh.rank) for step in range(3)]
-        for x in hsdp.uneven(reducer, steps if mesh.rank else []):
-            with reducer.microbatch(last=True):
-                if x is not None:
-                    model(x).sum().backward()
-            reducer.discard()
+@on_mesh(1, 2)
+def test_where_rank_0_has_no_batch_they_follow_one_that_has(mesh: hsdp.Mesh) -> None:
+    model = Scaled()
+    hsdp.broadcast_parameters(mesh, model)
+    reducer = attached_to(model, mesh)
+    steps = [batch(step, mesh.rank) for step in range(3)]
+    for x in hsdp.uneven(reducer, steps if mesh.rank else []):
         with reducer.microbatch(last=True):
-            found = state(model)
-            model(batch(0, mesh.rank)).sum().backward()
-        reducer.close()
-        return found
-
-
-def test_where_rank_0_has_no_batch_they_follow_one_that_has(ranks: Launcher) -> None:
-    one, other = ranks(2, run_uneven)
-    assert one == other
-    assert one["norm.num_batches_tracked"] == 3.0
+            if x is not None:
+                model(x).sum().backward()
+        reducer.discard()
+    with reducer.microbatch(last=True):
+        found = state(model)
+        model(batch(0, mesh.rank)).sum().backward()
+    reducer.close()
+    assert found["norm.num_batches_tracked"] == 3.0
+    digest = hashlib.sha256(str(found).encode()).hexdigest()
+    assert len(set(mesh.world._handle.exchange(digest, "test"))) == 1

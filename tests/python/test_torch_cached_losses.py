@@ -40,7 +40,6 @@ LOSSES = {
     "CachedGISTEmbedLoss": ("GISTEmbedLoss", 3),
     "CachedMultipleNegativesSymmetricRankingLoss": ("MultipleNegativesSymmetricRankingLoss", 2),
 }
-COUNTS = ("reduce_scatter_count", "all_reduce_count", "control_message_count")
 # How far a parameter's gradient may be from the float64 one, of its norm. In fp32 the losses that
 # are not cached are up to 2e-6 off; when a rank leaves out one row it is 1e-2 at least.
 TOLERANCE = 1e-5
@@ -137,16 +136,13 @@ def counted(parameter: torch.Tensor) -> Iterator[list[int]]:
 
 def run_window(
     reducer: hsdp.Reducer, loss: Any, batch: Batch, accumulate: str, backwards: int | None = None
-) -> dict[str, Any]:
-    """One step of one backward() in a window, and how many gradients a parameter got in it."""
-    before = reducer.stats()
+) -> int:
+    """One step of one backward() in a window: how many gradients a parameter got in it."""
     with counted(next(loss.model.parameters())) as passes:
         with hsdp.zero.coalesce_grad_reduction(reducer, backwards=backwards, accumulate=accumulate):
             loss_of(loss, batch).backward()
     reducer.gather_gradients()
-    after = reducer.stats()
-    counts = [getattr(after, count) - getattr(before, count) for count in COUNTS]
-    return {"passes": passes[0], "counts": counts}
+    return passes[0]
 
 
 def gradients_of(model: nn.Module) -> Gradients:
@@ -161,12 +157,11 @@ def same_bits(model: nn.Module, want: Gradients) -> bool:
 def run_case(
     reducer: hsdp.Reducer, loss: Any, batch: Batch, want: Gradients, accumulate: str
 ) -> dict[str, Any]:
-    case = run_window(reducer, loss, batch, accumulate)
-    case["distance"] = distance(loss.model, want)
+    passes = run_window(reducer, loss, batch, accumulate)
+    found = {"passes": passes, "distance": distance(loss.model, want)}
     bits = gradients_of(loss.model)
-    declared = run_window(reducer, loss, batch, accumulate, backwards=case["passes"])
-    case["declared"] = {"counts": declared["counts"], "same": same_bits(loss.model, bits)}
-    return case
+    run_window(reducer, loss, batch, accumulate, backwards=passes)
+    return {**found, "declared": same_bits(loss.model, bits)}
 
 
 def run_without_a_window(reducer: hsdp.Reducer, loss: Any, batch: Batch) -> dict[str, Any]:
@@ -200,12 +195,10 @@ def run_mesh(replicate: int, shard: int, loss_count: int, cuts: str) -> dict[str
                     case = run_case(reducer, loss, batch, want, accumulate)
                     cases.append({**case, "loss": name, "cut": cut, "accumulate": accumulate})
         without = run_without_a_window(reducer, loss, batch)
-        buckets = reducer.stats().bucket_count
-    return {"shape": [replicate, shard], "cases": cases, "without": without, "buckets": buckets}
+    return {"cases": cases, "without": without}
 
 
 def run_meshes(*meshes: Any) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
     return [run_mesh(*mesh) for mesh in meshes]
 
 
@@ -221,34 +214,16 @@ def found(
 
 def test_gradients_are_those_of_the_whole_batch(found: list[list[dict[str, Any]]]) -> None:
     for ranks in found:
-        for result in ranks:
-            assert len(result["cases"]) >= 4
-            for case in result["cases"]:
-                assert case["distance"] <= TOLERANCE, case
-
-
-def test_what_is_exchanged_depends_on_no_mini_batch(found: list[list[dict[str, Any]]]) -> None:
-    for ranks in found:
-        (replicate, shard), buckets = ranks[0]["shape"], ranks[0]["buckets"]
-        assert buckets > 3
-        hops = [buckets if shard > 1 else 0, buckets if replicate > 1 else 0]
-        messages = ranks[0]["cases"][0]["counts"][2]
         for cases in zip(*(result["cases"] for result in ranks), strict=True):
-            columns = LOSSES[cases[0]["loss"]][1]
-            passes = [case["passes"] for case in cases]
-            if cases[0]["cut"] == "one":
-                assert passes == [columns] * len(ranks)
-            else:
-                assert len(set(passes)) == len(ranks) and min(passes) > columns
-            for case in cases:
-                assert case["counts"] == [*hops, messages], case
+            assert all(case["distance"] <= TOLERANCE for case in cases), cases
+            assert len({case["passes"] for case in cases}) == (1 if cases[0]["cut"] == "one" else len(ranks))
 
 
 def test_a_declared_number_of_passes_changes_no_bit(found: list[list[dict[str, Any]]]) -> None:
     for ranks in found:
         for result in ranks:
             for case in result["cases"]:
-                assert case["declared"] == {"counts": case["counts"], "same": True}, case
+                assert case["declared"], case
 
 
 def test_without_a_window_they_are_refused(found: list[list[dict[str, Any]]]) -> None:

@@ -8,31 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from conftest import Launcher, on_ranks, program
+from fsdp2_model import MICROBATCHES, Net, expected_gradients, loss_of, make_model, start_torch, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-from conftest import Launcher, on_ranks, program  # noqa: E402
-from fsdp2_model import (  # noqa: E402
-    MICROBATCHES,
-    Net,
-    expected_gradients,
-    loss_of,
-    make_model,
-    start_torch,
-    whole,
-)
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import (  # noqa: E402
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-
-import hsdp  # noqa: E402
+import hsdp
 
 SHAPES = {"even": (8, 3), "uneven": (5, 2, 2), "fewer": (1, 7), "none": (0, 4), "one": (1,)}
 

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from conftest import on_mesh
+from one_rank import attached_to
 from test_growth import STEPS, WARM_UP_STEPS, check, resources
 
 import hsdp
@@ -35,8 +36,7 @@ def steps(reducer: hsdp.Reducer, model: torch.nn.Module, count: int) -> None:
 @on_mesh(1, 2)
 def test_two_ranks_do_not_grow(mesh: hsdp.Mesh) -> None:
     model = torch.nn.Linear(16, 40)
-    reducer = hsdp.Reducer(mesh, bucket_bytes=1024)
-    reducer.attach(model, keep_grads=mesh.rank == 0)
+    reducer = attached_to(model, mesh, keep_grads=mesh.rank == 0, bucket_bytes=1024)
     steps(reducer, model, WARM_UP_STEPS)
     before = resources()
     steps(reducer, model, STEPS)
@@ -51,8 +51,7 @@ def test_attaching_again_and_again_leaves_nothing(ends: str) -> None:
 
     def once(mesh: hsdp.Mesh) -> None:
         mine = model if ends == "closed" else torch.nn.Linear(64, 64)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(mine)
+        reducer = attached_to(mine, mesh)
         with reducer.microbatch(last=True):
             mine(torch.ones(1, 64)).sum().backward()
         reducer.gather_gradients()

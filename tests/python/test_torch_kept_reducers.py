@@ -59,8 +59,7 @@ def test_a_model_keeps_its_reducer(mesh: hsdp.Mesh, keep_grads: bool) -> None:
 
 def test_the_models_in_a_dictionary_keep_their_reducer(mesh: hsdp.Mesh) -> None:
     first, second, other = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(nn.ModuleDict({"a": first, "b": nn.ModuleList([second])}))
+    reducer = attached_to(nn.ModuleDict({"a": first, "b": nn.ModuleList([second])}), mesh)
     reducer.attach(other)
     alive = weakref.ref(reducer)
     del reducer

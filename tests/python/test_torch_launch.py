@@ -72,29 +72,6 @@ with hsdp.init_mesh(replicate=2, shard=1, timeout_s=60) as mesh:
         time.sleep(60)  # until torchrun ends it: its agent does not count this restart
 """
 
-# Started by hand: only torch.distributed is told who is who.
-BY_HAND = """
-import sys, torch, hsdp
-import torch.distributed as dist
-torch.set_num_threads(1)
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-with hsdp.init_mesh(shard=hsdp.job_size()) as own:
-    assert (own.rank, own.size) == (rank, size)
-mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (size,))
-reducer = hsdp.Reducer(mesh)
-again = hsdp.Reducer(mesh)
-assert again.mesh is reducer.mesh and reducer.mesh.shard_size == size
-assert "RANK" not in __import__("os").environ
-reducer.attach(torch.nn.Linear(4, 3))
-print(f"rank {reducer.mesh.rank}: {reducer.mesh.shard_rank}", flush=True)
-again.close()
-reducer.close()
-reducer.mesh.close()
-dist.destroy_process_group()
-"""
-
-
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -253,23 +230,6 @@ def test_without_a_store_the_variables_are_named() -> None:
     done = subprocess.run([sys.executable, "-c", TWO_HOSTS], env={**environment(), **alone},
                           capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "set HSDP_ADDR and HSDP_PORT" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_without_a_launcher(python: pathlib.Path, tmp_path: pathlib.Path, size: int) -> None:
-    command = [str(python), "-c", BY_HAND]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(size), str(tmp_path / "store")], env=environment(),
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(size)
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            output = process.communicate(timeout=120)[0]
-            assert process.returncode == 0 and f"rank {rank}: {rank}" in output, output
-    finally:
-        for process in processes:
-            process.kill()
 
 
 ENDS = """

@@ -11,16 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import Launcher
 from fsdp2_model import (
-    MICROBATCHES,
-    device_mesh,
-    expected_gradients,
-    fingerprint,
-    loss_of,
-    make_model,
-    squared_error,
-    start_torch,
-    whole,
-    whole_gradients,
+    MICROBATCHES, device_mesh, expected_gradients, fingerprint, loss_of, make_model, squared_error,
+    start_torch, whole, whole_gradients,
 )
 
 import hsdp
@@ -108,7 +100,7 @@ def test_errors_move_with_frozen_parameters(ranks: Launcher, tmp_path: pathlib.P
 
 def save(folder: str, replicate: int, shard: int, resumes: bool) -> list[str]:
     """Three steps and a checkpoint, or from there on; what two more steps give."""
-    start_torch(f"{folder}/{'second' if resumes else 'first'}")
+    start_torch(folder)
     shard_mesh = device_mesh(replicate, shard)["shard"]
     with hsdp.init_mesh(replicate, shard) as mesh:
         hop = LocoHop(reset_T=0)
@@ -132,7 +124,7 @@ def save(folder: str, replicate: int, shard: int, resumes: bool) -> list[str]:
 
 
 def elsewhere(folder: str, replicate: int, shard: int) -> dict[str, float]:
-    start_torch(f"{folder}/third")
+    start_torch(folder)
     shard_mesh = device_mesh(replicate, shard)["shard"]
     with hsdp.init_mesh(replicate, shard) as mesh:
         hop = LocoHop(reset_T=0)
@@ -153,8 +145,6 @@ def elsewhere(folder: str, replicate: int, shard: int) -> dict[str, float]:
 
 
 def test_distributed_checkpoints(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    for name in ("first", "second", "third"):
-        (tmp_path / name).mkdir()
     bits = ranks.start(4, save, str(tmp_path), 2, 2, False).wait(limit_s=240)
     assert ranks.start(4, save, str(tmp_path), 2, 2, True).wait(limit_s=240) == bits
     found = ranks.start(3, elsewhere, str(tmp_path), 3, 1).wait(limit_s=240)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
-from one_rank import attached_to, mesh
+from conftest import Launcher, on_mesh
+from one_rank import attached_to, mesh, message_of
 from torch import nn
 
 import hsdp
@@ -110,7 +111,6 @@ def try_order(mesh: hsdp.Mesh, kind: str, divided: bool, order: str) -> str:
 
 
 def run_orders() -> list[dict[str, str]]:
-    torch.set_num_threads(1)
     with hsdp.init_mesh(1, 2) as mesh:
         return [{order: try_order(mesh, *kind, order) for order in orders_of(*kind)} for kind in KINDS]
 
@@ -151,52 +151,46 @@ def clip_and_step(reducer: hsdp.Reducer, scaler: Any, optimizer: Any) -> None:
     scaler.step(optimizer)
 
 
-def message(call: Any) -> str:
-    with pytest.raises(hsdp.UsageError) as error:
-        call()
-    return str(error.value)
-
-
 def test_what_is_said(mesh: hsdp.Mesh) -> None:
     model, reducer, optimizer, scaler = attached(mesh)
     run(reducer, model, scaler)
     remedies = r"scaler.unscale_(optimizer) before, after reducer.gather_gradients()"
     for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer)):
-        assert "unscale_: expected a gradient in 'weight', got none" in message(call)
-        assert "call reducer.gather_gradients() before" in message(call)
+        assert "unscale_: expected a gradient in 'weight', got none" in message_of(call)
+        assert "call reducer.gather_gradients() before" in message_of(call)
     for clip in (lambda: reducer.clip_grad_norm_(1.0), lambda: hsdp.clip_grad_norm_([reducer], 1.0)):
-        said = message(clip)
+        said = message_of(clip)
         assert said.startswith("reducer: clip_grad_norm_: expected gradients without a loss scale")
         assert "times 1024" in said and remedies in said and "set_loss_scale" in said
     reducer.gather_gradients()
     norm = lambda: nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-    assert message(norm).startswith("clip_grad_norm_: expected gradients without")
+    assert message_of(norm).startswith("clip_grad_norm_: expected gradients without")
     value = lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0)
-    assert message(value).startswith("clip_grad_value_: expected gradients without")
-    assert message(optimizer.step).startswith("SGD.step: expected gradients without")
+    assert message_of(value).startswith("clip_grad_value_: expected gradients without")
+    assert message_of(optimizer.step).startswith("SGD.step: expected gradients without")
     scaler.unscale_(optimizer)
     unclipped = float(norm())
     assert float(reducer.clip_grad_norm_(1e6)) == pytest.approx(unclipped)
     value()
-    said = message(lambda: reducer.clip_grad_norm_(1.0))
+    said = message_of(lambda: reducer.clip_grad_norm_(1.0))
     assert "clipped by torch and its shard not; clip with reducer.clip_grad_norm_ alone" in said
     again = torch.amp.GradScaler(**OPTIONS)
     again.scale(torch.ones(()))
-    assert "'weight' unscaled already" in message(lambda: again.unscale_(optimizer))
+    assert "'weight' unscaled already" in message_of(lambda: again.unscale_(optimizer))
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
     reducer.gather_gradients()
     scaler.step(optimizer)
     assert close(model, expected(1, None))
     scaler.update()
-    assert "unscaled already" in message(lambda: scaler.step(optimizer))
+    assert "unscaled already" in message_of(lambda: scaler.step(optimizer))
 
 
 def test_an_unfinished_step(mesh: hsdp.Mesh) -> None:
     model, reducer, optimizer, scaler = attached(mesh, keep_grads=True)
     with reducer.microbatch(last=False):
         scaler.scale(loss_of(model)).backward()
-    said = message(lambda: scaler.unscale_(optimizer))
+    said = message_of(lambda: scaler.unscale_(optimizer))
     assert "expected a step that is over" in said and "reducer.finish()" in said
     reducer.finish()
     scaler.step(optimizer)
@@ -211,8 +205,8 @@ def test_optimizers_of_parts(mesh: hsdp.Mesh, divided: bool) -> None:
     reducer.gather_gradients()
     scaler.unscale_(optimizers[0])
     if not divided:
-        assert "'bias' times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
-        assert "'bias' times 1024" in message(optimizers[1].step)
+        assert "'bias' times 1024" in message_of(lambda: reducer.clip_grad_norm_(0.5))
+        assert "'bias' times 1024" in message_of(optimizers[1].step)
     scaler.unscale_(optimizers[1])
     reducer.clip_grad_norm_(0.5)
     for optimizer in optimizers:
@@ -253,7 +247,7 @@ def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
         if then:
             reducer.clip_grad_norm_(0.5)
         else:
-            assert f"times {SCALE / before:g}" in message(lambda: reducer.clip_grad_norm_(0.5))
+            assert f"times {SCALE / before:g}" in message_of(lambda: reducer.clip_grad_norm_(0.5))
             scaler.unscale_(optimizer)
             reducer.clip_grad_norm_(0.5)
         scaler.step(optimizer)
@@ -261,74 +255,68 @@ def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
         reducer.close()
 
 
-def sum_locally(mesh: hsdp.Mesh, divided: bool) -> list[Any]:
+@on_mesh(1, 2)
+def test_local_sums(mesh: hsdp.Mesh) -> None:
     """p.grad has this rank's own, scaled in any case; the shards may be divided."""
-    model, reducer, optimizer, scaler = attached(mesh, divided, keep_grads=True)
-    with reducer.microbatch(last=True):
-        scaler.scale(loss_of(model, mesh.rank)).backward()
-    said = [message(optimizer.step)]
-    said.append(message(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-    if not divided:
-        said.append(message(lambda: reducer.clip_grad_norm_(0.5)))
-    scaler.unscale_(optimizer)
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-    mean = float(reducer.clip_grad_norm_(1e6))
-    scaler.step(optimizer)
-    right = close(model, expected(2, 0.5, mesh.rank))
-    return [all("times 1024" in one for one in said), norm, mean, right]
-
-
-def run_local_sums() -> list[list[Any]]:
-    torch.set_num_threads(1)
-    with hsdp.init_mesh(1, 2) as mesh:
-        return [sum_locally(mesh, divided) for divided in (False, True)]
-
-
-def test_local_sums(ranks: Launcher) -> None:
     bias, weight = 10.0, 10.0 * 56.0
-    for rank, found in enumerate(ranks(2, run_local_sums)):
-        norm = pytest.approx((bias + weight * (rank + 1) ** 2) ** 0.5)
-        mean = pytest.approx((bias + weight * 1.5**2) ** 0.5)
-        assert found == [[True, norm, mean, True]] * 2
+    for divided in (False, True):
+        model, reducer, optimizer, scaler = attached(mesh, divided, keep_grads=True)
+        with reducer.microbatch(last=True):
+            scaler.scale(loss_of(model, mesh.rank)).backward()
+        assert "times 1024" in message_of(optimizer.step)
+        assert "times 1024" in message_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        if not divided:
+            assert "times 1024" in message_of(lambda: reducer.clip_grad_norm_(0.5))
+        scaler.unscale_(optimizer)
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        assert norm == pytest.approx((bias + weight * (mesh.rank + 1) ** 2) ** 0.5)
+        assert float(reducer.clip_grad_norm_(1e6)) == pytest.approx((bias + weight * 1.5**2) ** 0.5)
+        scaler.step(optimizer)
+        assert close(model, expected(2, 0.5, mesh.rank))
 
 
 def train_with_an_infinity(mesh: hsdp.Mesh, kind: str) -> list[Any]:
-    """torch's own scaler; one rank alone has an infinity, in one microbatch of two."""
+    """One rank alone has an infinity, in one backward pass of two."""
     model, reducer, optimizer, scaler = attached(mesh, keep_grads="local" in kind)
-    if "fused" in kind:
-        optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
     taking: Any = optimizer
-    if kind == "sharded":
+    if "own" in kind:
+        scaler = hsdp.torch.GradScaler(reducer, **OPTIONS)
+    if "fused" in kind:
+        taking = torch.optim.SGD(model.parameters(), 1.0, fused=True)
+    if "sharded" in kind:
         taking = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0)
+    want = expected(2, None, mesh.rank if "local" in kind else None)
     found = []
     for step in range(3):
+        if "divided" in kind:
+            reducer.set_loss_scale(scaler.get_scale())
         before = [p.detach().clone() for p in model.parameters()]
-        for m in range(2):
-            factor = float("inf") if step == 1 and m == 0 and mesh.rank == 1 else 1.0
-            with reducer.microbatch(last=m == 1):
-                scaler.scale(loss_of(model, mesh.rank) * factor).backward()
-        if kind in ("gathered", "fused"):
+        with coalesce_grad_reduction(reducer) if kind == "window" else contextlib.nullcontext():
+            for m in range(2):
+                factor = float("inf") if step == 1 and m == 0 and mesh.rank == 1 else 1.0
+                with reducer.microbatch(last=m == 1):
+                    scaler.scale(loss_of(model, mesh.rank) * factor).backward()
+        assert reducer.found_inf() is (step == 1)
+        if "local" not in kind and "sharded" not in kind:
             reducer.gather_gradients()
         if step == 2:
             scaler.unscale_(taking)
         scaler.step(taking)
         scaler.update()
         same = all(map(torch.equal, before, model.parameters()))
+        for p, was, to, start in zip(model.parameters(), before, want.parameters(), make_model().parameters(),
+                                     strict=True):
+            assert same or torch.allclose(p - was, 2 * (to - start), rtol=1e-5, atol=1e-5)
         found.append([same, scaler.get_scale()])
     return found
 
 
-def run_infinities() -> dict[str, list[Any]]:
-    torch.set_num_threads(1)
-    kinds = ("gathered", "fused", "local", "fused local", "sharded")
-    with hsdp.init_mesh(1, 2) as mesh:
-        return {kind: train_with_an_infinity(mesh, kind) for kind in kinds}
-
-
-def test_all_ranks_skip_with_the_scaler_of_torch(ranks: Launcher) -> None:
-    for of_rank in ranks(2, run_infinities):
-        for kind, found in of_rank.items():
-            assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind
+@on_mesh(1, 2)
+def test_all_ranks_skip_together(mesh: hsdp.Mesh) -> None:
+    for kind in ("gathered", "fused", "local", "fused local", "sharded", "divided sharded", "own",
+                 "own local", "own sharded", "window"):
+        found = train_with_an_infinity(mesh, kind)
+        assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -345,7 +333,7 @@ def test_slices_of_ones_own(mesh: hsdp.Mesh, own: bool, divided: bool) -> None:
         slices[-1].grad = torch.from_dlpack(reducer.shard(name))
     optimizer = torch.optim.SGD(slices, 1.0)
     if not divided:
-        assert "times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
+        assert "times 1024" in message_of(lambda: reducer.clip_grad_norm_(0.5))
     clip_and_step(reducer, scaler, optimizer)
     scaler.update()
     assert close(model, expected(1, 0.5))
@@ -373,12 +361,12 @@ def test_an_optimizer_that_takes_shards(mesh: hsdp.Mesh, divided: bool, gathers:
     if gathers:
         reducer.gather_gradients()
     if not divided:
-        assert "TakesShards.step: expected gradients without" in message(optimizer.step)
+        assert "TakesShards.step: expected gradients without" in message_of(optimizer.step)
     scaler.unscale_(optimizer)
     norm = reducer.clip_grad_norm_(0.5)
     if gathers:
         assert norm > float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) > 0.49
-        assert "clipped by torch" in message(optimizer.step)
+        assert "clipped by torch" in message_of(optimizer.step)
         reducer.gather_gradients()
     scaler.step(optimizer)
     assert close(model, expected(1, 0.5))
@@ -388,13 +376,13 @@ def test_a_sharded_optimizer_is_unscaled_once(mesh: hsdp.Mesh) -> None:
     model, reducer, _, scaler = attached(mesh)
     optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0, max_grad_norm=0.5)
     run(reducer, model, scaler)
-    assert "ShardedOptimizer.step: expected gradients without" in message(optimizer.step)
+    assert "ShardedOptimizer.step: expected gradients without" in message_of(optimizer.step)
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert "unscaled already" in message(lambda: scaler.step(optimizer))
+    assert "unscaled already" in message_of(lambda: scaler.step(optimizer))
     assert close(model, expected(1, 0.5))
 
 
@@ -431,7 +419,7 @@ def test_windows(mesh: hsdp.Mesh, accumulate: str) -> None:
         half = 0.5 * loss_of(model)
         scaler.scale((half,))[0].backward(retain_graph=True)
         half.backward(scaler.scale(torch.ones(())))
-    assert "times 1024" in message(lambda: reducer.clip_grad_norm_(0.5))
+    assert "times 1024" in message_of(lambda: reducer.clip_grad_norm_(0.5))
     reducer.gather_gradients()
     clip_and_step(reducer, scaler, optimizer)
     assert close(model, expected(1, 0.5))
@@ -449,7 +437,7 @@ def test_several_reducers_and_parameters_of_nobody(mesh: hsdp.Mesh) -> None:
         run(reducer, model, scaler)
         reducer.gather_gradients()
     scaler.scale(loss_of(models[2])).backward()
-    assert "times 1024" in message(lambda: hsdp.clip_grad_norm_(reducers, 1.0))
+    assert "times 1024" in message_of(lambda: hsdp.clip_grad_norm_(reducers, 1.0))
     scaler.unscale_(optimizer)
     assert float(hsdp.clip_grad_norm_(reducers, 1e6)) == pytest.approx((2 * 570.0) ** 0.5)
     scaler.step(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import weakref
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher, on_mesh
+from conftest import on_mesh, on_meshes
+from one_rank import attached_to
 from same_tensors import require_same
 from torch import nn
 
@@ -88,8 +90,7 @@ def trained(
     mesh: hsdp.Mesh, model: nn.Module, steps: int = 0, **options: Any
 ) -> dict[str, torch.Tensor]:
     options = {"lr": 0.01, "persistence_threshold": 0, **options}
-    with hsdp.Reducer(mesh, bucket_bytes=512) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh, bucket_bytes=512) as reducer:
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
         for step in range(steps):
             tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(step))
@@ -103,39 +104,22 @@ def trained(
         return state
 
 
-EVERY_STAGE: list[dict[str, Any]] = [
-    {"stage": 1},
-    {"stage": 2},
-    {"stage": 3},
-    {"stage": 3, "persistence_threshold": 30},
-    {"stage": 3, "persistence_threshold": float("inf")},
-]
-
-
-def compare_with_whole_init(shape: tuple[int, int], cases: list[dict[str, Any]]) -> None:
-    with hsdp.init_mesh(replicate=shape[0], shard=shape[1]) as mesh:
-        for options in cases:
-            want = trained(mesh, whole_init(Model), steps=2, **options)
-            after = torch.get_rng_state()
-            model = on_meta(Model)
-            held = list(model.parameters())
-            torch.manual_seed(SEED)
-            got = trained(mesh, model, steps=2, **options)
-            require_same(got, want)
-            assert torch.equal(torch.get_rng_state(), after)
-            assert [id(p) for p in model.parameters()] == [id(p) for p in held]
-            assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in held)
-
-
-@pytest.mark.parametrize(
-    ("shape", "cases"),
-    [((1, 1), EVERY_STAGE[2:3]), ((1, 2), EVERY_STAGE), ((2, 2), EVERY_STAGE[2:3])],
-    ids=["1x1", "1x2", "2x2"],
-)
-def test_values_are_those_of_a_whole_init(
-    ranks: Launcher, shape: tuple[int, int], cases: list[dict[str, Any]]
-) -> None:
-    ranks(shape[0] * shape[1], compare_with_whole_init, shape, cases)
+@on_meshes((1, 1), (1, 2), (2, 2))
+def test_values_are_those_of_a_whole_init(mesh: hsdp.Mesh) -> None:
+    cases: list[dict[str, Any]] = [{"stage": 3}]
+    if mesh.size == 2:
+        cases += [{"stage": 1}, {"stage": 2}]
+        cases += [{"stage": 3, "persistence_threshold": n} for n in (30, float("inf"))]
+    for options in cases:
+        want = trained(mesh, whole_init(Model), steps=2, **options)
+        after = torch.get_rng_state()
+        model = on_meta(Model)
+        held = list(model.parameters())
+        torch.manual_seed(SEED)
+        require_same(trained(mesh, model, steps=2, **options), want)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert all(map(operator.is_, model.parameters(), held))
+        assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in held)
 
 
 @on_mesh(1, 2)
@@ -174,8 +158,7 @@ def test_memory_is_that_of_one_unit(mesh: hsdp.Mesh) -> None:
     unit = sum(p.nbytes for p in model.layers[0].parameters())
     root = sum(p.nbytes for p in model.parameters()) - 6 * unit
     seen: list[int] = []
-    with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh) as reducer:
         optimizer = ShardedOptimizer(
             torch.optim.AdamW, model, reducer, stage=3, persistence_threshold=0,
             param_init_fn=lambda module: seen.append(live_bytes(model)),
@@ -304,8 +287,7 @@ def test_a_module_that_sets_what_is_below(mesh: hsdp.Mesh) -> None:
     got = trained(mesh, model, stage=3)
     require_same(got, want.state_dict())
     listed = nn.Sequential(on_meta(Box))
-    with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(listed)
+    with attached_to(listed, mesh) as reducer:
         with pytest.raises(UsageError, match=r"Box.reset_parameters\(\) to set what no unit below"):
             ShardedOptimizer(
                 torch.optim.AdamW, listed, reducer, stage=3, units=[nn.Linear], persistence_threshold=0
@@ -314,8 +296,7 @@ def test_a_module_that_sets_what_is_below(mesh: hsdp.Mesh) -> None:
 
 def refused(mesh: hsdp.Mesh, **options: Any) -> str:
     model = on_meta(Plain)
-    with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh) as reducer:
         options = {"stage": 3, "persistence_threshold": 0, **options}
         with pytest.raises((UsageError, MismatchError, StepAbortedError)) as error:
             ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
@@ -374,8 +355,7 @@ def test_a_model_that_is_elsewhere_on_one_rank(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_a_model_without_an_optimizer_has_no_memory(mesh: hsdp.Mesh) -> None:
-    with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(on_meta(Plain))
+    with attached_to(on_meta(Plain), mesh) as reducer:
         with pytest.raises(UsageError, match="'weight' to have memory.*ShardedOptimizer"):
             reducer.begin_microbatch(last=True)
 
@@ -384,8 +364,7 @@ def test_a_model_without_an_optimizer_has_no_memory(mesh: hsdp.Mesh) -> None:
 def test_parameters_that_others_hold_weakly(mesh: hsdp.Mesh) -> None:
     model: Any = on_meta(Plain)
     reference = weakref.ref(model.inner.weight)
-    with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh) as reducer:
         wanted = "'inner.weight' on the meta device to be held by its model alone"
         with pytest.raises(UsageError, match=wanted):
             ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
@@ -435,8 +414,7 @@ def test_a_refused_model_is_as_before_and_may_be_made(mesh: hsdp.Mesh) -> None:
         if module is model[1].layer:
             module.bias = nn.Parameter(torch.full((4,), float(mesh.rank)))
 
-    with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh) as reducer:
         options: dict[str, Any] = {"stage": 3, "units": [nn.Linear], "persistence_threshold": 0}
         for init, text in (
             (sets(2, bool), "every element of '0.places'"),
@@ -463,8 +441,7 @@ def test_a_refused_model_is_as_before_and_may_be_made(mesh: hsdp.Mesh) -> None:
 def test_parameters_with_hooks(mesh: hsdp.Mesh) -> None:
     model: Any = on_meta(Plain)
     model.inner.bias.register_hook(lambda gradient: gradient * 0)
-    with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh) as reducer:
         with pytest.raises(UsageError, match="'inner.bias' on the meta device without hooks"):
             ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
         assert all(p.is_meta for p in model.parameters())

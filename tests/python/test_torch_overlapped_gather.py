@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher, on_mesh, on_ranks
+from one_rank import attached_to
+from same_tensors import same
 from torch import nn
 
 import hsdp
@@ -91,7 +93,7 @@ def other_method(net: Net, x: torch.Tensor) -> Any:
 
 
 def saved(net: Net, x: torch.Tensor) -> Any:
-    return {k: v.clone() for k, v in net.state_dict().items()}
+    return [(k, v.clone()) for k, v in net.state_dict().items()]
 
 
 def kept(net: Net, x: torch.Tensor) -> Any:
@@ -100,7 +102,7 @@ def kept(net: Net, x: torch.Tensor) -> Any:
     file.seek(0)
     loaded = torch.load(file)
     assert all(type(v) is nn.Parameter for v in loaded.values())
-    return loaded
+    return [*loaded.items()]
 
 
 def copied(net: Net, x: torch.Tensor) -> Any:
@@ -158,8 +160,7 @@ def trained(mesh: hsdp.Mesh, reader: str, dtype: torch.dtype, overlap: bool, **o
     net = Net().to(dtype)
     if reader == "compiled":
         READERS[reader](net, torch.zeros(6, 24, dtype=dtype))  # before and after attaching
-    reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=4096)
-    reducer.attach(net)
+    reducer = attached_to(net, mesh, missing="zero", bucket_bytes=4096)
     optimizer = ShardedOptimizer(
         torch.optim.AdamW, net, reducer, lr=1e-2, gather_bucket_bytes=4096,
         overlap_param_gather=overlap, **options,
@@ -191,14 +192,6 @@ def run_again(net: Net, reducer: hsdp.Reducer, optimizer: ShardedOptimizer, x: t
     optimizer.step()
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    return len(a) == len(b) and all(map(same, a, b))
-
-
 @pytest.mark.parametrize(("dtype", "stage"), [("float32", 2), ("bfloat16", 1)])
 @on_ranks(2)
 def test_readers_get_the_values_of_the_synchronous_gather(dtype: str, stage: int) -> None:
@@ -214,8 +207,7 @@ def test_readers_get_the_values_of_the_synchronous_gather(dtype: str, stage: int
 def test_metadata_does_not_wait_and_the_order_of_use_is_agreed(mesh: hsdp.Mesh) -> None:
     """What needs no values does not wait, and waiting ends one unit's flight only."""
     net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
-    reducer = hsdp.Reducer(mesh, bucket_bytes=4096)
-    reducer.attach(net)
+    reducer = attached_to(net, mesh, bucket_bytes=4096)
     optimizer = ShardedOptimizer(torch.optim.SGD, net, reducer, lr=0.1, gather_bucket_bytes=4096,
                                  overlap_param_gather=True)
 
@@ -274,8 +266,7 @@ def run_other_orders() -> list[Any]:
         for overlap in (True, mesh.rank == 0, False):
             torch.manual_seed(1)
             net = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
-            reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=4096)
-            reducer.attach(net)
+            reducer = attached_to(net, mesh, missing="zero", bucket_bytes=4096)
             optimizer = ShardedOptimizer(torch.optim.AdamW, net, reducer, gather_bucket_bytes=4096,
                                          overlap_param_gather=overlap, max_grad_norm=1.0)
             for step in range(6):
@@ -311,8 +302,7 @@ class Failing(torch.optim.SGD):
 @on_mesh(1, 2, timeout_s=20)
 def test_a_rank_that_cannot_update_is_heard_by_every_reader(mesh: hsdp.Mesh) -> None:
     net = nn.Linear(8, 8)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(net)
+    reducer = attached_to(net, mesh)
     optimizer = ShardedOptimizer(Failing, net, reducer, lr=0.1, overlap_param_gather=True)
     heard = ""
     for step in range(3):
@@ -366,8 +356,7 @@ def test_edges() -> None:
     assert type(nets[0].weight) is nn.Parameter
     with hsdp.init_mesh(2, 1) as mesh:
         net = nn.Linear(4, 4)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(net)
+        reducer = attached_to(net, mesh)
         optimizer = ShardedOptimizer(torch.optim.AdamW, net, reducer, overlap_param_gather=True)
         with reducer.microbatch(last=True):
             net(torch.ones(2, 4)).sum().backward()

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from fsdp2_model import (
     COUNTS, MICROBATCHES, CountedNet, Net, device_mesh, expected_gradients, fingerprint, loss_of, make_model,
     squared_error, start_torch, worst_error,
 )
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hsdp
@@ -158,10 +157,11 @@ def test_gradients_are_those_of_float64(ranks: Launcher, tmp_path: pathlib.Path)
             assert rms["hooked f32, bf16"] < rms["hooked bf16"]
 
 
-def run_counts(flag: str, flagged: list[str]) -> list[int]:
-    net = CountedNet()
-    groups = net.parts()
-    with hsdp.init_mesh(2, 2) as mesh:
+@on_mesh(2, 2)
+def test_collective_counts(mesh: hsdp.Mesh) -> None:
+    for flag, flagged, expected in COUNTS:
+        net = CountedNet()
+        groups = net.parts()
         reducer = hsdp.Reducer(mesh)
         plain = copy.deepcopy(net)
         reducer.attach(net, groups=groups)
@@ -179,14 +179,4 @@ def run_counts(flag: str, flagged: list[str]) -> list[int]:
             assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7), name
         stats = reducer.stats()
         reducer.close()
-        return [stats.reduce_scatter_count, stats.all_reduce_count]
-
-
-def run_all_counts(cases: list[Any]) -> list[list[int]]:
-    torch.set_num_threads(1)
-    return [run_counts(flag, flagged) for flag, flagged, _ in cases]
-
-
-def test_collective_counts(ranks: Launcher) -> None:
-    for counts in ranks(4, run_all_counts, COUNTS):
-        assert counts == [expected for _, _, expected in COUNTS]
+        assert [stats.reduce_scatter_count, stats.all_reduce_count] == expected, (flag, flagged)

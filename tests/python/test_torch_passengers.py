@@ -54,7 +54,6 @@ def losses_of(model: nn.Module, text: train_gpt.Text, step: int, rank: int) -> I
 
 
 def ride() -> dict[str, float]:
-    torch.set_num_threads(1)
     text = train_gpt.Text()
     model, optimizer = train_gpt.make_model(text, seed=0)
     with hsdp.init_mesh(2, 1) as mesh:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Launcher
+from conftest import on_ranks
 from torch.distributed.fsdp import fully_shard
 
 from hsdp.torch import private_torch
@@ -235,7 +235,8 @@ def test_what_a_scaler_keeps() -> None:
     assert private_torch.optimizer_state(scaler, optimizer)["stage"].name == "UNSCALED"
 
 
-def fsdp() -> None:
+@on_ranks(2)
+def test_fsdp2() -> None:
     dist.init_process_group("gloo")
     try:
         rank = dist.get_rank()
@@ -275,10 +276,6 @@ def fsdp() -> None:
         assert private_torch.fsdp_has_replicas(private_torch.fsdp_groups(hybrid)[0].mesh_info)
     finally:
         dist.destroy_process_group()
-
-
-def test_fsdp2(ranks: Launcher) -> None:
-    ranks(2, fsdp)
 
 
 def own_names() -> set[str]:

@@ -1,187 +1,79 @@
-"""Attached models on several ranks: agreement, abandoned microbatches, loss scaling."""
+"""Attached models on several ranks: agreement, abandoned microbatches, gathered parameters."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
-from conftest import Launcher, on_mesh
+from conftest import on_mesh
+from one_rank import attached_to
+from same_tensors import require_same
 from torch import nn
 
 import hsdp
 
 
-def make_model(mesh: hsdp.Mesh) -> nn.Module:
-    torch.set_num_threads(1)
-    torch.manual_seed(mesh.rank)
+def make_model(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.float32))
-    model[2].register_buffer("steps", torch.tensor(mesh.rank, dtype=torch.int32))
-    model[2].register_buffer("mask", torch.tensor([mesh.rank == 1, True]))
-    model.register_parameter("wide", nn.Parameter(torch.full((4, 6), float(mesh.rank)).t()))
+    model[2].register_buffer("steps", torch.tensor(rank, dtype=torch.int32))
+    model[2].register_buffer("mask", torch.tensor([rank == 1, True]))
+    model.register_parameter("wide", nn.Parameter(torch.full((4, 6), float(rank)).t()))
     return model
 
 
-def run_broadcast() -> dict[str, Any]:
-    with hsdp.init_mesh(2, 2) as mesh:
-        model = make_model(mesh)
-        hsdp.broadcast_parameters(mesh, model, root=1)
-        state = {name: t.tolist() for name, t in model.state_dict().items()}
-        other = nn.Linear(3, 2 + mesh.rank // 3)
-        try:
-            hsdp.broadcast_parameters(mesh, other)
-            message, ranks = "", ()
-        except hsdp.MismatchError as error:
-            message, ranks = str(error), error.ranks
-        mesh.world.barrier()
-        return {"state": state, "message": message, "ranks": list(ranks)}
-
-
-def test_broadcast_parameters(ranks: Launcher) -> None:
-    found = ranks(4, run_broadcast)
-    assert all(f["state"] == found[1]["state"] for f in found)
-    state = found[0]["state"]
-    assert state["2.steps"] == 1 and state["2.mask"] == [True, True]
-    assert state["wide"] == [[1.0] * 4] * 6
-    for f in found:
-        assert "'weight (2, 3) torch.float32' on rank 0" in f["message"]
-        assert "'weight (3, 3) torch.float32' on rank 3" in f["message"] and f["ranks"] == [3]
-
-
 @on_mesh(2, 2)
-def test_two_models_have_the_gradients_of_one(mesh: hsdp.Mesh) -> None:
-    torch.manual_seed(3)
-    first = nn.Sequential(nn.Linear(5, 70))
-    joined = nn.ModuleDict({"first": first, "second": nn.Linear(70, 3)})
-    apart = copy.deepcopy(joined)
-    one, two = hsdp.Reducer(mesh, bucket_bytes=256), hsdp.Reducer(mesh, bucket_bytes=512)
-    one.attach(joined)
-    for model in apart.values():
-        two.attach(model)
-    for models, reducer in ((joined, one), (apart, two)):
-        for m in range(3):
-            torch.manual_seed(10 * m + mesh.rank)
-            with reducer.microbatch(last=m == 2):
-                models["second"](models["first"](torch.randn(4, 5))).square().sum().backward()
-        reducer.gather_gradients()
-    for (name, p), q in zip(apart.named_parameters(), joined.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad), name
+def test_broadcast_parameters(mesh: hsdp.Mesh) -> None:
+    model = make_model(mesh.rank)
+    hsdp.broadcast_parameters(mesh, model, root=1)
+    require_same(model.state_dict(), make_model(1).state_dict())
+    other = nn.Linear(3, 2 + mesh.rank // 3)
+    with pytest.raises(hsdp.MismatchError) as error:
+        hsdp.broadcast_parameters(mesh, other)
+    assert "'weight (2, 3) torch.float32' on rank 0" in str(error.value)
+    assert "'weight (3, 3) torch.float32' on rank 3" in str(error.value) and error.value.ranks == (3,)
+    mesh.world.barrier()
 
 
 class Boom(Exception):
     pass
 
 
-def run_exceptions() -> list[str]:
+@on_mesh(2, 2)
+def test_exceptions_leave_all_ranks_usable(mesh: hsdp.Mesh) -> None:
     """Rank 2's user code raises in the middle of a backward pass; then all train on."""
-    said = []
-    with hsdp.init_mesh(2, 2) as mesh:
-        model = make_model(mesh)
-        hsdp.broadcast_parameters(mesh, model)
-        reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=64)
-        reducer.attach(model)
-        raising = []
+    model = make_model(mesh.rank)
+    hsdp.broadcast_parameters(mesh, model)
+    reducer = attached_to(model, mesh, missing="zero", bucket_bytes=64)
+    raising = []
 
-        def tensor_hook(grad: torch.Tensor) -> None:
-            if raising:
-                raise Boom("in the backward pass")
+    def tensor_hook(grad: torch.Tensor) -> None:
+        if raising:
+            raise Boom("in the backward pass")
 
-        for step in range(6):
-            raising[:] = [1] if step % 2 == 0 and mesh.rank == 2 else []
-            try:
-                for m in range(2):
-                    with reducer.microbatch(last=m == 1):
-                        hidden = model[0](torch.full((4, 5), float(mesh.rank)))
-                        hidden.register_hook(tensor_hook)
-                        model[2](hidden).sum().backward()
-                said.append(f"{float(reducer.shard('2.bias').numpy().sum()):g}")
-            except Boom:
-                said.append("Boom")
-            except hsdp.StepAbortedError as error:
-                said.append(f"aborted by {list(error.ranks)}: {'in the backward' in str(error)}")
-            assert all(p.grad is None for p in model.parameters())
-        reducer.gather_gradients()
-        said.append(model[2].bias.grad.tolist())
-        assert model.wide.grad is None  # no rank used it
-    return said
-
-
-def test_exceptions_leave_all_ranks_usable(ranks: Launcher) -> None:
-    found = ranks(4, run_exceptions)
-    for rank, said in enumerate(found):
-        aborted = "Boom" if rank == 2 else "aborted by [2]: True"
-        assert said[0:6:2] == [aborted] * 3
-        assert said[6] == [8.0] * 3  # 4 rows, 2 microbatches, mean over ranks
-    for replica in (0, 2):
-        for step in (1, 3, 5):
-            assert sum(float(found[replica + s][step]) for s in (0, 1)) == 24
-
-
-def run_steps() -> list[Any]:
-    """One rank raises between two microbatches, or before the first: `step()` drops the step."""
-    said: list[Any] = []
-    with hsdp.init_mesh(2, 2) as mesh:
-        model = nn.Linear(3, 2, bias=False)
-        reducer = hsdp.Reducer(mesh, bucket_bytes=64)
-        reducer.attach(model, keep_grads=True)
-        x = torch.full((1, 3), float(mesh.rank + 1))
-
-        def one_step(sync: str, bad: int, both: bool) -> None:
-            with reducer.step():
-                if bad == 0 and (mesh.rank == 1 or both):
-                    raise Boom("before the first")
-                with reducer.microbatch(sync=sync):
-                    model(x).sum().backward()
-                if bad == 1 and (mesh.rank == 1 or both):
-                    raise Boom("between two")
-                with reducer.microbatch(last=True):
-                    model(x).sum().backward()
-                reducer.shard("weight")
-
-        for sync in ("none", "shard"):
-            for bad in (0, 1):
-                for both in (False, True):
-                    try:
-                        one_step(sync, bad, both)
-                        said.append("nothing")
-                    except Boom as error:
-                        said.append(f"own: {error}")
-                    except hsdp.StepAbortedError as error:
-                        said.append(f"{list(error.ranks)} {str(error).partition('Boom: ')[2]}")
-                    one_step(sync, -1, False)
-                    assert model.weight.grad is not None
-                    said.append(float(reducer.shard("weight").numpy().sum()))
-                    said.append(reducer.stats().begun_step_count)
-        reducer.abandon_step()  # of nothing
-        reducer.begin_step()
-        reducer.abandon_step()
-        reducer.close()
-    return said
-
-
-def test_an_exception_between_microbatches_drops_one_step(ranks: Launcher) -> None:
-    found = ranks(4, run_steps)
-    for rank, said in enumerate(found):
-        for case in range(8):
-            reason = ("before the first", "between two")[case // 2 % 2]
-            heard, _, begun = said[3 * case : 3 * case + 3]
-            if rank == 1 or case % 2 == 1:
-                assert heard == f"own: {reason}"
-            else:
-                assert heard == f"[1] {reason}; begin a new step on every rank"
-            assert begun == 2 * case + 2
-    for replica in (0, 2):
-        for case in range(8):  # 2 microbatches of the mean 2.5, 6 elements
-            assert sum(found[replica + s][3 * case + 1] for s in (0, 1)) == 30
+    for step in range(6):
+        raising[:] = [1] if step % 2 == 0 and mesh.rank == 2 else []
+        try:
+            for m in range(2):
+                with reducer.microbatch(last=m == 1):
+                    hidden = model[0](torch.full((4, 5), float(mesh.rank)))
+                    hidden.register_hook(tensor_hook)
+                    model[2](hidden).sum().backward()
+            assert step % 2 == 1 and mesh.shard_group.all_reduce(float(reducer.shard("2.bias").sum())) == 24
+        except Boom:
+            assert step % 2 == 0 and mesh.rank == 2
+        except hsdp.StepAbortedError as error:
+            assert step % 2 == 0 and error.ranks == (2,) and "in the backward" in str(error)
+        assert all(p.grad is None for p in model.parameters())
+    reducer.gather_gradients()
+    assert model[2].bias.grad.tolist() == [8.0] * 3  # 4 rows, 2 microbatches, mean over ranks
+    assert model.wide.grad is None  # no rank used it
 
 
 @on_mesh(1, 2)
 def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
     """With keep_grads: what a dropped step left is no part of the next one's sum."""
     model = nn.Linear(2, 1, bias=False)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model, keep_grads=True)
+    reducer = attached_to(model, mesh, keep_grads=True)
     for step in range(3):
         try:
             for m in range(3):
@@ -195,65 +87,23 @@ def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
     assert model.weight.grad.tolist() == [[3.0, 3.0]]
 
 
-@pytest.mark.parametrize("kind", ["torch", "local"])
 @on_mesh(2, 2)
-def test_all_ranks_skip_together(mesh: hsdp.Mesh, kind: str) -> None:
-    """One rank sees an infinity: all skip. `local` steps on each rank's own gradients."""
+def test_gathered_parameters_agree(mesh: hsdp.Mesh) -> None:
+    """Of which each rank has updated its shards in place."""
     torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
-    reducer.attach(model, keep_grads=kind == "local")
-    options: Any = {"init_scale": 256.0, "growth_interval": 1}
-    scaler: Any = torch.amp.GradScaler("cpu", **options)
-    if kind != "torch":
-        scaler = hsdp.torch.GradScaler(reducer, "cpu", **options)
-    for step in range(4):
-        before = model.weight.detach().clone()
-        bad = step % 2 == 1 and mesh.rank == 3
-        for m in range(2):
-            with reducer.microbatch(last=m == 1):
-                x = torch.full((2, 3), float("inf") if bad and m == 0 else 1.0)
-                scaler.scale(model(x).sum()).backward()
-        if kind != "local":
-            reducer.gather_gradients()
-        scaler.step(optimizer)
-        scaler.update()
-        moved = [round(x, 3) for x in (before - model.weight.detach()).flatten().tolist()]
-        good, bad = [False, 512.0, [4.0] * 6], [True, 256.0, [0.0] * 6]
-        assert [reducer.found_inf(), scaler.get_scale(), moved] == (bad if step % 2 else good)
-
-
-def run_shards() -> list[Any]:
-    """Shards updated in place, parameters gathered: what every rank ends with."""
-    with hsdp.init_mesh(2, 2) as mesh:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
-        image = torch.ones(1, 2, 5, 5).to(memory_format=torch.channels_last)
-        with reducer.microbatch(last=True):
-            model(image * mesh.rank).sum().backward()
-        assert reducer.clip_grad_norm_(1e6) > 0
-        assert abs(hsdp.clip_grad_norm_([reducer], 1e6) - reducer.grad_norm()) < 1e-9
-        want = {}
-        for name, p in model.named_parameters():
-            offset, count = reducer.slice(name)
-            shard = torch.from_dlpack(reducer.shard(name))
-            flat = p.detach().flatten()  # row-major: a copy where p is channels_last
-            flat[offset : offset + count] -= 0.5 * shard
-            p.data.copy_(flat.view_as(p))
-            want[name] = p.detach().clone()
-        reducer.gather_parameters()
-        return [p.detach().contiguous().flatten().tolist() for p in model.parameters()]
-
-
-def test_gathered_parameters_agree(ranks: Launcher) -> None:
-    found = ranks(4, run_shards)
-    assert all(f == found[0] for f in found)
-    torch.manual_seed(0)
-    model = nn.Conv2d(2, 4, 3)
-    weight = (model.weight.detach() - 0.5 * 9 * 1.5).flatten()
-    assert torch.allclose(torch.tensor(found[0][0]), weight)
-    assert torch.allclose(torch.tensor(found[0][1]), model.bias.detach() - 0.5 * 9)
+    model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    reducer = attached_to(model, mesh)
+    image = torch.ones(1, 2, 5, 5).to(memory_format=torch.channels_last)
+    with reducer.microbatch(last=True):
+        model(image * mesh.rank).sum().backward()
+    for name, p in model.named_parameters():
+        offset, count = reducer.slice(name)
+        shard = torch.from_dlpack(reducer.shard(name))
+        flat = p.detach().flatten()  # row-major: a copy where p is channels_last
+        flat[offset : offset + count] -= 0.5 * shard
+        p.data.copy_(flat.view_as(p))
+    reducer.gather_parameters()
+    assert torch.allclose(model.weight, weight - 0.5 * 9 * 1.5) and torch.allclose(model.bias, bias - 0.5 * 9)
+    bits = str([p.detach().contiguous().flatten().tolist() for p in model.parameters()])
+    assert len(set(mesh.world._handle.exchange(bits, "test"))) == 1

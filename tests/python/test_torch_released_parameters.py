@@ -7,13 +7,14 @@ import io
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher, on_ranks
+from conftest import on_ranks
+from one_rank import attached_to
 from same_tensors import require_same
 from torch import nn
 
@@ -67,12 +68,13 @@ def training(
 
 
 def at_both_stages(
-    **options: Any
+    make: Callable[[], nn.Module] = Tower, **options: Any
 ) -> Iterator[tuple[Any, hsdp.Mesh, hsdp.Reducer, ShardedOptimizer]]:
     """A training at stage 2 and one at stage 3, which must end with the same bits."""
     results = []
     for stage in (2, 3):
-        model = Tower()
+        torch.manual_seed(0)
+        model = make()
         with training(model, stage=stage, **options) as (mesh, reducer, optimizer):
             assert any(map(is_released, model.parameters())) == (stage == 3)
             yield model, mesh, reducer, optimizer
@@ -323,29 +325,22 @@ def test_units_may_stay_until_the_step(forward: bool) -> None:
 @pytest.mark.parametrize("how", ["unshard", "whole", "write back"])
 @on_ranks(2)
 def test_what_is_written_to_what_stays_counts(how: str) -> None:
-    results = []
-    for stage in (2, 3):
-        model = Tower()
-        with training(model, stage=stage, reshard_after_backward=False) as (mesh, reducer, optimizer):
-            step(model, mesh, reducer, optimizer)
-            with reducer.microbatch(last=True):
-                model(rows(mesh, 1)).square().mean().backward()
-            with torch.no_grad():
-                model.layers[1].weight.mul_(2)
-            if how == "unshard":
-                optimizer.unshard(model.layers[1])
-                optimizer.reshard(model.layers[1])
-            elif how == "whole":
-                with optimizer.whole_parameters() as whole:
-                    results.append(whole)
-            else:
-                with optimizer.whole_parameters(write_back=True):
-                    pass
-            optimizer.step()
-            results.append(optimizer.full_model_state_dict(model))
-    half = len(results) // 2
-    for left, right in zip(results[:half], results[half:], strict=True):
-        require_same(left, right)
+    wholes = []
+    for model, mesh, reducer, optimizer in at_both_stages(reshard_after_backward=False):
+        step(model, mesh, reducer, optimizer)
+        with reducer.microbatch(last=True):
+            model(rows(mesh, 1)).square().mean().backward()
+        with torch.no_grad():
+            model.layers[1].weight.mul_(2)
+        if how == "unshard":
+            optimizer.unshard(model.layers[1])
+            optimizer.reshard(model.layers[1])
+        else:
+            with optimizer.whole_parameters(write_back=how == "write back") as whole:
+                wholes.append(whole)
+        optimizer.step()
+    if wholes:
+        require_same(*wholes)
 
 
 # One rank has its units still, the other has none, when both gather all.
@@ -496,9 +491,7 @@ def test_two_optimizers_may_share_a_module() -> None:
 
 @on_ranks(2)
 def test_memory_of_any_order() -> None:
-    results = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
+    def make() -> nn.Module:
         model = nn.Sequential(
             nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(8 * 4, 3)
         )
@@ -507,18 +500,17 @@ def test_memory_of_any_order() -> None:
         model.register_parameter("a", nn.Parameter(shared[:3]))
         model.register_parameter("b", nn.Parameter(shared[3:]))
         model[2].register_forward_hook(
-            lambda _, args, out, model=model: out * model.a + model.b  # type: ignore[misc]
+            lambda _, args, out: out * model.a + model.b  # type: ignore[operator]
         )
-        with training(model, stage=stage, persistence_threshold=0) as (mesh, reducer, optimizer):
-            for seed in range(3):
-                x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed + mesh.rank))
-                with reducer.microbatch(last=True):
-                    model(x).square().mean().backward()
-                optimizer.step()
-            results.append(optimizer.full_model_state_dict(model))
-            strides = [p.stride() for p in model.parameters()]
-            assert strides[2] == (27, 1, 9, 3)
-    require_same(*results)
+        return model
+
+    for model, mesh, reducer, optimizer in at_both_stages(make, persistence_threshold=0):
+        for seed in range(3):
+            x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed + mesh.rank))
+            with reducer.microbatch(last=True):
+                model(x).square().mean().backward()
+            optimizer.step()
+        assert [p.stride() for p in model.parameters()][2] == (27, 1, 9, 3)
 
 
 @on_ranks(2)
@@ -537,8 +529,7 @@ def test_without_released_parameters_it_is_stage_2() -> None:
 @on_ranks(2)
 def test_options_are_checked() -> None:
     model = Tower()
-    with hsdp.init_mesh(shard=2) as mesh, hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh) as reducer:
         for options, text in (
             ({"stage": 4}, "stage 1, 2 or 3"),
             ({"prefetch_bytes": -1}, "prefetch_bytes of at least 0"),
@@ -620,8 +611,7 @@ def test_what_others_hold_stays() -> None:
         step(model, mesh, reducer, optimizer)
     # An optimizer that was dropped.
     model = Tower()
-    with hsdp.init_mesh(shard=2) as mesh, hsdp.Reducer(mesh) as reducer:
-        reducer.attach(model)
+    with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh) as reducer:
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, stage=3, persistence_threshold=40)
         del optimizer
         with pytest.raises(hsdp.UsageError, match=r"gone without close\(\)"):
@@ -630,9 +620,7 @@ def test_what_others_hold_stays() -> None:
 
 @on_ranks(2)
 def test_containers_of_modules() -> None:
-    results = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
+    def make() -> nn.Module:
         encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2
         )
@@ -643,38 +631,37 @@ def test_containers_of_modules() -> None:
         model["ints"] = nn.Identity()
         model["ints"].table = nn.Parameter(torch.ones(100, dtype=torch.int8), requires_grad=False)
         model["frozen"] = nn.Linear(32, 32).requires_grad_(False)
-        with training(model, stage=stage) as (mesh, reducer, optimizer):
-            outputs = []
-            for seed in range(3):
-                x = torch.stack([rows(mesh, seed)] * 2)
-                mask = torch.tensor([[False, False, True], [False, False, False]])
-                with torch.no_grad():
-                    model.eval()
-                    outputs.append(encoder(x, src_key_padding_mask=mask))
-                    model.train()
-                with reducer.microbatch(last=True):
-                    y = model["frozen"](encoder(x, src_key_padding_mask=mask))
-                    for one in stages:
-                        y = one["b"](torch.relu_(one["a"](y)))
-                    model["tower"](y).square().mean().backward()
-                optimizer.step()
-            whole = optimizer.full_model_state_dict(model)
-            results.append({**whole, **{f"output {i}": one for i, one in enumerate(outputs)}})
-    require_same(*results)
+        return model
+
+    outputs = []
+    for model, mesh, reducer, optimizer in at_both_stages(make):
+        for seed in range(3):
+            x = torch.stack([rows(mesh, seed)] * 2)
+            mask = torch.tensor([[False, False, True], [False, False, False]])
+            with torch.no_grad():
+                model.eval()
+                outputs.append(model["encoder"](x, src_key_padding_mask=mask))
+                model.train()
+            with reducer.microbatch(last=True):
+                y = model["frozen"](model["encoder"](x, src_key_padding_mask=mask))
+                for one in model["stages"]:
+                    y = one["b"](torch.relu_(one["a"](y)))
+                model["tower"](y).square().mean().backward()
+            optimizer.step()
+    assert all(map(torch.equal, outputs[:3], outputs[3:]))
 
 
 @on_ranks(2)
 def test_parametrized_layers() -> None:
-    results = []
-    for stage in (2, 3):
+    def make() -> nn.Module:
         model = Tower()
         for layer in model.layers:
             torch.nn.utils.parametrizations.weight_norm(layer)
-        with training(model, stage=stage, persistence_threshold=0) as (mesh, reducer, optimizer):
-            for seed in range(3):
-                step(model, mesh, reducer, optimizer, seed)
-            results.append(optimizer.full_model_state_dict(model))
-    require_same(*results)
+        return model
+
+    for model, mesh, reducer, optimizer in at_both_stages(make, persistence_threshold=0):
+        for seed in range(3):
+            step(model, mesh, reducer, optimizer, seed)
 
 
 def test_units_of_a_model() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher
+from conftest import Launcher, on_mesh
+from one_rank import attached_to
 from torch import nn
 
 import hsdp
@@ -147,8 +148,7 @@ def run_different_weights() -> dict[str, list[Any]]:
         for how, where in [*((how, "everywhere") for how in HOW), *(("step", w) for w in WHERE)]:
             model = make_model(0)
             spoil(model, where, mesh.rank)
-            reducer = hsdp.Reducer(mesh)
-            reducer.attach(model)
+            reducer = attached_to(model, mesh)
             said: list[Any] = []
             for _ in range(2):  # asked again until it is so
                 try:
@@ -184,55 +184,41 @@ def test_different_weights_are_an_error_everywhere(ranks: Launcher) -> None:
     assert found[0]["step, nowhere"] == []
 
 
-def run_models() -> list[Any]:
-    said: list[Any] = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        first, second = nn.ModuleDict({"a": make_model(0)}), nn.ModuleDict({"b": make_model(1)})
+@on_mesh(1, 2)
+def test_several_models(mesh: hsdp.Mesh) -> None:
+    first, second = nn.ModuleDict({"a": make_model(0)}), nn.ModuleDict({"b": make_model(1)})
 
-        def attempt(**options: Any) -> None:
-            reducer = hsdp.Reducer(mesh, missing="zero")
-            reducer.attach(first)
-            reducer.attach(second, **options)
-            try:
-                with reducer.microbatch(last=True):
-                    pass
-                said.append("fine")
-            except hsdp.Error as error:
-                said.append(f"{type(error).__name__}: {error}")
-            finally:
-                reducer.close()
+    def attempt(**options: Any) -> str:
+        reducer = attached_to(first, mesh, missing="zero")
+        reducer.attach(second, **options)
+        try:
+            with reducer.microbatch(last=True):
+                pass
+            said = "fine"
+        except hsdp.Error as error:
+            said = str(error)
+        finally:
+            reducer.close()
+        (heard,) = set(mesh.world._handle.exchange(said, "test"))
+        return heard
 
-        attempt()
-        with torch.no_grad():
-            second["b"][0].weight[0, 0] += mesh.rank
-        attempt()
-        attempt(check_parameters=False)
-        attempt(check_parameters=mesh.rank == 0)
-        if mesh.rank == 1:
-            first["a"][1] = nn.Linear(4, 4, device="meta").requires_grad_(False)
-        attempt()
-        if mesh.rank == 1:
-            first["a"][1] = nn.Linear(4, 5).requires_grad_(False)
-        attempt()
-        first["a"][1] = nn.Identity()
-        if mesh.rank == 1:
-            first["a"].register_parameter("extra", nn.Parameter(torch.ones(2), requires_grad=False))
-        attempt()
-    return said
-
-
-def test_several_models(ranks: Launcher) -> None:
-    zero, one = ranks(2, run_models)
-    assert zero[0] == one[0] == "fine"
-    assert "'b.0.weight' (4, 3) torch.float32 on rank 1" in zero[1] and zero[1] == one[1]
-    assert zero[2] == one[2] == "fine"
-    assert "got parameter 'b.0.weight' (4, 3) torch.float32 on rank 0 and nothing on rank 1" in one[3]
-    assert zero[3] == one[3]
-    assert "'a.1.weight' (4, 4) torch.float32 on the meta device on rank 1" in zero[4]
-    assert zero[4] == one[4]
-    assert "got parameter 'a.1.weight' (4, 4) torch.float32 on rank 0 and parameter 'a.1" in one[5]
-    assert zero[5] == one[5]
-    assert "parameter 'a.extra' (2,)" in zero[6] and zero[6] == one[6]
+    assert attempt() == "fine"
+    with torch.no_grad():
+        second["b"][0].weight[0, 0] += mesh.rank
+    assert "'b.0.weight' (4, 3) torch.float32 on rank 1" in attempt()
+    assert attempt(check_parameters=False) == "fine"
+    missing = "got parameter 'b.0.weight' (4, 3) torch.float32 on rank 0 and nothing on rank 1"
+    assert missing in attempt(check_parameters=mesh.rank == 0)
+    if mesh.rank == 1:
+        first["a"][1] = nn.Linear(4, 4, device="meta").requires_grad_(False)
+    assert "'a.1.weight' (4, 4) torch.float32 on the meta device on rank 1" in attempt()
+    if mesh.rank == 1:
+        first["a"][1] = nn.Linear(4, 5).requires_grad_(False)
+    assert "got parameter 'a.1.weight' (4, 4) torch.float32 on rank 0 and parameter 'a.1" in attempt()
+    first["a"][1] = nn.Identity()
+    if mesh.rank == 1:
+        first["a"].register_parameter("extra", nn.Parameter(torch.ones(2), requires_grad=False))
+    assert "parameter 'a.extra' (2,)" in attempt()
 
 
 def test_a_world_of_one_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +228,5 @@ def test_a_world_of_one_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("hsdp.torch.model_attachment.described_parameters", refuse)
     with hsdp.init_mesh() as mesh:
         model = make_model(0)
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         begin("microbatch", reducer, model)

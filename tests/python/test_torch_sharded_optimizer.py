@@ -8,12 +8,13 @@ import hashlib
 import math
 import pathlib
 import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from conftest import Launcher, on_mesh
+from conftest import Launcher, on_mesh, on_meshes
+from exact_gradients import assign, assign_mean
+from one_rank import attached_to, mesh, message_of
 from torch import nn
 
 import hsdp
@@ -35,39 +36,12 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
-
-
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 3))
     model.register_parameter("wide", nn.Parameter(torch.randn(6, 5).t()))  # not contiguous
     model.register_parameter("gain", nn.Parameter(torch.tensor(1.5)))
     return model.to(dtype)
-
-
-def assign(model: nn.Module, seed: int, rank: int) -> None:
-    """Whole numbers as gradients, whose sums and means over two or four ranks are exact."""
-    for i, p in enumerate(model.parameters()):
-        if p.requires_grad:
-            generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
-            values = 4 * torch.randint(-4, 5, p.shape, generator=generator)
-            p.grad = torch.empty_like(p, requires_grad=False).copy_(values)  # of its strides
-
-
-def assign_mean(model: nn.Module, seed: int, size: int) -> None:
-    """What all ranks' gradients come to."""
-    sums: dict[nn.Parameter, torch.Tensor] = {}
-    for rank in range(size):
-        assign(model, seed, rank)
-        for p in model.parameters():
-            if p.grad is not None:
-                sums[p] = sums.get(p, torch.zeros_like(p.grad)) + p.grad
-    for p, total in sums.items():
-        p.grad = total / size
 
 
 def run_step(reducer: hsdp.Reducer, model: nn.Module, seed: int, rank: int) -> None:
@@ -100,84 +74,64 @@ def sharded(
     mesh: hsdp.Mesh, model: nn.Module, cls: Any = torch.optim.AdamW, layout: Any = "flat",
     **options: Any,
 ) -> tuple[hsdp.Reducer, ShardedOptimizer]:
-    reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, layout=layout, bucket_bytes=256)
     return reducer, ShardedOptimizer(cls, model, reducer, **options)
 
 
-def run_every_optimizer(replicate: int, shard: int) -> None:
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for name, options in ELEMENTWISE.items():
-            model, alone = make_model(), make_model()
-            cls = getattr(torch.optim, name)
-            reducer, optimizer = sharded(mesh, model, cls, **options)
-            reference = cls(alone.parameters(), **options)
-            for step in range(4):
-                step_both(reducer, model, optimizer, step, alone, reference)
-                require_equal(model, alone, options.get("fused", False))
-            reducer.close()
+@on_meshes((1, 1), (2, 2))
+def test_every_optimizer_has_the_bits_of_the_unsharded_one(mesh: hsdp.Mesh) -> None:
+    for name, options in ELEMENTWISE.items():
+        model, alone = make_model(), make_model()
+        cls = getattr(torch.optim, name)
+        reducer, optimizer = sharded(mesh, model, cls, **options)
+        reference = cls(alone.parameters(), **options)
+        for step in range(4):
+            step_both(reducer, model, optimizer, step, alone, reference)
+            require_equal(model, alone, options.get("fused", False))
+        reducer.close()
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (2, 2)])
-def test_every_optimizer_has_the_bits_of_the_unsharded_one(
-    ranks: Launcher, replicate: int, shard: int
-) -> None:
-    ranks(replicate * shard, run_every_optimizer, replicate, shard)
-
-
-def run_training(replicate: int, shard: int) -> dict[str, Any]:
+@on_meshes((2, 2), (2, 1))
+def test_training_equals_unsharded_adamw(mesh: hsdp.Mesh) -> None:
     """Steps of three microbatches beside unsharded AdamW, stages 1 and 2, clipped or not."""
-    errors, hashes, norms = [], [], []
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for stage, clip, microbatches, fused in (
-            (1, None, 3, False), (2, None, 3, False), (1, 0.3, 3, False), (2, 0.3, 3, False),
-            (2, 0.3, 3, False), (1, 0.3, 1, False), (2, 0.3, 1, False), (1, 0.3, 1, True),
-            (2, 0.3, 1, True),
-        ):
-            model, alone = make_model(), make_model()
-            reducer, optimizer = sharded(mesh, model, stage=stage, max_grad_norm=clip, lr=1e-2,
-                                         fused=fused)
-            reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-            for step in range(8):
-                generator = torch.Generator().manual_seed(step)
-                x = torch.randn(mesh.size, microbatches, 6, 7, generator=generator)
-                for m in range(microbatches):
-                    with reducer.microbatch(last=m == microbatches - 1):
-                        loss_of(model, x[mesh.rank, m]).backward()
-                optimizer.step()
-                reference.zero_grad()
-                for row in x.flatten(0, 1):
-                    (loss_of(alone, row) / mesh.size).backward()
-                if clip:
-                    want = nn.utils.clip_grad_norm_(alone.parameters(), clip)
-                    norms.append(abs(float(optimizer.grad_norm) / float(want) - 1))
-                reference.step()
-            errors.append(max(
-                float((p - q).abs().max() / q.abs().max())
-                for p, q in zip(model.parameters(), alone.parameters(), strict=True)
-            ))
-            state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-            hashes.append(hashlib.sha256(state).hexdigest())
-            reducer.close()
-    return {"errors": errors, "hashes": hashes, "norms": max(norms)}
+    hashes = []
+    for stage, clip, microbatches, fused in (
+        (1, None, 3, False), (2, None, 3, False), (1, 0.3, 3, False), (2, 0.3, 3, False),
+        (2, 0.3, 3, False), (1, 0.3, 1, False), (2, 0.3, 1, False), (1, 0.3, 1, True),
+        (2, 0.3, 1, True),
+    ):
+        model, alone = make_model(), make_model()
+        reducer, optimizer = sharded(mesh, model, stage=stage, max_grad_norm=clip, lr=1e-2,
+                                     fused=fused)
+        reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+        for step in range(8):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(mesh.size, microbatches, 6, 7, generator=generator)
+            for m in range(microbatches):
+                with reducer.microbatch(last=m == microbatches - 1):
+                    loss_of(model, x[mesh.rank, m]).backward()
+            optimizer.step()
+            reference.zero_grad()
+            for row in x.flatten(0, 1):
+                (loss_of(alone, row) / mesh.size).backward()
+            if clip:
+                want = nn.utils.clip_grad_norm_(alone.parameters(), clip)
+                assert float(optimizer.grad_norm) == pytest.approx(float(want), rel=1e-5)
+            reference.step()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert float((p - q).abs().max() / q.abs().max()) < 2e-5
+        state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        hashes.append(hashlib.sha256(state).hexdigest())
+        reducer.close()
+    assert hashes[3] == hashes[4], "a second run"
+    assert hashes[5] == hashes[6], "stages 1 and 2 with one microbatch"
+    assert hashes[7] == hashes[8], "the same of a fused optimizer, which clips on its way"
+    assert len(set(mesh.world._handle.exchange("".join(hashes), "test"))) == 1
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     extra = model.wide.square().mean() + model.gain.square()  # type: ignore[union-attr,operator]
     return model(x).square().mean() + extra
-
-
-@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (2, 1)])
-def test_training_equals_unsharded_adamw(ranks: Launcher, replicate: int, shard: int) -> None:
-    found = ranks(replicate * shard, run_training, replicate, shard)
-    for one in found:
-        assert max(one["errors"]) < 2e-5
-        assert one["norms"] < 1e-5
-        assert one["hashes"] == found[0]["hashes"]
-        hashes = one["hashes"]
-        assert hashes[3] == hashes[4], "a second run"
-        assert hashes[5] == hashes[6], "stages 1 and 2 with one microbatch"
-        assert hashes[7] == hashes[8], "the same of a fused optimizer, which clips on its way"
 
 
 @on_mesh(1, 2)
@@ -400,44 +354,9 @@ def test_offloaded_states_have_the_same_bits(
         assert float(state["step"]) == 5
 
 
-@pytest.mark.parametrize("own", [False, True])
-@on_mesh(1, 2)
-def test_a_grad_scaler(mesh: hsdp.Mesh, own: bool) -> None:
-    for sets_loss_scale in (False, True):
-        model, alone = make_model(), make_model()
-        reducer, optimizer = sharded(mesh, model, lr=1e-2, max_grad_norm=3.0)
-        reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-        options = {"device": "cpu", "init_scale": 8.0, "growth_interval": 100}
-        scaler: Any = (hsdp.torch.GradScaler(reducer, **options) if own
-                       else torch.amp.GradScaler(**options))
-        for seed in range(4):
-            if sets_loss_scale:
-                reducer.set_loss_scale(scaler.get_scale())
-            with reducer.microbatch(last=True):
-                assign(model, seed, mesh.rank)
-                factor = float(scaler.scale(torch.ones(())))
-                for p in model.parameters():
-                    p.grad *= factor  # as scale(loss).backward() does
-                if seed == 2 and mesh.rank == 1:
-                    model[0].weight.grad[0] = torch.nan  # type: ignore[index]
-            if seed % 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            if seed != 2:
-                assign_mean(alone, seed, mesh.size)
-                nn.utils.clip_grad_norm_(alone.parameters(), 3.0)
-                reference.step()
-            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
-            assert scaler.get_scale() == (8.0 if seed < 2 else 4.0)
-        reducer.close()
-
-
 def test_groups_schedulers_hooks_and_closures(mesh: hsdp.Mesh) -> None:
     model, alone = make_model(), make_model()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
 
     def groups(m: nn.Module) -> list[dict[str, Any]]:
         named = dict(m.named_parameters())
@@ -477,12 +396,6 @@ def test_groups_schedulers_hooks_and_closures(mesh: hsdp.Mesh) -> None:
     optimizer.zero_grad()
 
 
-def message(call: Callable[[], Any]) -> str:
-    with pytest.raises(hsdp.UsageError) as error:
-        call()
-    return str(error.value)
-
-
 def test_it_says_what_it_is(mesh: hsdp.Mesh) -> None:
     model = nn.Linear(3, 2)
     reducer, optimizer = sharded(mesh, model, stage=1, lr=1e-2)
@@ -495,11 +408,10 @@ def test_it_says_what_it_is(mesh: hsdp.Mesh) -> None:
 
 def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     model = make_model()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
 
     def make(cls: Any = torch.optim.AdamW, params: Any = model, **options: Any) -> str:
-        return message(lambda: ShardedOptimizer(cls, params, reducer, **options))
+        return message_of(lambda: ShardedOptimizer(cls, params, reducer, **options))
 
     assert "got Adafactor, which gives other values" in make(torch.optim.Adafactor)
     assert "got Muon, which raised ValueError" in make(torch.optim.Muon)
@@ -514,37 +426,37 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "one of shape (2, 7)" in make(params=nn.Linear(7, 2))
     assert "got a Reducer without" in make(params=nn.ReLU())
     assert "a Tensor" in make(params=model.gain.data)
-    assert "one again as number 1" in message(
+    assert "one again as number 1" in message_of(
         lambda: ShardedOptimizer(torch.optim.AdamW, model, [reducer, reducer])
     )
-    assert "object of type int" in message(
+    assert "object of type int" in message_of(
         lambda: ShardedOptimizer(torch.optim.AdamW, model, [3], lr=1.0)
     )
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer)
     assert "which a ShardedOptimizer has already" in make()
-    assert "another one" in message(lambda: optimizer.add_param_group({"params": [model.gain]}))
-    assert "shape (4,)" in message(lambda: optimizer.master(nn.Parameter(torch.zeros(4))))
-    assert "expected a finished step, got none; run the microbatches" in message(optimizer.step)
+    assert "another one" in message_of(lambda: optimizer.add_param_group({"params": [model.gain]}))
+    assert "shape (4,)" in message_of(lambda: optimizer.master(nn.Parameter(torch.zeros(4))))
+    assert "expected a finished step, got none; run the microbatches" in message_of(optimizer.step)
     with reducer.microbatch(last=False):
         assign(model, 0, 0)
-    assert "last=True" in message(optimizer.step)
+    assert "last=True" in message_of(optimizer.step)
     with reducer.microbatch(last=True):
         assign(model, 0, 0)
     optimizer.step()
-    assert "last=True between two calls" in message(optimizer.step)
+    assert "last=True between two calls" in message_of(optimizer.step)
     with coalesce_grad_reduction(reducer):
-        assert "outside of a window" in message(optimizer.step)
+        assert "outside of a window" in message_of(optimizer.step)
         assign(model, 1, 0)
     optimizer.step()
-    assert "parameter groups of [6], got [2]" in message(
+    assert "parameter groups of [6], got [2]" in message_of(
         lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
     )
     for copying in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
-        assert "state_dict()" in message(copying)
+        assert "state_dict()" in message_of(copying)
     optimizer.close()
-    assert "got a closed one" in message(optimizer.step)
+    assert "got a closed one" in message_of(optimizer.step)
     again = ShardedOptimizer(torch.optim.AdamW, model, reducer)
-    assert "those of the step before" in message(again.step)  # which the first one took
+    assert "those of the step before" in message_of(again.step)  # which the first one took
 
 
 @on_mesh(1, 2)
@@ -584,8 +496,7 @@ def run_refusals() -> list[str]:
     found = []
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(model)
+        reducer = attached_to(model, mesh)
         for bad in ({"stage": 5}, {"max_grad_norm": -1.0}, {"optimizer_class": Broken},
                     {"reducer": [reducer, reducer]}):
             options: Any = {"optimizer_class": torch.optim.SGD, "reducer": reducer}
@@ -668,8 +579,7 @@ def test_states_of_every_kind(mesh: hsdp.Mesh) -> None:
         return [{"params": p[:2], "momentum": 0.9}, {"params": p[2:]}]
 
     model, alone = make_model(), make_model()
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh)
     optimizer = ShardedOptimizer(torch.optim.SGD, groups(model), reducer, lr=0.1)
     reference = torch.optim.SGD(groups(alone), lr=0.1)
     for p in model.parameters():
@@ -702,14 +612,6 @@ def test_states_of_every_kind(mesh: hsdp.Mesh) -> None:
         step_both(reducer, model, optimizer, seed, alone, counting)
         require_equal(model, alone)
     assert optimizer.param_groups[0]["k"] == 3
-    reducer.close()
-    model = make_model(torch.bfloat16)
-    reducer, optimizer = sharded(mesh, model, torch.optim.SGD, lr=1e-3)
-    run_step(reducer, model, 0, mesh.rank)
-    optimizer.step()
-    masters = [s["master"] for s in optimizer.full_state_dict()["state"].values()]
-    for p, master in zip(model.parameters(), masters, strict=True):
-        assert torch.equal(p, master.to(torch.bfloat16)) and master.dtype is torch.float32
 
 
 @on_mesh(1, 2)
@@ -747,36 +649,24 @@ def test_memory_that_is_swapped(mesh: hsdp.Mesh) -> None:
         reducer.close()
 
 
-def run_memory() -> list[dict[str, int]]:
-    """Elements and bytes of states: of this rank, of all, and those that are counted."""
-    found = []
-    with hsdp.init_mesh(1, 2) as mesh:
-        for dtype in (torch.float32, torch.bfloat16):
-            model = make_model(dtype)
-            reducer, optimizer = sharded(mesh, model)
-            run_step(reducer, model, 0, mesh.rank)
-            before = reducer.stats().optimizer_bytes
-            optimizer.step()
-            states = [v for state in optimizer.state.values() for k, v in state.items()
-                      if k != "master"]
-            found.append({
-                "kept": sum(v.numel() for v in states if v.dim() > 0),
-                "all": 2 * sum(p.numel() for p in model.parameters()),
-                "master bytes": before, "state bytes": sum(v.nbytes for v in states),
-                "counted": reducer.stats().optimizer_bytes,
-            })
-            optimizer.close()
-            del optimizer, states
-            gc.collect()
-            assert reducer.stats().optimizer_bytes == 0
-            reducer.close()
-    return found
-
-
-def test_states_are_of_slices_and_counted(ranks: Launcher) -> None:
-    for of_ranks, rounded in zip(zip(*ranks(2, run_memory), strict=True), (False, True), strict=True):
-        assert sum(one["kept"] for one in of_ranks) == of_ranks[0]["all"]
-        for one in of_ranks:
-            assert one["counted"] == one["master bytes"] + one["state bytes"]
-            # fp32 masters, and the 16 bits that they were rounded to
-            assert one["master bytes"] == (6 * one["kept"] // 2 if rounded else 0)
+@on_mesh(1, 2)
+def test_states_are_of_slices_and_counted(mesh: hsdp.Mesh) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(dtype)
+        reducer, optimizer = sharded(mesh, model)
+        run_step(reducer, model, 0, mesh.rank)
+        master_bytes = reducer.stats().optimizer_bytes
+        optimizer.step()
+        states = [v for state in optimizer.state.values() for k, v in state.items() if k != "master"]
+        kept = sum(v.numel() for v in states if v.dim() > 0)
+        assert mesh.world.all_reduce(kept) == 2 * sum(p.numel() for p in model.parameters())
+        # fp32 masters, and the 16 bits that they were rounded to
+        assert master_bytes == (6 * kept // 2 if dtype is torch.bfloat16 else 0)
+        counted = master_bytes + sum(v.nbytes for v in states)
+        assert reducer.stats().optimizer_bytes == counted
+        optimizer.close()
+        reducer.close()
+        assert reducer.stats().optimizer_bytes == counted
+        del optimizer, states
+        gc.collect()
+        assert reducer.stats().optimizer_bytes == 0

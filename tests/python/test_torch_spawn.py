@@ -28,7 +28,6 @@ WHOLE = {**NO_LOCAL_SIZE, "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "{size}"}
 def rank_of(
     rank: int, size: int, function: Callable[..., None], method: str, *arguments: Any
 ) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     before = dict(os.environ)
     function(rank, size, *arguments)
@@ -184,9 +183,11 @@ def test_sub_groups(rank: int, size: int) -> None:
 @on_ranks_of_torch(4)
 def test_a_device_mesh(rank: int, size: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    reducer = hsdp.Reducer(mesh)
+    reducer, again = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
+    assert again.mesh is reducer.mesh
     assert (reducer.mesh.replica, reducer.mesh.shard_rank) == divmod(rank, 2)
     check_sum(reducer.mesh)
+    again.close()
     reducer.close()
     reducer.mesh.close()
 

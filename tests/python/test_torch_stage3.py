@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Launcher, on_mesh
-from same_tensors import require_same
+from one_rank import attached_to
+from same_tensors import require_same, states_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,18 +72,13 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> Any:
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def whole(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    return optimizer.full_model_state_dict(model)
-
-
 def released(model: nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if type(p) is ReleasedParameter]
 
 
 def trained(mesh: hsdp.Mesh, model: nn.Module, passes: int = 1, **options: Any) -> dict[str, Any]:
     """What steps make of it: parameters, and masters and states as one process would have them."""
-    with hsdp.Reducer(mesh, bucket_bytes=512) as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh, bucket_bytes=512) as reducer:
         options = {"lr": 0.01, "persistence_threshold": 0, **options}
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
         for step in range(STEPS):
@@ -90,10 +86,8 @@ def trained(mesh: hsdp.Mesh, model: nn.Module, passes: int = 1, **options: Any) 
                 with reducer.microbatch(last=i == passes - 1):
                     loss_of(model, batch(mesh, passes * step + i)).backward()
             optimizer.step()
-        result = {**whole(optimizer, model)}
-        for number, state in optimizer.full_state_dict()["state"].items():
-            result.update({f"{number} {key}": torch.as_tensor(value) for key, value in state.items()})
-        result["norm"] = torch.as_tensor(optimizer.grad_norm or 0.0)
+        result = {**optimizer.full_model_state_dict(model), **states_of(optimizer),
+                  "norm": torch.as_tensor(optimizer.grad_norm or 0.0)}
         optimizer.close()
         return result
 
@@ -388,8 +382,7 @@ PASSES: dict[str, Any] = {
 
 def run_passes(mesh: hsdp.Mesh, model: Any, run: Any, **options: Any) -> dict[str, Any]:
     torch._dynamo.reset()
-    with hsdp.Reducer(mesh, bucket_bytes=512, missing="zero", backwards="many") as reducer:
-        reducer.attach(model)
+    with attached_to(model, mesh, bucket_bytes=512, missing="zero", backwards="many") as reducer:
         optimizer = ShardedOptimizer(
             torch.optim.AdamW, model, reducer, lr=0.01, persistence_threshold=0, **options
         )
@@ -399,7 +392,7 @@ def run_passes(mesh: hsdp.Mesh, model: Any, run: Any, **options: Any) -> dict[st
             if options["stage"] == 3 and options.get("reshard_after_backward", True):
                 assert len(released(model)) == len(list(model.named_parameters()))
             optimizer.step()
-        state = whole(optimizer, model)
+        state = optimizer.full_model_state_dict(model)
         optimizer.close()
         return state
 

@@ -62,7 +62,6 @@ class Peak:
 def train_a_large_model() -> list[int]:
     # By itself glibc keeps freed blocks that lie between used ones.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10) == 1
-    torch.set_num_threads(1)
     with torch.device("meta"):
         model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     x = torch.ones(1, WIDTH)

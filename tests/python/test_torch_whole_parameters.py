@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import Launcher, on_mesh
+from conftest import Launcher, on_mesh, on_meshes
+from exact_gradients import assign, assign_mean
+from fsdp2_model import start_torch
+from one_rank import attached_to, mesh
+from same_tensors import same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -123,23 +126,6 @@ class Model(nn.Module):
             self.register_parameter("gain", nn.Parameter(torch.tensor(1.5).to(dtype)))
 
 
-def gradient(p: torch.Tensor, seed: int) -> torch.Tensor:
-    """Whole numbers, whose sums and means over two or four ranks are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    return (4 * torch.randint(-4, 5, p.shape, generator=generator)).to(p.dtype)
-
-
-def assign(model: nn.Module, step: int, rank: int) -> None:
-    for i, p in enumerate(model.parameters()):
-        p.grad = gradient(p, 1000 * step + 10 * i + rank)
-
-
-def assign_mean(model: nn.Module, step: int, size: int) -> None:
-    for i, p in enumerate(model.parameters()):
-        mean = sum(gradient(p, 1000 * step + 10 * i + rank).float() for rank in range(size)) / size
-        p.grad = mean.to(p.dtype)
-
-
 def masters_of(model: Model) -> Model:
     """What one process would train: fp32, of the values of the 16-bit ones."""
     alone = Model(torch.float32, hasattr(model, "bias"))
@@ -153,45 +139,37 @@ def step_of(reducer: hsdp.Reducer, model: nn.Module, step: int) -> None:
         assign(model, step, reducer.mesh.rank)
 
 
-def run_beside_one(replicate: int, shard: int, stage: int) -> None:
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        for rest, optimizers in ((False, MATRICES), (True, ANY)):
-            for name, (cls, options) in optimizers.items():
-                for dtype in (torch.float32, torch.bfloat16):
-                    model = Model(dtype, rest)
-                    alone = masters_of(model)
-                    reducer = hsdp.Reducer(mesh, layout="whole", bucket_bytes=256)
-                    reducer.attach(model)
-                    optimizer = ShardedOptimizer(cls, model, reducer, stage=stage, **options)
-                    reference = cls(alone.parameters(), **options)
-                    for step in range(STEPS):
-                        step_of(reducer, model, step)
-                        reducer.shard("wide")  # waits
-                        before = reducer.stats()
-                        optimizer.step()
-                        after = reducer.stats()
-                        assert after.reduce_scatter_count == before.reduce_scatter_count
-                        assert after.all_reduce_count == before.all_reduce_count
-                        assert after.all_gather_count == before.all_gather_count
-                        assign_mean(alone, step, mesh.size)
-                        reference.step()
-                        for (key, p), q in zip(
-                            model.named_parameters(), alone.parameters(), strict=True
-                        ):
-                            assert torch.equal(p, q.to(dtype)), (name, key, step)
-                    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                        here = optimizer.master(p)
-                        assert here.numel() in (0, p.numel())
-                        if here.numel() > 0:
-                            assert torch.equal(here.reshape(q.shape), q)
-                    reducer.close()
-
-
-@pytest.mark.parametrize(("replicate", "shard", "stage"), [(1, 2, 1), (2, 2, 2), (1, 4, 2)])
-def test_values_are_those_of_one_process(
-    ranks: Launcher, replicate: int, shard: int, stage: int
-) -> None:
-    ranks(replicate * shard, run_beside_one, replicate, shard, stage)
+@on_meshes((1, 2), (2, 2), (1, 4))
+def test_values_are_those_of_one_process(mesh: hsdp.Mesh) -> None:
+    for rest, optimizers in ((False, MATRICES), (True, ANY)):
+        for name, (cls, options) in optimizers.items():
+            for dtype in (torch.float32, torch.bfloat16):
+                model = Model(dtype, rest)
+                alone = masters_of(model)
+                reducer = attached_to(model, mesh, layout="whole", bucket_bytes=256)
+                optimizer = ShardedOptimizer(cls, model, reducer, stage=1 if mesh.size == 2 else 2, **options)
+                reference = cls(alone.parameters(), **options)
+                for step in range(STEPS):
+                    step_of(reducer, model, step)
+                    reducer.shard("wide")  # waits
+                    before = reducer.stats()
+                    optimizer.step()
+                    after = reducer.stats()
+                    assert after.reduce_scatter_count == before.reduce_scatter_count
+                    assert after.all_reduce_count == before.all_reduce_count
+                    assert after.all_gather_count == before.all_gather_count
+                    assign_mean(alone, step, mesh.size)
+                    reference.step()
+                    for (key, p), q in zip(
+                        model.named_parameters(), alone.parameters(), strict=True
+                    ):
+                        assert torch.equal(p, q.to(dtype)), (name, key, step)
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    here = optimizer.master(p)
+                    assert here.numel() in (0, p.numel())
+                    if here.numel() > 0:
+                        assert torch.equal(here.reshape(q.shape), q)
+                reducer.close()
 
 
 class Run:
@@ -222,29 +200,6 @@ class Run:
         return [p.detach().float().tolist() for p in self.model.parameters()]
 
 
-def join_torch(mesh: hsdp.Mesh, store: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=mesh.size
-    )
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
-
-
-def require_same_states(found: dict[str, Any], full: dict[str, Any], name: str) -> None:
-    assert found["state"].keys() == full["state"].keys(), name
-    for number, state in full["state"].items():
-        other = found["state"][number]
-        assert state.keys() == other.keys(), (name, number)
-        for key in state:
-            assert same(other[key], state[key]), (name, number, key)
-
-
 SAVED = [(name, dtype) for name in {**MATRICES, **ANY} for dtype in ("float32", "bfloat16")]
 
 
@@ -252,7 +207,7 @@ def run_save(folder: str) -> list[Any]:
     """The weights after a further step, and those of a run that has loaded what is before it."""
     values = []
     with hsdp.init_mesh(2, 2) as mesh:
-        join_torch(mesh, f"{folder}/saves")
+        start_torch(folder)
         for name, dtype in SAVED:
             run = Run(mesh, name, dtype)
             for seed in range(3):
@@ -274,31 +229,6 @@ def run_save(folder: str) -> list[Any]:
     return values
 
 
-def run_load(folder: str, replicate: int, shard: int, layout: str) -> None:
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        join_torch(mesh, f"{folder}/loads_{replicate}_{shard}_{layout}")
-        for name, dtype in SAVED:
-            if layout != "whole" and name in MATRICES:
-                continue
-            weights, full, want = torch.load(f"{folder}/{name}_{dtype}.pt")
-            for whole in (False, True):
-                run = Run(mesh, name, dtype, layout, lr=7.0)
-                run.model.load_state_dict(weights)
-                if whole:
-                    run.optimizer.load_state_dict(full)
-                else:
-                    states = get_optimizer_state_dict(run.model, run.optimizer)
-                    dcp.load(states, checkpoint_id=f"{folder}/{name}_{dtype}")
-                    set_optimizer_state_dict(run.model, run.optimizer, states)
-                found = run.optimizer.full_state_dict()
-                assert found["param_groups"] == full["param_groups"], name
-                require_same_states(found, full, name)
-                run.step(3, 4)
-                assert run.values() == want, name
-                run.reducer.close()
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def saved(module_ranks: Launcher) -> str:
     folder = str(module_ranks.folder)
@@ -308,14 +238,30 @@ def saved(module_ranks: Launcher) -> str:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "layout"),
-    [(1, 4, "whole"), (4, 1, "whole"), (1, 1, "whole"), (1, 3, "flat")],
-)
-def test_every_mesh_loads_what_another_saved(
-    ranks: Launcher, saved: str, replicate: int, shard: int, layout: str
-) -> None:
-    ranks(replicate * shard, run_load, saved, replicate, shard, layout)
+@on_meshes((1, 4), (4, 1), (1, 1), (1, 3))
+def test_every_mesh_loads_what_another_saved(mesh: hsdp.Mesh, saved: str) -> None:
+    start_torch(saved)
+    layout = "flat" if mesh.shard_size == 3 else "whole"
+    for name, dtype in SAVED:
+        if layout != "whole" and name in MATRICES:
+            continue
+        weights, full, want = torch.load(f"{saved}/{name}_{dtype}.pt")
+        for whole in (False, True):
+            run = Run(mesh, name, dtype, layout, lr=7.0)
+            run.model.load_state_dict(weights)
+            if whole:
+                run.optimizer.load_state_dict(full)
+            else:
+                states = get_optimizer_state_dict(run.model, run.optimizer)
+                dcp.load(states, checkpoint_id=f"{saved}/{name}_{dtype}")
+                set_optimizer_state_dict(run.model, run.optimizer, states)
+            found = run.optimizer.full_state_dict()
+            assert found["param_groups"] == full["param_groups"], name
+            assert same(found["state"], full["state"]), name
+            run.step(3, 4)
+            assert run.values() == want, name
+            run.reducer.close()
+    dist.destroy_process_group()
 
 
 @on_mesh(1, 2)
@@ -345,7 +291,7 @@ def test_into_the_unsharded_optimizer_and_back(mesh: hsdp.Mesh) -> None:
 @on_mesh(1, 2)
 def test_parameters_that_were_never_used(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """Of some optimizers a parameter that no step has used has a state, of others none."""
-    join_torch(mesh, f"{tmp_path}/store")
+    start_torch(tmp_path)
     for name, dtype in SAVED:
         run = Run(mesh, name, dtype)
         for seed in range(2):
@@ -366,7 +312,7 @@ def test_parameters_that_were_never_used(mesh: hsdp.Mesh, tmp_path: str) -> None
             states.append(again.optimizer.state_dict())
         for state in states:
             again.optimizer.load_state_dict(state)
-            require_same_states(again.optimizer.full_state_dict(), full, name)
+            assert same(again.optimizer.full_state_dict()["state"], full["state"]), name
         for each in (run, again):
             each.step(3, 2)
         assert run.values() == again.values(), name
@@ -378,8 +324,7 @@ def test_parameters_that_were_never_used(mesh: hsdp.Mesh, tmp_path: str) -> None
 @on_mesh(1, 2, timeout_s=60)
 def test_states_that_cannot_be_gathered(mesh: hsdp.Mesh) -> None:
     model = nn.ParameterList([torch.zeros(3, 10)])
-    reducer = hsdp.Reducer(mesh, layout="whole")
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, layout="whole")
     optimizer = ShardedOptimizer(Odd, model, reducer, lr=0.1)
     step_of(reducer, model, 0)
     optimizer.step()
@@ -395,79 +340,66 @@ def split(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return matrices, [p for p in model.parameters() if p.dim() != 2]
 
 
-def run_two(layout: str, scales: bool) -> list[float]:
-    """Muon for matrices, AdamW for the rest."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        model, alone = Model(torch.float32, True), Model(torch.float32, True)
-        if layout == "flat":  # of slices: both elementwise
-            classes = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01})]
-        else:
-            classes = [(torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01})]
-        reducer = hsdp.Reducer(mesh, layout=layout, bucket_bytes=256)
-        reducer.attach(model)
-        optimizers = [
-            ShardedOptimizer(cls, params, reducer, **options)
-            for (cls, options), params in zip(classes, split(model), strict=True)
-        ]
-        references = [
-            cls(params, **options)
-            for (cls, options), params in zip(classes, split(alone), strict=True)
-        ]
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
-        norms = []
-        for step in range(STEPS):
-            with reducer.microbatch(last=True):
-                assign(model, step, mesh.rank)
-                for p in model.parameters():
-                    p.grad *= float(scaler.scale(torch.ones(())))
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            norms.append(float(reducer.clip_grad_norm_(3.0)))
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-                assert not optimizer.step_was_skipped
-            scaler.update()
-            assign_mean(alone, step, mesh.size)
-            coefficient = min(1.0, 3.0 / (norms[-1] + 1e-6))
-            for q in alone.parameters():
-                q.grad = q.grad * torch.tensor(coefficient)
-            for reference in references:
-                reference.step()
-            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-                assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), (name, step)
-        states = [optimizer.full_state_dict() for optimizer in optimizers]
-        assert [len(state["state"]) for state in states] == (
-            [0 if layout == "flat" else 5, 2]
-        )
-        optimizers[0].close()
-        with reducer.microbatch(last=True):
-            assign(model, STEPS, mesh.rank)
-        before = [p.detach().clone() for p in split(model)[0]]
-        optimizers[1].step()
-        assert all(map(torch.equal, split(model)[0], before))
-        again = ShardedOptimizer(torch.optim.SGD, split(model)[0], reducer, lr=0.1)
-        again.step()  # the first one has not taken these gradients
-        assert not any(map(torch.equal, split(model)[0], before))
-        return norms
-
-
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("layout", ["flat", "whole"])
-def test_two_optimizers_of_one_reducer(ranks: Launcher, layout: str, scales: bool) -> None:
-    one, other = ranks(2, run_two, layout, scales)
-    assert one == other and len(one) == STEPS
-
-
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
+@on_mesh(1, 2)
+def test_two_optimizers_of_one_reducer(mesh: hsdp.Mesh, layout: Any, scales: bool) -> None:
+    """Muon for matrices, AdamW for the rest."""
+    model, alone = Model(torch.float32, True), Model(torch.float32, True)
+    if layout == "flat":  # of slices: both elementwise
+        classes = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01})]
+    else:
+        classes = [(torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01})]
+    reducer = attached_to(model, mesh, layout=layout, bucket_bytes=256)
+    optimizers = [
+        ShardedOptimizer(cls, params, reducer, **options)
+        for (cls, options), params in zip(classes, split(model), strict=True)
+    ]
+    references = [
+        cls(params, **options)
+        for (cls, options), params in zip(classes, split(alone), strict=True)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
+    norms = []
+    for step in range(STEPS):
+        with reducer.microbatch(last=True):
+            assign(model, step, mesh.rank)
+            for p in model.parameters():
+                p.grad *= float(scaler.scale(torch.ones(())))
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norms.append(float(reducer.clip_grad_norm_(3.0)))
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            assert not optimizer.step_was_skipped
+        scaler.update()
+        assign_mean(alone, step, mesh.size)
+        coefficient = min(1.0, 3.0 / (norms[-1] + 1e-6))
+        for q in alone.parameters():
+            q.grad = q.grad * torch.tensor(coefficient)
+        for reference in references:
+            reference.step()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), (name, step)
+    states = [optimizer.full_state_dict() for optimizer in optimizers]
+    assert [len(state["state"]) for state in states] == (
+        [0 if layout == "flat" else 5, 2]
+    )
+    optimizers[0].close()
+    with reducer.microbatch(last=True):
+        assign(model, STEPS, mesh.rank)
+    before = [p.detach().clone() for p in split(model)[0]]
+    optimizers[1].step()
+    assert all(map(torch.equal, split(model)[0], before))
+    again = ShardedOptimizer(torch.optim.SGD, split(model)[0], reducer, lr=0.1)
+    again.step()  # the first one has not taken these gradients
+    assert not any(map(torch.equal, split(model)[0], before))
+    assert len(set(mesh.world._handle.exchange(str(norms), "test"))) == 1
 
 
 def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     model = Model(torch.float32, True)
-    reducer = hsdp.Reducer(mesh, layout="whole")
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, layout="whole")
     matrices, rest = split(model)
 
     def refused(cls: Any, params: Any, **options: Any) -> str:

@@ -9,16 +9,16 @@ import functools
 import hashlib
 import io
 import math
-import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import Launcher, on_mesh
+from conftest import Launcher, on_mesh, on_meshes
+from exact_gradients import assign, assign_mean
+from fsdp2_model import start_torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,12 +27,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from one_rank import attached_to, mesh, message_of
+from same_tensors import same
 
 import hsdp
 from hsdp.torch.flat_slice import FlatSlice, boxes_of
 from hsdp.zero import ShardedOptimizer
 
 STEPS = 3
+UNUSED = ("unused",)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4), (4, 1, 3), (2, 3, 4), (2, 2, 2, 3)])
@@ -99,25 +102,6 @@ class Model(nn.Module):
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.to(dtype)
 
-    def assign(self, seed: int, rank: int) -> None:
-        """Whole numbers as gradients, whose sums and means are exact."""
-        for i, (name, p) in enumerate(self.named_parameters()):
-            if p.requires_grad and name != "unused":
-                generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
-                values = 4 * torch.randint(-4, 5, p.shape, generator=generator)
-                p.grad = torch.empty_like(p, requires_grad=False).copy_(values)
-
-    def assign_mean(self, seed: int, size: int) -> None:
-        totals: dict[nn.Parameter, torch.Tensor] = {}
-        for rank in range(size):
-            self.assign(seed, rank)
-            for p in self.parameters():
-                if p.grad is not None:
-                    totals[p] = totals.get(p, torch.zeros_like(p.grad)) + p.grad
-        for p in self.parameters():
-            if p.requires_grad:
-                p.grad = totals[p] / size if p in totals else None
-
     def values(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.parameters()]
 
@@ -145,10 +129,9 @@ class Run:
         """As `size` ranks together; exact, so it is the same on every mesh."""
         with self.reducer.microbatch(last=True):
             if size == self.mesh.size:
-                self.model.assign(seed, self.mesh.rank)
+                assign(self.model, seed, self.mesh.rank, UNUSED)
             else:
-                self.model.assign_mean(seed, size)
-                self.model.unused.grad = None
+                assign_mean(self.model, seed, size, UNUSED)
         self.optimizer.step()
 
     def load(self, folder: str) -> None:
@@ -163,13 +146,6 @@ class Run:
         dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
 
 
-def join_torch(mesh: hsdp.Mesh, folder: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store_{os.environ['MASTER_PORT']}",
-        rank=mesh.rank, world_size=mesh.size,
-    )
-
-
 def hash_of(tensors: list[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() if t.dim()
                                    else str(t).encode() for t in tensors)).hexdigest()
@@ -181,7 +157,7 @@ DTYPES = ("float32", "bfloat16")
 def run_save(folder: str) -> list[str]:
     hashes = []
     with hsdp.init_mesh(2, 2) as mesh:
-        join_torch(mesh, folder)
+        start_torch(folder)
         for dtype in DTYPES:
             run = Run(mesh, dtype, lr=0.01)
             for seed in range(STEPS):
@@ -190,27 +166,6 @@ def run_save(folder: str) -> list[str]:
             full = run.optimizer.full_state_dict()
             if mesh.rank == 0:
                 torch.save(full, f"{folder}/{dtype}.full.pt")
-            run.step(STEPS, 4)
-            hashes.append(hash_of(run.model.values()))
-            run.reducer.close()
-        dist.destroy_process_group()
-    return hashes
-
-
-def run_load(folder: str, replicate: int, shard: int) -> list[str]:
-    hashes = []
-    with hsdp.init_mesh(replicate, shard) as mesh:
-        join_torch(mesh, folder)
-        for dtype in DTYPES:
-            run = Run(mesh, dtype)
-            run.load(f"{folder}/{dtype}")
-            assert run.optimizer.param_groups[0]["lr"] == 0.01
-            full = torch.load(f"{folder}/{dtype}.full.pt")
-            same = run.optimizer.full_state_dict()
-            assert same["state"].keys() == full["state"].keys()
-            for number, state in full["state"].items():
-                for key, value in state.items():
-                    assert torch.equal(same["state"][number][key], value), (number, key)
             run.step(STEPS, 4)
             hashes.append(hash_of(run.model.values()))
             run.reducer.close()
@@ -227,13 +182,20 @@ def saved(module_ranks: Launcher) -> tuple[str, list[str]]:
     return folder, hashes[0]
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (4, 1), (1, 1)])
-def test_every_mesh_continues_to_the_bit(
-    ranks: Launcher, saved: tuple[str, list[str]], replicate: int, shard: int
-) -> None:
+@on_meshes((1, 4), (4, 1), (1, 1))
+def test_every_mesh_continues_to_the_bit(mesh: hsdp.Mesh, saved: tuple[str, list[str]]) -> None:
     folder, wanted = saved
-    found = ranks(replicate * shard, run_load, folder, replicate, shard)
-    assert found == [wanted] * replicate * shard
+    start_torch(folder)
+    for dtype, hashed in zip(DTYPES, wanted, strict=True):
+        run = Run(mesh, dtype)
+        run.load(f"{folder}/{dtype}")
+        assert run.optimizer.param_groups[0]["lr"] == 0.01
+        full = torch.load(f"{folder}/{dtype}.full.pt")
+        assert same(run.optimizer.full_state_dict()["state"], full["state"])
+        run.step(STEPS, 4)
+        assert hash_of(run.model.values()) == hashed
+        run.reducer.close()
+    dist.destroy_process_group()
 
 
 def run_plain(folder: str) -> None:
@@ -249,19 +211,19 @@ def run_plain(folder: str) -> None:
     for number, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
             assert torch.equal(value, full["state"][number][key]), (number, key)
-    model.assign_mean(STEPS, 4)
+    assign_mean(model, STEPS, 4, UNUSED)
     optimizer.step()
     optimizer.zero_grad()
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/plain", no_dist=True)
-    model.assign_mean(STEPS + 1, 4)
+    assign_mean(model, STEPS + 1, 4, UNUSED)
     optimizer.step()
     torch.save(model.values(), f"{folder}/plain.pt")
 
 
 def run_back(folder: str) -> None:
     with hsdp.init_mesh(2, 2) as mesh:
-        join_torch(mesh, folder)
+        start_torch(folder)
         run = Run(mesh, "float32")
         run.load(f"{folder}/plain")
         run.step(STEPS + 1, 4)
@@ -306,7 +268,7 @@ def test_load_targets_are_local_and_forgotten(mesh: hsdp.Mesh) -> None:
 @on_mesh(1, 2)
 def test_a_checkpoint_of_the_start(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """Saved before it began, a training begins as any other."""
-    join_torch(mesh, tmp_path)
+    start_torch(tmp_path)
     for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
                         ("ASGD", "float32")):
         cls = getattr(torch.optim, name)
@@ -329,7 +291,7 @@ def test_a_checkpoint_of_the_start(mesh: hsdp.Mesh, tmp_path: str) -> None:
 @on_mesh(1, 2)
 def test_flattened_async_and_whole(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """Flattened, saved behind the training's back, and as a whole."""
-    join_torch(mesh, tmp_path)
+    start_torch(tmp_path)
     for dtype in DTYPES:
         run = Run(mesh, dtype, lr=0.01)
         for seed in range(STEPS):
@@ -388,7 +350,7 @@ def test_flattened_async_and_whole(mesh: hsdp.Mesh, tmp_path: str) -> None:
 @on_mesh(1, 2)
 def test_checkpoints_that_do_not_fit(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """What does not fit is refused, and the training goes on as if nothing had been."""
-    join_torch(mesh, tmp_path)
+    start_torch(tmp_path)
     run = Run(mesh, "bfloat16", lr=0.01)
     run.step(0, 2)
     wanted = hash_of(run.model.values())
@@ -411,8 +373,7 @@ def test_checkpoints_that_do_not_fit(mesh: hsdp.Mesh, tmp_path: str) -> None:
             dcp.load({"optim": state}, checkpoint_id=f"{tmp_path}/{name}")
         assert text in f"{type(error.value).__name__} {error.value}"
     other = nn.Linear(4, 4)
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(other)
+    reducer = attached_to(other, mesh)
     small = ShardedOptimizer(torch.optim.AdamW, other, reducer)
     with pytest.raises(hsdp.UsageError, match=r"parameter groups of \[2\], got \[7, 2\]"):
         small.load_state_dict(run.optimizer.state_dict())
@@ -434,16 +395,10 @@ class Late(torch.optim.SGD):
         return result
 
 
-def refusal(call: Any) -> str:
-    with pytest.raises(hsdp.UsageError) as refused:
-        call()
-    return str(refused.value)
-
-
 @on_mesh(1, 2)
 def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
     """What people do between steps, and must not lose anything by."""
-    join_torch(mesh, tmp_path)
+    start_torch(tmp_path)
     run = Run(mesh, "bfloat16", lr=0.01)
     fresh = run.optimizer.state_dict()
     for seed in range(2):
@@ -484,9 +439,9 @@ def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
                       ("master", "'master', 'step'] of 'second.weight'")):
         lacks = copy.deepcopy(full)
         del lacks["state"][6][key]
-        assert text in refusal(functools.partial(run.optimizer.load_state_dict, lacks))
+        assert text in message_of(functools.partial(run.optimizer.load_state_dict, lacks))
     for bad, text in ((None, "got NoneType"), ({"state": {}}, "got ['state']")):
-        assert text in refusal(functools.partial(run.optimizer.load_state_dict, bad))
+        assert text in message_of(functools.partial(run.optimizer.load_state_dict, bad))
     full["state"] = {k: {**s, "step": int(s["step"])} for k, s in full["state"].items()}
     run.optimizer.load_state_dict(full)  # as old versions saved it
     run.step(3, 2)
@@ -514,8 +469,7 @@ def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
     late.reducer.close()
 
     named = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    reducer = hsdp.Reducer(mesh)
-    reducer.attach(named)
+    reducer = attached_to(named, mesh)
     two = [(n, p) for n, p in named.named_parameters() if n.endswith("weight")]
     optimizer = ShardedOptimizer(
         torch.optim.AdamW, [{"params": two, "initial_lr": 0.1, "fused": False}], reducer,
@@ -527,14 +481,8 @@ def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
     other = optimizer.full_state_dict()
     other["param_groups"][0]["param_names"] = ["1.weight", "0.weight"]
     text = "the states of '0.weight' in its place, got those of '1.weight'"
-    assert text in refusal(lambda: optimizer.load_state_dict(other))
+    assert text in message_of(lambda: optimizer.load_state_dict(other))
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
 
 
 def test_only_steps_of_zeros_make_targets(mesh: hsdp.Mesh) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from one_rank import attached_to, mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import hsdp
 from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
-
-
-@pytest.fixture
-def mesh() -> Iterator[hsdp.Mesh]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh
 
 
 def make_model() -> nn.Linear:
@@ -41,9 +36,8 @@ Attached = tuple[nn.Linear, hsdp.Reducer, torch.optim.Optimizer]
 
 
 def attached(mesh: hsdp.Mesh, keep_grads: bool = False) -> Attached:
-    model, reducer = make_model(), hsdp.Reducer(mesh)
-    reducer.attach(model, keep_grads=keep_grads)
-    return model, reducer, torch.optim.SGD(model.parameters(), 1.0)
+    model = make_model()
+    return model, attached_to(model, mesh, keep_grads), torch.optim.SGD(model.parameters(), 1.0)
 
 
 def who(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> Callable[..., None]:
@@ -181,8 +175,7 @@ def test_zeroed_before_the_optimizer(
 
 def test_local_sums_that_are_missing(mesh: hsdp.Mesh) -> None:
     model = nn.ModuleList([make_model(), make_model()])
-    reducer = hsdp.Reducer(mesh, missing="zero")
-    reducer.attach(model, keep_grads=True)
+    reducer = attached_to(model, mesh, keep_grads=True, missing="zero")
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     optimizer.step()  # there was no step yet
     with reducer.microbatch(last=True):
@@ -268,8 +261,7 @@ def test_a_skipped_first_step_is_saved(mesh: hsdp.Mesh) -> None:
 
 def test_two_models_of_one_reducer_are_told_apart(mesh: hsdp.Mesh) -> None:
     first, second = make_model(), make_model()
-    reducer = hsdp.Reducer(mesh, missing="zero", name="gan")
-    reducer.attach(nn.ModuleDict({"first": first}))
+    reducer = attached_to(nn.ModuleDict({"first": first}), mesh, missing="zero", name="gan")
     reducer.attach(nn.ModuleDict({"second": second}))
     optimizer = torch.optim.SGD(second.parameters(), 1.0)
     with reducer.microbatch(last=False):
@@ -289,8 +281,7 @@ def test_two_models_of_one_reducer_are_told_apart(mesh: hsdp.Mesh) -> None:
 
 def test_what_is_refused_outside_of_a_reducers_calls_names_it(mesh: hsdp.Mesh) -> None:
     model = make_model()
-    reducer = hsdp.Reducer(mesh, name="critic")
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, name="critic")
     with pytest.raises(hsdp.UsageError, match="^reducer 'critic': gradient of .*open microbatch"):
         backward(model)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -348,8 +339,7 @@ def test_a_step_within_the_backward_pass(mesh: hsdp.Mesh, missing: Any) -> None:
     optimizers = {p: torch.optim.SGD([p], 1.0) for p in model.parameters()}
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())  # before attach
-    reducer = hsdp.Reducer(mesh, missing=missing)
-    reducer.attach(model)
+    reducer = attached_to(model, mesh, missing=missing)
     with (
         pytest.raises(hsdp.UsageError, match="SGD.step: expected a call after the microbatch"),
         reducer.microbatch(last=True),

@@ -11,6 +11,7 @@ from typing import Any
 import hsdp
 import numpy as np
 import pytest
+from conftest import on_ranks
 
 PROMPT_S = 10.0  # well below the mesh's limit of a minute
 
@@ -88,22 +89,16 @@ def test_the_shorter_ones_go_on_with_none(ranks: Any, cases: list[list[int]]) ->
             ], lengths
 
 
-def accumulates(per_step: int) -> Any:
+@on_ranks(2)
+def test_accumulation() -> None:
     with reducers(2) as reducer:
-        rank = reducer.mesh.rank
         sums = []
-        for m, batch in enumerate(hsdp.uneven(reducer, range(1, 6) if rank == 0 else [100])):
-            last = (m + 1) % per_step == 0
-            reduce(reducer, batch, last)
-            if last:
+        for m, batch in enumerate(hsdp.uneven(reducer, range(1, 6) if reducer.mesh.rank == 0 else [100])):
+            reduce(reducer, batch, m % 2 == 1)
+            if m % 2 == 1:
                 sums.append(result(reducer))
         reducer.finish()
-        sums.append(result(reducer))
-        return sums
-
-
-def test_accumulation(ranks: Any) -> None:
-    assert ranks(2, accumulates, 2) == [[103, 7, 5]] * 2
+        assert [*sums, result(reducer)] == [103, 7, 5]
 
 
 def counts_batches(divide_by: Any) -> Any:
@@ -132,7 +127,8 @@ def test_the_factor_counts_batches(ranks: Any) -> None:
     assert ranks(2, in_turn, "counts_batches", cases) == [[[8.0, 8.0], [4.0, 8.0]]] * 2
 
 
-def windows() -> Any:
+@on_ranks(2)
+def test_windows() -> None:
     with reducers(2) as reducer:
         sums = []
         for batch in hsdp.uneven(reducer, range(3) if reducer.mesh.rank else [10]):
@@ -142,11 +138,7 @@ def windows() -> Any:
                         if batch is not None:
                             reducer.gradient_ready("w", np.full(16, part * batch, np.float32))
             sums.append(result(reducer))
-        return sums
-
-
-def test_windows(ranks: Any) -> None:
-    assert ranks(2, windows) == [[30, 3, 6]] * 2
+        assert sums == [30, 3, 6]
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -284,7 +276,8 @@ def test_all_may_leave_early(ranks: Any) -> None:
     ranks(2, in_turn, "all_leave", [["zip"], ["islice"], ["break"]])
 
 
-def leaves_pending() -> Any:
+@on_ranks(2)
+def test_a_pending_step_outlives_the_loop() -> None:
     with reducers(2) as reducer:
         for batch in hsdp.uneven(reducer, [1, 2, 3]):
             reduce(reducer, batch, last=False)
@@ -293,10 +286,6 @@ def leaves_pending() -> Any:
         reducer.finish()
         assert result(reducer) == 6
         check_usable(reducer)
-
-
-def test_a_pending_step_outlives_the_loop(ranks: Any) -> None:
-    ranks(2, leaves_pending)
 
 
 def skips(rank_that_skips: int) -> Any:

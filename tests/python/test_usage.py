@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from dlpack_only import DlpackOnly, Handmade
 from one_rank import add_gradient, mesh, registered
 
@@ -223,25 +223,6 @@ def test_use_after_close() -> None:
         refused(call, "mesh", "closed")
 
 
-def test_bytes_of_an_optimizer_count_until_it_is_gone() -> None:
-    with hsdp.init_mesh() as mesh:
-        reducer = registered(mesh, "w", 4)
-        reducer.prepare()
-        before = reducer.stats()
-        assert before.optimizer_bytes == 0
-        states, masters = (reducer._handle.hold_optimizer_bytes(n) for n in (1000, 24))
-        held = reducer.stats()
-        assert held.optimizer_bytes == 1024
-        assert held.resident_bytes == before.resident_bytes + 1024
-        del states
-        assert reducer.stats().optimizer_bytes == 24
-        assert reducer.stats().peak_resident_bytes == held.resident_bytes
-        reducer.close()
-        assert reducer.stats().optimizer_bytes == 24
-        del masters
-        assert reducer.stats().optimizer_bytes == 0
-
-
 def test_meshes_that_cannot_be() -> None:
     refused(lambda: hsdp.init_mesh(2, 2), "world of 1", "2 x 2", "start that many processes")
     refused(lambda: hsdp.init_mesh(0, 1), "at least 1")
@@ -358,49 +339,19 @@ def test_a_fault_on_one_rank_is_heard_on_all(ranks: Launcher) -> None:
     assert own[4] == other[4] == "nothing"
 
 
-def drop_and_leave() -> str:
+@on_mesh(1, 2, timeout_s=60)
+def test_a_drop_that_nobody_hears_is_no_hang(mesh: hsdp.Mesh) -> None:
     """One rank drops a step and waits for the others' words with its next one; they are gone."""
-    rank = int(os.environ["RANK"])
-    with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
-        reducer = registered(mesh, "w", 4)
-        add_gradient(reducer, "w", np.ones(4, F32), last=True)
-        reducer.shard("w")
-        if rank:
-            return "left"
-        with pytest.raises(KeyError), reducer.step():
-            raise KeyError("user code")
-        with pytest.raises(hsdp.PeerLostError) as caught:
-            reducer.begin_microbatch()
-        return f"{list(caught.value.ranks)}"
-
-
-def test_a_drop_that_nobody_hears_is_no_hang(ranks: Launcher) -> None:
-    assert ranks(2, drop_and_leave) == ["[1]", "left"]
-
-
-def disagree() -> list[str]:
-    heard: list[str] = []
-    rank = int(os.environ["RANK"])
-    for shape in [(1, 2), (2, 1) if rank else (1, 2)]:
-        try:
-            hsdp.init_mesh(*shape, timeout_s=30).close()
-            heard.append("nothing")
-        except hsdp.MismatchError as error:
-            heard.append(f"{list(error.ranks)} {error}")
-    try:
-        with hsdp.init_mesh(1, 2, timeout_s=30) as mesh:
-            reducer = registered(mesh, "w", 4 + rank)
-            reducer.begin_microbatch()
-    except hsdp.MismatchError as error:
-        heard.append(f"{list(error.ranks)} {error}")
-    return heard
-
-
-def test_ranks_that_disagree(ranks: Launcher) -> None:
-    for heard in ranks(2, disagree):
-        assert heard[0] == "nothing"
-        assert heard[1].startswith("[1] mesh: ")
-        assert heard[2].startswith("[1] reducer: parameter 0") and "(5,)" in heard[2]
+    reducer = registered(mesh, "w", 4)
+    add_gradient(reducer, "w", np.ones(4, F32), last=True)
+    reducer.shard("w")
+    if mesh.rank == 1:
+        return
+    with pytest.raises(KeyError), reducer.step():
+        raise KeyError("user code")
+    with pytest.raises(hsdp.PeerLostError) as caught:
+        reducer.begin_microbatch()
+    assert caught.value.ranks == (1,)
 
 
 def test_a_reducer_is_a_block_and_says_what_it_is(mesh: hsdp.Mesh) -> None:
@@ -555,50 +506,34 @@ def test_closing_says_so_where_it_drops_microbatches(mesh: hsdp.Mesh) -> None:
         assert reducer.closed
 
 
-def left_by_rank_1() -> str:
-    """What rank 0 meets as it ends a step while rank 1 leaves; closing has nothing to say then."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        reducer = registered(mesh, "w", 2)
-        add_gradient(reducer, "w", np.ones(2, F32), last=False)
-        reducer.partial_shard("w")
-        if mesh.rank == 1:
-            time.sleep(1)  # until rank 0 waits
-            os._exit(0)
-        with pytest.raises(hsdp.PeerLostError) as caught:
-            reducer.finish()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            reducer.close()
-        return str(caught.value)
+@on_mesh(1, 2)
+def test_a_rank_that_left_within_a_step(mesh: hsdp.Mesh) -> None:
+    """Nor has closing anything to say then."""
+    reducer = registered(mesh, "w", 2)
+    add_gradient(reducer, "w", np.ones(2, F32), last=False)
+    reducer.partial_shard("w")
+    if mesh.rank == 1:
+        time.sleep(1)  # until rank 0 waits
+        os._exit(0)
+    with pytest.raises(hsdp.PeerLostError, match="rank 1 of 2 was lost"):
+        reducer.finish()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reducer.close()
 
 
-def test_a_rank_that_left_within_a_step(ranks: Launcher) -> None:
-    assert "rank 1 of 2 was lost" in ranks(2, left_by_rank_1)[0]
-
-
-def fail_one_of_two() -> tuple[list[str], list[str]]:
-    """The texts that two Reducers of a mesh raise after one has failed, and what both say they are."""
-    with hsdp.init_mesh(1, 2) as mesh:
-        actor, critic = hsdp.Reducer(mesh, name="actor"), hsdp.Reducer(mesh, name="critic")
-        for reducer in (critic, actor):
-            reducer.register("w", 2)
-            reducer.prepare()
-        critic.set_gradient_divide_factor(1.0 + mesh.rank)
-        texts = []
-        for reducer in (critic, actor):
-            with pytest.raises(hsdp.MismatchError) as caught:
-                add_gradient(reducer, "w", np.ones(2, F32), last=True)
-                reducer.shard("w")
-            texts.append(str(caught.value))
-        return texts, [repr(critic), repr(actor)]
-
-
-def test_what_ended_a_mesh_keeps_the_name_of_where_it_was(ranks: Launcher) -> None:
-    for texts, names in ranks(2, fail_one_of_two):
-        for text in texts:
-            assert text.startswith("reducer 'critic': end of microbatch 0 of step 0: "), text
-        for name in names:
-            assert ", failed in step 0, " in name, name
+@on_mesh(1, 2)
+def test_what_ended_a_mesh_keeps_the_name_of_where_it_was(mesh: hsdp.Mesh) -> None:
+    actor, critic = hsdp.Reducer(mesh, name="actor"), hsdp.Reducer(mesh, name="critic")
+    for reducer in (critic, actor):
+        reducer.register("w", 2)
+        reducer.prepare()
+    critic.set_gradient_divide_factor(1.0 + mesh.rank)
+    for reducer in (critic, actor):
+        with pytest.raises(hsdp.MismatchError, match="^reducer 'critic': end of microbatch 0 of step 0: "):
+            add_gradient(reducer, "w", np.ones(2, F32), last=True)
+            reducer.shard("w")
+    assert all(", failed in step 0, " in repr(reducer) for reducer in (critic, actor))
 
 
 def leave_in_a_microbatch() -> str:

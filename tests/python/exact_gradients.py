@@ -1,0 +1,30 @@
+"""Gradients of whole numbers, whose sums and means over two or four ranks are exact: a training by several
+ranks has the bits of one by a single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+
+def assign(model: nn.Module, seed: int, rank: int, unused: Collection[str] = ()) -> None:
+    for i, (name, p) in enumerate(model.named_parameters()):
+        if p.requires_grad and name not in unused:
+            generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
+            values = 4 * torch.randint(-4, 5, p.shape, generator=generator)
+            p.grad = torch.empty_like(p, requires_grad=False).copy_(values)  # of its strides
+
+
+def assign_mean(model: nn.Module, seed: int, size: int, unused: Collection[str] = ()) -> None:
+    """What all ranks' gradients come to."""
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    for rank in range(size):
+        assign(model, seed, rank, unused)
+        for p in model.parameters():
+            if p.grad is not None:
+                sums[p] = sums.get(p, torch.zeros_like(p.grad)) + p.grad
+    for p, total in sums.items():
+        p.grad = total / size

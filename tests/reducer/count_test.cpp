@@ -20,7 +20,7 @@ std::vector<ParameterSpec> counted_parameters() {
           {.name = "c", .shape = {64, 64}, .dtype = Dtype::kBf16}};
 }
 
-std::int64_t total_count() { return 3000 + 77 + 4096; }
+constexpr std::int64_t kTotalCount = 3000 + 77 + 4096;
 
 ReducerStats difference(const ReducerStats& after, const ReducerStats& before) {
   ReducerStats d = after;
@@ -42,9 +42,7 @@ std::vector<ReducerStats> costs_of(MeshShape shape, Sync until_last,
     step.schedule[static_cast<std::size_t>(m)] = until_last;
   }
   std::vector<ReducerStats> costs(static_cast<std::size_t>(shape.size()));
-  run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options);
-    register_all(reducer, step);
+  run_reducers(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     const ReducerStats before = reducer.stats();
     run_step(reducer, step, mesh.rank());
@@ -55,45 +53,33 @@ std::vector<ReducerStats> costs_of(MeshShape shape, Sync until_last,
 
 class Counts : public testing::TestWithParam<MeshShape> {};
 
-TEST_P(Counts, EveryMicrobatchSynchronizes) {
+TEST_P(Counts, AreThoseOfMicrobatchesThatSynchronize) {
   const MeshShape shape = GetParam();
-  for (const std::int64_t bucket_bytes : {1 << 10, 1 << 20}) {
-    for (const ReducerStats& cost : costs_of(shape, Sync::kShard, {.bucket_bytes = bucket_bytes})) {
-      const int buckets = cost.bucket_count;
-      if (bucket_bytes == 1 << 10) {
-        EXPECT_GE(buckets, total_count() * 2 / bucket_bytes);
-      } else {
-        EXPECT_EQ(buckets, 1);
+  for (const Sync until_last : {Sync::kShard, Sync::kNone}) {
+    const int rounds = until_last == Sync::kShard ? kMicrobatchCount : 1;
+    for (const std::int64_t bucket_bytes : {1 << 10, 1 << 20}) {
+      std::int64_t replica_hop_bytes = 0;
+      for (const ReducerStats& cost : costs_of(
+               shape, until_last, {.replica_dtype = Dtype::kF32, .bucket_bytes = bucket_bytes})) {
+        const int buckets = cost.bucket_count;
+        if (bucket_bytes == 1 << 10) {
+          EXPECT_GE(buckets, kTotalCount * 2 / bucket_bytes);
+        } else {
+          EXPECT_EQ(buckets, 1);
+        }
+        EXPECT_EQ(cost.reduce_scatter_count, shape.shard > 1 ? rounds * buckets : 0);
+        EXPECT_EQ(cost.all_reduce_count, shape.replicate > 1 ? buckets : 0);
+        EXPECT_EQ(cost.all_gather_count, 0);
+        EXPECT_EQ(cost.microbatch_count, kMicrobatchCount);
+        EXPECT_EQ(cost.step_count, 1);
+        EXPECT_EQ(cost.shard_hop_bytes, shape.shard > 1 ? rounds * 2 * kTotalCount : 0);
+        replica_hop_bytes += cost.replica_hop_bytes;
       }
-      EXPECT_EQ(cost.reduce_scatter_count, shape.shard > 1 ? kMicrobatchCount * buckets : 0);
-      EXPECT_EQ(cost.all_reduce_count, shape.replicate > 1 ? buckets : 0);
-      EXPECT_EQ(cost.all_gather_count, 0);
-      EXPECT_EQ(cost.microbatch_count, kMicrobatchCount);
-      EXPECT_EQ(cost.step_count, 1);
+      // The shards of each replica are the whole gradient, once a step, in the replica dtype:
+      // scattered and gathered.
+      EXPECT_EQ(replica_hop_bytes, shape.replicate > 1 ? shape.replicate * 2 * 4 * kTotalCount : 0);
     }
   }
-}
-
-TEST_P(Counts, NoneUntilTheLast) {
-  const MeshShape shape = GetParam();
-  for (const ReducerStats& cost : costs_of(shape, Sync::kNone, {.bucket_bytes = 1 << 10})) {
-    EXPECT_EQ(cost.reduce_scatter_count, shape.shard > 1 ? cost.bucket_count : 0);
-    EXPECT_EQ(cost.all_reduce_count, shape.replicate > 1 ? cost.bucket_count : 0);
-  }
-}
-
-TEST_P(Counts, WireBytes) {
-  const MeshShape shape = GetParam();
-  const std::vector<ReducerStats> costs =
-      costs_of(shape, Sync::kShard, {.replica_dtype = Dtype::kF32, .bucket_bytes = 1 << 10});
-  std::int64_t replica_hop_bytes = 0;
-  for (const ReducerStats& cost : costs) {
-    EXPECT_EQ(cost.shard_hop_bytes, shape.shard > 1 ? kMicrobatchCount * 2 * total_count() : 0);
-    replica_hop_bytes += cost.replica_hop_bytes;
-  }
-  // The shards of each replica are the whole gradient, once a step, in the replica dtype: scattered
-  // and gathered.
-  EXPECT_EQ(replica_hop_bytes, shape.replicate > 1 ? shape.replicate * 2 * 4 * total_count() : 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Counts,
@@ -138,9 +124,8 @@ TEST(Memory, IsTheCarryAndTwoStagingBuckets) {
   const MeshShape shape{.replicate = 2, .shard = 2};
   StepCase step =
       integer_step({{.name = "w", .shape = {kCount}, .dtype = Dtype::kBf16}}, shape.size(), 2, 3);
-  run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = kBucketBytes});
-    register_all(reducer, step);
+  const ReducerOptions options{.bucket_bytes = kBucketBytes};
+  run_reducers(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     const ReducerStats stats = reducer.stats();
     EXPECT_GE(stats.carry_bytes, kCount / shape.shard * 4);
@@ -233,89 +218,59 @@ TEST(Memory, OfASnapshotsCopyIsCounted) {
 
 TEST(Memory, LocalAccumulatorsTakeTheirDtype) {
   constexpr std::int64_t kCount = 1 << 16;
-  const MeshShape shape{.replicate = 1, .shard = 2};
-  StepCase step =
-      integer_step({{.name = "w", .shape = {kCount}, .dtype = Dtype::kBf16}}, shape.size(), 2, 3);
-  for (const auto& [dtype, bytes] :
-       {std::pair{AccumulateDtype::kF32, 4}, std::pair{AccumulateDtype::kParam, 2}}) {
-    run_mesh(shape, [&, d = dtype, b = bytes](const Mesh& mesh) {
-      Reducer reducer(mesh, {.accumulate_dtype = d});
-      register_all(reducer, step);
-      run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kNone});
-      EXPECT_GE(reducer.stats().accumulator_bytes, kCount * b);
-      EXPECT_LT(reducer.stats().accumulator_bytes, kCount * b + (64 << 10));
-      reducer.discard();
-    });
+  const StepCase step =
+      integer_step({{.name = "w", .shape = {kCount}, .dtype = Dtype::kBf16}}, 2, 2, 3);
+  for (const auto& [dtype, element_bytes] :
+       {std::pair{AccumulateDtype::kF32, 4}, {AccumulateDtype::kParam, 2}}) {
+    const std::int64_t bytes = kCount * element_bytes;
+    run_reducers({1, 2}, step, {.accumulate_dtype = dtype},
+                 [&](Reducer& reducer, const Mesh& mesh) {
+                   run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kNone});
+                   EXPECT_GE(reducer.stats().accumulator_bytes, bytes);
+                   EXPECT_LT(reducer.stats().accumulator_bytes, bytes + (64 << 10));
+                   reducer.discard();
+                 });
   }
 }
 
-// All gradients arrive while the first bucket's is held back: they are kept by reference.
-TEST(Memory, GradientsThatFindNoStagingAreRetainedUntilTheEnd) {
-  const MeshShape shape{.replicate = 1, .shard = 2};
-  std::vector<ParameterSpec> specs;
-  for (int p = 0; p < 16; ++p) {
-    specs.push_back({.name = "w" + std::to_string(p), .shape = {256}});
-  }
-  const StepCase step = integer_step(specs, shape.size(), 1, 3);
-  run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
-    register_all(reducer, step);
-    reducer.begin_microbatch({.last = true});
-    ASSERT_EQ(reducer.stats().bucket_count, 16);
-    std::vector<StoredGradient> stored;
-    stored.reserve(specs.size());
-    for (std::size_t p = specs.size(); p-- > 0;) {
-      stored.emplace_back(*step.gradients[p][0][static_cast<std::size_t>(mesh.rank())],
-                          specs[p].shape, Dtype::kF32);
-      reducer.gradient_ready(static_cast<int>(p), stored.back().view());
-      if (p == 1) {
-        // Fifteen gradients and two staging buckets.
-        EXPECT_GE(reducer.stats().retained_bytes, 13 * 1024);
-        EXPECT_LE(reducer.stats().retained_bytes, 15 * 1024);
-      }
-    }
-    reducer.end_microbatch();
-    EXPECT_EQ(reducer.stats().retained_bytes, 0);
-    EXPECT_GE(reducer.stats().peak_retained_bytes, 13 * 1024);
-    static_cast<void>(reducer.shard("w0"));
-  });
-}
-
-// After a local microbatch they join the local sums instead, unless these would round once more.
-TEST(Memory, LocalSumsTakeGradientsThatFindNoStaging) {
-  const MeshShape shape{.replicate = 1, .shard = 2};
+// All gradients arrive while the first bucket's is held back: they are kept by reference. After a
+// local microbatch they join the local sums instead, unless these would round once more.
+TEST(Memory, GradientsThatFindNoStagingAreRetainedOrJoinTheLocalSums) {
+  struct Row {
+    std::vector<Sync> schedule;
+    AccumulateDtype sums;
+    bool retained;
+  };
+  constexpr std::int64_t kBucketBytes = 512;
   std::vector<ParameterSpec> specs;
   for (int p = 0; p < 16; ++p) {
     specs.push_back({.name = "w" + std::to_string(p), .shape = {256}, .dtype = Dtype::kBf16});
   }
-  const StepCase step = random_step(specs, shape.size(), {Sync::kNone, Sync::kAll}, 5);
-  for (const auto sums : {AccumulateDtype::kF32, AccumulateDtype::kParam}) {
-    const ReducerOptions options{.bucket_bytes = 512, .accumulate_dtype = sums};
-    std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
-    run_mesh(shape, [&](const Mesh& mesh) {
-      const auto rank = static_cast<std::size_t>(mesh.rank());
-      Reducer reducer(mesh, options);
-      register_all(reducer, step);
-      run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kNone});
+  for (const Row& row : {Row{{Sync::kAll}, AccumulateDtype::kF32, true},
+                         Row{{Sync::kNone, Sync::kAll}, AccumulateDtype::kF32, false},
+                         Row{{Sync::kNone, Sync::kAll}, AccumulateDtype::kParam, true}}) {
+    const StepCase step = random_step(specs, 2, row.schedule, 5);
+    const ReducerOptions options{.bucket_bytes = kBucketBytes, .accumulate_dtype = row.sums};
+    expect_result({1, 2}, step, options, [&](Reducer& reducer, const Mesh& mesh) {
+      const int last = static_cast<int>(row.schedule.size()) - 1;
+      for (int m = 0; m < last; ++m) {
+        run_microbatch(reducer, step, m, mesh.rank(), {.sync = Sync::kNone});
+      }
       reducer.begin_microbatch({.sync = Sync::kAll});
+      ASSERT_EQ(reducer.stats().bucket_count, 16);
       std::vector<StoredGradient> stored;
-      stored.reserve(specs.size());
-      for (std::size_t p = specs.size(); p-- > 1;) {
-        stored.emplace_back(*step.gradients[p][1][rank], specs[p].shape, Dtype::kBf16);
+      for (std::size_t p = specs.size(); p-- > 0;) {
+        if (p == 0) {  // fifteen gradients and two staging buckets
+          EXPECT_GE(reducer.stats().retained_bytes, row.retained ? 13 * kBucketBytes : 0);
+          EXPECT_LE(reducer.stats().retained_bytes, row.retained ? 15 * kBucketBytes : 0);
+        }
+        stored.push_back(gradient_of(step, p, last, mesh.rank()));
         reducer.gradient_ready(static_cast<int>(p), stored.back().view());
       }
-      const std::int64_t retained_bytes = reducer.stats().retained_bytes;
-      if (sums == AccumulateDtype::kF32) {
-        EXPECT_EQ(retained_bytes, 0);
-      } else {
-        EXPECT_GE(retained_bytes, 13 * 512);
-      }
-      stored.emplace_back(*step.gradients[0][1][rank], specs[0].shape, Dtype::kBf16);
-      reducer.gradient_ready(0, stored.back().view());
       reducer.end_microbatch();
-      results[rank] = read_result(reducer, step);
+      EXPECT_EQ(reducer.stats().retained_bytes, 0);
+      EXPECT_GE(reducer.stats().peak_retained_bytes, row.retained ? 13 * kBucketBytes : 0);
     });
-    expect_reference(results, step, options, shape, sums == AccumulateDtype::kF32 ? "f32" : "bf16");
   }
 }
 

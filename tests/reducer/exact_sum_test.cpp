@@ -69,11 +69,9 @@ void check_combination(MeshShape shape, const Combination& combination,
       integer_step(odd_parameters(combination.dtype), shape.size(), std::ranges::max(counts), 7);
   std::vector<std::vector<RankResult>> results(
       counts.size(), std::vector<RankResult>(static_cast<std::size_t>(shape.size())));
-  run_mesh(
-      shape,
-      [&](const Mesh& mesh) {
-        Reducer reducer(mesh, combination.options);
-        register_all(reducer, step);
+  run_reducers(
+      shape, step, combination.options,
+      [&](Reducer& reducer, const Mesh& mesh) {
         for (std::size_t i = 0; i < counts.size(); ++i) {
           for (int m = 0; m < counts[i]; ++m) {
             run_microbatch(reducer, step, m, mesh.rank(), {.last = m + 1 == counts[i]});
@@ -133,19 +131,6 @@ TEST_P(ExactSum, OverTcp) {
 
 INSTANTIATE_TEST_SUITE_P(EveryMesh, ExactSum, testing::ValuesIn(every_mesh(8)),
                          testing::PrintToStringParamName());
-
-// A 16-bit gradient on an fp32 wire and the reverse keep integers exact too.
-TEST(ExactSumOptions, WireDtypesOfTheReducer) {
-  const MeshShape shape{.replicate = 2, .shard = 3};
-  for (const Dtype gradient : kDtypes) {
-    for (const Dtype reduce : kDtypes) {
-      for (const Dtype replica : kDtypes) {
-        check_combination(shape,
-                          {{.reduce_dtype = reduce, .replica_dtype = replica}, gradient, {2}}, {});
-      }
-    }
-  }
-}
 
 }  // namespace
 }  // namespace hsdp

@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/world.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/lane.h"
 #include "tests/support/gather_steps.h"
 
 namespace hsdp {
@@ -98,9 +100,8 @@ TEST_P(GatherBeside, ManyStepsHaveTheBitsOfGatherParameters) {
   const StepCase step = gathered_step(shape);
   for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
     std::vector<std::vector<Values>> parameters(static_cast<std::size_t>(shape.size()));
-    run_mesh(shape, [&](const Mesh& mesh) {
-      Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 1 << 10});
-      register_all(reducer, step);
+    const ReducerOptions options{.layout = layout, .bucket_bytes = 1 << 10};
+    run_reducers(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
       GatherSteps steps = gather_steps_on_host(reducer, step, mesh.rank());
       steps.count = 12;
       parameters[static_cast<std::size_t>(mesh.rank())] =
@@ -113,30 +114,23 @@ TEST_P(GatherBeside, ManyStepsHaveTheBitsOfGatherParameters) {
 TEST_P(GatherBeside, ALateUpdateHoldsUpNoMicrobatch) {
   const MeshShape shape = GetParam();
   const StepCase step = gathered_step(shape);
-  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
-  run_mesh(shape, [&](const Mesh& mesh) {
+  expect_result(shape, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
     Gate gate;
-    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
-    register_all(reducer, step);
     OneUnit unit(reducer, mesh);
     const Event gathered = unit.start(gate.passed());
-    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
+    run_step(reducer, step, mesh.rank());
     EXPECT_FALSE(gathered.complete());
     gate.open();
     gathered.wait();
     unit.expect_whole();
   });
-  expect_reference(results, step, {}, shape, "beside a gather");
 }
 
 TEST_P(GatherBeside, ALateGradientHoldsUpNoGather) {
   const MeshShape shape = GetParam();
   const StepCase step = gathered_step(shape);
-  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
   std::latch gathered_everywhere(shape.size());
-  run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
-    register_all(reducer, step);
+  expect_result(shape, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
     OneUnit unit(reducer, mesh);
     const auto late = [&] {  // one rank has no gradients yet, and the others' buckets wait for it
       if (mesh.rank() == 0) gathered_everywhere.wait();
@@ -162,9 +156,7 @@ TEST_P(GatherBeside, ALateGradientHoldsUpNoGather) {
       run_microbatch(reducer, step, m, mesh.rank(),
                      {.sync = step.schedule[static_cast<std::size_t>(m)]});
     }
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
   });
-  expect_reference(results, step, {}, shape, "under a gather");
 }
 
 TEST_P(GatherBeside, AnErrorInATaskReachesAllRanksWithItsText) {
@@ -192,11 +184,10 @@ TEST_P(GatherBeside, AnErrorInATaskReachesAllRanksWithItsText) {
     if (meets_it) {
       ASSERT_TRUE(error);
     }
-    const auto next = caught<Error>([&] {
+    const auto run_on = [&] {
       for (;;) run_step(reducer, step, mesh.rank());
-    });
-    ASSERT_TRUE(next);
-    EXPECT_THAT(next->what(), HasSubstr("no memory for the parameters"));
+    };
+    EXPECT_THAT(caught<Error>(run_on), says(HasSubstr("no memory for the parameters")));
     if (meets_it) {
       EXPECT_TRUE(caught<std::exception>([&] { later.wait(); }));
     }
@@ -264,9 +255,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, GatherBeside,
 // The step's ranks all skip what was to come after it.
 TEST(GatherAfterADroppedStep, IsSkippedAndTheLaneGoesOn) {
   const StepCase step = gathered_step(kSquare);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
-    register_all(reducer, step);
+  run_reducers(kSquare, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     OneUnit unit(reducer, mesh);
     Stream own = Stream::host_worker("own");
@@ -287,26 +276,47 @@ TEST(GatherAfterADroppedStep, IsSkippedAndTheLaneGoesOn) {
       }
     };
     const Event norm_known = result_of_dropped_step();
-    EXPECT_TRUE(caught<StepAbortedError>([&] { unit.start(norm_known).wait(); }));
+    EXPECT_THROW(unit.start(norm_known).wait(), StepAbortedError);
     EXPECT_FALSE(unit.is_whole_of_others(mesh.shard_rank()));
     unit.start({}).wait();
     unit.expect_whole();
     if (!told) {
-      EXPECT_TRUE(caught<StepAbortedError>([&] { reducer.finish(); }));
+      EXPECT_THROW(reducer.finish(), StepAbortedError);
     }
     run_step(reducer, step, mesh.rank());
   });
 }
 
+class LaneErrors : public testing::TestWithParam<bool> {};
+
+// A thread that dropped its tasks without a word would leave everybody waiting for them.
+TEST_P(LaneErrors, FailTheReducer) {
+  const Communicator world = in_process_world(1).front();
+  reducer::Outcome outcome(world);
+  std::shared_ptr<IssueOrder::Issuer> issuer;  // of the mesh, whose tasks a GPU's are
+  if (GetParam()) issuer = IssueOrder::of(world)->add_issuer();
+  reducer::Lane lane("lane", {}, outcome, issuer);
+  lane.issue({.run = [] { throw std::runtime_error("of the task"); }});
+  bool ran = false;
+  lane.issue({.run = [&ran] { ran = true; }});
+  lane.synchronize();
+  EXPECT_TRUE(ran);
+  EXPECT_TRUE(outcome.failed());
+  EXPECT_THAT(caught<std::runtime_error>([&] { outcome.rethrow_failure("test"); }),
+              says("of the task"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Threads, LaneErrors, testing::Bool(),
+                         [](const auto& test) { return test.param ? "OfTheMesh" : "OfTheLane"; });
+
 TEST(MakeLane, OfAnotherNameIsAnErrorOnAllRanks) {
   run_mesh({1, 3}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
-    const auto error = caught<MismatchError>(
-        [&] { static_cast<void>(reducer.make_lane(mesh.rank() == 2 ? "b" : "a")); });
-    ASSERT_TRUE(error);
-    EXPECT_EQ(error->ranks(), std::vector<int>{2});
-    EXPECT_THAT(error->what(),
-                HasSubstr("expected 'make lane 'a'' on every rank, got 'make lane 'b'' on rank 2"));
+    const auto run_on = [&] { static_cast<void>(reducer.make_lane(mesh.rank() == 2 ? "b" : "a")); };
+    EXPECT_THAT(
+        caught<MismatchError>(run_on),
+        names({2},
+              HasSubstr("expected 'make lane 'a'' on every rank, got 'make lane 'b'' on rank 2")));
     OneUnit unit(reducer, mesh);
     unit.start({}).wait();
     unit.expect_whole();
@@ -315,18 +325,15 @@ TEST(MakeLane, OfAnotherNameIsAnErrorOnAllRanks) {
 
 TEST(MakeLane, InAMicrobatchOfOneRankIsAnErrorOnAllRanks) {
   const StepCase step = gathered_step({1, 2});
-  run_mesh({1, 2}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
+  run_reducers({1, 2}, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     reducer.prepare();
     if (mesh.rank() == 1) reducer.begin_microbatch({.sync = Sync::kNone});
     const auto make = [&] { static_cast<void>(reducer.make_lane("gather")); };
     if (mesh.rank() == 1) {
-      EXPECT_TRUE(caught<UsageError>(make));
+      EXPECT_THROW(make(), UsageError);
     } else {
-      const auto error = caught<StepAbortedError>(make);
-      ASSERT_TRUE(error);
-      EXPECT_THAT(error->what(), HasSubstr("rank 1 of 2 could not make lane 'gather'"));
+      EXPECT_THAT(caught<StepAbortedError>(make),
+                  says(HasSubstr("rank 1 of 2 could not make lane 'gather'")));
       reducer.begin_microbatch({.sync = Sync::kNone});
     }
     const auto stored = deliver(reducer, step, 0, mesh.rank());

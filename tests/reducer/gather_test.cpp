@@ -14,6 +14,7 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 using testing::ElementsAre;
+using testing::HasSubstr;
 
 struct GatherCase {
   MeshShape shape;
@@ -32,10 +33,6 @@ class Gather : public testing::TestWithParam<GatherCase> {
   }
   [[nodiscard]] static ReducerOptions options() {
     return {.layout = GetParam().layout, .bucket_bytes = 4 << 10};
-  }
-  [[nodiscard]] static Values mean_of(const StepCase& step, std::size_t parameter) {
-    return reference_result(reference_step(step, options(), GetParam().shape, parameter),
-                            step.gradients[parameter]);
   }
 };
 
@@ -58,13 +55,10 @@ WholeArrays whole_arrays(const StepCase& step, Dtype dtype, float fill) {
 
 TEST_P(Gather, GradientsAreTheWholeMeanRoundedOnce) {
   const StepCase step = this->step();
-  std::vector<Values> means;
-  for (std::size_t p = 0; p < step.parameters.size(); ++p) means.push_back(mean_of(step, p));
-  run_mesh(GetParam().shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, step);
+  const std::vector<Values> means = reference_results(step, options(), GetParam().shape);
+  run_reducers(GetParam().shape, step, options(), [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
-    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+    for (const Dtype dtype : kDtypes) {
       WholeArrays whole = whole_arrays(step, dtype, 9.0F);
       reducer.gather_gradients(whole.arrays);
       for (std::size_t p = 0; p < means.size(); ++p) {
@@ -83,9 +77,7 @@ TEST_P(Gather, GradientsAreTheWholeMeanRoundedOnce) {
 
 TEST_P(Gather, ParametersAreFilledInFromEveryOwnersSlice) {
   const StepCase step = this->step();
-  run_mesh(GetParam().shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, step);
+  run_reducers(GetParam().shape, step, options(), [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kF64}) {
       WholeArrays whole = whole_arrays(step, dtype, -1.0F);
@@ -113,36 +105,26 @@ TEST_P(Gather, ParametersAreFilledInFromEveryOwnersSlice) {
 
 TEST_P(Gather, RefusesArraysThatDoNotFit) {
   const StepCase step = this->step();
-  run_mesh(GetParam().shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, step);
+  run_reducers(GetParam().shape, step, options(), [&](Reducer& reducer, const Mesh& mesh) {
     WholeArrays whole = whole_arrays(step, Dtype::kF32, 0.0F);
-    EXPECT_TRUE(caught<UsageError>([&] { reducer.gather_gradients(whole.arrays); }))
-        << "there is no result";
+    EXPECT_THROW(reducer.gather_gradients(whole.arrays), UsageError) << "there is no result";
     run_step(reducer, step, mesh.rank());
-    const auto refused = [&](NamedArray array) {
-      const std::vector<NamedArray> arrays{std::move(array)};
-      return caught<UsageError>([&] { reducer.gather_gradients(arrays); }).has_value() &&
-             caught<UsageError>([&] { reducer.gather_parameters(arrays); }).has_value();
-    };
-    NamedArray unknown = whole.arrays[0];
-    unknown.name = "unknown";
-    EXPECT_TRUE(refused(unknown));
-    const std::string remedy =
-        "got an unknown one; use a name as registered, such as '" + whole.arrays[0].name + "'";
-    EXPECT_THAT(
-        [&] {
-          reducer.gather_parameters({&unknown, 1});
-        },
-        testing::ThrowsMessage<UsageError>(testing::HasSubstr(remedy)));
-    NamedArray shorter = whole.arrays[0];
-    shorter.array.count -= 1;
-    EXPECT_TRUE(refused(shorter));
-    NamedArray null = whole.arrays[0];
-    null.array.data = nullptr;
-    EXPECT_TRUE(refused(null));
+    const NamedArray& right = whole.arrays[0];
+    const std::int64_t count = right.array.count;
+    const std::vector<std::pair<NamedArray, std::string>> wrong{
+        {{"unknown", right.array},
+         "got an unknown one; use a name as registered, such as '" + right.name + "'"},
+        {{right.name, {right.array.data, count - 1, Dtype::kF32}}, ""},
+        {{right.name, {nullptr, count, Dtype::kF32}}, ""}};
+    for (const auto& [array, message] : wrong) {
+      const std::span one(&array, 1);
+      EXPECT_THAT(caught<UsageError>([&, one] { reducer.gather_gradients(one); }),
+                  says(HasSubstr(message)));
+      EXPECT_THAT(caught<UsageError>([&, one] { reducer.gather_parameters(one); }),
+                  says(HasSubstr(message)));
+    }
     const std::vector<NamedArray> twice{whole.arrays[0], whole.arrays[0]};
-    EXPECT_TRUE(caught<UsageError>([&] { reducer.gather_gradients(twice); }));
+    EXPECT_THROW(reducer.gather_gradients(twice), UsageError);
     reducer.gather_gradients(whole.arrays);
   });
 }

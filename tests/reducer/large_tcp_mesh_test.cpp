@@ -52,10 +52,7 @@ TEST(LargeTcpMesh, TakesMeansAndAStep) {
   const StepCase step = integer_step({{.name = "weight", .shape = {37, 5}, .dtype = Dtype::kF32},
                                       {.name = "bias", .shape = {3}, .dtype = Dtype::kF32}},
                                      size, 1, 6);
-  std::vector<Values> want;
-  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
-    want.push_back(reference_result(reference_step(step, {}, kShape, p), step.gradients[p]));
-  }
+  const std::vector<Values> want = reference_results(step, {}, kShape);
   const ProcessOptions options{.deadline = std::chrono::seconds(120),
                                .environment = {{"HSDP_TRANSPORT", "tcp"}}};
   const auto outcomes = run_processes(size, options, [&](int rank) {

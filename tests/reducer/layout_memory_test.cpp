@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "hsdp/comm/world.h"
 #include "hsdp/reducer/collector.h"
-#include "tests/support/thread_ranks.h"
 
 namespace {
 std::atomic<std::int64_t> live_bytes{0};
@@ -35,8 +35,6 @@ void operator delete(void* data, std::size_t) noexcept { operator delete(data); 
 
 namespace hsdp {
 namespace {
-
-using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
 constexpr int kRanks = 256;
 constexpr std::int64_t kMostBytes = std::int64_t{10} << 20;
@@ -60,66 +58,49 @@ void register_decoder(reducer::ParameterTable& table) {
   add({kVocabulary, kWidth});
 }
 
-struct MetadataCase {
-  Layout layout = Layout::kFlat;
-  Dtype wire = Dtype::kF32;
-};
-
-class Metadata : public testing::TestWithParam<MetadataCase> {};
-
-TEST_P(Metadata, OfALargeModelOverManyRanksIsSmall) {
-  const ReducerOptions options{.reduce_dtype = GetParam().wire,
-                               .layout = GetParam().layout,
-                               .bucket_bytes = std::int64_t{2} << 20};
+void expect_small_metadata(Communicator& world, Layout kind, Dtype wire) {
+  const ReducerOptions options{
+      .reduce_dtype = wire, .layout = kind, .bucket_bytes = std::int64_t{2} << 20};
   reducer::ParameterTable table(options, 1);
   register_decoder(table);
-  run_ranks(1, [&](Communicator& world) {
-    std::int64_t before = live_bytes;
-    const BucketLayout layout = table.make_layout(kRanks);
-    const std::int64_t of_layout = live_bytes - before;
-    EXPECT_GT(layout.buckets().size(), 6000U);
-    EXPECT_LT(of_layout, kMostBytes);
+  std::int64_t before = live_bytes;
+  const BucketLayout layout = table.make_layout(kRanks);
+  EXPECT_GT(layout.buckets().size(), 6000U);
+  EXPECT_LT(live_bytes - before, kMostBytes);
 
-    before = live_bytes;
-    reducer::GradientMemory memory(table, layout, kRanks - 1, {}, AccumulateOn::kDevice, {});
-    const std::int64_t of_memory = live_bytes - before;
-    EXPECT_LT(of_memory, kMostBytes);
+  before = live_bytes;
+  reducer::GradientMemory memory(table, layout, kRanks - 1, {}, AccumulateOn::kDevice, {});
+  EXPECT_LT(live_bytes - before, kMostBytes);
 
-    reducer::Outcome outcome(world);
-    reducer::StepAgreement agreement(world, "metadata");
-    reducer::BucketPipeline pipeline({.layout = layout,
+  reducer::Outcome outcome(world);
+  reducer::StepAgreement agreement(world, "metadata");
+  reducer::BucketPipeline pipeline({.layout = layout,
+                                    .memory = memory,
+                                    .outcome = outcome,
+                                    .agreement = agreement,
+                                    .groups = {{}, world, world, world},
+                                    .hop = nullptr,
+                                    .issuer = nullptr});
+  before = live_bytes;
+  const reducer::Collector collector({.parameters = table,
+                                      .layout = layout,
                                       .memory = memory,
+                                      .pipeline = pipeline,
                                       .outcome = outcome,
-                                      .agreement = agreement,
-                                      .groups = {{}, world, world, world},
-                                      .hop = nullptr,
-                                      .issuer = nullptr});
-    before = live_bytes;
-    const reducer::Collector collector({.parameters = table,
-                                        .layout = layout,
-                                        .memory = memory,
-                                        .pipeline = pipeline,
-                                        .outcome = outcome,
-                                        .world = world,
-                                        .device = {}});
-    const std::int64_t of_collector = live_bytes - before;
-    EXPECT_LT(of_collector, kMostBytes);
-    RecordProperty("layout_bytes", std::to_string(of_layout));
-    RecordProperty("gradient_memory_bytes", std::to_string(of_memory));
-    RecordProperty("collector_bytes", std::to_string(of_collector));
-  });
+                                      .world = world,
+                                      .device = {}});
+  EXPECT_LT(live_bytes - before, kMostBytes);
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, Metadata,
-                         testing::Values(MetadataCase{Layout::kFlat, Dtype::kF32},
-                                         MetadataCase{Layout::kFlat, Dtype::kBf16},
-                                         MetadataCase{Layout::kDim0, Dtype::kF32},
-                                         MetadataCase{Layout::kDim0, Dtype::kBf16},
-                                         MetadataCase{Layout::kWhole, Dtype::kBf16}),
-                         [](const auto& chosen) {
-                           return std::string(name(chosen.param.layout)) + "_" +
-                                  std::string(name(chosen.param.wire));
-                         });
+TEST(Metadata, OfALargeModelOverManyRanksIsSmall) {
+  Communicator world = in_process_world(1).front();
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
+    for (const Dtype wire : {Dtype::kF32, Dtype::kBf16}) {
+      SCOPED_TRACE(std::string(name(layout)) + " on " + std::string(name(wire)));
+      expect_small_metadata(world, layout, wire);
+    }
+  }
+}
 
 constexpr int kManyParameters = 4000;
 Shape small_shape(int parameter) { return {64 + parameter % 31, 48}; }

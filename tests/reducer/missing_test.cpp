@@ -1,15 +1,20 @@
 // Which gradients a microbatch must bring, and what happens when it does not.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
+#include <functional>
 
 #include "hsdp/error.h"
-#include "tests/support/faulty_step.h"
+#include "tests/support/reducer_step.h"
 
 namespace hsdp {
 namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
 
 std::vector<ParameterSpec> parameters_with_holes() {
   return {{.name = "first", .shape = {40, 3}},
@@ -17,50 +22,51 @@ std::vector<ParameterSpec> parameters_with_holes() {
           {.name = "third", .shape = {300}}};
 }
 
-StoredGradient gradient_of(const StepCase& step, std::size_t parameter, int microbatch, int rank) {
-  return {*step.gradients[parameter][static_cast<std::size_t>(microbatch)]
-                         [static_cast<std::size_t>(rank)],
-          step.parameters[parameter].shape, step.parameters[parameter].dtype};
-}
+// What rank 1 does in its open microbatch; its gradients in `stored` live as long.
+using Misuse =
+    std::function<void(Reducer&, const StepCase&, int m, std::vector<StoredGradient>& stored)>;
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-// Rank 1 hands over what `misuse` says, in the microbatch with each sync.
-using Misuse = std::function<void(Reducer&, const StepCase&, int microbatch, int rank)>;
-
-void expect_dropped(const Misuse& misuse, const std::string& text, const std::string& others) {
-  const std::vector<Sync> schedule{Sync::kShard, Sync::kNone, Sync::kAll};
-  for (int m = 0; m < static_cast<int>(schedule.size()); ++m) {
-    FaultyStep faulty{.step = random_step(parameters_with_holes(), kSquare.size(), schedule, 5),
-                      .microbatch = m,
-                      .bad_ranks = {1}};
-    faulty.fault = [&](Reducer& reducer, int rank) {
-      std::vector<StoredGradient> stored;
-      Microbatch open(reducer, {.sync = schedule[static_cast<std::size_t>(m)]});
-      misuse(reducer, faulty.step, m, rank);
-      open.end();
-    };
-    const auto reports = run_faulty_step(kSquare, {.bucket_bytes = 256}, faulty);
-    EXPECT_TRUE(reports[1].usage) << reports[1].text;
-    EXPECT_TRUE(contains(reports[1].text, text)) << reports[1].text;
-    expect_aborted(reports, faulty, others);
-    expect_aborted(reports, faulty, "rank 1");
+// In a microbatch of each sync: rank 1 is told so, the others that it was rank 1, nobody has a
+// result, and the next step is right.
+void expect_dropped(const Misuse& misuse, const std::string& own, const std::string& others) {
+  const StepCase step = random_step(parameters_with_holes(), kSquare.size(),
+                                    {Sync::kShard, Sync::kNone, Sync::kAll}, 5);
+  for (int m = 0; m < 3; ++m) {
+    expect_result(kSquare, step, {.bucket_bytes = 256}, [&](Reducer& reducer, const Mesh& mesh) {
+      const auto run = [&] {
+        for (int before = 0; before < m; ++before) {
+          run_microbatch(reducer, step, before, 1,
+                         {.sync = step.schedule[static_cast<std::size_t>(before)]});
+        }
+        std::vector<StoredGradient> stored;
+        Microbatch open(reducer, {.sync = step.schedule[static_cast<std::size_t>(m)]});
+        misuse(reducer, step, m, stored);
+        open.end();
+      };
+      if (mesh.rank() == 1) {
+        EXPECT_THAT(caught<UsageError>(run), says(HasSubstr(own)));
+      } else {
+        EXPECT_THAT(caught<StepAbortedError>([&] { run_step(reducer, step, mesh.rank()); }),
+                    names({1}, testing::AllOf(HasSubstr("rank 1"), HasSubstr(others))));
+      }
+      EXPECT_THROW(static_cast<void>(reducer.shard("first")), UsageError);
+      run_step(reducer, step, mesh.rank());
+    });
   }
 }
 
+// Hands over those parameters' gradients, by name.
+Misuse bringing(const std::vector<std::size_t>& parameters) {
+  return [=](Reducer& reducer, const StepCase& step, int m, std::vector<StoredGradient>& stored) {
+    for (const std::size_t p : parameters) {
+      stored.push_back(gradient_of(step, p, m, 1));
+      reducer.gradient_ready(step.parameters[p].name, stored.back().view());
+    }
+  };
+}
+
 TEST(MissingGradient, IsAnErrorThatNamesParameterAndRankEverywhere) {
-  std::vector<StoredGradient> stored;
-  expect_dropped(
-      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
-        stored.clear();
-        for (const std::size_t p : {0U, 2U}) {
-          stored.push_back(gradient_of(step, p, m, rank));
-          reducer.gradient_ready(step.parameters[p].name, stored.back().view());
-        }
-      },
-      "second", "second");
+  expect_dropped(bringing({0, 2}), "second", "second");
 }
 
 TEST(MissingGradient, OfEveryParameterSaysThatNoneCame) {
@@ -68,98 +74,65 @@ TEST(MissingGradient, OfEveryParameterSaysThatNoneCame) {
       "got none at all (rank 1 of 4); run the backward pass (loss.backward()), or call "
       "gradient_ready, inside the microbatch, or use missing=\"zero\" when parameters may go "
       "unused";
-  expect_dropped([](Reducer&, const StepCase&, int, int) {}, text, text);
-}
-
-TEST(SecondGradient, IsSeenAtOnce) {
-  std::vector<StoredGradient> stored;
-  expect_dropped(
-      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
-        stored.clear();
-        stored.push_back(gradient_of(step, 2, m, rank));
-        reducer.gradient_ready("third", stored.back().view());
-        reducer.gradient_ready("third", stored.back().view());
-        ADD_FAILURE() << "the second gradient was accepted";
-      },
-      "third", "third");
-}
-
-TEST(UnknownGradient, IsSeenAtOnce) {
-  std::vector<StoredGradient> stored;
-  expect_dropped(
-      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
-        stored.clear();
-        stored.push_back(gradient_of(step, 2, m, rank));
-        reducer.gradient_ready("fourth", stored.back().view());
-        ADD_FAILURE() << "the unknown gradient was accepted";
-      },
-      "fourth", "");
-  expect_dropped(
-      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
-        stored.clear();
-        stored.push_back(gradient_of(step, 2, m, rank));
-        reducer.gradient_ready(3, stored.back().view());
-        ADD_FAILURE() << "the unknown gradient was accepted";
-      },
-      "3", "");
+  expect_dropped(bringing({}), text, text);
 }
 
 TEST(RejectedGradient, DropsTheStepWithItsReason) {
-  std::vector<StoredGradient> stored;
-  expect_dropped(
-      [&](Reducer& reducer, const StepCase& step, int m, int rank) {
-        stored.clear();
-        stored.reserve(step.parameters.size());
-        for (std::size_t p = 0; p < step.parameters.size(); ++p) {
-          stored.push_back(gradient_of(step, p, m, rank));
-          reducer.gradient_ready(step.parameters[p].name, stored.back().view());
-        }
-        reducer.reject_gradient("gradient of 'third': it is sparse");
-      },
-      "it is sparse", "it is sparse");
+  const auto reject = [](Reducer& reducer, const StepCase& step, int m,
+                         std::vector<StoredGradient>& stored) {
+    bringing({0, 1, 2})(reducer, step, m, stored);
+    reducer.reject_gradient("gradient of 'third': it is sparse");
+  };
+  expect_dropped(reject, "it is sparse", "it is sparse");
+}
+
+// What is refused before anything of it is taken.
+Misuse refused(const std::function<void(Reducer&, const StridedView& third)>& call) {
+  return [=](Reducer& reducer, const StepCase& step, int m, std::vector<StoredGradient>& stored) {
+    stored.push_back(gradient_of(step, 2, m, 1));
+    call(reducer, stored.back().view());
+    ADD_FAILURE() << "the wrong gradient was accepted";
+  };
+}
+
+TEST(SecondGradient, IsSeenAtOnce) {
+  const auto twice = [](Reducer& reducer, const StridedView& third) {
+    for (int i = 0; i < 2; ++i) reducer.gradient_ready("third", third);
+  };
+  expect_dropped(refused(twice), "third", "third");
+}
+
+TEST(UnknownGradient, IsSeenAtOnce) {
+  const auto by_name = [](Reducer& reducer, const StridedView& third) {
+    reducer.gradient_ready("fourth", third);
+  };
+  const auto by_index = [](Reducer& reducer, const StridedView& third) {
+    reducer.gradient_ready(3, third);
+  };
+  expect_dropped(refused(by_name), "fourth", "");
+  expect_dropped(refused(by_index), "3", "");
 }
 
 TEST(WrongGradient, OfAnotherShapeDtypeOrDevice) {
-  const Values values(300, 1.0F);
-  const StoredGradient shaped(values, {30, 10}, Dtype::kF32);
-  const StoredGradient shorter(Values(299, 1.0F), {299}, Dtype::kF32);
-  const StoredGradient halved(values, {300}, Dtype::kF16);
-  const StoredGradient right(values, {300}, Dtype::kF32);
-  StridedView on_gpu = right.view();
-  on_gpu.device.type = DeviceType::kCuda;
-  StridedView extra_strides = right.view();
-  extra_strides.strides = {1, 1};
-  StridedView null = right.view();
-  null.data = nullptr;
-  for (const StridedView& wrong :
-       {shaped.view(), shorter.view(), halved.view(), on_gpu, extra_strides, null}) {
-    expect_dropped(
-        [&](Reducer& reducer, const StepCase&, int, int) {
-          reducer.gradient_ready("third", wrong);
-          ADD_FAILURE() << "the wrong gradient was accepted";
-        },
-        "third", "");
+  const std::vector<std::function<void(StridedView&)>> changes{
+      [](StridedView& view) {
+        view.shape = {30, 10}, view.strides = {10, 1};
+      },
+      [](StridedView& view) { view.shape = {299}; },
+      [](StridedView& view) { view.dtype = Dtype::kF16; },
+      [](StridedView& view) { view.device.type = DeviceType::kCuda; },
+      [](StridedView& view) {
+        view.strides = {1, 1};
+      },
+      [](StridedView& view) { view.data = nullptr; }};
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto wrong = [&](Reducer& reducer, StridedView third) {
+      changes[i](third);
+      reducer.gradient_ready("third", third);
+    };
+    expect_dropped(refused(wrong), "third", "");
   }
-}
-
-TEST(MissingAsZero, TheSetMayDifferBetweenMicrobatchesAndRanks) {
-  const ReducerOptions options{.bucket_bytes = 256, .missing = Missing::kZero};
-  StepCase step = random_step(parameters_with_holes(), kSquare.size(),
-                              {Sync::kShard, Sync::kNone, Sync::kShard, Sync::kAll}, 3);
-  // "second" only in the first microbatch, "third" only on one rank, later.
-  for (std::size_t m = 0; m < 4; ++m) {
-    for (std::size_t rank = 0; rank < 4; ++rank) {
-      if (m > 0) step.gradients[1][m][rank].reset();
-      if (m != 2 || rank != 3) step.gradients[2][m][rank].reset();
-    }
-  }
-  std::vector<RankResult> results(4);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options);
-    register_all(reducer, step);
-    results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
-  });
-  expect_reference(results, step, options, kSquare, "sparse gradients");
 }
 
 TEST(MissingAsZero, NoGradientAtAllIsZero) {
@@ -170,13 +143,14 @@ TEST(MissingAsZero, NoGradientAtAllIsZero) {
       reducer.begin_microbatch({.last = last});
       reducer.end_microbatch();
     }
-    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 0.0F);
+    EXPECT_THAT(values_of(reducer.shard("w")), Each(0.0F));
   });
 }
 
 TEST(MissingAsZero, TellsWhichParametersNoRankUsed) {
   StepCase step =
       random_step(parameters_with_holes(), kSquare.size(), {Sync::kNone, Sync::kAll}, 3);
+  const StepCase whole = step;
   const auto take = [&step](std::size_t parameter, std::size_t but_rank) {
     for (auto& gradients : step.gradients[parameter]) {
       for (std::size_t rank = 0; rank < gradients.size(); ++rank) {
@@ -187,51 +161,41 @@ TEST(MissingAsZero, TellsWhichParametersNoRankUsed) {
   take(0, 4);                       // on no rank
   take(1, 2);                       // on rank 2 alone
   step.gradients[1][1][2].reset();  // and there in the first microbatch alone
-  for (const Missing missing : {Missing::kZero, Missing::kError}) {
-    run_mesh(kSquare, [&](const Mesh& mesh) {
-      Reducer reducer(mesh, {.missing = missing});
-      register_all(reducer, step);
-      const bool is_error = missing == Missing::kError;
-      if (is_error) {
-        const StepCase whole =
-            random_step(parameters_with_holes(), kSquare.size(), {Sync::kAll}, 3);
-        run_step(reducer, whole, mesh.rank());
-        EXPECT_EQ(reducer.unused_parameters(), std::vector<int>{});
-        return;
-      }
-      for (int round = 0; round < 2; ++round) {
-        run_step(reducer, step, mesh.rank());
-        EXPECT_EQ(reducer.unused_parameters(), std::vector<int>{0});
-      }
-      const auto has = [&reducer] {
-        return std::array{reducer.has_gradient(0), reducer.has_gradient(1),
-                          reducer.has_gradient(2)};
-      };
-      constexpr std::array kNone{false, false, false};
-      const std::array own{false, mesh.rank() == 2, true};
-      EXPECT_EQ(has(), kNone);
-      reducer.begin_microbatch({.last = false});
-      EXPECT_EQ(has(), kNone);
-      const auto stored = deliver(reducer, step, 0, mesh.rank());
-      EXPECT_EQ(has(), own);
-      reducer.end_microbatch();
-      EXPECT_EQ(has(), own);
-      reducer.discard();
-      EXPECT_EQ(has(), kNone);
-    });
-  }
+  run_reducers(kSquare, whole, {}, [&](Reducer& reducer, const Mesh& mesh) {
+    run_step(reducer, whole, mesh.rank());
+    EXPECT_THAT(reducer.unused_parameters(), ElementsAre());
+  });
+  const ReducerOptions options{.missing = Missing::kZero};
+  run_reducers(kSquare, step, options, [&](Reducer& reducer, const Mesh& mesh) {
+    for (int round = 0; round < 2; ++round) {
+      run_step(reducer, step, mesh.rank());
+      EXPECT_THAT(reducer.unused_parameters(), ElementsAre(0));
+    }
+    const auto has = [&reducer] {
+      return std::array{reducer.has_gradient(0), reducer.has_gradient(1), reducer.has_gradient(2)};
+    };
+    constexpr std::array kNone{false, false, false};
+    const std::array own{false, mesh.rank() == 2, true};
+    EXPECT_EQ(has(), kNone);
+    reducer.begin_microbatch({.last = false});
+    EXPECT_EQ(has(), kNone);
+    const auto stored = deliver(reducer, step, 0, mesh.rank());
+    EXPECT_EQ(has(), own);
+    reducer.end_microbatch();
+    EXPECT_EQ(has(), own);
+    reducer.discard();
+    EXPECT_EQ(has(), kNone);
+  });
 }
 
 TEST(MissingAsZero, StillRefusesASecondGradient) {
-  run_mesh({1, 1}, [&](const Mesh& mesh) {
+  run_mesh({}, [&](const Mesh& mesh) {
     Reducer reducer(mesh, {.missing = Missing::kZero});
     reducer.register_parameter({.name = "w", .shape = {10}});
     const StoredGradient gradient(Values(10, 1.0F), {10}, Dtype::kF32);
-    EXPECT_TRUE(caught<UsageError>([&] {
-      Microbatch open(reducer, {.last = true});
-      reducer.gradient_ready("w", gradient.view());
-      reducer.gradient_ready("w", gradient.view());
-    }));
+    reducer.begin_microbatch({.last = true});
+    reducer.gradient_ready("w", gradient.view());
+    EXPECT_THROW(reducer.gradient_ready("w", gradient.view()), UsageError);
   });
 }
 
@@ -257,10 +221,7 @@ TEST_P(ManyBackwards, AddRepeatsLocally) {
       }
     }
   }
-  std::vector<RankResult> results(4);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options);
-    register_all(reducer, sums);
+  expect_result(kSquare, sums, options, [&](Reducer& reducer, const Mesh& mesh) {
     for (int m = 0; m < 2; ++m) {
       std::vector<StoredGradient> stored;
       Microbatch open(reducer, {.last = m == 1});
@@ -270,9 +231,7 @@ TEST_P(ManyBackwards, AddRepeatsLocally) {
       }
       open.end();
     }
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, sums);
   });
-  expect_reference(results, sums, options, kSquare, "repeats");
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, ManyBackwards, testing::Values(Dtype::kF32, Dtype::kBf16),
@@ -308,28 +267,12 @@ TEST(ManyBackwardsF16, CountOfTheRankThatHasMost) {
         }
         reducer.finish();
         EXPECT_FALSE(reducer.found_inf());
-        for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, expected);
-        for (const float value : values_of(reducer.shard("once"))) {
-          EXPECT_EQ(value, kValue * static_cast<float>(syncs.size()));
-        }
+        EXPECT_THAT(values_of(reducer.shard("w")), Each(expected));
+        EXPECT_THAT(values_of(reducer.shard("once")),
+                    Each(kValue * static_cast<float>(syncs.size())));
       });
     }
   }
-}
-
-TEST(ManyBackwardsSync, AlsoInMicrobatchesThatStayLocal) {
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.backwards = Backwards::kMany});
-    reducer.register_parameter({.name = "w", .shape = {10}});
-    const StoredGradient gradient(Values(10, 1.0F), {10}, Dtype::kF32);
-    for (const Sync sync : {Sync::kNone, Sync::kShard, Sync::kAll}) {
-      Microbatch open(reducer, {.sync = sync});
-      reducer.gradient_ready("w", gradient.view());
-      reducer.gradient_ready("w", gradient.view());
-      open.end();
-    }
-    for (const float value : values_of(reducer.shard("w"))) EXPECT_EQ(value, 6.0F);
-  });
 }
 
 }  // namespace

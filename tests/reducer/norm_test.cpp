@@ -14,18 +14,15 @@ namespace hsdp {
 namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
-
+using testing::Each;
 using testing::HasSubstr;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 double norm_of(const StepCase& step, const ReducerOptions& options, MeshShape shape) {
   double sum = 0.0;
-  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
-    for (const float g :
-         reference_result(reference_step(step, options, shape, p), step.gradients[p])) {
-      sum += static_cast<double>(g) * g;
-    }
+  for (const Values& mean : reference_results(step, options, shape)) {
+    for (const float g : mean) sum += static_cast<double>(g) * g;
   }
   return std::sqrt(sum);
 }
@@ -44,60 +41,44 @@ TEST_P(Norm, IsThatOfTheWholeMeanAndEqualOnAllRanks) {
     const ReducerOptions options{.layout = layout, .bucket_bytes = 4 << 10};
     const double want = norm_of(step, options, GetParam());
     std::vector<double> norms(static_cast<std::size_t>(GetParam().size()));
-    run_mesh(GetParam(), [&](const Mesh& mesh) {
-      Reducer reducer(mesh, options);
-      register_all(reducer, step);
+    run_reducers(GetParam(), step, options, [&](Reducer& reducer, const Mesh& mesh) {
       run_step(reducer, step, mesh.rank());
       norms[static_cast<std::size_t>(mesh.rank())] = reducer.grad_norm();
     });
-    for (const double norm : norms) {
-      EXPECT_NEAR(norm, want, want * 1e-12);
-      EXPECT_EQ(norm, norms.front());
-    }
+    EXPECT_NEAR(norms.front(), want, want * 1e-12);
+    EXPECT_THAT(norms, Each(norms.front()));
   }
 }
 
 TEST_P(Norm, ClippingScalesTheShardsWhenAbove) {
   const StepCase step = this->step(2);
+  const std::vector<Values> means = reference_results(step, {}, GetParam());
   const double want = norm_of(step, {}, GetParam());
   const double max_norm = want / 3.0;
-  std::vector<RankResult> results(static_cast<std::size_t>(GetParam().size()));
-  run_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
+  run_reducers(GetParam(), step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     EXPECT_NEAR(reducer.clip_grad_norm(max_norm), want, want * 1e-12);
     EXPECT_NEAR(reducer.grad_norm(), max_norm, max_norm * 1e-5);
     EXPECT_LE(reducer.grad_norm(), max_norm * (1.0 + 1e-6));
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
+    const std::vector<Values> clipped = gathered(reducer, step);
+    for (std::size_t p = 0; p < means.size(); ++p) {
+      for (std::size_t i = 0; i < means[p].size(); ++i) {
+        ASSERT_NEAR(clipped[p][i], means[p][i] / 3.0, std::abs(means[p][i]) * 1e-5);
+      }
+      // The same on all replicas.
+      Values own = clipped[p];
+      mesh.replicate_group().broadcast(TensorView{own.data(), std::ssize(own), Dtype::kF32, {}}, 0);
+      expect_same_bits(clipped[p], own, step.parameters[p].name);
+    }
   });
-  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
-    const Values mean =
-        reference_result(reference_step(step, {}, GetParam(), p), step.gradients[p]);
-    const Values first =
-        joined(results, GetParam().shard, 0, p, element_count(step.parameters[p].shape));
-    for (std::size_t i = 0; i < mean.size(); ++i) {
-      ASSERT_NEAR(first[i], mean[i] / 3.0, std::abs(mean[i]) * 1e-5);
-    }
-    for (int replica = 1; replica < GetParam().replicate; ++replica) {
-      expect_same_bits(
-          joined(results, GetParam().shard, replica, p, element_count(step.parameters[p].shape)),
-          first, "clipped replicas");
-    }
-  }
 }
 
 TEST_P(Norm, ClippingBelowChangesNoBit) {
   const StepCase step = this->step(3);
-  std::vector<RankResult> results(static_cast<std::size_t>(GetParam().size()));
-  run_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
+  expect_result(GetParam(), step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     static_cast<void>(reducer.clip_grad_norm(1e9));
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
   });
-  expect_reference(results, step, {}, GetParam(), "not clipped");
 }
 
 TEST_P(Norm, OfSeveralReducersIsOneNorm) {
@@ -114,9 +95,9 @@ TEST_P(Norm, OfSeveralReducersIsOneNorm) {
     const double share = a.grad_norm() / want;
     Reducer* const both[] = {&a, &b};
     const std::array<Reducer*, 2> twice{both[0], both[0]};
-    EXPECT_TRUE(caught<UsageError>([&] { clip_grad_norm(twice, 2.0); }));
+    EXPECT_THROW(clip_grad_norm(twice, 2.0), UsageError);
     const std::array<Reducer*, 2> none{both[0], nullptr};
-    EXPECT_TRUE(caught<UsageError>([&] { clip_grad_norm(none, 2.0); }));
+    EXPECT_THROW(clip_grad_norm(none, 2.0), UsageError);
     EXPECT_NEAR(clip_grad_norm(both, 2.0), want, want * 1e-12);
     EXPECT_NEAR(a.grad_norm(), share * 2.0, 1e-4);
     EXPECT_NEAR(std::hypot(a.grad_norm(), b.grad_norm()), 2.0, 2e-5);
@@ -130,13 +111,11 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Norm,
 
 TEST(NormMisuse, WithoutAResultOrWithABadLimitIsAnError) {
   const StepCase step = random_step(odd_parameters(Dtype::kF32), 2, {Sync::kAll}, 1);
-  run_mesh({1, 2}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
-    EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.grad_norm()); }));
+  run_reducers({1, 2}, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
+    EXPECT_THROW(static_cast<void>(reducer.grad_norm()), UsageError);
     run_step(reducer, step, mesh.rank());
     for (const double bad : {-1.0, std::nan("")}) {
-      EXPECT_TRUE(caught<UsageError>([&] { reducer.clip_grad_norm(bad); })) << bad;
+      EXPECT_THROW(reducer.clip_grad_norm(bad), UsageError) << bad;
     }
     static_cast<void>(reducer.grad_norm());
   });
@@ -144,9 +123,7 @@ TEST(NormMisuse, WithoutAResultOrWithABadLimitIsAnError) {
 
 TEST(NormMisuse, OfAFactorSaysWhatItNeeds) {
   const StepCase step = random_step(odd_parameters(Dtype::kF32), 1, {Sync::kAll}, 1);
-  run_mesh({1, 1}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
+  run_reducers({1, 1}, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     double norm = 0.0;
     float factor = 0.0F;
     const TensorView norm_out{&norm, 1, Dtype::kF64, {}};
@@ -213,9 +190,7 @@ void check_found_inf(const Poison& poison, MeshShape shape) {
   const StepCase clean = step;
   (*step.gradients[0][static_cast<std::size_t>(poison.microbatch)].back())[3] = poison.value;
   std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
-  run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, poison.options);
-    register_all(reducer, step);
+  run_reducers(shape, step, poison.options, [&](Reducer& reducer, const Mesh& mesh) {
     results[static_cast<std::size_t>(mesh.rank())] = run_step(reducer, step, mesh.rank());
     EXPECT_EQ(reducer.found_inf(), poison.found);
     EXPECT_EQ(reducer.found_inf(), poison.found) << "twice";
@@ -238,15 +213,13 @@ TEST_P(FoundInf, CountsMicrobatchesThatNoHopSaw) {
 TEST(FoundInfOfAPendingStep, IsAUsageError) {
   const StepCase step =
       random_step({{.name = "w", .shape = {40}}}, 2, {Sync::kShard, Sync::kNone}, 3);
-  run_mesh({1, 2}, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
+  run_reducers({1, 2}, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     float word = 0;
     for (int m = 0; m < 2; ++m) {
       run_microbatch(reducer, step, m, mesh.rank(),
                      {.sync = step.schedule[static_cast<std::size_t>(m)]});
-      EXPECT_TRUE(caught<UsageError>([&] { static_cast<void>(reducer.found_inf()); }));
-      EXPECT_TRUE(caught<UsageError>([&] { reducer.found_inf({&word, 1, Dtype::kF32}); }));
+      EXPECT_THROW(static_cast<void>(reducer.found_inf()), UsageError);
+      EXPECT_THROW(reducer.found_inf({&word, 1, Dtype::kF32}), UsageError);
     }
     reducer.finish();
     EXPECT_FALSE(reducer.found_inf());
@@ -265,9 +238,7 @@ TEST(F16Headroom, SumsOfTheLargestValueAreExact) {
     for (auto& microbatch : step.gradients[0]) {
       for (auto& values : microbatch) values = Values(64, 65504.0F);
     }
-    run_mesh(shape, [&](const Mesh& mesh) {
-      Reducer reducer(mesh);
-      register_all(reducer, step);
+    run_reducers(shape, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
       run_step(reducer, step, mesh.rank());
       EXPECT_FALSE(reducer.found_inf());
       for (const float value : values_of(reducer.shard("w"))) {

@@ -1,4 +1,5 @@
 // Results that nobody waits for: their Events say when they are there, or why they never will be.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -14,6 +15,7 @@ namespace hsdp {
 namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::HasSubstr;
 
 constexpr MeshShape kMesh{2, 2};
 constexpr int kLateRank = 3;
@@ -53,32 +55,29 @@ using Check = std::function<void(const Mesh&, Reducer& first, Reducer& second, O
 // does what `end_late` says once all others have their Events. `late_value`: of its gradient there.
 void with_a_late_rank(float late_value, const EndLate& end_late, const Check& check) {
   std::latch asked(kMesh.size() - 1);
-  run_mesh(
-      kMesh,
-      [&](const Mesh& mesh) {
-        const bool late = mesh.rank() == kLateRank;
-        Reducer first(mesh);
-        Reducer second(mesh);
-        first.register_parameter({.name = "w", .shape = {kCount}});
-        second.register_parameter({.name = "w", .shape = {kCount}});
-        std::vector<float> gradient;
-        std::vector<float> another;
-        begin(first, 4.0F, gradient);
-        first.end_microbatch();
-        begin(second, late ? late_value : 3.0F, another);
-        Outputs outputs;
-        if (late) {
-          asked.wait();
-          end_late(mesh, second);
-        } else {
-          second.end_microbatch();
-          outputs.ask(first, second, 10.0);
-          for (const Event& event : outputs.events) EXPECT_FALSE(event.complete());
-          asked.count_down();
-        }
-        check(mesh, first, second, outputs);
-      },
-      kPatient);
+  run_patiently(kMesh, [&](const Mesh& mesh) {
+    const bool late = mesh.rank() == kLateRank;
+    Reducer first(mesh);
+    Reducer second(mesh);
+    first.register_parameter({.name = "w", .shape = {kCount}});
+    second.register_parameter({.name = "w", .shape = {kCount}});
+    std::vector<float> gradient;
+    std::vector<float> another;
+    begin(first, 4.0F, gradient);
+    first.end_microbatch();
+    begin(second, late ? late_value : 3.0F, another);
+    Outputs outputs;
+    if (late) {
+      asked.wait();
+      end_late(mesh, second);
+    } else {
+      second.end_microbatch();
+      outputs.ask(first, second, 10.0);
+      for (const Event& event : outputs.events) EXPECT_FALSE(event.complete());
+      asked.count_down();
+    }
+    check(mesh, first, second, outputs);
+  });
 }
 
 TEST(ResultEvents, ComeBeforeADelayedPeerAndTheValuesWithIt) {
@@ -115,14 +114,12 @@ TEST(ResultEvents, OfADroppedStepThrowAndNothingIsClipped) {
       [](const Mesh& mesh, Reducer& first, Reducer& second, Outputs& outputs) {
         if (mesh.rank() != kLateRank) {
           for (const Event& event : outputs.events) {
-            const auto error = caught<StepAbortedError>([&] { event.wait(); });
-            ASSERT_TRUE(error);
-            EXPECT_EQ(error->ranks(), std::vector<int>{kLateRank});
-            EXPECT_NE(std::string(error->what()).find("on purpose"), std::string::npos);
+            EXPECT_THAT(caught<StepAbortedError>([&] { event.wait(); }),
+                        names({kLateRank}, HasSubstr("on purpose")));
           }
           EXPECT_EQ(outputs.factor, -1.0F);
           EXPECT_EQ(outputs.clip, -1.0);
-          EXPECT_TRUE(caught<StepAbortedError>([&] { second.finish(); }));
+          EXPECT_THROW(second.finish(), StepAbortedError);
         }
         EXPECT_EQ(values_of(first.shard("w")), Values(kCount / 2, 4.0F));
         std::vector<float> gradient;
@@ -139,9 +136,7 @@ TEST(ResultEvents, OfAFailedWorldThrowItsFailure) {
       [](const Mesh& mesh, Reducer&, Reducer&, Outputs& outputs) {
         if (mesh.rank() == kLateRank) return;
         for (const Event& event : outputs.events) {
-          const auto error = caught<RankError>([&] { event.wait(); });
-          ASSERT_TRUE(error);
-          EXPECT_NE(std::string(error->what()).find("on purpose"), std::string::npos);
+          EXPECT_THAT(caught<RankError>([&] { event.wait(); }), says(HasSubstr("on purpose")));
         }
       });
 }

@@ -22,10 +22,10 @@ namespace hsdp {
 namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-constexpr MeshShape kTwoByOne{2, 1};
 constexpr int kEarly = 0;
 constexpr int kLate = 1;
 
@@ -131,8 +131,11 @@ class Modules {
   std::array<Values, 2> gradients;
 };
 
+// On each of two replicas.
+void run_two(const MeshBody& body) { run_patiently({2, 1}, body); }
+
 TEST(RowReducer, SumsBackwardsAndReplicas) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     Modules modules(mesh);
     for (int repeat = 0; repeat < 2; ++repeat) {
       modules.step({0, 1, 2});
@@ -148,7 +151,7 @@ TEST(RowReducer, SumsBackwardsAndReplicas) {
 }
 
 TEST(RowReducer, FinishesWhatDidNotRunInTheLastBackward) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     Modules modules(mesh);
     modules.set_last(false);
     modules.backward(0);
@@ -156,9 +159,8 @@ TEST(RowReducer, FinishesWhatDidNotRunInTheLastBackward) {
     EXPECT_EQ(modules.rows.kept_bytes(), (12 + 8) * 4);
     modules.set_last(true);
     modules.backward(1, {kLate});
-    const auto too_early = caught<UsageError>([&] { modules.set_last(false); });
-    ASSERT_TRUE(too_early);
-    EXPECT_THAT(too_early->what(), HasSubstr("those of early, which did not run"));
+    EXPECT_THAT(caught<UsageError>([&] { modules.set_last(false); }),
+                says(HasSubstr("those of early, which did not run")));
     EXPECT_THAT(modules.finish(), ElementsAre(kEarly));
     EXPECT_EQ(modules.gradients[kEarly], mean_of({0}, kEarly));
     EXPECT_EQ(modules.gradients[kLate], mean_of({0, 1}, kLate));
@@ -167,7 +169,7 @@ TEST(RowReducer, FinishesWhatDidNotRunInTheLastBackward) {
 
 // A module that ran on one replica only: the other one's gradients are zeros.
 TEST(RowReducer, FinishesWhatOneReplicaHas) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     Modules modules(mesh);
     modules.set_last(false);
     modules.backward(0, mesh.rank() == 0 ? std::set<int>{kEarly} : std::set<int>{});
@@ -179,7 +181,7 @@ TEST(RowReducer, FinishesWhatOneReplicaHas) {
 }
 
 TEST(RowReducer, KeepsWhatAModuleFlagSays) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     Modules modules(mesh);
     modules.rows.set_requires_all_reduce(false, std::vector<int>{kEarly});
     modules.backward(0);
@@ -192,80 +194,69 @@ TEST(RowReducer, KeepsWhatAModuleFlagSays) {
 }
 
 TEST(RowReducer, RanksThatAreNotInTheSameBackwardAreToldAndGoOn) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        Modules modules(mesh);
-        const bool is_first = mesh.rank() == 0;
-        const auto mismatch = [&](const std::function<void()>& call, const std::string& text) {
-          const auto error = caught<MismatchError>(call);
-          ASSERT_TRUE(error) << text;
-          EXPECT_THAT(error->what(), HasSubstr(text));
-        };
-        mismatch(
-            [&] {
-              modules.set_last(is_first);
-              modules.backward(0);
-              static_cast<void>(modules.finish());
-            },
-            "expected call");
-        mismatch(
-            [&] {
-              if (is_first) modules.set_last(true);
-              modules.set_last(true);
-              modules.backward(0);
-            },
-            "once before each backward");
-        mismatch(
-            [&] {
-              modules.rows.set_requires_all_reduce(is_first, std::vector<int>{kEarly});
-              modules.backward(0);
-            },
-            "sync of early '");
-        modules.step({4, 5});
-        modules.expect({4, 5}, "after mismatches");
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    Modules modules(mesh);
+    const bool is_first = mesh.rank() == 0;
+    const auto mismatch = [&](const std::function<void()>& call, const std::string& text) {
+      EXPECT_THAT(caught<MismatchError>(call), says(HasSubstr(text)));
+    };
+    mismatch(
+        [&] {
+          modules.set_last(is_first);
+          modules.backward(0);
+          static_cast<void>(modules.finish());
+        },
+        "expected call");
+    mismatch(
+        [&] {
+          if (is_first) modules.set_last(true);
+          modules.set_last(true);
+          modules.backward(0);
+        },
+        "once before each backward");
+    mismatch(
+        [&] {
+          modules.rows.set_requires_all_reduce(is_first, std::vector<int>{kEarly});
+          modules.backward(0);
+        },
+        "sync of early '");
+    modules.step({4, 5});
+    modules.expect({4, 5}, "after mismatches");
+  });
 }
 
 TEST(RowReducer, AStepIsDroppedBetweenBackwards) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        const auto hop = std::make_shared<FakeHop>();
-        Modules modules(mesh, hop);
-        for (int repeat = 0; repeat < 3; ++repeat) {
-          modules.set_last(false);
-          modules.backward(0);
-          if (mesh.rank() == 0) {
-            modules.rows.abandon_step("a bad batch");
-            EXPECT_EQ(modules.rows.kept_bytes(), 0);
+  run_two([](const Mesh& mesh) {
+    const auto hop = std::make_shared<FakeHop>();
+    Modules modules(mesh, hop);
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      modules.set_last(false);
+      modules.backward(0);
+      if (mesh.rank() == 0) {
+        modules.rows.abandon_step("a bad batch");
+        EXPECT_EQ(modules.rows.kept_bytes(), 0);
+      } else {
+        modules.set_last(true);
+        const auto run_on = [&] {
+          if (repeat == 2) {
+            static_cast<void>(modules.finish());
           } else {
-            modules.set_last(true);
-            const auto error = caught<StepAbortedError>([&] {
-              if (repeat == 2) {
-                static_cast<void>(modules.finish());
-              } else {
-                modules.backward(1);
-              }
-            });
-            ASSERT_TRUE(error);
-            EXPECT_THAT(error->what(), HasSubstr("was dropped by rank 0 of 2"));
-            EXPECT_THAT(error->what(), HasSubstr("a bad batch"));
+            modules.backward(1);
           }
-        }
-        modules.set_last(false);
-        modules.backward(0);
-        modules.rows.abandon_step("all at once");
-        modules.step({2, 4});
-        EXPECT_TRUE(modules.finish().empty());
-        ASSERT_EQ(hop->ends().size(), 5U);
-        for (std::size_t s = 0; s < 5; ++s) {
-          EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
-          EXPECT_EQ(hop->ends()[s].outcome, s < 4 ? StepOutcome::kDropped : StepOutcome::kClean);
-        }
-      },
-      kPatient);
+        };
+        EXPECT_THAT(caught<StepAbortedError>(run_on),
+                    says(AllOf(HasSubstr("was dropped by rank 0 of 2"), HasSubstr("a bad batch"))));
+      }
+    }
+    modules.set_last(false);
+    modules.backward(0);
+    modules.rows.abandon_step("all at once");
+    modules.step({2, 4});
+    EXPECT_TRUE(modules.finish().empty());
+    EXPECT_THAT(outcomes(hop->ends()),
+                ElementsAre(StepOutcome::kDropped, StepOutcome::kDropped, StepOutcome::kDropped,
+                            StepOutcome::kDropped, StepOutcome::kClean));
+  });
 }
 
 // The first drop is not judged yet, as nobody waits for the others then.
@@ -274,73 +265,60 @@ TEST(RowReducer, WhoGoesAfterADropDropsTheNextStepToo) {
     SCOPED_TRACE(closes);
     std::promise<void> gone;
     std::shared_future<void> is_gone = gone.get_future().share();
-    run_mesh(
-        kTwoByOne,
-        [&](const Mesh& mesh) {
-          const auto hop = std::make_shared<FakeHop>();
-          auto modules = std::make_unique<Modules>(mesh, hop);
-          modules->set_last(false);
-          modules->backward(0);
-          if (mesh.rank() == 0) {
-            modules->rows.abandon_step("a bad batch");
-            modules->set_last(false);
-            modules->backward(1);
-            if (closes) modules->rows.close();
-            modules.reset();
-            gone.set_value();
-          } else {
-            is_gone.wait();
-            for (const std::string why : {"a bad batch", "the hooks were taken out"}) {
-              modules->set_last(true);
-              const auto error = caught<StepAbortedError>([&] { modules->backward(1); });
-              ASSERT_TRUE(error) << why;
-              EXPECT_THAT(error->what(), HasSubstr(why));
-            }
-          }
-          ASSERT_EQ(hop->ends().size(), 2U);
-          for (std::size_t s = 0; s < 2; ++s) {
-            EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
-            EXPECT_EQ(hop->ends()[s].outcome, StepOutcome::kDropped);
-          }
-        },
-        kPatient);
+    run_two([&](const Mesh& mesh) {
+      const auto hop = std::make_shared<FakeHop>();
+      auto modules = std::make_unique<Modules>(mesh, hop);
+      modules->set_last(false);
+      modules->backward(0);
+      if (mesh.rank() == 0) {
+        modules->rows.abandon_step("a bad batch");
+        modules->set_last(false);
+        modules->backward(1);
+        if (closes) modules->rows.close();
+        modules.reset();
+        gone.set_value();
+      } else {
+        is_gone.wait();
+        for (const std::string why : {"a bad batch", "the hooks were taken out"}) {
+          modules->set_last(true);
+          EXPECT_THAT(caught<StepAbortedError>([&] { modules->backward(1); }),
+                      says(HasSubstr(why)));
+        }
+      }
+      EXPECT_THAT(outcomes(hop->ends()), ElementsAre(StepOutcome::kDropped, StepOutcome::kDropped));
+    });
   }
 }
 
 TEST(RowReducer, AFinishThatOneRankRefusesDropsTheStep) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        FakeHop::Options options;
-        bool refuses = false;
-        options.on = [&refuses](std::string_view place) {
-          if (refuses && place == "word") throw Error("hop: no words");
-        };
-        const auto hop = std::make_shared<FakeHop>(options);
-        Modules modules(mesh, hop);
-        modules.set_last(false);
-        modules.backward(0);
-        refuses = mesh.rank() == 1;
-        const auto error = caught<Error>([&] { static_cast<void>(modules.finish()); });
-        refuses = false;
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("hop: no words"));
-        if (mesh.rank() == 0) {
-          EXPECT_THAT(error->what(), HasSubstr("was dropped by rank 1 of 2"));
-        }
-        EXPECT_EQ(modules.rows.kept_bytes(), 0);
-        modules.step({1, 2});
-        EXPECT_TRUE(modules.finish().empty());
-        ASSERT_EQ(hop->ends().size(), 2U);
-        EXPECT_EQ(hop->ends().front().outcome, StepOutcome::kDropped);
-        EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kClean);
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    FakeHop::Options options;
+    bool refuses = false;
+    options.on = [&refuses](std::string_view place) {
+      if (refuses && place == "word") throw Error("hop: no words");
+    };
+    const auto hop = std::make_shared<FakeHop>(options);
+    Modules modules(mesh, hop);
+    modules.set_last(false);
+    modules.backward(0);
+    refuses = mesh.rank() == 1;
+    const auto error = caught<Error>([&] { static_cast<void>(modules.finish()); });
+    refuses = false;
+    ASSERT_TRUE(error);
+    EXPECT_THAT(error->what(), HasSubstr("hop: no words"));
+    if (mesh.rank() == 0) {
+      EXPECT_THAT(error->what(), HasSubstr("was dropped by rank 1 of 2"));
+    }
+    EXPECT_EQ(modules.rows.kept_bytes(), 0);
+    modules.step({1, 2});
+    EXPECT_TRUE(modules.finish().empty());
+    EXPECT_THAT(outcomes(hop->ends()), ElementsAre(StepOutcome::kDropped, StepOutcome::kClean));
+  });
 }
 
 // What a hop with a state gets: names, shapes, ranges with gaps, one end a step.
 TEST(RowReducer, RunsAHopWithAState) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     const auto hop = std::make_shared<FakeHop>();
     std::vector<Values> errors(2, Values(12));
     {
@@ -372,7 +350,7 @@ TEST(RowReducer, RunsAHopWithAState) {
       EXPECT_TRUE(modules.finish().empty());
       EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kOverflow);
       modules.step({1});
-      EXPECT_TRUE(caught<UsageError>([&] { Modules second(mesh, hop); }));
+      EXPECT_THROW(Modules(mesh, hop), UsageError);
     }
     EXPECT_EQ(hop->ends().size(), 5U) << "the last one when its owner went";
     EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kDropped);
@@ -384,58 +362,51 @@ TEST(RowReducer, RunsAHopWithAState) {
 TEST(RowReducer, AFailureInsideABackwardEndsTheWorld) {
   for (const bool leaves : {false, true}) {
     const auto start = std::chrono::steady_clock::now();
-    run_mesh(
-        kTwoByOne,
-        [&](const Mesh& mesh) {
-          FakeHop::Options options;
-          const bool fails = mesh.rank() == 1;
-          int calls = 0;
-          options.on = [&](std::string_view place) {
-            if (!leaves && fails && place == "reduce" && ++calls == 2) throw Error("hop: no room");
-          };
-          Modules modules(mesh, std::make_shared<FakeHop>(options));
+    run_two([&](const Mesh& mesh) {
+      FakeHop::Options options;
+      const bool fails = mesh.rank() == 1;
+      int calls = 0;
+      options.on = [&](std::string_view place) {
+        if (!leaves && fails && place == "reduce" && ++calls == 2) throw Error("hop: no room");
+      };
+      Modules modules(mesh, std::make_shared<FakeHop>(options));
+      modules.set_last(true);
+      const auto error = caught<Error>([&] {
+        modules.give(kLate, row_of(0, kLate, mesh.rank()));
+        if (leaves && fails) {
+          modules.rows.abandon_step("hop: no room");
           modules.set_last(true);
-          const auto error = caught<Error>([&] {
-            modules.give(kLate, row_of(0, kLate, mesh.rank()));
-            if (leaves && fails) {
-              modules.rows.abandon_step("hop: no room");
-              modules.set_last(true);
-            }
-            modules.give(kEarly, row_of(0, kEarly, mesh.rank()));
-          });
-          ASSERT_TRUE(error);
-          EXPECT_THAT(error->what(), HasSubstr("hop: no room"));
-          if (!fails) {
-            EXPECT_THAT(error->what(), HasSubstr("rank 1 of 2"));
-          }
-          EXPECT_TRUE(caught<Error>([&] { static_cast<void>(modules.finish()); }));
-        },
-        kPatient);
+        }
+        modules.give(kEarly, row_of(0, kEarly, mesh.rank()));
+      });
+      ASSERT_TRUE(error);
+      EXPECT_THAT(error->what(), HasSubstr("hop: no room"));
+      if (!fails) {
+        EXPECT_THAT(error->what(), HasSubstr("rank 1 of 2"));
+      }
+      EXPECT_THROW(static_cast<void>(modules.finish()), Error);
+    });
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
   }
 }
 
 // A row that cannot be added, on one rank, in a backward that reduces.
 TEST(RowReducer, AWrongRowDropsTheStep) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        Modules modules(mesh);
-        if (mesh.rank() == 1) {
-          const auto error = caught<UsageError>([&] { modules.give(kLate, Values(7)); });
-          ASSERT_TRUE(error);
-          EXPECT_THAT(error->what(), HasSubstr("of late: expected 8 elements, got 7"));
-        } else {
-          EXPECT_TRUE(caught<StepAbortedError>([&] { modules.backward(0); }));
-        }
-        modules.step({1});
-        modules.expect({1}, "after it");
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    Modules modules(mesh);
+    if (mesh.rank() == 1) {
+      EXPECT_THAT(caught<UsageError>([&] { modules.give(kLate, Values(7)); }),
+                  says(HasSubstr("of late: expected 8 elements, got 7")));
+    } else {
+      EXPECT_THROW(modules.backward(0), StepAbortedError);
+    }
+    modules.step({1});
+    modules.expect({1}, "after it");
+  });
 }
 
 TEST(RowReducer, TakesOtherParametersBetweenSteps) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     FakeHop::Options options;
     std::vector<std::string> calls;
     options.on = [&calls](std::string_view place) {
@@ -452,14 +423,14 @@ TEST(RowReducer, TakesOtherParametersBetweenSteps) {
     EXPECT_EQ(hop->plan().parameters.size(), 2U);
     EXPECT_THAT(calls, ElementsAre("prepare", "end_step", "prepare"));
     EXPECT_FALSE(modules.rows.begins_step());
-    EXPECT_TRUE(caught<UsageError>([&] { modules.rows.set_groups(two_modules()); }));
+    EXPECT_THROW(modules.rows.set_groups(two_modules()), UsageError);
     modules.rows.end_backward();
   });
 }
 
 // As where they were frozen and no longer are: only a rank whose backward came between saw it.
 TEST(RowReducer, TheSameParametersAgainAreNoChange) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     FakeHop::Options options;
     int prepared = 0;
     options.on = [&prepared](std::string_view place) { prepared += place == "prepare" ? 1 : 0; };
@@ -476,22 +447,18 @@ TEST(RowReducer, TheSameParametersAgainAreNoChange) {
 }
 
 TEST(RowReducer, OtherParametersOnOneRankAreAMismatch) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        Modules modules(mesh);
-        modules.step({0});
-        std::vector<RowGroup> renamed = two_modules();
-        renamed[kEarly].parameters[0].name = "early.v";
-        if (mesh.rank() == 0) modules.rows.set_groups(renamed);
-        const auto error = caught<MismatchError>([&] { modules.step({1}); });
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("expected trainable parameters '"));
-        modules.rows.set_groups(renamed);
-        modules.step({2});
-        modules.expect({2}, "after it");
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    Modules modules(mesh);
+    modules.step({0});
+    std::vector<RowGroup> renamed = two_modules();
+    renamed[kEarly].parameters[0].name = "early.v";
+    if (mesh.rank() == 0) modules.rows.set_groups(renamed);
+    EXPECT_THAT(caught<MismatchError>([&] { modules.step({1}); }),
+                says(HasSubstr("expected trainable parameters '")));
+    modules.rows.set_groups(renamed);
+    modules.step({2});
+    modules.expect({2}, "after it");
+  });
 }
 
 // One rank takes a step for over that another one is still in: each learns it at once.
@@ -513,67 +480,57 @@ TEST(RowReducer, RanksThatAreAStepApartAreTold) {
        }}};
   for (const Case& one : cases) {
     SCOPED_TRACE(one.name);
-    run_mesh(
-        kTwoByOne,
-        [&](const Mesh& mesh) {
-          const auto hop = std::make_shared<FakeHop>();
-          Modules modules(mesh, hop);
-          modules.step({0});
-          const bool is_first = mesh.rank() == 0;
-          const auto error = caught<Error>([&] { (is_first ? one.first : one.second)(modules); });
-          EXPECT_TRUE(error.has_value() || !is_first);
-          modules.step({2});
-          modules.finish();
-          EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kClean);
-          for (std::size_t s = 0; s < hop->ends().size(); ++s) {
-            EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
-          }
-        },
-        kPatient);
+    run_two([&](const Mesh& mesh) {
+      const auto hop = std::make_shared<FakeHop>();
+      Modules modules(mesh, hop);
+      modules.step({0});
+      const bool is_first = mesh.rank() == 0;
+      const auto error = caught<Error>([&] { (is_first ? one.first : one.second)(modules); });
+      EXPECT_TRUE(error.has_value() || !is_first);
+      modules.step({2});
+      modules.finish();
+      EXPECT_EQ(hop->ends().back().outcome, StepOutcome::kClean);
+      for (std::size_t s = 0; s < hop->ends().size(); ++s) {
+        EXPECT_EQ(hop->ends()[s].step, static_cast<std::int64_t>(s));
+      }
+    });
   }
 }
 
 TEST(RowReducer, ARowThatIsRefusedFirstDropsItsOwnStep) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        Modules modules(mesh);
-        modules.backward(0);  // by its flags the whole step
-        if (mesh.rank() == 1) {
-          modules.rows.reject("a bad row");
-        } else {
-          EXPECT_TRUE(caught<StepAbortedError>([&] { modules.backward(1); }));
-        }
-        modules.backward(2);
-        modules.expect({2}, "after it");
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    Modules modules(mesh);
+    modules.backward(0);  // by its flags the whole step
+    if (mesh.rank() == 1) {
+      modules.rows.reject("a bad row");
+    } else {
+      EXPECT_THROW(modules.backward(1), StepAbortedError);
+    }
+    modules.backward(2);
+    modules.expect({2}, "after it");
+  });
 }
 
 TEST(RowReducer, AHopThatCannotEndAStepEndsTheWorld) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        FakeHop::Options options;
-        options.on = [&mesh](std::string_view place) {
-          if (place == "end_step" && mesh.rank() == 1) throw Error("hop: cannot commit");
-        };
-        Modules modules(mesh, std::make_shared<FakeHop>(options));
-        modules.step({0});
-        if (mesh.rank() == 0) static_cast<void>(caught<Error>([&] { modules.step({1}); }));
-        const auto error = caught<Error>([&] {
-          modules.step({1});
-          modules.finish();
-        });
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("hop: cannot commit"));
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    FakeHop::Options options;
+    options.on = [&mesh](std::string_view place) {
+      if (place == "end_step" && mesh.rank() == 1) throw Error("hop: cannot commit");
+    };
+    Modules modules(mesh, std::make_shared<FakeHop>(options));
+    modules.step({0});
+    if (mesh.rank() == 0) static_cast<void>(caught<Error>([&] { modules.step({1}); }));
+    const auto run_on = [&] {
+      modules.step({1});
+      modules.finish();
+    };
+    EXPECT_THAT(caught<Error>(run_on), says(HasSubstr("hop: cannot commit")));
+  });
 }
 
 // What a dropped step met is not the next one's.
 TEST(RowReducer, ADroppedStepLeavesNoOverflow) {
-  run_mesh(kTwoByOne, [](const Mesh& mesh) {
+  run_two([](const Mesh& mesh) {
     const auto hop = std::make_shared<FakeHop>();
     Modules modules(mesh, hop);
     modules.rows.set_requires_all_reduce(false, std::vector<int>{kEarly});
@@ -589,44 +546,37 @@ TEST(RowReducer, ADroppedStepLeavesNoOverflow) {
 }
 
 TEST(RowReducer, ADescriptionThatFailsIsToldAndTheHopIsFreeAfterClose) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        FakeHop::Options options;
-        int left = mesh.rank() == 1 ? 1 : 0;
-        options.on = [&left](std::string_view place) {
-          if (place == "describe" && left-- > 0) throw Error("hop: no words");
-        };
-        const auto hop = std::make_shared<FakeHop>(options);
-        const auto error = caught<Error>([&] { Modules modules(mesh, hop); });
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("hop: no words"));
-        Modules modules(mesh, hop);
-        modules.step({0});
-        modules.rows.close();
-        Modules again(mesh, hop);
-        again.step({1});
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    FakeHop::Options options;
+    int left = mesh.rank() == 1 ? 1 : 0;
+    options.on = [&left](std::string_view place) {
+      if (place == "describe" && left-- > 0) throw Error("hop: no words");
+    };
+    const auto hop = std::make_shared<FakeHop>(options);
+    EXPECT_THAT(caught<Error>([&] { Modules modules(mesh, hop); }),
+                says(HasSubstr("hop: no words")));
+    Modules modules(mesh, hop);
+    modules.step({0});
+    modules.rows.close();
+    Modules again(mesh, hop);
+    again.step({1});
+  });
 }
 
 TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {
-  run_mesh(
-      kTwoByOne,
-      [](const Mesh& mesh) {
-        std::vector<RowGroup> groups = two_modules();
-        if (mesh.rank() == 1) groups[kLate].parameters[1].shape = {3};
-        auto error = caught<MismatchError>([&] { RowReducer rows(mesh, groups); });
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("expected late.b (2,) f32 on every rank, got late.b "
-                                             "(3,) f32 on rank 1 of 2"));
-        const Dtype wire = mesh.rank() == 0 ? Dtype::kF32 : Dtype::kBf16;
-        error = caught<MismatchError>(
-            [&] { RowReducer rows(mesh, two_modules(), std::make_shared<PlainHop>(wire)); });
-        ASSERT_TRUE(error);
-        EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 on rank 1 of 2"));
-      },
-      kPatient);
+  run_two([](const Mesh& mesh) {
+    std::vector<RowGroup> groups = two_modules();
+    if (mesh.rank() == 1) groups[kLate].parameters[1].shape = {3};
+    auto error = caught<MismatchError>([&] { RowReducer rows(mesh, groups); });
+    ASSERT_TRUE(error);
+    EXPECT_THAT(error->what(), HasSubstr("expected late.b (2,) f32 on every rank, got late.b "
+                                         "(3,) f32 on rank 1 of 2"));
+    const Dtype wire = mesh.rank() == 0 ? Dtype::kF32 : Dtype::kBf16;
+    error = caught<MismatchError>(
+        [&] { RowReducer rows(mesh, two_modules(), std::make_shared<PlainHop>(wire)); });
+    ASSERT_TRUE(error);
+    EXPECT_THAT(error->what(), HasSubstr("the hop plain sends bf16 on rank 1 of 2"));
+  });
 }
 
 // One replica: nothing travels, and nobody is asked.

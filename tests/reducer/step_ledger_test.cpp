@@ -231,22 +231,5 @@ TEST(StepLedger, AWindowIsOneMicrobatch) {
   }
 }
 
-TEST(StepLedger, RefusesCallsOutOfTurn) {
-  StepLedger ledger(kShard, kReplicate);
-  EXPECT_THROW(ledger.require_collecting("call"), UsageError);
-  const MicrobatchPlan plan = ledger.begin({Sync::kShard});
-  for (const auto& call : std::vector<std::function<void()>>{
-           [&] { ledger.require_idle("call"); },
-           [&] { static_cast<void>(ledger.begin({Sync::kAll})); },
-           [&] { static_cast<void>(ledger.begin_finish()); }, [&] { ledger.set_loss_scale(2); },
-           [&] { ledger.set_gradient_divide_factor(2); },
-           [&] { ledger.set_requires_gradient_sync(false, std::nullopt); }}) {
-    EXPECT_THROW(call(), UsageError);
-  }
-  ledger.end(plan);
-  EXPECT_THROW(ledger.set_loss_scale(2), UsageError) << "while microbatches are pending";
-  ledger.set_gradient_divide_factor(2);
-}
-
 }  // namespace
 }  // namespace hsdp::reducer

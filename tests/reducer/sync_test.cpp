@@ -59,13 +59,11 @@ class SyncPrecedence : public testing::TestWithParam<Precedence> {};
 TEST_P(SyncPrecedence, Decides) {
   const Precedence& row = GetParam();
   const StepCase step = integer_step({{.name = "w", .shape = {50}}}, kSquare.size(), 1, 2);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = 64});
-    register_all(reducer, step);
+  run_reducers(kSquare, step, {.bucket_bytes = 64}, [&](Reducer& reducer, const Mesh& mesh) {
     reducer.set_requires_gradient_sync(row.gradient_sync);
     reducer.set_requires_all_reduce(row.all_reduce);
     if (!row.want) {
-      EXPECT_TRUE(caught<UsageError>([&] { reducer.begin_microbatch(row.options); }));
+      EXPECT_THROW(reducer.begin_microbatch(row.options), UsageError);
       run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kAll});
       EXPECT_EQ(observed(reducer), Sync::kAll) << "the refused begin changed nothing";
       return;
@@ -82,132 +80,57 @@ TEST_P(SyncPrecedence, Decides) {
 INSTANTIATE_TEST_SUITE_P(Table, SyncPrecedence, testing::ValuesIn(precedence_table()),
                          [](const auto& row) { return row.param.label; });
 
-// Two groups, set apart by flags, of which "late" synchronizes less often.
-class Groups : public testing::TestWithParam<Dtype> {
- protected:
-  static constexpr std::size_t kLate = 0;
-  static constexpr std::size_t kEarly = 1;
-
-  [[nodiscard]] StepCase step(int microbatch_count, std::uint64_t seed) const {
-    return random_step({{.name = "late", .shape = {130, 3}, .group = "late"},
-                        {.name = "early", .shape = {301}, .group = "early"}},
-                       kSquare.size(),
-                       std::vector<Sync>(static_cast<std::size_t>(microbatch_count), Sync::kAll),
-                       seed);
-  }
-
-  // The wire dtypes of the parameter; replica hop in f16 exercises the headroom of each hop.
-  [[nodiscard]] ReducerOptions options() const {
-    return {.reduce_dtype = GetParam(), .bucket_bytes = 512};
-  }
-
-  void expect_group(std::span<const RankResult> results, const StepCase& step,
-                    std::size_t parameter, std::vector<Sync> schedule, bool finish) const {
-    StepCase group = step;
-    group.schedule = std::move(schedule);
-    group.finish = finish;
-    const Values want = reference_result(reference_step(group, options(), kSquare, parameter),
-                                         step.gradients[parameter]);
-    for (int replica = 0; replica < kSquare.replicate; ++replica) {
-      expect_same_bits(joined(results, kSquare.shard, replica, parameter,
-                              element_count(step.parameters[parameter].shape)),
-                       want, step.parameters[parameter].name);
-    }
-  }
-
-  static void set_flags(Reducer& reducer, bool late_sync, bool late_all_reduce) {
-    reducer.set_requires_gradient_sync(late_sync, "late");
-    reducer.set_requires_all_reduce(late_all_reduce, "late");
-  }
-};
-
-TEST_P(Groups, AGroupThatIsAllMidStepKeepsItsTotals) {
-  const StepCase first = step(3, 1);
-  const StepCase second = step(1, 2);
-  std::vector<RankResult> first_results(4);
-  std::vector<RankResult> second_results(4);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    const auto rank = static_cast<std::size_t>(mesh.rank());
-    Reducer reducer(mesh, options());
-    register_all(reducer, first);
-    set_flags(reducer, true, false);
-    run_microbatch(reducer, first, 0, mesh.rank(), {});  // late: shard, early: all
-    set_flags(reducer, false, false);
-    run_microbatch(reducer, first, 1, mesh.rank(), {});  // late: none, early: all
-    EXPECT_GT(reducer.stats().total_bytes, 0);
-    set_flags(reducer, true, true);
-    run_microbatch(reducer, first, 2, mesh.rank(), {});  // every group is all: the step ends
-    first_results[rank] = read_result(reducer, first);
-    run_microbatch(reducer, second, 0, mesh.rank(), {});
-    second_results[rank] = read_result(reducer, second);
-  });
-  expect_group(first_results, first, kLate, {Sync::kShard, Sync::kNone, Sync::kAll}, false);
-  expect_group(first_results, first, kEarly, {Sync::kAll, Sync::kAll, Sync::kAll}, false);
-  expect_group(second_results, second, kLate, {Sync::kAll}, false);
-  expect_group(second_results, second, kEarly, {Sync::kAll}, false);
+// Two groups, set apart by flags, of which "late" synchronizes less often. Their schedules:
+// random_steps_test.cpp.
+StepCase step_of_groups(int microbatch_count, std::uint64_t seed = 4) {
+  return random_step({{.name = "late", .shape = {130, 3}, .group = "late"},
+                      {.name = "early", .shape = {301}, .group = "early"}},
+                     kSquare.size(),
+                     std::vector<Sync>(static_cast<std::size_t>(microbatch_count), Sync::kAll),
+                     seed);
 }
 
-TEST_P(Groups, FinishCompletesTheGroupThatIsPending) {
-  const StepCase first = step(2, 3);
-  std::vector<RankResult> results(4);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, first);
-    set_flags(reducer, true, false);
-    run_microbatch(reducer, first, 0, mesh.rank(), {});  // late: shard, early: all
-    set_flags(reducer, false, false);
-    run_microbatch(reducer, first, 1, mesh.rank(), {});  // late: none, early: all
-    reducer.finish();
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, first);
-  });
-  expect_group(results, first, kLate, {Sync::kShard, Sync::kNone}, true);
-  expect_group(results, first, kEarly, {Sync::kAll, Sync::kAll}, true);
+void set_late(Reducer& reducer, bool sync, bool all_reduce) {
+  reducer.set_requires_gradient_sync(sync, "late");
+  reducer.set_requires_all_reduce(all_reduce, "late");
 }
 
-TEST_P(Groups, LastEndsTheStepForAllGroups) {
-  const StepCase first = step(2, 4);
-  std::vector<RankResult> results(4);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, first);
-    set_flags(reducer, true, false);
-    run_microbatch(reducer, first, 0, mesh.rank(), {});
-    run_microbatch(reducer, first, 1, mesh.rank(), {.last = true});
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, first);
+TEST(Groups, LastEndsTheStepForAllOfThem) {
+  StepCase step = step_of_groups(2);
+  step.schedule[0] = Sync::kShard;
+  StepCase early = step;
+  early.schedule[0] = Sync::kAll;
+  const ReducerOptions options{.reduce_dtype = Dtype::kF16, .bucket_bytes = 512};
+  std::vector<Values> want = reference_results(step, options, kSquare);
+  want[1] = reference_results(early, options, kSquare)[1];
+  run_reducers(kSquare, step, options, [&](Reducer& reducer, const Mesh& mesh) {
+    set_late(reducer, true, false);
+    run_microbatch(reducer, step, 0, mesh.rank(), {});
+    EXPECT_GT(reducer.stats().total_bytes, 0) << "of the early group";
+    run_microbatch(reducer, step, 1, mesh.rank(), {.last = true});
+    expect_same_bits(gathered(reducer, step), want, "late and early");
   });
-  expect_group(results, first, kLate, {Sync::kShard, Sync::kAll}, false);
-  expect_group(results, first, kEarly, {Sync::kAll, Sync::kAll}, false);
 }
 
-TEST_P(Groups, DiscardDropsTotalsToo) {
-  const StepCase dropped = step(1, 5);
-  const StepCase kept = step(1, 6);
-  std::vector<RankResult> results(4);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, kept);
-    set_flags(reducer, true, false);
+TEST(Groups, DiscardDropsTotalsToo) {
+  const StepCase dropped = step_of_groups(1, 5);
+  const StepCase step = step_of_groups(1);
+  expect_result(kSquare, step, {.bucket_bytes = 512}, [&](Reducer& reducer, const Mesh& mesh) {
+    set_late(reducer, true, false);
     run_microbatch(reducer, dropped, 0, mesh.rank(), {});
     reducer.discard();
-    set_flags(reducer, true, true);
-    run_microbatch(reducer, kept, 0, mesh.rank(), {});
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, kept);
+    set_late(reducer, true, true);
+    run_microbatch(reducer, step, 0, mesh.rank(), {});
   });
-  expect_group(results, kept, kLate, {Sync::kAll}, false);
-  expect_group(results, kept, kEarly, {Sync::kAll}, false);
 }
 
-TEST_P(Groups, CountTheirOwnBuckets) {
-  const StepCase first = step(2, 7);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, first);
-    set_flags(reducer, true, true);
-    run_microbatch(reducer, first, 0, mesh.rank(), {});
-    static_cast<void>(reducer.shard("late"));
+TEST(Groups, CountTheirOwnBuckets) {
+  const StepCase step = step_of_groups(1);
+  run_reducers(kSquare, step, {.bucket_bytes = 512}, [&](Reducer& reducer, const Mesh& mesh) {
+    run_step(reducer, step, mesh.rank());
     const ReducerStats whole = reducer.stats();
-    set_flags(reducer, false, true);
-    run_microbatch(reducer, first, 1, mesh.rank(), {});
+    set_late(reducer, false, true);
+    run_microbatch(reducer, step, 0, mesh.rank(), {});
     reducer.discard();
     const ReducerStats after = reducer.stats();
     const auto early = after.reduce_scatter_count - whole.reduce_scatter_count;
@@ -217,30 +140,23 @@ TEST_P(Groups, CountTheirOwnBuckets) {
   });
 }
 
-TEST_P(Groups, LastWithOneGroupsSyncOffIsAnError) {
-  const StepCase first = step(1, 8);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options());
-    register_all(reducer, first);
-    set_flags(reducer, false, true);
-    EXPECT_TRUE(caught<UsageError>([&] { reducer.begin_microbatch({.last = true}); }));
-    EXPECT_TRUE(caught<UsageError>([&] { reducer.set_requires_gradient_sync(true, "unknown"); }));
-    EXPECT_TRUE(caught<UsageError>([&] { reducer.set_requires_all_reduce(true, "unknown"); }));
-    set_flags(reducer, true, true);
-    run_microbatch(reducer, first, 0, mesh.rank(), {.last = true});
+TEST(Groups, LastWithTheSyncOfOneOffIsAnError) {
+  const StepCase step = step_of_groups(1);
+  run_reducers(kSquare, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
+    set_late(reducer, false, true);
+    EXPECT_THROW(reducer.begin_microbatch({.last = true}), UsageError);
+    EXPECT_THROW(reducer.set_requires_gradient_sync(true, "unknown"), UsageError);
+    EXPECT_THROW(reducer.set_requires_all_reduce(true, "unknown"), UsageError);
+    set_late(reducer, true, true);
+    run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
     static_cast<void>(reducer.shard("late"));
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Wire, Groups, testing::Values(Dtype::kF32, Dtype::kBf16, Dtype::kF16),
-                         [](const auto& row) { return std::string(name(row.param)); });
-
 TEST(LocalWindow, SendsNoMessageHoweverLongItIs) {
   const StepCase step =
       random_step({{.name = "w", .shape = {50}}}, 4, std::vector<Sync>(9, Sync::kNone), 3);
-  run_mesh(kSquare, [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
-    register_all(reducer, step);
+  run_reducers(kSquare, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     std::vector<std::int64_t> messages;
     for (const int length : {0, 1, 2, 8}) {
       const std::int64_t before = reducer.stats().control_message_count;
@@ -261,11 +177,8 @@ TEST(LocalWindow, WaitsForNobody) {
   for (const MeshShape shape : {MeshShape{1, 2}, MeshShape{2, 1}}) {
     const StepCase step = random_step({{.name = "w", .shape = {50}}}, 2,
                                       {Sync::kShard, Sync::kNone, Sync::kNone, Sync::kAll}, 3);
-    std::vector<RankResult> results(2);
     std::latch through(1);
-    run_mesh(shape, [&](const Mesh& mesh) {
-      Reducer reducer(mesh);
-      register_all(reducer, step);
+    expect_result(shape, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
       run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kShard});
       if (mesh.rank() == 0) through.wait();
       for (const int m : {1, 2}) {
@@ -273,9 +186,7 @@ TEST(LocalWindow, WaitsForNobody) {
       }
       if (mesh.rank() == 1) through.count_down();
       run_microbatch(reducer, step, 3, mesh.rank(), {.sync = Sync::kAll});
-      results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
     });
-    expect_reference(results, step, {}, shape, "a window alone");
   }
 }
 

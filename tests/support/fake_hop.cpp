@@ -1,5 +1,7 @@
 #include "tests/support/fake_hop.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -24,6 +26,15 @@ TensorView view_of(std::vector<T>& values, Dtype dtype) {
 }
 
 }  // namespace
+
+std::vector<StepOutcome> outcomes(const std::vector<StepEnd>& ends) {
+  std::vector<StepOutcome> all;
+  for (const StepEnd& end : ends) {
+    EXPECT_EQ(end.step, std::ssize(all));
+    all.push_back(end.outcome);
+  }
+  return all;
+}
 
 float fake_mean(const std::vector<float>& sums, float divisor, std::vector<float>& errors) {
   float mean = 0.0F;
@@ -73,8 +84,11 @@ void FakeHop::prepare(const HopPlan& plan) {
     error.resize(static_cast<std::size_t>(element_count(parameter.shape)));
     bytes += std::ssize(error) * static_cast<std::int64_t>(sizeof(float));
   }
-  for (const auto& [key, values] : loaded_) put_back(key, values);
-  loaded_.clear();
+  for (const auto& [key, values] : std::exchange(loaded_, {})) {
+    const std::size_t slash = key.rfind('/');
+    const std::int64_t offset = std::stoll(key.substr(slash + 2));
+    std::ranges::copy(values, errors_.at(key.substr(0, slash)).begin() + offset);
+  }
   held_ = nullptr;
   held_ = plan.memory.hold(MemoryKind::kReplicaHop, bytes);
 }
@@ -191,20 +205,9 @@ std::vector<HopState> FakeHop::state() {
 
 void FakeHop::load_state(std::span<const HopState> state) {
   for (const HopState& piece : state) {
-    const std::span values(static_cast<const float*>(piece.data.data),
-                           static_cast<std::size_t>(piece.data.count));
-    if (plan_ != nullptr) {
-      put_back(piece.key, values);
-    } else {
-      loaded_[piece.key] = std::vector(values.begin(), values.end());
-    }
+    const auto* const values = static_cast<const float*>(piece.data.data);
+    loaded_[piece.key] = std::vector(values, values + piece.data.count);
   }
-}
-
-void FakeHop::put_back(const std::string& key, std::span<const float> errors) {
-  const std::size_t slash = key.rfind('/');
-  std::ranges::copy(errors,
-                    errors_.at(key.substr(0, slash)).begin() + std::stoll(key.substr(slash + 2)));
 }
 
 }  // namespace hsdp::test

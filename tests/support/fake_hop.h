@@ -45,7 +45,7 @@ class FakeHop final : public ReplicaHop {
   Event reduce(const HopBucket& bucket, Stream& stream) override;
   void end_step(const StepEnd& end) override;
   [[nodiscard]] std::vector<HopState> state() override;
-  void load_state(std::span<const HopState> state) override;
+  void load_state(std::span<const HopState> state) override;  // before prepare() only
 
   [[nodiscard]] const HopPlan& plan() const { return *plan_; }
   [[nodiscard]] std::vector<StepEnd> ends() const { return ends_; }
@@ -64,7 +64,6 @@ class FakeHop final : public ReplicaHop {
     return plan_->parameters[static_cast<std::size_t>(range.parameter)];
   }
   void finish_streams();
-  void put_back(const std::string& key, std::span<const float> errors);
   void encode(Exchange& exchange);
   void count(int change);
 
@@ -75,16 +74,18 @@ class FakeHop final : public ReplicaHop {
   Stream codec_ = Stream::inline_host();  // threads from bind() on
   Stream scatter_wire_ = Stream::inline_host();
   Stream gather_wire_ = Stream::inline_host();
-  Errors errors_;  // after the last clean step
-  Errors next_;    // in this step
-  // What was loaded before prepare().
-  std::map<std::string, std::vector<float>> loaded_;
+  Errors errors_;                                     // after the last clean step
+  Errors next_;                                       // in this step
+  std::map<std::string, std::vector<float>> loaded_;  // by key
   MemoryCount::Held held_;
   std::vector<StepEnd> ends_;
   int in_flight_ = 0;
   int most_in_flight_ = 0;
   std::mutex mutex_;
 };
+
+// How steps 0, 1, ... ended.
+[[nodiscard]] std::vector<StepOutcome> outcomes(const std::vector<StepEnd>& ends);
 
 // What FakeHop makes of one element: each replica's shard sum, and its error, which changes.
 [[nodiscard]] float fake_mean(const std::vector<float>& sums, float divisor,

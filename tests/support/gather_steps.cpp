@@ -16,10 +16,7 @@ namespace {
 std::vector<int> shuffled(int count, std::uint64_t seed) {
   std::vector<int> order(static_cast<std::size_t>(count));
   std::iota(order.begin(), order.end(), 0);
-  Random random(seed);
-  for (std::size_t i = order.size(); i > 1; --i) {
-    std::swap(order[i - 1], order[static_cast<std::size_t>(random.next() % i)]);
-  }
+  Random(seed).shuffle(order);
   return order;
 }
 

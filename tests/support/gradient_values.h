@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "hsdp/tensor_view.h"
@@ -22,6 +23,10 @@ class Random {
   // Uniform in [low, high].
   [[nodiscard]] int integer(int low, int high);
   [[nodiscard]] double uniform();  // [0, 1)
+  template <typename T>
+  void shuffle(std::vector<T>& values) {
+    for (std::size_t i = values.size(); i > 1; --i) std::swap(values[i - 1], values[next() % i]);
+  }
 
  private:
   std::uint64_t state_;

@@ -90,14 +90,6 @@ std::vector<Values> whole(const Results& results, MeshShape shape, int replica) 
   return all;
 }
 
-void expect_same(const std::vector<Values>& got, const std::vector<Values>& want,
-                 const std::string& label) {
-  ASSERT_EQ(got.size(), want.size());
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    expect_same_bits(got[i], want[i], label + ", array " + std::to_string(i));
-  }
-}
-
 // Hops, by rank, whose first step was under way when their world ended.
 std::vector<std::shared_ptr<ReplicaHop>> cut_hops(MeshShape shape, const MakeHop& make_hop,
                                                   std::int64_t bucket_bytes) {
@@ -124,23 +116,25 @@ void check_hop_contract(const MakeHop& make_hop, MeshShape shape) {
   const Results plain = two_steps(shape, make_hop, kSmall, nothing);
   const std::vector<Values> want = whole(plain, shape, 0);
   for (int replica = 1; replica < shape.replicate; ++replica) {
-    expect_same(whole(plain, shape, replica), want, "replica " + std::to_string(replica));
+    expect_same_bits(whole(plain, shape, replica), want, "replica " + std::to_string(replica));
   }
-  expect_same(whole(two_steps(shape, make_hop, 1 << 20, nothing), shape, 0), want, "large buckets");
+  expect_same_bits(whole(two_steps(shape, make_hop, 1 << 20, nothing), shape, 0), want,
+                   "large buckets");
   const auto not_clean = [&](const Mesh& mesh, Made& made) {
     run(*made.reducer, overflowing_step(shape), mesh.rank());
     EXPECT_TRUE(made.reducer->found_inf());
     drop_a_step(*made.reducer, clean_step(shape, 3), mesh.rank());
   };
-  expect_same(whole(two_steps(shape, make_hop, kSmall, not_clean), shape, 0), want,
-              "after steps that were not clean");
+  expect_same_bits(whole(two_steps(shape, make_hop, kSmall, not_clean), shape, 0), want,
+                   "after steps that were not clean");
   const auto load = [&](const Mesh& mesh, Made& made) {
     Made fresh = make(mesh, make_hop, kSmall);
     const Made& before = made;
     fresh.hop->load_state(before.hop->state());
     std::swap(fresh, made);
   };
-  expect_same(whole(two_steps(shape, make_hop, kSmall, load), shape, 0), want, "a saved state");
+  expect_same_bits(whole(two_steps(shape, make_hop, kSmall, load), shape, 0), want,
+                   "a saved state");
   const auto second_owner = [&](const Mesh& mesh, Made& made) {
     Reducer another(mesh, {.replica_hop = made.hop});
     another.register_parameter({.name = "w", .shape = {4}});
@@ -148,8 +142,8 @@ void check_hop_contract(const MakeHop& make_hop, MeshShape shape) {
     EXPECT_LE(made.hop->describe().size(), 127U);
     EXPECT_LE(made.hop->word().size(), StepParty::kMaxWordBytes);
   };
-  expect_same(whole(two_steps(shape, make_hop, kSmall, second_owner), shape, 0), want,
-              "after a second owner");
+  expect_same_bits(whole(two_steps(shape, make_hop, kSmall, second_owner), shape, 0), want,
+                   "after a second owner");
   const auto hops = cut_hops(shape, make_hop, kSmall);
   Results after(2, std::vector<RankResult>(static_cast<std::size_t>(shape.size())));
   run_mesh(shape, [&](const Mesh& mesh) {
@@ -160,7 +154,7 @@ void check_hop_contract(const MakeHop& make_hop, MeshShape shape) {
       after[s][rank] = run(*made.reducer, clean_step(shape, s + 1), mesh.rank());
     }
   });
-  expect_same(whole(after, shape, 0), want, "after a step that was cut");
+  expect_same_bits(whole(after, shape, 0), want, "after a step that was cut");
 }
 
 }  // namespace hsdp::test

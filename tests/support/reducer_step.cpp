@@ -43,10 +43,7 @@ std::vector<std::size_t> arrival_order(const StepCase& step, int microbatch, int
   }
   if (delivery.order == Order::kReverse) std::reverse(order.begin(), order.end());
   if (delivery.order == Order::kRandom) {
-    Random random(seed_of(delivery.seed, 0, microbatch, rank));
-    for (std::size_t i = order.size(); i > 1; --i) {
-      std::swap(order[i - 1], order[static_cast<std::size_t>(random.next() % i)]);
-    }
+    Random(seed_of(delivery.seed, 0, microbatch, rank)).shuffle(order);
   }
   return order;
 }
@@ -92,6 +89,12 @@ void register_all(Reducer& reducer, const StepCase& step) {
   for (const ParameterSpec& spec : step.parameters) reducer.register_parameter(spec);
 }
 
+StoredGradient gradient_of(const StepCase& step, std::size_t parameter, int microbatch, int rank) {
+  const ParameterSpec& spec = step.parameters[parameter];
+  const auto& ranks = step.gradients[parameter][static_cast<std::size_t>(microbatch)];
+  return {*ranks[static_cast<std::size_t>(rank)], spec.shape, spec.dtype};
+}
+
 std::vector<StoredGradient> deliver(Reducer& reducer, const StepCase& step, int microbatch,
                                     int rank, const Delivery& delivery) {
   const std::vector<std::size_t> order = arrival_order(step, microbatch, rank, delivery);
@@ -132,13 +135,17 @@ void run_microbatch(Reducer& reducer, const StepCase& step, int microbatch, int 
   for (StoredGradient& gradient : stored) gradient.poison();
 }
 
-RankResult run_step(Reducer& reducer, const StepCase& step, int rank, const Delivery& delivery) {
-  reducer.set_gradient_divide_factor(step.divide_factor);
-  reducer.set_loss_scale(step.loss_scale);
+void run_schedule(Reducer& reducer, const StepCase& step, int rank, const Delivery& delivery) {
   for (std::size_t m = 0; m < step.schedule.size(); ++m) {
     run_microbatch(reducer, step, static_cast<int>(m), rank, {.sync = step.schedule[m]}, delivery);
   }
   if (step.finish) reducer.finish();
+}
+
+RankResult run_step(Reducer& reducer, const StepCase& step, int rank, const Delivery& delivery) {
+  reducer.set_gradient_divide_factor(step.divide_factor);
+  reducer.set_loss_scale(step.loss_scale);
+  run_schedule(reducer, step, rank, delivery);
   return read_result(reducer, step);
 }
 
@@ -194,15 +201,23 @@ ReferenceStep reference_step(const StepCase& step, const ReducerOptions& options
           .loss_scale = step.loss_scale};
 }
 
+std::vector<Values> reference_results(const StepCase& step, const ReducerOptions& options,
+                                      MeshShape shape) {
+  std::vector<Values> results;
+  for (std::size_t p = 0; p < step.parameters.size(); ++p) {
+    results.push_back(reference_result(reference_step(step, options, shape, p), step.gradients[p]));
+  }
+  return results;
+}
+
 void expect_reference(std::span<const RankResult> ranks, const StepCase& step,
                       const ReducerOptions& options, MeshShape shape, const std::string& label) {
+  const std::vector<Values> want = reference_results(step, options, shape);
   for (std::size_t p = 0; p < step.parameters.size(); ++p) {
-    const Values want =
-        reference_result(reference_step(step, options, shape, p), step.gradients[p]);
     for (int replica = 0; replica < shape.replicate; ++replica) {
       const Values got =
           joined(ranks, shape.shard, replica, p, element_count(step.parameters[p].shape));
-      expect_same_bits(got, want,
+      expect_same_bits(got, want[p],
                        label + ", parameter " + step.parameters[p].name + ", replica " +
                            std::to_string(replica));
     }
@@ -216,6 +231,37 @@ void expect_same_bits(const Values& got, const Values& want, const std::string& 
     ASSERT_EQ(std::bit_cast<std::uint32_t>(got[i]), std::bit_cast<std::uint32_t>(want[i]))
         << label << ": element " << i << " is " << got[i] << ", expected " << want[i];
   }
+}
+
+void expect_same_bits(const std::vector<Values>& got, const std::vector<Values>& want,
+                      const std::string& label) {
+  ASSERT_EQ(got.size(), want.size()) << label;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    expect_same_bits(got[i], want[i], label + ", array " + std::to_string(i));
+  }
+}
+
+void run_reducers(MeshShape shape, const StepCase& step, const ReducerOptions& options,
+                  const ReducerBody& body, const ThreadRanksOptions& ranks) {
+  run_mesh(
+      shape,
+      [&](const Mesh& mesh) {
+        Reducer reducer(mesh, options);
+        register_all(reducer, step);
+        body(reducer, mesh);
+      },
+      ranks);
+}
+
+void expect_result(MeshShape shape, const StepCase& step, const ReducerOptions& options,
+                   const ReducerBody& body, const ThreadRanksOptions& ranks) {
+  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
+  const auto read = [&](Reducer& reducer, const Mesh& mesh) {
+    body(reducer, mesh);
+    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
+  };
+  run_reducers(shape, step, options, read, ranks);
+  expect_reference(results, step, options, shape, "the result");
 }
 
 std::vector<Values> gathered(Reducer& reducer, const StepCase& step) {

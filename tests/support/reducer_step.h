@@ -1,12 +1,17 @@
 // Runs the steps of a test through a Reducer on every rank and compares them with the reference.
 #pragma once
 
+#include <gmock/gmock.h>
+
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "hsdp/error.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer.h"
 #include "tests/support/gradient_values.h"
@@ -49,6 +54,8 @@ struct RankResult {
 [[nodiscard]] std::vector<ParameterSpec> odd_parameters(Dtype dtype);
 
 void register_all(Reducer& reducer, const StepCase& step);
+[[nodiscard]] StoredGradient gradient_of(const StepCase& step, std::size_t parameter,
+                                         int microbatch, int rank);
 // The open microbatch's gradients of this rank, from `delivery.thread_count` threads. The memory
 // must live until end_microbatch.
 [[nodiscard]] std::vector<StoredGradient> deliver(Reducer& reducer, const StepCase& step,
@@ -56,7 +63,9 @@ void register_all(Reducer& reducer, const StepCase& step);
                                                   const Delivery& delivery = {});
 void run_microbatch(Reducer& reducer, const StepCase& step, int microbatch, int rank,
                     const MicrobatchOptions& options, const Delivery& delivery = {});
-// The whole step with its explicit schedule; reads the result.
+// The microbatches with their explicit schedule, and finish() if the step ends with it.
+void run_schedule(Reducer& reducer, const StepCase& step, int rank, const Delivery& delivery = {});
+// The whole step with its factors; reads the result.
 RankResult run_step(Reducer& reducer, const StepCase& step, int rank,
                     const Delivery& delivery = {});
 [[nodiscard]] RankResult read_result(Reducer& reducer, const StepCase& step);
@@ -69,11 +78,36 @@ RankResult run_step(Reducer& reducer, const StepCase& step, int rank,
 
 [[nodiscard]] ReferenceStep reference_step(const StepCase& step, const ReducerOptions& options,
                                            MeshShape shape, std::size_t parameter);
+// Of every parameter.
+[[nodiscard]] std::vector<Values> reference_results(const StepCase& step,
+                                                    const ReducerOptions& options, MeshShape shape);
 // Every parameter on every replica has the reference's bits.
 void expect_reference(std::span<const RankResult> ranks, const StepCase& step,
                       const ReducerOptions& options, MeshShape shape, const std::string& label);
 // Equal bits; all NaNs count as one.
 void expect_same_bits(const Values& got, const Values& want, const std::string& label);
+void expect_same_bits(const std::vector<Values>& got, const std::vector<Values>& want,
+                      const std::string& label);
+
+// What a rank does with its Reducer, which has the parameters of a step.
+using ReducerBody = std::function<void(Reducer& reducer, const Mesh& mesh)>;
+// On every rank of a new mesh.
+void run_reducers(MeshShape shape, const StepCase& step, const ReducerOptions& options,
+                  const ReducerBody& body, const ThreadRanksOptions& ranks = {});
+// As above; the result that `body` leaves on every rank has the reference's bits.
+void expect_result(MeshShape shape, const StepCase& step, const ReducerOptions& options,
+                   const ReducerBody& body, const ThreadRanksOptions& ranks = {});
+
+// Match what caught() returns: an error with such a message, and that names those ranks.
+inline auto says(const testing::Matcher<std::string>& message) {
+  return testing::Optional(testing::Property("what", &std::exception::what, message));
+}
+inline auto names(const std::vector<int>& ranks,
+                  const testing::Matcher<std::string>& message = testing::_) {
+  return testing::Optional(
+      testing::AllOf(testing::Property("ranks", &RankError::ranks, ranks),
+                     testing::Property("what", &std::exception::what, message)));
+}
 
 // The whole gradients of the step that ended, gathered from all ranks, per parameter. Collective.
 [[nodiscard]] std::vector<Values> gathered(Reducer& reducer, const StepCase& step);

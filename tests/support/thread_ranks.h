@@ -50,6 +50,9 @@ void PrintTo(MeshShape shape, std::ostream* out);      // for GoogleTest
 
 // run_ranks with a mesh over the whole world.
 void run_mesh(MeshShape shape, const MeshBody& body, const ThreadRanksOptions& options = {});
+inline void run_patiently(MeshShape shape, const MeshBody& body) {
+  run_mesh(shape, body, kPatient);
+}
 
 // Two seconds are promised to a job that gets its cores; on a machine that is overrun (the load is
 // several times the cores) every step of the way waits for its turn, and this is longer.

@@ -121,7 +121,7 @@ TEST_F(ControlTest, EveryRankSharesOneSecret) {
 }
 
 TEST_F(ControlTest, MisuseIsAnErrorAtOnce) {
-  expect_all_ok(run_processes(2, {}, [](int rank) {
+  expect_all_ok(run_processes(2, {.deadline = milliseconds(120'000)}, [](int rank) {
     const auto control = connect(milliseconds(100'000));
     const std::vector<std::vector<int>> wrong_groups{{}, {1 - rank}, {0, 1, 2}, {0, 0, 1}};
     for (const auto& group : wrong_groups) {

@@ -1,27 +1,24 @@
 // What a caller captures into a CUDA graph meanwhile.
 #pragma once
 
-#include <cuda_runtime.h>
 #include <gtest/gtest.h>
+
+#include "cuda_stand_in.h"
 
 namespace hsdp::stand_in {
 
 // A capture of that stream, which must be whole in the end.
 class Capture {
  public:
-  explicit Capture(void* stream, cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal)
-      : stream_(static_cast<cudaStream_t>(stream)) {
-    EXPECT_EQ(cudaStreamBeginCapture(stream_, mode), cudaSuccess);
+  explicit Capture(void* stream, bool of_all_threads = true) : stream_(stream) {
+    EXPECT_TRUE(begin_capture(stream, of_all_threads));
   }
-  ~Capture() {
-    cudaGraph_t graph = nullptr;
-    EXPECT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess) << "not whole any more";
-  }
+  ~Capture() { EXPECT_TRUE(end_capture(stream_)) << "not whole any more"; }
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
 
  private:
-  cudaStream_t stream_;
+  void* stream_;
 };
 
 }  // namespace hsdp::stand_in

@@ -1,5 +1,6 @@
 // Gradients that a Reducer reads and lets go, on the stand-in for the CUDA runtime: their memory,
 // their streams, and what cannot be had.
+#include <cuda_runtime.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -286,7 +287,7 @@ TEST(GpuGradientsOfOneRank, LeaveTheirStreamsWithTheMicrobatch) {
       };
       microbatch(false, Stream::borrow(kGpu, other));
       {
-        const stand_in::Capture capture(other, cudaStreamCaptureModeThreadLocal);
+        const stand_in::Capture capture(other, false);
         microbatch(true, stream);
       }
       EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);

@@ -322,6 +322,16 @@ Standstill::~Standstill() {
   machine().changed.notify_all();
 }
 
+bool begin_capture(void* stream, bool of_all_threads) {
+  const auto mode = of_all_threads ? cudaStreamCaptureModeGlobal : cudaStreamCaptureModeThreadLocal;
+  return cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), mode) == cudaSuccess;
+}
+
+bool end_capture(void* stream) {
+  cudaGraph_t graph = nullptr;
+  return cudaStreamEndCapture(static_cast<cudaStream_t>(stream), &graph) == cudaSuccess;
+}
+
 std::int64_t call_count(const std::string& name, int device) {
   return Locked()->calls[{name, device}];
 }

@@ -62,6 +62,11 @@ class Standstill {
   Standstill& operator=(const Standstill&) = delete;
 };
 
+// Begin and end the capture of a stream into a graph, in global or thread-local mode: whether that
+// succeeds.
+[[nodiscard]] bool begin_capture(void* stream, bool of_all_threads);
+[[nodiscard]] bool end_capture(void* stream);
+
 // Since the start of the process.
 [[nodiscard]] std::int64_t kernel_launches();
 // Device memory that was allocated and not freed yet; frees happen in stream order.

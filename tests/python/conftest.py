@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import pathlib
 import select
@@ -192,23 +193,29 @@ def module_ranks(
         yield launcher
 
 
-def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function a test that runs on each of so many ranks. A path comes as text."""
+def on_ranks(size: int | Callable[..., int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a test that runs on each of so many ranks, or of as many as `size` makes of the
+    test's arguments. A path comes as text.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         names = list(inspect.signature(function).parameters)
 
         @functools.wraps(function)
-        def test(ranks: Launcher, **arguments: Any) -> None:
-            ranks(size, test, *(arguments[name] for name in names))
+        def test(ranks: Launcher, **named: Any) -> None:
+            arguments = [named[name] for name in names]
+            ranks(size(*arguments) if callable(size) else size, test, *arguments)
 
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter(name, kind) for name in ("ranks", *names)]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.__signature__ = _signature("ranks", *names)  # type: ignore[attr-defined]
         test.on_rank = function  # type: ignore[attr-defined]
         return test
 
     return decorate
+
+
+def _signature(*names: str) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
 
 def on_mesh(
@@ -224,10 +231,8 @@ def on_mesh(
             with hsdp.init_mesh(replicate, shard, **options) as mesh:
                 function(mesh, *arguments)
 
-        signature = inspect.signature(function)
-        with_mesh.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=list(signature.parameters.values())[1:]
-        )
+        names = list(inspect.signature(function).parameters)[1:]
+        with_mesh.__signature__ = _signature(*names)  # type: ignore[attr-defined]
         return on_ranks(replicate * shard)(with_mesh)
 
     return decorate
@@ -237,22 +242,16 @@ def on_meshes(*shapes: tuple[int, int]) -> Callable[[Callable[..., None]], Calla
     """The same on meshes of these sizes, replicate and shard, one after the other."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        names = list(inspect.signature(function).parameters)[1:]
-
         @functools.wraps(function)
-        def test(ranks: Launcher, shape: tuple[int, int], **arguments: Any) -> None:
-            ranks(shape[0] * shape[1], test, shape, *(arguments[name] for name in names))
-
-        def on_rank(shape: tuple[int, int], *arguments: Any) -> None:
+        def with_mesh(shape: tuple[int, int], *arguments: Any) -> None:
             import hsdp
 
             with hsdp.init_mesh(*shape) as mesh:
                 function(mesh, *arguments)
 
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter(name, kind) for name in ("ranks", "shape", *names)]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        test.on_rank = on_rank  # type: ignore[attr-defined]
+        names = list(inspect.signature(function).parameters)[1:]
+        with_mesh.__signature__ = _signature("shape", *names)  # type: ignore[attr-defined]
+        test = on_ranks(lambda shape, *_: math.prod(shape))(with_mesh)
         return pytest.mark.parametrize("shape", shapes, ids=lambda shape: "x".join(map(str, shape)))(test)
 
     return decorate

@@ -68,7 +68,9 @@ void BucketPipeline::launch(const Launch& launch) {
     return;
   }
   send_delayed();
-  if (launch.slot == kNoSlot && !completes) {  // its readers wait for the lanes alone
+  const int group = setting_.layout.buckets()[static_cast<std::size_t>(launch.bucket)].group;
+  if (launch.slot == kNoSlot && !completes && launch.plan->group(group).reduces()) {
+    // Without a hop; who reads the carry waits for the lanes alone.
     setting_.outcome.guard(launch.plan->step, [&] { shard_lane_->stream().wait(launch.packed); });
   }
   if (!completes) return;

@@ -58,10 +58,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
   GradientMemory(Stream stream, KeptUntil kept_until)
       : stream_(std::move(stream)), kept_until_(kept_until) {}
   ~GradientMemory() {
-    try {
-      stream_.synchronize();
-    } catch (const Error&) {  // it throws when nothing runs any more
-    }
+    quietly([this] { stream_.synchronize(); });
   }
   GradientMemory(const GradientMemory&) = delete;
   GradientMemory& operator=(const GradientMemory&) = delete;
@@ -78,7 +75,8 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
       blocks_.push_back(block);
     }
     copy_bytes(block->memory.data(), block->source.data(), size, stream_);
-    if (kept_until_ == KeptUntil::kRead) in_flight_.hold(stream_.record(), block);
+    block->written = stream_.record();
+    if (kept_until_ == KeptUntil::kRead) in_flight_.hold(block->written, block);
     return {block->memory.data(),
             [self = shared_from_this(), block](const void* /*unused*/) { self->reuse(*block); }};
   }
@@ -88,10 +86,21 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
     std::vector<std::byte> source;
     std::vector<std::byte> memory;
     std::vector<std::byte> other;
+    Event written;
   };
+
+  // A wait throws when nothing runs any more.
+  template <typename Wait>
+  static void quietly(const Wait& wait) {
+    try {
+      wait();
+    } catch (const Error&) {
+    }
+  }
 
   void reuse(Block& block) {
     if (kept_until_ == KeptUntil::kRead) {
+      quietly([&block] { block.written.wait(); });  // a dropped step's may not be there yet
       std::ranges::copy(block.other, block.memory.begin());
       return;
     }

@@ -319,6 +319,18 @@ def test_all_ranks_skip_together(mesh: hsdp.Mesh) -> None:
         assert found == [[False, 1024.0], [True, 512.0], [False, 512.0]], kind
 
 
+def test_an_infinity_counts_for_optimizers_that_hold_nothing_of_it(mesh: hsdp.Mesh) -> None:
+    model, reducer, _, _ = attached(mesh)
+    scaler = hsdp.torch.GradScaler(reducer, **OPTIONS)
+    with reducer.microbatch(last=True):
+        scaler.scale(loss_of(model) * float("inf")).backward()
+    copy = nn.Parameter(torch.zeros(1))
+    copy.grad = torch.ones(1)
+    scaler.step(torch.optim.SGD([copy], 1.0))
+    scaler.update()
+    assert copy.item() == 0 and scaler.get_scale() == SCALE / 2
+
+
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_slices_of_ones_own(mesh: hsdp.Mesh, own: bool, divided: bool) -> None:

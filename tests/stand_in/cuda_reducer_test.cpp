@@ -372,8 +372,9 @@ TEST(CudaReducer, RefusesOutputsOfOtherDevicesAndKinds) {
         {{values.data(), 1, Dtype::kF32, {}}, "1 f32 on cuda:0, got 1 f32 on cpu"},
         {{values.data(), 1, Dtype::kI64, kGpu}, "got 1 i64 on cuda:0"},
         {{nullptr, 1, Dtype::kF32, kGpu}, "got a null pointer"}};
-    for (const auto& [out, text] : rows) {
-      EXPECT_THAT([&] { reducer.found_inf(out); }, ThrowsMessage<UsageError>(HasSubstr(text)));
+    for (const auto& row : rows) {
+      EXPECT_THAT([&] { reducer.found_inf(row.first); },
+                  ThrowsMessage<UsageError>(HasSubstr(row.second)));
     }
     reducer.found_inf({values.data(), 1, Dtype::kF32, kGpu}).wait();
     EXPECT_EQ(values[0], 0.0F);  // no step, nothing met

@@ -78,7 +78,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
     block->written = stream_.record();
     if (kept_until_ == KeptUntil::kRead) in_flight_.hold(block->written, block);
     return {block->memory.data(),
-            [self = shared_from_this(), block](const void* /*unused*/) { self->reuse(*block); }};
+            [self = shared_from_this(), block](const void* /*unused*/) { self->reuse(block); }};
   }
 
  private:
@@ -89,25 +89,28 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
     Event written;
   };
 
-  // A wait throws when nothing runs any more.
-  template <typename Wait>
-  static void quietly(const Wait& wait) {
-    try {
-      wait();
-    } catch (const Error&) {
-    }
+  void reuse(const std::shared_ptr<Block>& block) {
+    const bool is_read = kept_until_ == KeptUntil::kRead;
+    quietly([&] {
+      if (is_read && block->written.complete()) {
+        std::ranges::copy(block->other, block->memory.begin());
+        return;
+      }
+      Stream stream = stream_;  // a dropped step's may not be there yet
+      stream.run([&block, &stream] {
+        copy_bytes(block->memory.data(), block->other.data(), block->other.size(), stream);
+      });
+      if (is_read) in_flight_.hold(stream.record(), block);
+    });
   }
 
-  void reuse(Block& block) {
-    if (kept_until_ == KeptUntil::kRead) {
-      quietly([&block] { block.written.wait(); });  // a dropped step's may not be there yet
-      std::ranges::copy(block.other, block.memory.begin());
-      return;
+  // Streams throw when nothing runs any more.
+  template <typename Call>
+  static void quietly(const Call& call) {
+    try {
+      call();
+    } catch (const Error&) {
     }
-    Stream stream = stream_;
-    stream.run([&block, &stream] {
-      copy_bytes(block.memory.data(), block.other.data(), block.other.size(), stream);
-    });
   }
 
   Stream stream_;

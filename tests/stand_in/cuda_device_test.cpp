@@ -142,7 +142,7 @@ TEST_F(CudaDevice, RefusesAStreamThatIsCaptured) {
     }
   }
   for (const auto& call : calls) call();  // it is a stream like others again
-  caller.synchronize();  // before the memory goes
+  caller.synchronize();                   // before the memory goes
 }
 
 TEST_F(CudaDevice, TakesNoErrorForDone) {

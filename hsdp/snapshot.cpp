@@ -7,6 +7,7 @@
 
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
+#include "hsdp/snapshot/atomic_file.h"
 #include "hsdp/snapshot/block_checksums.h"
 #include "hsdp/snapshot/parameter_reader.h"
 #include "hsdp/snapshot/snapshot_file_writer.h"
@@ -17,30 +18,42 @@ namespace {
 
 constexpr std::size_t kMaxNamedMissing = 8;  // in messages
 constexpr const char* kMixedRemedy = "; if ranks are still saving, wait for them; else save again";
+constexpr const char* kMissingRemedy =
+    "; the folder has to be on a file system that all hosts share";
+constexpr const char* kSavingRemedy =
+    "; a file is still being written there: call flush() of the Reducer that saves it, on every "
+    "rank, and read then; where its process was killed, save again";
 
 [[noreturn]] void fail(const std::filesystem::path& path, const std::string& what) {
   throw SnapshotError("snapshot: " + printable(path.string()) + ": " + what);
 }
 
-std::map<int, std::filesystem::path> find_rank_files(const std::filesystem::path& directory) {
-  std::map<int, std::filesystem::path> found;
+struct Found {
+  std::map<int, std::filesystem::path> files;  // by rank
+  std::string remedy;                          // where some are missing and being written
+};
+
+Found find_rank_files(const std::filesystem::path& directory) {
+  Found found;
   std::error_code error;
   for (std::filesystem::directory_iterator it(directory, error), end; !error && it != end;
        it.increment(error)) {
     const int rank = rank_of_file(it->path().filename().string());
-    if (rank >= 0) found.emplace(rank, it->path());
+    if (rank >= 0) found.files.emplace(rank, it->path());
+    if (AtomicFile::is_temporary(it->path())) found.remedy = kSavingRemedy;
   }
   if (error) fail(directory, "cannot read the directory: " + error.message());
-  if (found.empty()) fail(directory, "holds no snapshot: no rank_00000.h5");
+  if (found.files.empty()) {
+    fail(directory, "holds no snapshot: no rank_00000.h5" + found.remedy);
+  }
   return found;
 }
 
-void check_complete(const std::filesystem::path& directory,
-                    const std::map<int, std::filesystem::path>& found, int file_count) {
+void check_complete(const std::filesystem::path& directory, const Found& found, int file_count) {
   std::string missing;
   std::size_t missing_count = 0;
   for (int rank = 0; rank < file_count; ++rank) {
-    if (found.count(rank) != 0) continue;
+    if (found.files.count(rank) != 0) continue;
     if (++missing_count <= kMaxNamedMissing) {
       missing += (missing_count == 1 ? "" : ", ") + std::to_string(rank);
     }
@@ -48,22 +61,22 @@ void check_complete(const std::filesystem::path& directory,
   if (missing_count != 0) {
     if (missing_count > kMaxNamedMissing) missing += ", ...";
     fail(directory, "incomplete: expected " + std::to_string(file_count) + " files, missing " +
-                        std::to_string(missing_count) + " (rank " + missing +
-                        "); the folder has to be on a file system that all hosts share");
+                        std::to_string(missing_count) + " (rank " + missing + ")" +
+                        (found.remedy.empty() ? kMissingRemedy : found.remedy));
   }
-  if (found.rbegin()->first >= file_count) {
-    fail(directory, "mixed: " + found.rbegin()->second.filename().string() +
+  if (const auto& [rank, path] = *found.files.rbegin(); rank >= file_count) {
+    fail(directory, "mixed: " + path.filename().string() +
                         " is of another run; expected " + std::to_string(file_count) + " files" +
                         kMixedRemedy);
   }
 }
 
 std::vector<SnapshotFile> open_directory(const std::filesystem::path& directory) {
-  const auto found = find_rank_files(directory);
+  const Found found = find_rank_files(directory);
   std::vector<SnapshotFile> files;
-  files.push_back(SnapshotFile::open(found.begin()->second));
+  files.push_back(SnapshotFile::open(found.files.begin()->second));
   check_complete(directory, found, files.front().header().file_count);
-  for (auto it = std::next(found.begin()); it != found.end(); ++it) {
+  for (auto it = std::next(found.files.begin()); it != found.files.end(); ++it) {
     files.push_back(SnapshotFile::open(it->second));
   }
   for (std::size_t rank = 0; rank < files.size(); ++rank) {

@@ -16,12 +16,14 @@ namespace {
 
 constexpr std::size_t kMaxWriteBytes = std::size_t{64} << 20;
 
+constexpr const char* kEnding = ".tmp";
+
 std::string temporary_name(const std::filesystem::path& path) {
   std::string name = ".";
   name += path.filename().string();
   name += '.';
   name += new_snapshot_id();
-  name += ".tmp";
+  name += kEnding;
   return name;
 }
 
@@ -44,6 +46,11 @@ AtomicFile::AtomicFile(const std::filesystem::path& path)
       temporary_(folder_of(path) / temporary_name(path)),
       fd_(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
   if (!fd_) fail("cannot create", errno);
+}
+
+bool AtomicFile::is_temporary(const std::filesystem::path& path) {
+  const std::string name = path.filename().string();
+  return name.starts_with('.') && name.ends_with(kEnding);
 }
 
 AtomicFile::~AtomicFile() {

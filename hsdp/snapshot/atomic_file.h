@@ -24,6 +24,9 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
   ~AtomicFile();
 
+  // Whether a file has the name that one has before commit().
+  [[nodiscard]] static bool is_temporary(const std::filesystem::path& path);
+
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
   void write_at(std::uint64_t offset, std::span<const std::byte> bytes);
   void commit();

@@ -8,6 +8,7 @@
 
 #include "hsdp/compare.h"
 #include "hsdp/error.h"
+#include "hsdp/snapshot/atomic_file.h"
 #include "hsdp/snapshot/block_checksums.h"
 #include "hsdp/snapshot/snapshot_header.h"
 #include "hsdp/validate.h"
@@ -17,7 +18,9 @@ namespace hsdp {
 namespace {
 
 using namespace hsdp::testing;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 // The message when the snapshot is refused; empty when it passes.
 std::string refusal(const std::filesystem::path& path) {
@@ -170,6 +173,17 @@ TEST_F(MixedSnapshot, IgnoresWhatKilledWritersLeave) {
   write_bytes(folder_ / "s/.rank_00001.h5.0123.tmp", {'x'});
   write_bytes(folder_ / "s/notes.txt", {'x'});
   EXPECT_EQ(refuse(), "");
+}
+
+TEST_F(MixedSnapshot, SaysWhereAFileIsStillBeingWritten) {
+  constexpr const char* kRemedy = "call flush() of the Reducer that saves it";
+  std::filesystem::remove(folder_ / "s/rank_00001.h5");
+  EXPECT_THAT(refuse(), AllOf(HasSubstr("missing 1 (rank 1)"), Not(HasSubstr(kRemedy))));
+  const AtomicFile second(folder_ / "s/rank_00001.h5");
+  EXPECT_THAT(refuse(), AllOf(HasSubstr("missing 1 (rank 1)"), HasSubstr(kRemedy)));
+  std::filesystem::create_directory(folder_ / "new");
+  const AtomicFile first(folder_ / "new/rank_00000.h5");
+  EXPECT_THAT(refusal(folder_ / "new"), AllOf(HasSubstr("holds no snapshot"), HasSubstr(kRemedy)));
 }
 
 TEST(ForeignFiles, AreNamedAsWhatTheyAre) {

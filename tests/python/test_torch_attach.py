@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_mesh
 from one_rank import add_gradient, attached_to, mesh, registered
 from same_tensors import require_same
 from torch import nn
@@ -58,6 +59,25 @@ def test_gradients_are_freed_when_packed(mesh: hsdp.Mesh) -> None:
             backward(model, m)
         assert all(p.grad is None for p in model.parameters())
         assert len(storages) == m + 1 and storages[m].expired()
+
+
+@on_mesh(2, 2)
+def test_hooks_and_norms_of_each_parameter(mesh: hsdp.Mesh) -> None:
+    """As docs/from/ddp.md has them."""
+    model, seen = linear(), []
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
+    reducer = attached_to(model, mesh)
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    model.weight.register_hook(lambda grad: seen.insert(0, grad.norm().item()))
+    with reducer.microbatch(last=True):
+        backward(model, mesh.rank)
+    assert seen[0] == seen[1] and seen[2] is None
+    names = list(grads(model))
+    squares = torch.stack([reducer.shard(name).square().sum() for name in names])
+    mesh.shard_group.all_reduce(squares)
+    reducer.gather_gradients()
+    whole = torch.stack([grads(model)[name].norm() for name in names])
+    torch.testing.assert_close(squares.sqrt(), whole)
 
 
 def test_keep_grads_gives_the_local_sum(mesh: hsdp.Mesh) -> None:

@@ -32,6 +32,12 @@ class StepParty {
   [[nodiscard]] virtual std::string owner() const = 0;
   // Equal on all ranks, at most kMaxWordBytes. A throw drops the step.
   [[nodiscard]] virtual std::string word() const { return {}; }
+  // The text, in lines, that a word is a digest of: "#" and some digits. Where the ranks' words
+  // differ, the error has the first line that does. Empty where the party does not know any more.
+  [[nodiscard]] virtual std::string details(const std::string& word) const {
+    static_cast<void>(word);
+    return {};
+  }
   // Every rank's status word is in. Commits what the step changed or goes back to what was before,
   // before the next step begins. Each step that was begun ends once, in order; one that the world's
   // end or a close has cut ends as dropped when the Reducer is closed or goes. A throw ends the

@@ -26,15 +26,21 @@ class StepWord final : public StepParty {
     return word_;
   }
   [[nodiscard]] bool has_state() const override { return false; }
-  void say(std::string word) {
+  [[nodiscard]] std::string details(const std::string& word) const override {
+    const std::scoped_lock lock(mutex_);
+    return word == word_ ? details_ : std::string();
+  }
+  void say(std::string word, std::string details) {
     const std::scoped_lock lock(mutex_);
     word_ = std::move(word);
+    details_ = std::move(details);
   }
 
  private:
   const std::string owner_;
   mutable std::mutex mutex_;
   std::string word_;
+  std::string details_;
 };
 
 std::shared_ptr<StepWord> make_step_word(ReducerHandle& reducer, std::string owner) {

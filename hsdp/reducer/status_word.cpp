@@ -20,8 +20,9 @@ struct Field {
   std::string remedy{};  // where it is not that of all fields
 };
 
-// What parties say may end in "#" and a digest.
 constexpr const char* kPartyRemedy =
+    "give it the same settings and make the same calls on every rank";
+constexpr const char* kDigestRemedy =
     "give it the same settings and make the same calls on every rank (# is a digest of more that "
     "has to be the same)";
 // Most callers have said `last`.
@@ -250,14 +251,21 @@ StatusWord StatusWord::decode(const std::string& bytes) {
   return word;
 }
 
+bool has_digest(std::span<const StatusWord> words, std::size_t party) {
+  return std::ranges::any_of(words, [party](const StatusWord& word) {
+    const bool is_there = party < word.sections.size() && word.sections[party];
+    return is_there && word.sections[party]->find('#') != std::string::npos;
+  });
+}
+
 std::optional<int> find_drop(std::span<const StatusWord> words) {
   const auto drop = std::ranges::find(words, true, &StatusWord::dropped);
   if (drop == words.end()) return std::nullopt;
   return static_cast<int>(drop - words.begin());
 }
 
-std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
-                                           std::span<const int> ranks, const WordNames& names) {
+std::optional<Mismatch> find_mismatch(std::span<const StatusWord> words, std::span<const int> ranks,
+                                      const WordNames& names) {
   const Comparison comparison{words, ranks, names};
   std::vector<std::size_t> members;  // those that are compared
   for (std::size_t r = 0; r < words.size(); ++r) {
@@ -269,24 +277,51 @@ std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
     return std::nullopt;
   }
   for (const Field& field : fields(names, first.groups.size())) {
-    if (auto failure = comparison.of(field, members)) return failure;
+    if (auto failure = comparison.of(field, members)) return Mismatch{*failure};
   }
   std::erase_if(members, [&](std::size_t r) { return words[r].dropped; });
   if (members.empty()) return std::nullopt;
   const Field count{"number of optimizers and replica hops",
                     [](const StatusWord& w) { return std::to_string(w.sections.size()); },
                     "make the same ones for this Reducer on every rank"};
-  if (auto failure = comparison.of(count, members)) return failure;
+  if (auto failure = comparison.of(count, members)) return Mismatch{*failure};
   for (std::size_t i = 0; i < words[members.front()].sections.size(); ++i) {
     const bool is_named = i < names.parties.size();
     const Field section{is_named ? names.parties[i] : kUnnamedParty,
-                        [i](const StatusWord& w) { return w.sections[i].value(); }, kPartyRemedy};
+                        [i](const StatusWord& w) { return w.sections[i].value(); },
+                        has_digest(words, i) ? kDigestRemedy : kPartyRemedy};
     std::vector<std::size_t> present;
     std::ranges::copy_if(members, std::back_inserter(present),
                          [&](std::size_t r) { return words[r].sections[i].has_value(); });
-    if (auto failure = comparison.of(section, present)) return failure;
+    if (auto failure = comparison.of(section, present)) return Mismatch{*failure, i};
   }
   return std::nullopt;
+}
+
+void show_details(std::vector<StatusWord>& words, std::size_t party,
+                  std::span<const std::string> details) {
+  struct Told {
+    std::optional<std::string>* section;
+    std::istringstream text;
+    std::string line{};
+  };
+  std::vector<Told> told;
+  for (std::size_t r = 0; r < words.size(); ++r) {
+    Sections& sections = words[r].sections;
+    if (words[r].dropped || party >= sections.size() || !sections[party]) continue;
+    told.push_back({&sections[party], std::istringstream(details[r])});
+  }
+  const auto is_silent = [](const Told& one) { return one.text.view().empty(); };
+  const auto silent = std::ranges::stable_partition(told, std::not_fn(is_silent));
+  const std::span talking(told.begin(), silent.begin());
+  while (std::ranges::any_of(talking, [](const Told& one) { return !one.text.eof(); })) {
+    for (Told& one : talking) std::getline(one.text, one.line = {});
+    const auto is_first = [&](const Told& one) { return one.line == talking.front().line; };
+    if (std::ranges::all_of(talking, is_first)) continue;
+    for (const Told& one : talking) *one.section = one.line;
+    for (const Told& one : silent) one.section->reset();
+    return;
+  }
 }
 
 const StatusWord* find_sender(std::span<const StatusWord> words) {

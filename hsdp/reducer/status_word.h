@@ -57,13 +57,27 @@ struct WordNames {
   std::vector<std::string> parties{};
 };
 
+// Whether a rank's word of that party has "#" and a digest in it.
+[[nodiscard]] bool has_digest(std::span<const StatusWord> words, std::size_t party);
+
+struct Mismatch {
+  comm::Failure failure;
+  std::optional<std::size_t> party{};  // in whose section it is
+};
+
 // The first disagreement between the ranks, as a failure of the world; nothing when they agree.
 // Who dropped the step while it sent nothing is not asked, nor are the parties of any who dropped
 // it; a party is compared among the ranks that still have it. `ranks` are the world ranks behind
 // the words.
-[[nodiscard]] std::optional<comm::Failure> find_mismatch(std::span<const StatusWord> words,
-                                                         std::span<const int> ranks,
-                                                         const WordNames& names = {});
+[[nodiscard]] std::optional<Mismatch> find_mismatch(std::span<const StatusWord> words,
+                                                    std::span<const int> ranks,
+                                                    const WordNames& names = {});
+
+// A party's word may be a digest. Given the text behind each rank's, replaces these digests by the
+// first lines that differ. Ranks that dropped the step or have no text are left out; where no line
+// differs, the words stay.
+void show_details(std::vector<StatusWord>& words, std::size_t party,
+                  std::span<const std::string> details);
 
 // A word that says what is sent, of whichever rank sends; none when nobody does.
 [[nodiscard]] const StatusWord* find_sender(std::span<const StatusWord> words);

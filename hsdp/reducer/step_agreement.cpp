@@ -125,8 +125,10 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
     names.parties.push_back(present.party ? present.party->owner() : "an optimizer or replica hop");
   }
   Judgement judgement;
-  judgement.mismatch = find_mismatch(words, world_.world_ranks(), names);
-  if (judgement.mismatch) return judgement;
+  if (auto mismatch = find_mismatch(words, world_.world_ranks(), names)) {
+    judgement.mismatch = explain(std::move(*mismatch), words, names);
+    return judgement;
+  }
   forget_gone(words);
   const std::optional<int> dropper = find_drop(words);
   if (!dropper) return judgement;
@@ -143,6 +145,34 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
            {world_.world_rank(*dropper)},
            rank + ": " + theirs.reason};
   return judgement;
+}
+
+// All ranks judge the same words, so all of them ask each other here, but for one that dropped the
+// step and does not look at words yet: for it nobody waits long.
+comm::Failure StepAgreement::explain(Mismatch mismatch, Words words, const WordNames& names) {
+  constexpr std::chrono::seconds kPatience{5};
+  constexpr std::size_t kMaxBytes = std::size_t{16} << 10;
+  if (!mismatch.party || !has_digest(words, *mismatch.party)) return mismatch.failure;
+  const std::size_t place = *mismatch.party;
+  const std::vector<Present> present = parties();
+  const Sections& said = words[static_cast<std::size_t>(world_.rank())].sections;
+  std::string details;
+  if (place < present.size() && present[place].party && place < said.size() && said[place]) {
+    details = present[place].party->details(*said[place]).substr(0, kMaxBytes);
+  }
+  try {
+    const StatusWord& any = *std::ranges::find_if_not(words, &StatusWord::dropped);
+    const std::string name =
+        key("details", any.step) + "/" + std::to_string(any.microbatch) + "/" + any.call;
+    ++asked_;
+    world_.post(name, details);
+    if (const auto all = world_.collect_within(name, operation_, kPatience)) {
+      show_details(words, place, *all);
+      if (auto found = find_mismatch(words, world_.world_ranks(), names)) return found->failure;
+    }
+  } catch (const Error&) {  // the mismatch matters more
+  }
+  return mismatch.failure;
 }
 
 void StepAgreement::end_world(const comm::Failure& mismatch) {

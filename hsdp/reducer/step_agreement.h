@@ -89,6 +89,8 @@ class StepAgreement {
   };
   [[nodiscard]] std::vector<Present> parties() const;
   void forget_gone(const Words& words);
+  // Of the first difference between parties, its own text where they have one.
+  [[nodiscard]] comm::Failure explain(Mismatch mismatch, Words words, const WordNames& names);
 
   Communicator world_;
   std::string id_;

@@ -61,8 +61,9 @@ TEST(StatusWord, ComesBackAsItWas) {
 // What the words of the job's ranks 4, 5, 6 disagree on, and who is named; nothing when they agree.
 std::string mismatch_of(std::span<const StatusWord> words, const WordNames& names = {}) {
   const std::vector<int> ranks{4, 5, 6};
-  const auto failure = find_mismatch(words, std::span(ranks).first(words.size()), names);
-  return failure ? testing::PrintToString(failure->ranks) + " " + failure->message : "";
+  const auto found = find_mismatch(words, std::span(ranks).first(words.size()), names);
+  if (!found) return "";
+  return testing::PrintToString(found->failure.ranks) + " " + found->failure.message;
 }
 
 TEST(StatusWord, AMismatchNamesTheFieldAndBothValues) {
@@ -121,6 +122,33 @@ TEST(StatusWord, ThePartiesOfThoseWhoGoOnMustSayTheSame) {
   EXPECT_THAT(mismatch_of(words, names), HasSubstr("number of optimizers and replica hops '2'"));
   words[1].dropped = true;
   EXPECT_EQ(mismatch_of(words, names), "");
+}
+
+TEST(StatusWord, ThePartyThatDiffersShowsItsFirstLineThatDoes) {
+  std::vector<StatusWord> words(3, {.call = "finish", .sections = {"one", "#1"}});
+  words[2].sections[1] = "#2";
+  const WordNames names{.parties = {"first", "second"}};
+  const std::vector<int> ranks{0, 1, 2};
+  ASSERT_EQ(find_mismatch(words, ranks, names)->party, 1U);
+  const std::vector<StatusWord> said = words;
+  const std::string same = "lr 1\nbeta 2";
+  show_details(words, 1, std::vector<std::string>{same, same, same});
+  EXPECT_EQ(words[2].sections, said[2].sections);
+  show_details(words, 1, std::vector<std::string>{same, same, "lr 1\nbeta 3\nmore"});
+  EXPECT_THAT(mismatch_of(words, names),
+              HasSubstr("expected second 'beta 2' on every rank, got 'beta 3' on rank 2 of 3"));
+  words = said;
+  show_details(words, 1, std::vector<std::string>{same, same, same + "\nmore"});
+  EXPECT_THAT(mismatch_of(words, names), HasSubstr("second '' on every rank, got 'more'"));
+  words = said;  // whose party is gone is left out, and so is who dropped the step and says nothing
+  words[0] = {.call = "finish", .dropped = true};
+  EXPECT_THAT(mismatch_of(words, names), HasSubstr("(# is a digest of more"));
+  show_details(words, 1, std::vector<std::string>{"", "lr 1", ""});
+  EXPECT_EQ(words[2].sections, said[2].sections);
+  show_details(words, 1, std::vector<std::string>{"", "lr 1", "lr 2"});
+  EXPECT_THAT(mismatch_of(words, names),
+              AllOf(HasSubstr("second 'lr 1' on every rank, got 'lr 2' on rank 2 of 3"),
+                    Not(HasSubstr("digest"))));
 }
 
 // Bytes differ, also where they are written alike in a message; a party that is gone here may be

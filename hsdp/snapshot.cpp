@@ -65,9 +65,8 @@ void check_complete(const std::filesystem::path& directory, const Found& found, 
                         (found.remedy.empty() ? kMissingRemedy : found.remedy));
   }
   if (const auto& [rank, path] = *found.files.rbegin(); rank >= file_count) {
-    fail(directory, "mixed: " + path.filename().string() +
-                        " is of another run; expected " + std::to_string(file_count) + " files" +
-                        kMixedRemedy);
+    fail(directory, "mixed: " + path.filename().string() + " is of another run; expected " +
+                        std::to_string(file_count) + " files" + kMixedRemedy);
   }
 }
 

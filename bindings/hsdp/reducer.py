@@ -37,6 +37,7 @@ from hsdp.reducer_results import ReducerResults
 from hsdp.reducer_text import Wires, how_even, what_is_reduced, where_it_stands
 from hsdp.same_weights import require_same_models
 from hsdp.step_blocks import Microbatch, Step, reason_of
+from hsdp.weak_calls import WeakCalls
 
 if TYPE_CHECKING:
     import torch
@@ -140,9 +141,9 @@ class Reducer(ReducerResults, Closing):
         self._attachments: list[Attachment] = []
         self._is_agreed = True  # whether what is attached is known to be the same on every rank
         # Called before the ranks compare their words, which these may change.
-        self._before_words: list[Callable[[], None]] = []
-        # When this rank's passes of a microbatch are over, or given up.
-        self._after_passes: list[Callable[[], None]] = []
+        self._before_words = WeakCalls()
+        # With this Reducer, when this rank's passes of a microbatch are over, or given up.
+        self._after_passes = WeakCalls()
         self._uneven: UnevenLoop | None = None  # the loop of hsdp.uneven that is open
         self._had_batch = True  # whether this rank had one for its last microbatch
         self._pass_count = 1  # of the window that is about to end
@@ -376,7 +377,7 @@ class Reducer(ReducerResults, Closing):
             return
         self._hearing_of_drops(self._handle.begin_step)
         try:
-            self._passes_over()  # which other ranks may be in still
+            self._after_passes(self)  # which other ranks may be in still
             for attachment in joining:
                 attachment.step_began()
         except BaseException as error:
@@ -507,19 +508,11 @@ class Reducer(ReducerResults, Closing):
             if explained is not error:
                 raise explained from None
 
-    def _passes_over(self) -> None:
-        for tell in self._after_passes:
-            tell()
-
     def _take_what_is_left(self) -> None:
-        self._passes_over()
+        self._after_passes(self)
         for attachment in self._attachments:
             attachment.microbatch_ending()
-        self._prepare_word()
-
-    def _prepare_word(self) -> None:
-        for prepare in self._before_words:
-            prepare()
+        self._before_words()
 
     # The parts of a window; hsdp.zero has the block.
     def _begin_window(
@@ -602,7 +595,7 @@ class Reducer(ReducerResults, Closing):
                 self._step_dropped()
             if begun or collecting:
                 with contextlib.suppress(Error):  # of a mesh that has failed
-                    self._passes_over()
+                    self._after_passes(self)
 
     def _hearing_of_drops(self, call: Callable[[], None]) -> None:
         try:
@@ -634,7 +627,7 @@ class Reducer(ReducerResults, Closing):
 
         Nothing when none is pending, so it is safe to call twice.
         """
-        self._prepare_word()
+        self._before_words()
         self._hearing_of_drops(self._handle.finish)
 
     def discard(self) -> None:

@@ -15,7 +15,8 @@ def assign(model: nn.Module, seed: int, rank: int, unused: Collection[str] = ())
         if p.requires_grad and name not in unused:
             generator = torch.Generator().manual_seed(1000 * seed + 10 * i + rank)
             values = 4 * torch.randint(-4, 5, p.shape, generator=generator)
-            p.grad = torch.empty_like(p, requires_grad=False).copy_(values)  # of its strides
+            memory = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
+            p.grad = memory.copy_(values)
 
 
 def assign_mean(model: nn.Module, seed: int, size: int, unused: Collection[str] = ()) -> None:

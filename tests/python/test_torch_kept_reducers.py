@@ -4,6 +4,7 @@ and in DistributedDataParallel both.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Launcher
+from conftest import Launcher, on_mesh
 from one_rank import attached_to, mesh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +27,18 @@ import hsdp
 from hsdp.torch import ddp_guard
 
 
+class Model(nn.Sequential):
+    """Is called by another method, too."""
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """As forward."""
+        return self.forward(x)
+
+
 def attached(mesh: hsdp.Mesh, **options: Any) -> nn.Module:
     """Only the model is left of what is made here."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model = Model(nn.Linear(3, 2), nn.BatchNorm1d(2))
     hsdp.Reducer(mesh).attach(model, **options)
     gc.collect()
     return model
@@ -104,25 +113,83 @@ def test_copies_have_no_reducer(mesh: hsdp.Mesh, how: str) -> None:
         assert q.grad is not None and p.grad is None
 
 
-@pytest.mark.parametrize("trains", ["alone", "keep_grads", "sharded"])
-def test_model_and_reducer_die_together(mesh: hsdp.Mesh, trains: str) -> None:
-    model = attached(mesh, keep_grads=trains == "keep_grads")
+def train(mesh: hsdp.Mesh, kind: str, closes: bool) -> tuple[list[weakref.ref[Any]], nn.Parameter]:
+    """What is to be gone when this returns, and a parameter that outlives it."""
+    model: Any = attached(mesh, keep_grads=kind == "keep_grads")
     (reducer,) = hsdp.torch.reducers_of(model)
-    optimizer: Any = None
-    if trains == "sharded":
-        optimizer = hsdp.zero.ShardedOptimizer(torch.optim.SGD, model, reducer, lr=0.1)
-    for m in range(2):
-        with reducer.microbatch(last=m == 1):
-            backward(model)
-    if optimizer is not None:
-        optimizer.step()
-    alive = [weakref.ref(one) for one in (model, reducer, model[0].weight)]
-    weight = model[0].bias
-    del model, reducer, optimizer
+    of_all = [model, reducer, model[0].weight]
+    scaler = hsdp.torch.GradScaler(reducer, device="cpu", init_scale=1.0)
+    if kind.startswith("stage"):
+        optimizer: Any = hsdp.zero.ShardedOptimizer(
+            torch.optim.AdamW, model, reducer, stage=int(kind[-1]), persistence_threshold=0, max_grad_norm=1.0
+        )
+        of_all.append(optimizer)
+        if kind == "stage 3":
+            optimizer.register_forward_method(model, "compute")
+    for _ in range(2):
+        with hsdp.zero.coalesce_grad_reduction(reducer) if kind == "window" else contextlib.nullcontext():
+            for m in range(2):
+                with reducer.microbatch(last=m == 1):
+                    scaler.scale(model(torch.arange(12.0).reshape(4, 3)).square().sum()).backward()
+        if kind.startswith("stage"):
+            scaler.step(optimizer)
+            scaler.update()
+            with optimizer.whole_parameters() as whole:
+                assert whole["0.bias"].shape == (2,)
+            assert optimizer.full_model_state_dict(model)["0.bias"].shape == (2,)
+        elif kind != "keep_grads":
+            reducer.gather_gradients()
+        model.zero_grad()
+    if closes:
+        if kind.startswith("stage"):
+            optimizer.close()
+        reducer.close()
+    return [weakref.ref(one) for one in of_all], model[0].bias
+
+
+@on_mesh(1, 2)
+def test_nothing_waits_for_a_garbage_collection(mesh: hsdp.Mesh) -> None:
+    for kind in ("gathered", "keep_grads", "window", "stage 1", "stage 2", "stage 3"):
+        for closes in (False, True):
+            gc.collect()
+            gc.disable()
+            try:
+                alive, bias = train(mesh, kind, closes)
+                assert [one() for one in alive] == [None] * len(alive), (kind, closes)
+            finally:
+                gc.enable()
+            if kind != "stage 3" or closes:  # else its values are gone with its optimizer
+                bias.sum().backward()  # no hook is left on what outlives them
+                assert bias.grad is not None
+
+
+def test_an_optimizer_in_its_own_model_is_collected(mesh: hsdp.Mesh) -> None:
+    model: Any = attached(mesh)
+    (reducer,) = hsdp.torch.reducers_of(model)
+    model.optimizer = hsdp.zero.ShardedOptimizer(torch.optim.SGD, model, reducer, stage=3, lr=0.1)
+    model.optimizer.close()
+    reducer.close()
+    alive = weakref.ref(model)
+    del model, reducer
     gc.collect()
-    assert [one() for one in alive] == [None, None, None]
-    weight.sum().backward()  # no hook is left on what outlives them
-    assert weight.grad is not None
+    assert alive() is None
+
+
+def test_what_was_attached_in_a_wrapper_outlives_it(mesh: hsdp.Mesh) -> None:
+    """Made for attach alone, and still what a later call looks into."""
+    model: Any = nn.Linear(3, 2)
+    for wrapper, name in ((nn.ModuleDict({"a": nn.ModuleList([model])}), r"a\.0\.late"),
+                          (nn.Sequential(nn.Sequential(model)), r"0\.0\.late")):
+        reducer = attached_to(wrapper, mesh)
+        del wrapper
+        model.late = nn.Parameter(torch.zeros(2))
+        with pytest.raises(hsdp.UsageError, match=f"got '{name}', which came"):
+            reducer.begin_microbatch()
+        del model.late
+        reducer.close()
+    reducer = attached_to(nn.Sequential(model), mesh)
+    with pytest.raises(hsdp.UsageError, match="got none: the Sequential is gone"):
+        hsdp.zero.ShardedOptimizer(torch.optim.SGD, model.parameters(), reducer, lr=1.0)
 
 
 def run_collection(collected: str) -> float:

@@ -346,16 +346,17 @@ def test_an_init_whose_values_differ(mesh: hsdp.Mesh) -> None:
 @on_mesh(1, 2)
 def test_a_model_that_is_elsewhere_on_one_rank(mesh: hsdp.Mesh) -> None:
     with hsdp.Reducer(mesh) as reducer:
-        reducer.attach(on_meta(Plain) if mesh.rank == 1 else Plain(), check_parameters=False)
+        model = on_meta(Plain) if mesh.rank == 1 else Plain()
+        reducer.attach(model, check_parameters=False)
         wanted = "elsewhere on rank 0 and on the meta device on rank 1"
         with pytest.raises(MismatchError, match=wanted):
-            model = reducer._attachments[0].model  # type: ignore[attr-defined]
             ShardedOptimizer(torch.optim.AdamW, model, reducer, param_init_fn=init_plain)
 
 
 @on_mesh(1, 2)
 def test_a_model_without_an_optimizer_has_no_memory(mesh: hsdp.Mesh) -> None:
-    with attached_to(on_meta(Plain), mesh) as reducer:
+    model = on_meta(Plain)
+    with attached_to(model, mesh) as reducer:
         with pytest.raises(UsageError, match="'weight' to have memory.*ShardedOptimizer"):
             reducer.begin_microbatch(last=True)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,13 @@ _ACT = "copy buffers of rank 0"  # to other ranks, in errors
 
 class _Place(NamedTuple):
     name: str
-    module: torch.nn.Module
+    owner: weakref.ref[torch.nn.Module]
     key: str
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """Whose buffer it is, as long as that lives."""
+        return self.owner()
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -41,7 +47,8 @@ class _Place(NamedTuple):
     @property
     def of_norm(self) -> bool:
         """Whether F.batch_norm may write to it, which counts no version."""
-        return "running_mean" in private_torch.buffers_of(self.module)
+        module = self.module
+        return module is not None and "running_mean" in private_torch.buffers_of(module)
 
     @property
     def state(self) -> tuple[Any, ...] | None:
@@ -51,20 +58,12 @@ class _Place(NamedTuple):
 
 
 class BufferSync:
-    """Copies rank 0's buffers to all ranks when one of any rank has changed; those of the first rank
-    that has `trained` since where some have not, as in a loop of `hsdp.uneven`. The buffers that the
-    model has when this is made, but for those of the names in `without`.
+    """Copies rank 0's buffers to all ranks when one of any rank has changed. The buffers that the model
+    has when this is made, but for those of the names in `without`.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        model: torch.nn.Module,
-        without: Collection[str],
-        trained: Callable[[], bool],
-    ) -> None:
+    def __init__(self, mesh: Mesh, model: torch.nn.Module, without: Collection[str]) -> None:
         self._mesh = mesh
-        self._trained = trained
         self._places = list(_places(model, without))
         self._seen: list[Any] | None = None  # their states when they were last the same everywhere
         self._layout = ""
@@ -78,11 +77,13 @@ class BufferSync:
         """Lines that must be the same on every rank."""
         return [f"buffer '{place.name}'" for place in self._places]
 
-    def synchronise(self) -> None:
-        """Collective, once in each step. One short message where nothing has changed."""
+    def synchronise(self, trained: bool) -> None:
+        """Collective, once in each step. One short message where nothing has changed. Those of the first
+        rank that has `trained` since, where some have not, as in a loop of `hsdp.uneven`.
+        """
         world = self._mesh.world
         try:
-            word = f"{self._word()} {int(self._trained())}"
+            word = f"{self._word()} {int(trained)}"
         except BaseException as error:  # the others wait for this rank's word
             with contextlib.suppress(Error):
                 world._handle.exchange(f"{_FAULT}{error or type(error).__name__}", _ACT)
@@ -212,7 +213,7 @@ def _places(model: torch.nn.Module, without: Collection[str]) -> Iterable[_Place
             name = f"{prefix}.{key}" if prefix else key
             names.add(name)
             if buffer is not None and name not in without:
-                found.setdefault(id(buffer), _Place(name, module, key))
+                found.setdefault(id(buffer), _Place(name, weakref.ref(module), key))
     for name in without:
         if name not in names:
             raise UsageError(

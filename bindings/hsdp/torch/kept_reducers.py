@@ -1,14 +1,17 @@
-"""The Reducers that a model keeps alive.
+"""A model keeps its Reducers alive, and they do not keep it.
 
 [Note: a model keeps its Reducers]
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hsdp.torch import private_torch
 
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
@@ -46,6 +49,46 @@ def reducers_of(model: torch.nn.Module) -> list[Reducer]:
     """The Reducers that `model` was attached to and that nobody has closed: it keeps them alive."""
     kept = model.__dict__.get(_KEY)
     return [] if kept is None else list(kept.reducers)
+
+
+class ModelReference:
+    """A model and its modules, as long as they live. A ModuleDict or ModuleList that was made for `attach`
+    alone is made again from the models in it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules = [(name, weakref.ref(module)) for name, module in model.named_modules()]
+        self._wrapper = type(model) if type(model) in _WRAPPERS else None
+        children = model.named_children() if self._wrapper else ()
+        self._children = {name: ModelReference(child) for name, child in children}
+
+    def __call__(self) -> torch.nn.Module | None:
+        model = self._model()
+        if model is not None or self._wrapper is None:
+            return model
+        model = self._wrapper()
+        for name, reference in self._children.items():
+            model.add_module(name, reference())
+        return model
+
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As of the model, also those that came to a module since; without what is gone."""
+        seen: set[torch.nn.Module] = set()
+        for name, reference in self._modules:
+            module = reference()
+            if module is not None:
+                yield from module.named_modules(seen, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """As of the model: each once, under its first name."""
+        seen = set()
+        for name, module in self.named_modules():
+            for key, parameter in private_torch.parameters_of(module).items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{name}.{key}" if name else key, parameter
 
 
 # A ModuleDict or ModuleList may be made for `attach` alone: the models in it live on, and it does not.

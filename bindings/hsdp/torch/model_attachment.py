@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from hsdp.torch import private_torch, unreduced_gradient_guard
 from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.gathered_gradients import GatheredGradients
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
-from hsdp.torch.kept_reducers import keep_reducer
+from hsdp.torch.kept_reducers import ModelReference, keep_reducer
 from hsdp.torch.result_state import ResultState
 from hsdp.torch.trainable_parameters import (
     described_parameters,
@@ -46,10 +47,9 @@ class ModelAttachment:
         check_parameters: bool,
         broadcast_buffers: bool | Collection[str],
     ) -> None:
-        self._reducer = reducer
+        self._own_reducer = weakref.ref(reducer)
         self._handle = reducer._handle
-        #: what was attached
-        self.model = model
+        self._kind = type(model).__name__
         self._keep = keep_grads
         self._checks = check_parameters
         self._placed = False  # whether what is in p.grad was put there by us
@@ -60,9 +60,10 @@ class ModelAttachment:
         #: of the last step
         self.result = ResultState(self._loss_scale)
         parameters = trainable_parameters(model, reducer.mesh.device)
+        self._model = ModelReference(model)
         follows = broadcast_buffers is not False and reducer.mesh.size > 1
         without = () if isinstance(broadcast_buffers, bool) else broadcast_buffers
-        buffers = BufferSync(reducer.mesh, model, without, lambda: self._reducer._had_batch)
+        buffers = BufferSync(reducer.mesh, model, without)
         self._buffers = buffers if follows and buffers.is_needed else None
         group_of = groups_by_name(model, groups or {})
         for name, parameter in parameters:
@@ -83,7 +84,18 @@ class ModelAttachment:
             self._register(name, parameter, group_of.get(name, ""))
         self.install_hooks()
         unreduced_gradient_guard.watch(self)
-        self._kept = keep_reducer(model, reducer)
+        self._kept = [weakref.ref(kept) for kept in keep_reducer(model, reducer)]
+
+    @property
+    def _reducer(self) -> Reducer:
+        reducer = self._own_reducer()
+        assert reducer is not None  # it has this
+        return reducer
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """What was attached, as long as it lives."""
+        return self._model()
 
     def install_hooks(self) -> None:
         """Of parameters that have none yet: on the meta device they cannot keep one."""
@@ -166,11 +178,11 @@ class ModelAttachment:
 
     def describe(self) -> str:
         """The model's class."""
-        return type(self.model).__name__
+        return self._kind
 
     def description(self) -> list[str]:
         """Of what every rank's model has alike when the first step begins."""
-        lines = described_parameters(self.model) if self._checks else []
+        lines = described_parameters(self._model.named_parameters()) if self._checks else []
         return lines if self._buffers is None else lines + self._buffers.description()
 
     @property
@@ -181,14 +193,14 @@ class ModelAttachment:
     def step_began(self) -> None:
         """Buffers are those of rank 0 from here on."""
         if self._buffers is not None:
-            self._buffers.synchronise()
+            self._buffers.synchronise(self._reducer._had_batch)
 
     def microbatch_began(self) -> None:
         """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
         step = self._handle.step_number()
         if step != self._step:
             if self._step == -1:
-                require_memory(self.model)
+                require_memory(self._model.named_parameters())
                 self.install_hooks()
             self._require_same_parameters()
             self._require_same_world()
@@ -349,7 +361,9 @@ class ModelAttachment:
         unreduced_gradient_guard.forget(self)
         self._remove_hooks()
         for kept in self._kept:
-            kept.reducers.remove(self._reducer)
+            place = kept()
+            if place is not None:
+                place.reducers.remove(self._reducer)
         self._kept = []
 
     # Parameters may outlive their model and the Reducer, which nobody has closed; hooks must not.
@@ -391,8 +405,8 @@ class ModelAttachment:
     # One that came or was thawed since would be trained by gradients of this rank alone.
     def _require_same_parameters(self) -> None:
         names = self._names
-        for module in self.model.modules():
-            for p in module._parameters.values():
+        for _, module in self._model.named_modules():
+            for p in private_torch.parameters_of(module).values():
                 if p is not None and p.requires_grad and id(p) not in names:
                     self._require_reduced_elsewhere(p)
 
@@ -410,7 +424,7 @@ class ModelAttachment:
     def _require_reduced_elsewhere(self, parameter: torch.Tensor) -> None:
         if unreduced_gradient_guard.is_watched(parameter):
             return
-        name = next(name for name, p in self.model.named_parameters() if p is parameter)
+        name = next(name for name, p in self._model.named_parameters() if p is parameter)
         raise UsageError(
             "reducer: begin_microbatch: expected the parameters that were there at attach, got "
             f"'{name}', which came or began to require a gradient later and would not be reduced; "

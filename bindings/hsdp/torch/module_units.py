@@ -26,7 +26,7 @@ class ModuleUnit:
     def __init__(self, name: str, module: torch.nn.Module, root: ModuleUnit | None) -> None:
         self.name = name
         self.module = module
-        self.root = root or self
+        self._root = root
         self.parameters: dict[str, torch.nn.Parameter] = {}
         #: modules above that look at its parameters before they call it
         self.read_above: list[torch.nn.Module] = []
@@ -34,7 +34,12 @@ class ModuleUnit:
     @property
     def is_root(self) -> bool:
         """Whether no unit is above it."""
-        return self.root is self
+        return self._root is None
+
+    @property
+    def root(self) -> ModuleUnit:
+        """The one that no unit is above."""
+        return self._root or self
 
 
 class _Found:

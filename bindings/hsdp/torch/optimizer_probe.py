@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -13,13 +14,15 @@ import torch
 from hsdp.errors import UsageError
 
 _SHAPE = (3, 4099)  # 12,297 elements
+_BLOCKS = (3, 4096)  # whole blocks of optimizers that quantize their states block by block
 _CUT = 5001  # on no boundary that a vector loop would notice
 _SIDES = (5, 7, 3, 2)  # of whole parameters: what has one of other sides is no state of each element
-_STEPS = 3
+_ON_HOST: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 _REMEDY = (
     "take an elementwise one, as torch.optim.AdamW, or make the Reducer with layout=\"whole\", "
     "under which optimizers get whole parameters"
 )
+_UNSHARDED = "step it unsharded, after reducer.gather_gradients()"
 
 Settings = Mapping[str, Any]
 
@@ -33,6 +36,25 @@ class ProbedStates(NamedTuple):
     has_tensor_step: bool
     #: whether a state of zeros is as good as none before the first step
     begins_with_zeros: bool
+
+
+class Example(NamedTuple):
+    """Values of a parameter, and its gradients of some steps."""
+
+    start: torch.Tensor
+    grads: torch.Tensor
+
+    def flat(self) -> Example:
+        """As a slice has it."""
+        return Example(self.start.view(-1), self.grads.view(len(self.grads), -1))
+
+
+class _Run(NamedTuple):
+    """What is there after some steps: of each parameter, and of their group."""
+
+    values: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    settings: dict[str, Any]
 
 
 class OptimizerProbe:
@@ -56,86 +78,98 @@ class OptimizerProbe:
             )
 
     def on_slices(self, settings: Settings) -> ProbedStates:
-        """UsageError unless three steps of a matrix give the same bits as those of its two flat halves,
+        """UsageError unless some steps of a matrix give the same bits as those of its two flat halves,
         each in an optimizer of its own. `settings` are those of the parameter group.
         """
-        (start,), (grads,) = _examples(_SHAPE)
-        flat = start.reshape(-1)
+        examples = [_of_all_sizes(_SHAPE), _of_two_kinds(_BLOCKS)]
         parts = [slice(0, _CUT), slice(_CUT, None)]
-        self._make(settings, [torch.nn.Parameter(start)])
+        self._make(settings, [torch.nn.Parameter(examples[0].start)])
         wants = "an optimizer that updates each element by itself"
-        with torch.random.fork_rng(devices=[]):
-            try:
-                (whole,), (state,) = self._run(settings, [start], [grads])
-                halves = [
-                    self._run(settings, [flat[part]], [grads.reshape(_STEPS, -1)[:, part]])[0][0]
-                    for part in parts
-                ]
-            except Exception as error:  # whatever a class raises that cannot
-                self._refuse(wants, f"raised {_text(error)} on flat slices", _REMEDY, error)
-        if not torch.equal(whole.reshape(-1), torch.cat(halves)):
-            self._refuse(wants, "gives other values on slices of a parameter than on the whole", _REMEDY)
-        return self._states(settings, start, grads, state)
+        for example in examples:
+            flat = example.flat()
+            halves = [Example(flat.start[part], flat.grads[:, part]) for part in parts]
+            with torch.random.fork_rng(devices=[]):
+                try:
+                    whole = self._run(settings, [example])
+                    run = [self._run(settings, [half]) for half in halves]
+                except Exception as error:  # whatever a class raises that cannot
+                    self._refuse(wants, f"raised {_text(error)} on flat slices", _REMEDY, error)
+            self._require_same_settings(whole, run, wants)
+            if not torch.equal(whole.values[0].view(-1), torch.cat([half.values[0] for half in run])):
+                got = "gives other values on slices of a parameter than on the whole"
+                self._refuse(wants, got, _REMEDY)
+        return self._states(settings, examples[0])
 
     def on_whole(self, settings: Settings, dimensions: int) -> ProbedStates:
-        """UsageError unless three steps of two parameters of so many dimensions give the same bits as
+        """UsageError unless some steps of two parameters of so many dimensions give the same bits as
         those of each in an optimizer of its own.
         """
         shape = (*_SIDES, *[2] * dimensions)[:dimensions]
-        starts, grads = _examples(shape, 2)
+        examples = [_of_all_sizes((2, *shape)), _of_two_kinds((2, *shape))]
         what = f"parameters of {dimensions} dimension{'s' if dimensions != 1 else ''}"
         wants = f"an optimizer that updates each of its {what} by itself"
-        with torch.random.fork_rng(devices=[]):
-            try:
-                together, states = self._run(settings, starts, grads)
-                alone = [
-                    self._run(settings, [start], [of_one])[0][0]
-                    for start, of_one in zip(starts, grads, strict=True)
-                ]
-            except Exception as error:  # whatever a class raises that cannot
-                remedy = "give it those that it takes, and the others to another ShardedOptimizer"
-                self._refuse(wants, f"raised {_text(error)}", remedy, error)
-        if not all(map(torch.equal, together, alone)):
-            remedy = "step it unsharded, after reducer.gather_gradients()"
-            self._refuse(wants, "gives a parameter other values beside another one", remedy)
-        return self._states(settings, starts[0], grads[0], states[0])
+        for example in examples:
+            both = [Example(example.start[i], example.grads[:, i]) for i in range(2)]
+            with torch.random.fork_rng(devices=[]):
+                try:
+                    together = self._run(settings, both)
+                    alone = [self._run(settings, [one]) for one in both]
+                except Exception as error:  # whatever a class raises that cannot
+                    remedy = "give it those that it takes, and the others to another ShardedOptimizer"
+                    self._refuse(wants, f"raised {_text(error)}", remedy, error)
+            self._require_same_settings(together, alone, wants)
+            if not all(map(torch.equal, together.values, [one.values[0] for one in alone])):
+                self._refuse(wants, "gives a parameter other values beside another one", _UNSHARDED)
+        first = examples[0]
+        return self._states(settings, Example(first.start[0], first.grads[:, 0]))
 
-    def _states(
-        self, settings: Settings, start: torch.Tensor, grads: torch.Tensor, state: Settings
-    ) -> ProbedStates:
+    # What a step counts there is the same for all; what it computes of all elements is not.
+    def _require_same_settings(self, whole: _Run, parts: list[_Run], wants: str) -> None:
+        for key, value in whole.settings.items():
+            if any(_differ(value, part.settings.get(key)) for part in parts):
+                got = f"computes {key!r} of a parameter group from all its gradients"
+                self._refuse(wants, got, _UNSHARDED)
+
+    def _states(self, settings: Settings, example: Example) -> ProbedStates:
+        with torch.random.fork_rng(devices=[]):
+            (state,) = self._run(settings, [example]).states
+            begins = self._begins_with_zeros(settings, example)
         elementwise = frozenset(
             key for key, value in state.items()
-            if key != "step" and isinstance(value, torch.Tensor) and value.shape == start.shape
+            if key != "step" and isinstance(value, torch.Tensor) and value.shape == example.start.shape
         )
-        has_tensor_step = isinstance(state.get("step"), torch.Tensor)
-        with torch.random.fork_rng(devices=[]):
-            begins = self._begins_with_zeros(settings, start, grads)
-        return ProbedStates(elementwise, has_tensor_step, begins)
+        return ProbedStates(elementwise, isinstance(state.get("step"), torch.Tensor), begins)
 
-    def _begins_with_zeros(self, settings: Settings, start: torch.Tensor, grads: torch.Tensor) -> bool:
-        wanted, states = self._run(settings, [start], [grads], 1)
-        if not any(isinstance(value, torch.Tensor) for value in states[0].values()):
+    def _begins_with_zeros(self, settings: Settings, example: Example) -> bool:
+        once = Example(example.start, example.grads[:1])
+        wanted = self._run(settings, [once])
+        (state,) = wanted.states
+        if not any(isinstance(value, torch.Tensor) for value in state.values()):
             return False
         try:
-            zeros = {key: zero_of(value) for key, value in states[0].items()}
-            found, _ = self._run(settings, [start], [grads], 1, zeros)
+            zeros = {key: zero_of(value) for key, value in state.items()}
+            found = self._run(settings, [once], zeros)
         except Exception:  # whatever a class raises where something else was to be there
             return False
-        return bool(torch.equal(found[0], wanted[0]))
+        return bool(torch.equal(found.values[0], wanted.values[0]))
 
     def _run(
-        self, settings: Settings, starts: list[torch.Tensor], grads: list[torch.Tensor],
-        steps: int = _STEPS, state: dict[str, Any] | None = None,
-    ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+        self, settings: Settings, examples: list[Example], state: dict[str, Any] | None = None
+    ) -> _Run:
+        parameters = [torch.nn.Parameter(one.start.clone()) for one in examples]
         optimizer = self._make(settings, parameters)
+        begin_training(optimizer)
         if state is not None:
             optimizer.state[parameters[0]] = state
-        for step in range(steps):
-            for parameter, of_one in zip(parameters, grads, strict=True):
-                parameter.grad = of_one[step].clone()
+        for step in range(len(examples[0].grads)):
+            for parameter, one in zip(parameters, examples, strict=True):
+                parameter.grad = one.grads[step].clone()
             optimizer.step()
-        return [p.detach() for p in parameters], [optimizer.state[p] for p in parameters]
+        return _Run(
+            [p.detach() for p in parameters],
+            [optimizer.state[p] for p in parameters],
+            {key: value for key, value in optimizer.param_groups[0].items() if key != "params"},
+        )
 
     def _make(self, settings: Settings, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         group = {**_on_host(settings), "params": parameters}
@@ -150,20 +184,46 @@ class OptimizerProbe:
         ) from error
 
 
+def begin_training(optimizer: torch.optim.Optimizer) -> None:
+    """Schedule-free ones must be told before they step."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
+
+
+# As numbers: what else a class may keep there is its own.
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) != len(b) or any(map(_differ, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape != b.shape or bool(((a != b) & ~(a.isnan() & b.isnan())).any())
+    if isinstance(a, Real) and isinstance(b, Real):
+        return bool(a != b and not (a != a and b != b))
+    return False
+
+
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# Values, and gradients of all steps.
-def _examples(shape: tuple[int, ...], count: int = 1) -> tuple[list[Any], list[Any]]:
-    on_host: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+# Gradients of all sizes, in any direction.
+def _of_all_sizes(shape: tuple[int, ...]) -> Example:
     generator = torch.Generator("cpu").manual_seed(1)
-    starts, grads = [], []
-    for _ in range(count):
-        starts.append(torch.randn(shape, generator=generator, **on_host))
-        powers = 9 * torch.rand((_STEPS, *shape), generator=generator, **on_host) - 6
-        grads.append(torch.randn((_STEPS, *shape), generator=generator, **on_host) * 10.0**powers)
-    return starts, grads
+    powers = 9 * torch.rand((3, *shape), generator=generator, **_ON_HOST) - 6
+    grads = torch.randn((3, *shape), generator=generator, **_ON_HOST) * 10.0**powers
+    return Example(torch.randn(shape, generator=generator, **_ON_HOST), grads)
+
+
+# In the first part they stay the same, in the second they change sign in every step: a scalar that is
+# computed over all elements, as Prodigy's step size, then differs between the parts.
+def _of_two_kinds(shape: tuple[int, ...]) -> Example:
+    generator = torch.Generator("cpu").manual_seed(2)
+    one = torch.randn(shape, generator=generator, **_ON_HOST)
+    grads = torch.stack([one] * 8)
+    flat = grads.view(len(grads), -1)
+    second = _CUT if flat.shape[1] > _CUT else flat.shape[1] // 2
+    flat[1::2, second:] *= -1
+    return Example(torch.randn(shape, generator=generator, **_ON_HOST) / 100, grads)
 
 
 def zero_of(value: Any) -> Any:

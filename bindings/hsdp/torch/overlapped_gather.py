@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class WaitBeforeForward:
     """
 
     def __init__(self, gather: OverlappedGather, slices: Sequence[ParameterSlice]) -> None:
-        self._gather = gather
+        self._gather = weakref.ref(gather)
         self._slices = slices
         self._was_called = False
         #: the hooks of modules below, all of them until the first call
@@ -51,12 +52,15 @@ class WaitBeforeForward:
         if torch.compiler.is_compiling():
             tell_of_compiler()
             return
+        gather = self._gather()
+        if gather is None:
+            return
         self._was_called = True
         if self.below:
             self.below = [one for one in self.below if not one._was_called]
             for one in self.below:
-                self._gather.wait_before_use(one._slices)
-        self._gather.wait_before_use(self._slices)
+                gather.wait_before_use(one._slices)
+        gather.wait_before_use(self._slices)
 
     # A function of Python's own that changes nothing: who loads the copy may not have this package.
     def __reduce__(self) -> Any:

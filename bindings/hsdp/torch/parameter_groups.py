@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ def tensors(group: dict[str, Any]) -> list[torch.nn.Parameter]:
 def settings(group: dict[str, Any]) -> dict[str, Any]:
     """What holds for all parameters of a group: lr and the like."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def give_settings(group: dict[str, Any], other: dict[str, Any]) -> None:
+    """Those of a group to another one. What a class keeps in a tensor stays one, which no other group
+    shares.
+    """
+    for key, value in settings(group).items():
+        now = other.get(key)
+        if isinstance(now, torch.Tensor) and isinstance(value, Real):
+            value = torch.full_like(now, float(value))
+        other[key] = value
 
 
 def numbers(groups: list[dict[str, Any]]) -> dict[int, int]:

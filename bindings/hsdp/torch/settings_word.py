@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,20 @@ import torch
 from hsdp import _hsdp
 from hsdp.reducer import Reducer
 
+_MOST_SHOWN = 4  # groups with another value than the first
+
 
 class SettingsWord:
     """Says a digest of settings in the status words of Reducers: where they differ, by a scheduler that
     follows a rank's own loss for one, slices would be updated by different rules, and nobody would
-    notice. Numbers and texts of the optimizer's own settings (`defaults`) count, by their values.
+    notice. Numbers and texts of the optimizer's own settings (`defaults`) count, by their values. The
+    error names the first that differs.
     """
 
     def __init__(
         self,
         reducers: Sequence[Reducer],
-        fixed: tuple[Any, ...],
+        fixed: Mapping[str, Any],
         groups: list[dict[str, Any]],
         defaults: Iterable[str],
     ) -> None:
@@ -33,24 +36,36 @@ class SettingsWord:
         self._said: Any = None
         self._words = [_hsdp.StepWord(one._handle, "ShardedOptimizer") for one in reducers]
         for reducer in reducers:
-            reducer._before_words.append(self._say)
+            reducer._before_words.add(self._say)
 
     def _say(self) -> None:
         now = [[_value(group.get(key)) for key in self._keys] for group in self._groups]
         if now == self._said:
             return
         self._said = now
-        digest = f"#{zlib.crc32(repr((self._fixed, now)).encode()):08x}"
-        lr = _value(self._groups[0].get("lr"))
-        text = f"lr {lr:.6g} {digest}" if isinstance(lr, float) else digest
+        lines = [f"{key} {value}" for key, value in self._fixed.items()]
+        lines.append(f"parameter groups {len(now)}")
+        lines += [_line(key, values) for key, values in zip(self._keys, zip(*now, strict=True), strict=True)]
+        details = "\n".join(lines)
         for word in self._words:
-            word.say(text)
+            word.say(_digest(details), details)
 
     def close(self) -> None:
         """Says nothing from here on."""
         for reducer in self._reducers:
-            reducer._before_words.remove(self._say)
+            reducer._before_words.discard(self._say)
         self._reducers, self._words = [], []
+
+
+def _digest(text: str) -> str:
+    return f"#{zlib.crc32(text.encode()):08x}"
+
+
+# "lr 0.1, of group 3 0.2": short, as a message has little room.
+def _line(key: str, values: Sequence[Any]) -> str:
+    others = [f", of group {n} {value}" for n, value in enumerate(values) if value != values[0]]
+    more = f" and more {_digest(repr(others))}" if len(others) > _MOST_SHOWN else ""
+    return f"{key} {values[0]}" + "".join(others[:_MOST_SHOWN]) + more
 
 
 # Equal for what updates alike, whatever its type. A number on a GPU would have to be waited for.

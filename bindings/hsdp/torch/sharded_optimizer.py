@@ -35,7 +35,7 @@ from hsdp.torch.optimizer_options import (
 from hsdp.torch.optimizer_ownership import disown, has_taken, own, owns, require_free, take
 from hsdp.torch.optimizer_probe import OptimizerProbe, ProbedStates
 from hsdp.torch.overlapped_gather import OverlappedGather
-from hsdp.torch.parameter_groups import parameter_groups, settings, tensors
+from hsdp.torch.parameter_groups import give_settings, parameter_groups, settings, tensors
 from hsdp.torch.parameter_slices import (
     Masters,
     ParameterSlice,
@@ -59,6 +59,7 @@ from hsdp.torch.unit_sharding import (
     Place,
     attached_models,
     gathered_units,
+    model_of,
     plan_units,
     slice_units,
 )
@@ -176,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for one in self._reducers:
             one.prepare()
         attachments = [a for one in self._reducers for a in attached_models(one)]
-        models = [a.model for a in attachments]
+        models = [model_of(a) for a in attachments]
         meta = MetaInit(models, first.mesh.device, param_init_fn)
         try:
             with random_state_of_rank_0(first.mesh, meta.is_needed):
@@ -228,21 +229,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._units = gathered_units(
             sliced.units, prefetch_bytes, reshard_after_forward, reshard_after_backward
         )
-        weakref.finalize(self, self._units.close)
         # At the end of the process, too: the other ranks need this one for their gathers.
-        weakref.finalize(self, self._gather.close_quietly)
+        self._ends = [weakref.finalize(self, self._units.close),
+                      weakref.finalize(self, self._gather.close_quietly)]
         for one in self._reducers:
             one.set_partial_sync("none" if stage == 1 else "shard")
             own(one, self)
         self._word = SettingsWord(
             self._reducers,
-            (optimizer_class.__name__, stage, max_grad_norm),
+            {"optimizer": optimizer_class.__name__, "stage": stage, "max_grad_norm": max_grad_norm},
             self.param_groups,
             self.defaults,
         )
-        weakref.finalize(self, self._word.close)
+        self._ends.append(weakref.finalize(self, self._word.close))
         self._count_memory()
         self._built = True
+        self._last_mode = "eval"
         #: the norm of all gradients before the last step clipped them
         self.grad_norm: Any = None
         self._skipped: Any = False
@@ -277,6 +279,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._is_open():
                 self._units.gather_all()
         finally:
+            for end in self._ends:
+                end.detach()  # it holds what the model must not be held by
             for reducer in self._reducers:
                 disown(reducer, self)
             self._units.close()
@@ -323,6 +327,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.__dict__.get("_built", False):
             refuse("all parameter groups at construction", "another one")
         super().add_param_group(param_group)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer of `optimizer_class` on this rank's slices, for methods of the class that this one
+        does not have. `step` gives it `state` and the settings of `param_groups`. What else writes to
+        its parameters is not gathered.
+        """
+        return self._inner
+
+    def train(self) -> None:
+        """Of a schedule-free class: the parameters are those to be trained from here on. To be called
+        before the first step and after `eval`. Collective. Nothing for a class without such a method,
+        or while that is so already.
+        """
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Of a schedule-free class: the parameters are those to be evaluated from here on. As `train`."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        method = getattr(self._inner, mode, None)
+        if not callable(method) or self._mode() == mode:
+            return
+        if not self._is_open():
+            refuse("an open optimizer", "a closed one")
+        self._bind_moved()
+        with self._ending_the_mesh(mode), torch.no_grad():
+            self._forget_targets()
+            self._reread_written()
+            self._units.begin_update()
+            self._call_inner(method, self._shards)
+            self._start_gather()
+        self._last_mode = mode
+
+    # Schedule-free classes say it in their groups, which a checkpoint has.
+    def _mode(self) -> str:
+        said = self.param_groups[0].get("train_mode")
+        return self._last_mode if said is None else "train" if said else "eval"
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """This rank's slice of a parameter in fp32, flat (with layout "whole" of the parameter's shape, on
@@ -391,6 +434,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is None and self._is_initialised_by_dcp():
             self._make_load_targets()
             return None
+        if callable(getattr(self._inner, "train", None)) and self._mode() != "train":
+            refuse("a call of optimizer.train() before steps, as its class has one", "none, or eval() since")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -475,17 +520,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _run_inner(self) -> None:
         for masters in self._masters:
             masters.fetch_gradients()
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(settings(group))
-        self._states.lend(self.state, self._inner.state)
         with self._without_unused() as unused:
-            self._inner.step()
-        changed = self._states.take_back(
-            self.state, self._inner.state, set(unused), self._fresh_elsewhere
-        )
-        if self._begin_unused(unused) or changed:
+            self._call_inner(self._inner.step, unused)
+        if self._begin_unused(unused):
             self._count_memory()
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+
+    # With the states and settings that users see. `unused`: whose states it does not begin.
+    def _call_inner(self, method: Callable[[], Any], unused: Iterable[ParameterSlice]) -> None:
+        groups = list(zip(self.param_groups, self._inner.param_groups, strict=True))
+        for group, inner in groups:
+            give_settings(group, inner)
+        self._states.lend(self.state, self._inner.state)
+        method()
+        if self._states.take_back(
+            self.state, self._inner.state, set(unused), self._fresh_elsewhere
+        ):
+            self._count_memory()
+        for group, inner in groups:
             group.update(settings(inner))  # some count there
 
     # Optimizers leave what has no gradient as it is.

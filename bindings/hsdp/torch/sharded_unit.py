@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,8 +84,8 @@ class ReleasedArray:
         self.slice = slice_
         self.parameter = slice_.parameter
         self.name = slice_.name
-        #: the unit that it is in
-        self.unit: ShardedUnit
+        #: the unit that it is in, which has it
+        self.unit: weakref.ref[ShardedUnit]
         data = self.parameter.data
         is_alone = data.untyped_storage().nbytes() == data.nbytes
         if not is_alone or not _is_dense(data):  # nobody else's memory is freed
@@ -215,7 +216,9 @@ class ReleasedArray:
                 )
         else:
             own = flat_part(values, offset, count)
-        self.unit.drop_request()
+        unit = self.unit()
+        if unit is not None:
+            unit.drop_request()
         stored = self.slice.rounded()
         if own.data_ptr() != stored.data_ptr() or own.dtype != stored.dtype:
             self.slice.take_over(own.to(stored.device, stored.dtype))
@@ -244,20 +247,29 @@ class ShardedUnit:
         read_above: Sequence[torch.nn.Module] = (),
     ) -> None:
         self.name = name
-        self.module = module
+        self._module = weakref.ref(module)
         self.is_root = is_root
         self.slices = slices
-        #: modules above that look at its parameters before they call it
-        self.read_above = read_above
+        self._read_above = [weakref.ref(one) for one in read_above]
         self._arrays = [ReleasedArray(one) for one in slices]
         for array in self._arrays:
-            array.unit = self
+            array.unit = weakref.ref(self)
         #: of the whole
         self.nbytes = sum(array.nbytes for array in self._arrays)
         self.is_present = True
         self.is_requested = False
         self.is_pinned = False
         self._is_stale = False
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """Whose parameters it has, as long as that lives."""
+        return self._module()
+
+    @property
+    def read_above(self) -> list[torch.nn.Module]:
+        """Modules above that look at its parameters before they call it."""
+        return [module for one in self._read_above if (module := one()) is not None]
 
     def bind(self, gathers: _hsdp.UnitGather, number: int) -> None:
         """To what gathers it, under that number there."""

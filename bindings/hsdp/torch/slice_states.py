@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.optimizer_probe import begin_training
 from hsdp.torch.parameter_slices import ParameterSlice, refuse
 
 # Of a 16-bit parameter, beside the states of its optimizer: the slice in fp32.
@@ -61,7 +62,9 @@ class SharedStates:
             if one.is_rounded:  # torch.distributed.checkpoint loads what `state` has
                 state[MASTER] = one.master.detach()
             outside[one.parameter] = state
-        self._outside, self._inside = [*outside.values()], [*inside.values()]
+        self._outside = [*outside.values()]
+        # One that is empty, as somebody has looked for it, will be filled without being replaced.
+        self._inside = [*inside.values()] if all(inside.values()) else None
         return True
 
     # Where the rank that has a parameter begins with a state, the others do, too.
@@ -97,6 +100,7 @@ def example_states(
         parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer = make([{**settings, "params": [parameter]}])
+            begin_training(optimizer)
             optimizer.step()
         except Exception:  # whatever a class raises that looks at values
             if device != "meta":
@@ -261,6 +265,7 @@ def load_target(
     parameter = torch.nn.Parameter(torch.zeros_like(one.master))
     parameter.grad = torch.zeros_like(one.master)
     optimizer = make([{**settings, "params": [parameter]}])
+    begin_training(optimizer)
     optimizer.step()
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     if "step" in state:

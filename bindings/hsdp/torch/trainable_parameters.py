@@ -40,12 +40,12 @@ def trainable_parameters(model: torch.nn.Module, device: str) -> Named:
     return found
 
 
-def described_parameters(model: torch.nn.Module) -> list[str]:
+def described_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
     """A line for each parameter, frozen or not, that changes with its values. Values that have no memory
     of their own (DTensors, sparse and uninitialized parameters) are left out.
     """
     lines, compared = [], []
-    for name, p in model.named_parameters():
+    for name, p in parameters:
         plain = type(p) is not torch.nn.UninitializedParameter and not is_dtensor(p)
         if not plain or p.layout is not torch.strided or p.is_quantized:
             lines.append(f"parameter '{name}' {type(p).__name__}")
@@ -61,9 +61,9 @@ def described_parameters(model: torch.nn.Module) -> list[str]:
     return lines
 
 
-def require_memory(model: torch.nn.Module) -> None:
+def require_memory(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
     """UsageError where a parameter is on the meta device when the first step begins."""
-    for name, p in model.named_parameters():
+    for name, p in parameters:
         if p.is_meta:
             _fault(
                 f"'{name}' to have memory when the first step begins",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,23 @@ def _uncompiled(function: Any) -> Any:
 
 
 class ModuleHook:
-    """A hook of a module. Its copy, in a copy of the module, does nothing."""
+    """A hook of a unit's module, which keeps no unit alive. Its copy, in a copy of the module, does
+    nothing.
+    """
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = _uncompiled(run)
+    def __init__(self, hooks: UnitHooks, number: int, run: Callable[..., Any]) -> None:
+        owner = weakref.ref(hooks)
+
+        @_uncompiled
+        def call(*args: Any) -> Any:
+            hooks = owner()
+            return None if hooks is None else run(hooks, hooks.units[number], *args)
+
+        self._call = call
 
     def __call__(self, module: torch.nn.Module, *args: Any) -> Any:
         """As torch calls it."""
-        return self._run(*args)
+        return self._call(*args)
 
     # A function of Python's own that does nothing: who loads the copy may not have this package.
     def __reduce__(self) -> Any:
@@ -151,28 +161,29 @@ class UnitHooks:
         self._held: set[ShardedUnit] = set()  # until all passes are over
         self._until_update: set[ShardedUnit] = set()
         self._handles: list[Any] = []
-        for unit in units:
-            self._hook(unit)
-        # When this rank's passes of a microbatch are over.
-        self._ends = {one: functools.partial(self.end, one) for one in gathers}
-        for one, end in self._ends.items():
-            one._after_passes.append(end)
+        for number in range(len(units)):
+            self._hook(number)
+        for one in gathers:
+            one._after_passes.add(self.end)
 
-    def _hook(self, unit: ShardedUnit) -> None:
-        before = ModuleHook(lambda args, kwargs: self._before_forward(unit, args, kwargs))
-        after = ModuleHook(lambda args, output: self._after_forward(unit, output))
+    def _hook(self, number: int) -> None:
+        unit = self.units[number]
+        hook = functools.partial(ModuleHook, self, number)
+        before = hook(UnitHooks._before_forward)
+        after = hook(lambda hooks, unit, args, output: hooks._after_forward(unit, output))
         module = unit.module
+        assert module is not None  # it was given with the unit
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
-        give_back = ModuleHook(lambda *args: self._give_back(unit))
+        give_back = hook(lambda hooks, unit, *args: hooks._give_back(unit))
         self._handles += [
             module.register_state_dict_pre_hook(give_back),
             module.register_load_state_dict_pre_hook(give_back),
         ]
         for above in unit.read_above:
-            look = ModuleHook(lambda args: self._need(unit))
+            look = hook(lambda hooks, unit, args: hooks._need(unit))
             self._handles.append(above.register_forward_pre_hook(look))
 
     def _need(self, unit: ShardedUnit) -> None:
@@ -392,30 +403,27 @@ class UnitHooks:
 
     def wrap(self, module: torch.nn.Module, name: str) -> None:
         """A method of a unit's module is a forward, too."""
-        its = [unit for unit in self.units if unit.module is module]
-        if not its:
+        number = next((n for n, unit in enumerate(self.units) if unit.module is module), None)
+        if number is None:
             refuse("a module whose parameters are a unit", type(module).__name__)
+        before = ModuleHook(self, number, UnitHooks._before_forward)
+        after = ModuleHook(self, number, UnitHooks._after_forward)
         method = getattr(module, name)
+        # The module keeps what is made here, which must not keep the module.
+        is_own = getattr(method, "__self__", None) is module
+        function = method.__func__ if is_own else method
+        its = weakref.ref(module)
 
-        @_uncompiled
-        def before(args: Any, kwargs: Any) -> Any:
-            for unit in its:
-                args, kwargs = self._before_forward(unit, args, kwargs)
-            return args, kwargs
-
-        @_uncompiled
-        def after(output: Any) -> None:
-            for unit in its:
-                self._after_forward(unit, output)
-
-        @functools.wraps(method)
+        @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            output = None
-            args, kwargs = before(args, kwargs)
+            module, output = its(), None
+            if module is None:
+                refuse(f"the module whose '{name}' this is", "none, as it is gone; keep it")
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
             try:
-                output = method(*args, **kwargs)
+                output = function(module, *args, **kwargs) if is_own else function(*args, **kwargs)
             finally:
-                after(output)
+                after(module, output)
             return output
 
         setattr(module, name, wrapped)
@@ -462,9 +470,8 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for one, end in self._ends.items():
-            if end in one._after_passes:
-                one._after_passes.remove(end)
+        for one in self._gathers:
+            one._after_passes.discard(self.end)
         for unit in self.units:
             unit.forget()
 

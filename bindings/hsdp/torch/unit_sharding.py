@@ -30,6 +30,14 @@ def attached_models(reducer: Reducer) -> list[ModelAttachment]:
     return [one for one in reducer._attachments if isinstance(one, ModelAttachment)]
 
 
+def model_of(attachment: ModelAttachment) -> torch.nn.Module:
+    """UsageError where it is gone: its parameters may live on without it."""
+    model = attachment.model
+    if model is None:
+        refuse("the model that was attached", f"none: the {attachment.describe()} is gone; keep it")
+    return model
+
+
 class PlannedUnit(NamedTuple):
     """A unit, and what is released of its parameters, by the names in its model."""
 
@@ -65,14 +73,14 @@ def plan_units(
     shard group of one nothing would be gained.
     """
     owner = {id(parameter): reducer for _, parameter, reducer in places}
-    models = [one.model for reducer in reducers for one in attached_models(reducer)]
+    models = [model_of(one) for reducer in reducers for one in attached_models(reducer)]
     uses = collections.Counter(id(p) for model in models for p in model.parameters())
     plan = UnitPlan([], {})
     for reducer in reducers:
         if reducer.mesh.shard_size == 1:
             continue
         for attachment in attached_models(reducer):
-            for unit in module_units(attachment.model, units):
+            for unit in module_units(model_of(attachment), units):
                 number = len(plan.numbers) + 1
                 plan.numbers.update((id(p), number) for p in unit.parameters.values())
                 parameters = {}

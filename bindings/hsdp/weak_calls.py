@@ -1,0 +1,28 @@
+"""Methods that are called as long as their objects live."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class WeakCalls:
+    """Calls methods in the order in which they were added, and keeps none of their objects alive."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[..., None]]] = []
+
+    def add(self, method: Callable[..., None]) -> None:
+        """Called from here on, unless its object is gone."""
+        self._methods.append(weakref.WeakMethod(method))
+
+    def discard(self, method: Callable[..., None]) -> None:
+        """Nothing where it was not added."""
+        self._methods = [one for one in self._methods if one() not in (None, method)]
+
+    def __call__(self, *args: Any) -> None:
+        for one in list(self._methods):
+            method = one()
+            if method is not None:
+                method(*args)

@@ -10,8 +10,11 @@
 #include <array>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <optional>
+#include <set>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "tests/comm/control_outcome.h"
@@ -181,18 +184,34 @@ TEST_F(ControlTest, AFailedWorldIsLeftBehindByRanksThatDoNotKnowYet) {
   }));
 }
 
-TEST_F(ControlTest, AForkedChildCannotConnectBesideItsParent) {
+// Sockets, and descriptors of processes.
+std::set<int> open_connections() {
+  std::set<int> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;  // that of the folder itself
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (target.starts_with("socket:") || target == "anon_inode:[pidfd]") {
+      found.insert(std::stoi(entry.path().filename().string()));
+    }
+  }
+  return found;
+}
+
+TEST_F(ControlTest, AForkedChildHasNoConnectionsAndCannotMakeItsOwn) {
   expect_all_ok(run_processes(2, {}, [](int) {
+    const std::set<int> before = open_connections();
     Communicator world = connect_world();
+    if (open_connections() == before) return 3;
     const pid_t child = ::fork();
     if (child == 0) {
+      if (open_connections() != before) ::_exit(4);
       const std::string message = usage_error_of({});
       ::_exit(message.find("forked child") == std::string::npos ? 1 : 0);
     }
     int status = -1;
     ::waitpid(child, &status, 0);
     if (!adds_up(world)) return 2;
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? 0 : 1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
   }));
 }
 

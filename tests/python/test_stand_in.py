@@ -112,12 +112,14 @@ def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
         reducer.gather_gradients({"w": whole})
         reducer.found_inf_tensor(found)
         norm = reducer.clip_grad_norm_(1e9)
+        assert not stand_in.is_done(stream)
+    for taken in (elsewhere, shard):
+        np.testing.assert_array_equal(taken.values(), mean(1, 2))
+    with stand_in.Standstill():  # a step that overwrites what was read elsewhere
         last = GpuArray(gradient(0, 0), stream)
         add_gradient(reducer, "w", last, last=False)
         partial = Reader(reducer.partial_shard("w"), stream)
         assert not stand_in.is_done(stream)
-    for taken in (elsewhere, shard):
-        np.testing.assert_array_equal(taken.values(), mean(1, 2))
     np.testing.assert_array_equal(whole.read().reshape(-1), mean(1, 2))
     np.testing.assert_array_equal(partial.values(), gradient(0, 0).reshape(-1))
     assert found.read() == 0.0

@@ -311,15 +311,15 @@ void show_details(std::vector<StatusWord>& words, std::size_t party,
     if (words[r].dropped || party >= sections.size() || !sections[party]) continue;
     told.push_back({&sections[party], std::istringstream(details[r])});
   }
-  const auto is_silent = [](const Told& one) { return one.text.view().empty(); };
-  const auto silent = std::ranges::stable_partition(told, std::not_fn(is_silent));
-  const std::span talking(told.begin(), silent.begin());
+  const auto talks = [](const Told& one) { return !one.text.view().empty(); };
+  const auto silent = std::stable_partition(told.begin(), told.end(), talks);
+  const std::span talking(told.begin(), silent);
   while (std::ranges::any_of(talking, [](const Told& one) { return !one.text.eof(); })) {
     for (Told& one : talking) std::getline(one.text, one.line = {});
     const auto is_first = [&](const Told& one) { return one.line == talking.front().line; };
     if (std::ranges::all_of(talking, is_first)) continue;
     for (const Told& one : talking) *one.section = one.line;
-    for (const Told& one : silent) one.section->reset();
+    for (const Told& one : std::span(silent, told.end())) one.section->reset();
     return;
   }
 }

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hsdp.torch import private_torch
-
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
 
@@ -57,14 +55,14 @@ class ModelReference:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
+        # The first is the model itself.
         self._modules = [(name, weakref.ref(module)) for name, module in model.named_modules()]
         self._wrapper = type(model) if type(model) in _WRAPPERS else None
         children = model.named_children() if self._wrapper else ()
         self._children = {name: ModelReference(child) for name, child in children}
 
     def __call__(self) -> torch.nn.Module | None:
-        model = self._model()
+        model = self._modules[0][1]()
         if model is not None or self._wrapper is None:
             return model
         model = self._wrapper()
@@ -72,9 +70,12 @@ class ModelReference:
             model.add_module(name, reference())
         return model
 
-
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """As of the model, also those that came to a module since; without what is gone."""
+        model = self._modules[0][1]()
+        if model is not None:
+            yield from model.named_modules()
+            return
         seen: set[torch.nn.Module] = set()
         for name, reference in self._modules:
             module = reference()
@@ -84,11 +85,11 @@ class ModelReference:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """As of the model: each once, under its first name."""
         seen = set()
-        for name, module in self.named_modules():
-            for key, parameter in private_torch.parameters_of(module).items():
-                if parameter is not None and id(parameter) not in seen:
+        for prefix, module in self.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield f"{name}.{key}" if name else key, parameter
+                    yield name, parameter
 
 
 # A ModuleDict or ModuleList may be made for `attach` alone: the models in it live on, and it does not.

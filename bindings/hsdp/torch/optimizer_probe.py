@@ -44,9 +44,25 @@ class Example(NamedTuple):
     start: torch.Tensor
     grads: torch.Tensor
 
-    def flat(self) -> Example:
-        """As a slice has it."""
-        return Example(self.start.view(-1), self.grads.view(len(self.grads), -1))
+    def flat_parts(self) -> list[Example]:
+        """As two slices have it."""
+        start, grads = self.start.view(-1), self.grads.view(len(self.grads), -1)
+        parts = (slice(0, _CUT), slice(_CUT, None))
+        return [Example(start[part], grads[:, part]) for part in parts]
+
+    def both(self) -> list[Example]:
+        """Of a pair of parameters."""
+        return [Example(self.start[i], self.grads[:, i]) for i in range(2)]
+
+
+class _Told(NamedTuple):
+    """What is said of an optimizer that is refused."""
+
+    wants: str
+    where: str  # it raised
+    if_raised: str
+    differs: str
+    if_differs: str
 
 
 class _Run(NamedTuple):
@@ -82,57 +98,55 @@ class OptimizerProbe:
         each in an optimizer of its own. `settings` are those of the parameter group.
         """
         examples = [_of_all_sizes(_SHAPE), _of_two_kinds(_BLOCKS)]
-        parts = [slice(0, _CUT), slice(_CUT, None)]
         self._make(settings, [torch.nn.Parameter(examples[0].start)])
-        wants = "an optimizer that updates each element by itself"
-        for example in examples:
-            flat = example.flat()
-            halves = [Example(flat.start[part], flat.grads[:, part]) for part in parts]
-            with torch.random.fork_rng(devices=[]):
-                try:
-                    whole = self._run(settings, [example])
-                    run = [self._run(settings, [half]) for half in halves]
-                except Exception as error:  # whatever a class raises that cannot
-                    self._refuse(wants, f"raised {_text(error)} on flat slices", _REMEDY, error)
-            self._require_same_settings(whole, run, wants)
-            if not torch.equal(whole.values[0].view(-1), torch.cat([half.values[0] for half in run])):
-                got = "gives other values on slices of a parameter than on the whole"
-                self._refuse(wants, got, _REMEDY)
-        return self._states(settings, examples[0])
+        told = _Told(
+            "an optimizer that updates each element by itself",
+            " on flat slices", _REMEDY,
+            "gives other values on slices of a parameter than on the whole", _REMEDY,
+        )
+        runs = [
+            self._require_alike(settings, [example], example.flat_parts(), told) for example in examples
+        ]
+        return self._states(settings, examples[0], runs[0].states[0])
 
     def on_whole(self, settings: Settings, dimensions: int) -> ProbedStates:
         """UsageError unless some steps of two parameters of so many dimensions give the same bits as
         those of each in an optimizer of its own.
         """
         shape = (*_SIDES, *[2] * dimensions)[:dimensions]
-        examples = [_of_all_sizes((2, *shape)), _of_two_kinds((2, *shape))]
+        examples = [_of_all_sizes((2, *shape)).both(), _of_two_kinds((2, *shape)).both()]
         what = f"parameters of {dimensions} dimension{'s' if dimensions != 1 else ''}"
-        wants = f"an optimizer that updates each of its {what} by itself"
-        for example in examples:
-            both = [Example(example.start[i], example.grads[:, i]) for i in range(2)]
-            with torch.random.fork_rng(devices=[]):
-                try:
-                    together = self._run(settings, both)
-                    alone = [self._run(settings, [one]) for one in both]
-                except Exception as error:  # whatever a class raises that cannot
-                    remedy = "give it those that it takes, and the others to another ShardedOptimizer"
-                    self._refuse(wants, f"raised {_text(error)}", remedy, error)
-            self._require_same_settings(together, alone, wants)
-            if not all(map(torch.equal, together.values, [one.values[0] for one in alone])):
-                self._refuse(wants, "gives a parameter other values beside another one", _UNSHARDED)
-        first = examples[0]
-        return self._states(settings, Example(first.start[0], first.grads[:, 0]))
+        told = _Told(
+            f"an optimizer that updates each of its {what} by itself",
+            "", "give it those that it takes, and the others to another ShardedOptimizer",
+            "gives a parameter other values beside another one", _UNSHARDED,
+        )
+        runs = [self._require_alike(settings, both, both, told) for both in examples]
+        return self._states(settings, examples[0][0], runs[0].states[0])
 
-    # What a step counts there is the same for all; what it computes of all elements is not.
-    def _require_same_settings(self, whole: _Run, parts: list[_Run], wants: str) -> None:
-        for key, value in whole.settings.items():
-            if any(_differ(value, part.settings.get(key)) for part in parts):
-                got = f"computes {key!r} of a parameter group from all its gradients"
-                self._refuse(wants, got, _UNSHARDED)
-
-    def _states(self, settings: Settings, example: Example) -> ProbedStates:
+    # Together, and each part in an optimizer of its own.
+    def _require_alike(
+        self, settings: Settings, whole: list[Example], parts: list[Example], told: _Told
+    ) -> _Run:
         with torch.random.fork_rng(devices=[]):
-            (state,) = self._run(settings, [example]).states
+            try:
+                together = self._run(settings, whole)
+                alone = [self._run(settings, [part]) for part in parts]
+            except Exception as error:  # whatever a class raises that cannot
+                raised = f"raised {type(error).__name__}: {error}{told.where}"
+                self._refuse(told.wants, raised, told.if_raised, error)
+        # What a step counts in a group is the same for all; what it computes of all elements is not.
+        for key, value in together.settings.items():
+            if any(_differ(value, one.settings.get(key)) for one in alone):
+                got = f"computes {key!r} of a parameter group from all its gradients"
+                self._refuse(told.wants, got, _UNSHARDED)
+        values = [value for one in alone for value in one.values]
+        if not torch.equal(_flat(together.values), _flat(values)):
+            self._refuse(told.wants, told.differs, told.if_differs)
+        return together
+
+    def _states(self, settings: Settings, example: Example, state: dict[str, Any]) -> ProbedStates:
+        with torch.random.fork_rng(devices=[]):
             begins = self._begins_with_zeros(settings, example)
         elementwise = frozenset(
             key for key, value in state.items()
@@ -202,8 +216,8 @@ def _differ(a: Any, b: Any) -> bool:
     return False
 
 
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _flat(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.reshape(-1) for value in values])
 
 
 # Gradients of all sizes, in any direction.

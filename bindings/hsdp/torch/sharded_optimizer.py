@@ -244,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ends.append(weakref.finalize(self, self._word.close))
         self._count_memory()
         self._built = True
-        self._last_mode = "eval"
+        self._last_mode = "eval" if callable(getattr(self._inner, "train", None)) else "train"
         #: the norm of all gradients before the last step clipped them
         self.grad_norm: Any = None
         self._skipped: Any = False
@@ -434,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is None and self._is_initialised_by_dcp():
             self._make_load_targets()
             return None
-        if callable(getattr(self._inner, "train", None)) and self._mode() != "train":
+        if self._mode() != "train":
             refuse("a call of optimizer.train() before steps, as its class has one", "none, or eval() since")
         loss = None
         if closure is not None:

@@ -6,12 +6,14 @@
 .DEFAULT_GOAL := help
 
 # make test PRESET=dev: another preset; make test ARGS="-R Mesh": more arguments for ctest;
-# make test TORCH=0: without PyTorch and its tests; CMAKE_ARGS: more arguments for the configuration.
+# make test TORCH=0: without PyTorch and its tests; make test TORCH_VERSION=2.9.1: only those, with another release
+# of it, in an environment of its own; CMAKE_ARGS: more arguments for the configuration.
 # PYTHON names another interpreter than python3; make wheel takes several.
 PYTHON ?= python3
 PRESET ?= release
 TEST_PRESET ?= $(PRESET)
 TORCH ?= 1
+TORCH_VERSION ?=
 ARGS ?=
 CMAKE_ARGS ?=
 TARGETS ?= all
@@ -27,6 +29,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 TEST_JOBS ?= $(shell expr $(JOBS) \* 5 / 2)
 # ThreadSanitizer cannot place its shadow memory under every kernel's address randomization.
 RUN_TESTS = $(if $(filter tsan%,$(PRESET)),$(shell setarch -R true 2>/dev/null && echo setarch -R))
+OTHER_TORCH = $(CURDIR)/build/venv-torch-$(TORCH_VERSION)
 RESULTS = $(CURDIR)/build/$(PRESET)/tests.xml
 
 help:  ## this list
@@ -40,10 +43,12 @@ demo: dependencies build/release/build.ninja  ## train on a 2x2 mesh of processe
 build: dependencies build/$(PRESET)/build.ninja  ## build everything that PRESET has, or TARGETS of it
 	@cmake --build --preset $(PRESET) -j $(JOBS) --target $(TARGETS)
 
-test: WITH_TORCH = $(TORCH)
+test: WITH_TORCH = $(if $(TORCH_VERSION),0,$(TORCH))
 test: dependencies mpi-dependencies venv build  ## build everything and run all tests
-	@rm -f $(RESULTS); $(RUN_TESTS) ctest --preset $(TEST_PRESET) -j $(TEST_JOBS) --output-junit $(RESULTS) \
-	  $(if $(filter 0,$(TORCH)),-LE '^torch$$') $(ARGS); status=$$?; \
+	@$(if $(TORCH_VERSION),sh cmake/make_venv.sh $(OTHER_TORCH) $(TORCH_VERSION))
+	@rm -f $(RESULTS); $(if $(TORCH_VERSION),HSDP_PYTHON=$(OTHER_TORCH)/bin/python) $(RUN_TESTS) \
+	  ctest --preset $(TEST_PRESET) -j $(TEST_JOBS) --output-junit $(RESULTS) \
+	  $(if $(TORCH_VERSION),-L '^torch$$') $(if $(filter 0,$(TORCH)),-LE '^torch$$') $(ARGS); status=$$?; \
 	  [ "$(TORCH)" != 0 ] || echo "TORCH=0: PyTorch and the tests that need it were left out"; \
 	  python3 tests/count_cases.py $(RESULTS) || [ $$status -ne 0 ] || status=1; exit $$status
 

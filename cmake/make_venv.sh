@@ -2,7 +2,8 @@
 # Makes the virtual environment in which the Python package is built and tested, once: a second run
 # with the same Python and requirements does nothing.
 # Usage: make_venv.sh FOLDER [WITH_TORCH [WITH_DOCS]]
-# WITH_TORCH is 1 (the default) or 0; WITH_DOCS, for the documentation site, 0 (the default) or 1.
+# WITH_TORCH is 1 (the default), 0, or another release of torch; WITH_DOCS, for the documentation site, 0 (the
+# default) or 1.
 # PYTHON names the interpreter, else python3.
 set -eu
 
@@ -50,9 +51,14 @@ if [ -x "$folder/bin/python" ] &&
   rm -rf "$folder"
 fi
 install "$folder/.requirements" "$here/requirements-test.txt"
-if [ "$with_torch" != 0 ]; then
-  install "$folder/.torch" "$here/requirements-torch.txt"
-fi
+case $with_torch in
+  0) ;;
+  1) install "$folder/.torch" "$here/requirements-torch.txt" ;;
+  *)
+    sed "s/^torch==.*/torch==$with_torch/" "$here/requirements-torch.txt" >"$folder/requirements-torch.txt"
+    install "$folder/.torch" "$folder/requirements-torch.txt"
+    ;;
+esac
 if [ "$with_docs" != 0 ]; then
   install "$folder/.docs" "$here/requirements-docs.txt"
 fi

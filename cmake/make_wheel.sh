@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes a wheel for each PYTHON, with the libraries it needs inside, and tries it in a fresh virtual
-# environment without compilers. The last lines name the wheels.
+# environment without compilers; with WITH_TORCH=1 in one with the newest torch, too, as 'hsdp[torch]' gets it. The
+# last lines name the wheels.
 # Usage: make_wheel.sh FOLDER PYTHON...
 set -eu
 
@@ -38,8 +39,11 @@ for python in "$@"; do
       echo "make_wheel: expected none of these in the wheel" >&2
       exit 1
     fi
-    fresh_environment "$python" "$work/try" "$wheel"
-    env -i PATH="$work/try/bin" HOME="$work/try" python "$source/tests/package/try_installed.py"
+    for extra in '' ${WITH_TORCH:+'[torch]'}; do
+      rm -rf "$work/try"
+      fresh_environment "$python" "$work/try" "$wheel$extra"
+      env -i PATH="$work/try/bin" HOME="$work/try" python "$source/tests/package/try_installed.py"
+    done
     mv "$wheel" "$folder"
     made="$made $folder/${wheel##*/}"
   done

@@ -6,14 +6,16 @@ import sys
 import warnings
 from types import FrameType
 
-_BETWEEN = {"hsdp", "torch", "contextlib"}
+_BETWEEN = {"hsdp", "torch", "contextlib", "importlib", "_frozen_importlib"}
 
 
 def warn_caller(text: str) -> None:
     """A RuntimeWarning at the user's line: the first one outside hsdp and of what runs its code."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _package(frame) in _BETWEEN:
-        level, frame = level + 1, frame.f_back
+        if "importlib._bootstrap" not in frame.f_code.co_filename:  # which warn() does not count
+            level += 1
+        frame = frame.f_back
     warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 

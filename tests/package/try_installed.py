@@ -1,8 +1,10 @@
 """Whether the hsdp that is installed here works: ranks meet, reduce and write what hsdp_check accepts.
 
-Run it with the environment's own Python, whose bin folder is on the PATH. It needs NumPy alone.
+Run it with the environment's own Python, whose bin folder is on the PATH. It needs NumPy alone; with torch it
+trains a model, too.
 """
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -24,6 +26,40 @@ with hsdp.init_mesh(replicate=2, shard=2) as mesh:
     reducer.save_snapshot(sys.argv[1], step=1)
 """
 
+#: attached, at stages 2 and 3, with a clipped norm and a checkpoint
+TORCH_RANK = """
+import sys, warnings
+warnings.simplefilter("error", RuntimeWarning)  # a torch that is newer than hsdp knows
+import torch
+import hsdp
+
+results = []
+for stage in (2, 3):
+    torch.manual_seed(7)
+    with hsdp.init_mesh(replicate=2, shard=2) as mesh:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        hsdp.broadcast_parameters(mesh, model)
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(model)
+        optimizer = hsdp.zero.ShardedOptimizer(
+            torch.optim.AdamW, model, reducer, stage=stage, max_grad_norm=1.0, lr=1e-2
+        )
+        inputs = torch.Generator().manual_seed(mesh.rank)
+        for step in range(3):
+            for microbatch in range(2):
+                x = torch.randn(8, 6, generator=inputs)
+                with reducer.microbatch(last=microbatch == 1):
+                    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        rank = mesh.rank
+        results.append(optimizer.full_state_dict()["state"][0]["exp_avg"].flatten().tolist())
+        reducer.close()
+assert results[0] == results[1] and any(results[0]), results
+if rank == 0:
+    print(", torch", torch.__version__)
+"""
+
 
 def run(*command: str) -> str:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
@@ -39,12 +75,16 @@ def main() -> None:
         (folder / "rank.py").write_text(RANK)
         run("hsdp_run", "-n", "4", sys.executable, "rank.py", "snapshot")
         verdict = run("hsdp_check", "snapshot")
+        with_torch = importlib.util.find_spec("torch") is not None
+        (folder / "torch_rank.py").write_text(TORCH_RANK)
+        trained = run("hsdp_run", "-n", "4", sys.executable, "torch_rank.py") if with_torch else ""
         version = run("hsdp_check", "--version").split()[-1]
         where = run(sys.executable, "-c", "import hsdp; print(hsdp.__version__, hsdp.__file__)").split()
         os.chdir("/")
     assert where[0] == version, (where, version)
     assert where[1].startswith(sys.prefix), f"expected hsdp of {sys.prefix}, got {where[1]}"
-    print(f"hsdp {version}, Python {sys.version.split()[0]}: {verdict.splitlines()[-1].strip()}")
+    python = f"Python {sys.version.split()[0]}{trained.strip()}"
+    print(f"hsdp {version}, {python}: {verdict.splitlines()[-1].strip()}")
 
 
 main()

@@ -29,7 +29,7 @@ with hsdp.init_mesh() as mesh:
         try:
             needs_torch()
         except ImportError as error:
-            assert "pip install 'torch==2.13.*'" in str(error), error
+            assert "pip install 'torch>=2.9'" in str(error), error
         else:
             raise AssertionError("torch without torch")
     reducer.close()

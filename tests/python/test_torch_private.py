@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib.metadata
 import inspect
 import pathlib
+import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import hsdp
 from hsdp.torch import private_torch
 
 HERE = pathlib.Path(private_torch.__file__).resolve()
@@ -235,6 +238,28 @@ def test_what_a_scaler_keeps() -> None:
     assert private_torch.optimizer_state(scaler, optimizer)["stage"].name == "UNSCALED"
 
 
+def test_how_a_scaler_divides() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), 16.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    found = private_torch.unscale_grads(scaler, optimizer, torch.tensor(0.125), torch.zeros(1), False)
+    assert parameter.grad.item() == 2 and [flag.item() for flag in found.values()] == [0]
+    scaler.scale(parameter.sum())  # which gives it a scale
+    own, called = torch.amp.GradScaler._unscale_grads_, []
+
+    def method(self: Any, *args: Any) -> Any:
+        called.append(self)
+        return private_torch.unscale_grads(self, *args)
+
+    private_torch.set_unscale_grads(method)
+    try:
+        scaler.unscale_(optimizer)
+    finally:
+        private_torch.set_unscale_grads(own)
+    assert called == [scaler] and parameter.grad.item() == 0.25
+
+
 @on_ranks(2)
 def test_fsdp2() -> None:
     dist.init_process_group("gloo")
@@ -254,6 +279,12 @@ def test_fsdp2() -> None:
         assert [private_torch.fsdp_size(p) for p in group.fsdp_params] == [(5, 3), (5,)]
         assert not private_torch.fsdp_has_replicas(group.mesh_info)
         assert private_torch.fsdp_all_reduce_hook(group) is None
+        assert private_torch.fsdp_reduce_dtypes(group) == {torch.float32}
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        (cast,) = private_torch.fsdp_groups(fully_shard(torch.nn.Linear(3, 5), mesh=mesh, mp_policy=policy))
+        follows_grad_dtype = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+        expected = torch.float32 if follows_grad_dtype else torch.bfloat16
+        assert private_torch.fsdp_reduce_dtypes(cast) == {expected}
 
         def hook(flat: torch.Tensor) -> None:
             root = private_torch.fsdp_root(model)
@@ -330,13 +361,107 @@ def test_what_is_found_to_be_private() -> None:
     assert [line for line, _ in private_uses(ast.parse(text), {"_mine"})] == [1, 2, 4]
 
 
-def test_every_use_has_a_check_and_torch_is_bounded() -> None:
-    public = {name for name, value in vars(private_torch).items() if not name.startswith("_")
-              and not inspect.ismodule(value) and getattr(value, "__module__", "") != "typing"
-              and name not in ("annotations", "CodeType", "Callable", "Variable", "attrgetter")}
+def test_every_use_has_a_check() -> None:
+    constants = {"OLDEST", "NEWEST", "ATTRIBUTES_WITHOUT_VALUES", "SETTABLE_WITHOUT_VALUES", "RESETS", "CLIP_WITH_NORM"}
+    functions = {
+        name for name, value in vars(private_torch).items() if inspect.isfunction(value)
+        and value.__module__ == private_torch.__name__ and not name.startswith("_")
+    }
+    used = {*private_torch._parts, *constants, *functions}
+    assert constants <= {*vars(private_torch)} and len(used) > 35
     checked = pathlib.Path(__file__).read_text()
-    assert [name for name in sorted(public) if f"private_torch.{name}" not in checked] == []
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["torch"]
-    minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
-    below = f"{minor.split('.')[0]}.{int(minor.split('.')[1]) + 1}"
-    assert extra == [f"torch>={minor},<{below}"]
+    assert [name for name in sorted(used) if f"private_torch.{name}" not in checked] == []
+
+
+def test_the_package_takes_every_torch_from_the_oldest_on() -> None:
+    oldest, newest = ((".".join(map(str, of))) for of in (private_torch.OLDEST, private_torch.NEWEST))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    of_torch = [one for extra in extras.values() for one in extra if one.startswith("torch")]
+    assert of_torch == [f"torch>={oldest}"] * 3
+    assert f"torch {oldest} to {newest}" in (ROOT / "README.md").read_text()
+    nightly = (ROOT / ".ci" / "nightly").read_text()
+    assert re.findall(r"TORCH_VERSION=(\d+\.\d+)", nightly) == [oldest, newest]
+
+
+@pytest.mark.parametrize(
+    ("name", "holder", "attribute", "works"),
+    [
+        ("make_flat_weights", torch.nn.RNNBase, "_init_flat_weights", "not on the meta device"),
+        ("current_graph_task_id", torch._C, "_current_graph_task_id", "Reducer.gradient_ready"),
+        ("unscale_grads", torch.amp.GradScaler, "_unscale_grads_", "without a GradScaler"),
+        ("default_store", distributed_c10d, "_get_default_store", "torchrun"),
+    ],
+)
+def test_a_missing_part_is_an_error_that_says_what_works(
+    monkeypatch: pytest.MonkeyPatch, name: str, holder: Any, attribute: str, works: str
+) -> None:
+    getattr(private_torch, name)  # now it is there, as often as it is looked up
+    monkeypatch.delitem(vars(private_torch), name)
+    monkeypatch.delattr(holder, attribute)
+    with pytest.raises(hsdp.UsageError) as caught:
+        getattr(private_torch, name)
+    text = str(caught.value)
+    assert attribute in text and torch.__version__ in text and works in text, text
+    monkeypatch.undo()
+    getattr(private_torch, name)
+
+
+def test_a_missing_part_of_an_object_is_an_error_too() -> None:
+    class Group: ...
+
+    with pytest.raises(hsdp.UsageError, match=r"'_all_reduce_hook'.*Reducer.attach and ShardedOptimizer work"):
+        private_torch.fsdp_all_reduce_hook(Group())
+
+
+def test_what_is_no_part_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'nothing'"):
+        private_torch.nothing
+
+
+def test_fsdp_groups_of_older_releases() -> None:
+    class State:
+        _fsdp_param_group: Any = None
+
+    class Module:
+        def _get_fsdp_state(self) -> State:
+            return State()
+
+    assert private_torch.fsdp_groups(Module()) == []
+    State._fsdp_param_group = "one"
+    assert private_torch.fsdp_groups(Module()) == ["one"]
+
+
+IMPORTED_WITH = """
+import sys, warnings
+import torch
+torch.__version__ = sys.argv[1]
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import hsdp
+    try:
+        hsdp.torch.GradScaler
+        import hsdp.torch
+    except ImportError as error:
+        print(error)
+for one in seen:
+    print(one.category.__name__, one.filename, one.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.9.0", ""),
+        ("2.15.3+cu130", ""),
+        ("2.16.0a0+git1234", "RuntimeWarning <string> hsdp.torch: expected torch 2.9 to 2.15, which"),
+        ("3.0.0", "RuntimeWarning <string> hsdp.torch: expected torch 2.9 to 2.15, which"),
+        ("2.8.1", "hsdp.torch: expected torch 2.9 or later, got 2.8.1; install one with pip install 'torch>=2.9'"),
+    ],
+)
+def test_a_torch_that_no_test_has_seen(version: str, said: str) -> None:
+    # private_torch.check_release
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_WITH, version], capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == bool(said) and done.stdout.startswith(said), done.stdout

@@ -80,6 +80,8 @@ def check_what_is_left_over(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
         handle.set_requires_all_reduce(False)
     with pytest.raises(hsdp.UsageError, match="'late'.*handle.finish"):
         model(x_of(0, 0), True).sum().backward()
+    if not hasattr(model, "reset_iter_state"):  # in older releases no FSDPModule goes on after an exception
+        return
     model.reset_iter_state()
     handle.discard()
     model.zero_grad()
@@ -175,18 +177,19 @@ def check_ends_of_backwards(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
 
 def run_counted(model: Any, set_flag: Any, flagged: list[str], rank: int) -> int:
     """The number of reduce-scatters of a step whose flags are off but in the last microbatch."""
-    reduce_scatter, scattered = dist.reduce_scatter_single, []
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    reduce_scatter, scattered = getattr(dist, name), []
 
     def counting(**arguments: Any) -> Any:
         scattered.append(arguments["output"].numel())
         return reduce_scatter(**arguments)
 
-    dist.reduce_scatter_single = counting
+    setattr(dist, name, counting)
     for m in range(MICROBATCHES):
         for part in flagged:
             set_flag(model.parts()[part], m == MICROBATCHES - 1)
         model(torch.full((2, 7), float(1 + m + rank))).square().mean().backward()
-    dist.reduce_scatter_single = reduce_scatter
+    setattr(dist, name, reduce_scatter)
     return len(scattered)
 
 

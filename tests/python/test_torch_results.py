@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hsdp
 from hsdp.current_stream import CurrentStream
 from hsdp.mesh import _current_device
+from hsdp.torch import private_torch
 from hsdp.torch.gradient_hook import HeldGradients, keeping_hook, make_hook
 from hsdp.torch.trainable_parameters import _require_usable
 
@@ -328,6 +329,7 @@ def test_the_stream_is_torchs_current_one(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(private_torch, "current_raw_stream", None)  # which a build for CUDA has
     assert current() == 77
     assert used == [3]
     current.set(5)

@@ -26,6 +26,7 @@ VARIES = "…"
 NOT_ON_THE_PAGE = {
     # Not an error's text.
     "bindings/hsdp/keyword_hints.py": "what to write instead, behind `got an unexpected keyword argument`",
+    "bindings/hsdp/torch/private_torch.py": "what works without a part; the page has the messages",
     "hsdp/tools/check_facts.cpp": "verdicts of hsdp_check",
     "hsdp/tools/check_text.cpp": "the table of hsdp_check",
     "hsdp/tools/progress_bar.cpp": "the progress bar",

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "hsdp.torch: expected the package torch, got none; install it with pip install 'torch==2.13.*'",
+        "hsdp.torch: expected the package torch, got none; install it with pip install 'torch>=2.9'",
         name=error.name,
     ) from error
+
+from hsdp.torch.private_torch import check_release as _check_release
+
+_check_release(_torch.__version__)
 
 from hsdp.torch.device_mesh import mesh_from_torch
 from hsdp.torch.grad_scaler import GradScaler

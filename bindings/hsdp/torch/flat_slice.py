@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +20,16 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from hsdp.errors import UsageError
 from hsdp.torch import private_torch
-
 _aten = torch.ops.aten
+
+
 # What copies or moves a tensor of any shape.
-_COPIES = frozenset({
-    _aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.empty_like.default,
-    _aten.lift_fresh.default, private_torch.to_copy,
-})
+@functools.cache
+def _copies() -> frozenset[Any]:
+    return frozenset({
+        _aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.empty_like.default,
+        _aten.lift_fresh.default, private_torch.to_copy,
+    })
 
 
 class FlatSlice(torch.Tensor):
@@ -74,7 +78,7 @@ class FlatSlice(torch.Tensor):
         kwargs = kwargs or {}
         first, *others = args
         if isinstance(first, FlatSlice):
-            if func in _COPIES:
+            if func in _copies():
                 return cls(func(first._local, **kwargs), first.shape, first._offset)
             if func is _aten.new_empty.default and torch.Size(others[0]) == first.shape:
                 local = first._local.new_empty(first._local.shape, **kwargs)

@@ -63,9 +63,15 @@ class FsdpParameterGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What FSDP2 sends in the reduce-scatter."""
-        policy = self._group.mp_policy
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.dtype
+        """What FSDP2 sends in the reduce-scatter; UsageError where that is not one dtype."""
+        found = private_torch.fsdp_reduce_dtypes(self._group) or {self.dtype}
+        (dtype, *others) = sorted(found, key=str)
+        if others or dtype is None:
+            raise UsageError(
+                f"replica_hook: expected gradients of {self.name} in one dtype, got "
+                f"{' and '.join(map(str, (dtype, *others)))}, as grad_dtype of its parameters says; "
+                "set reduce_dtype in its MixedPrecisionPolicy"
+            )
         return dtype
 
     @property
@@ -73,6 +79,11 @@ class FsdpParameterGroup:
         """That of the parameters and their gradients."""
         dtype: torch.dtype = self._group.fsdp_params[0].sharded_param.dtype
         return dtype
+
+    @property
+    def gradient_dtypes(self) -> set[torch.dtype | None]:
+        """What the parameters' grad_dtype says; None: any."""
+        return {getattr(p.sharded_param, "grad_dtype", self.dtype) for p in self._trainable()}
 
     @property
     def hook(self) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hsdp.reducer import Reducer
-from hsdp.torch.loss_scaling import Found, merged
+from hsdp.torch.loss_scaling import Found, merged, take_over_unscaling
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -39,6 +39,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, reducer: Reducer, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        take_over_unscaling()
         self._reducer = reducer
 
     def _unscale_grads_(

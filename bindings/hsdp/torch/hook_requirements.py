@@ -38,6 +38,12 @@ def require_usable(group: FsdpParameterGroup, mesh: Mesh) -> None:
             f"replica_hook: expected gradients of {group.name} in float32, bfloat16 or float16, "
             f"got {group.reduce_dtype}; set reduce_dtype in its MixedPrecisionPolicy"
         )
+    if group.gradient_dtypes - {group.dtype}:  # FSDP2 orders the flat tensor by them
+        raise UsageError(
+            f"replica_hook: expected gradients of {group.name} in its parameters' dtype, {group.dtype}, got "
+            f"grad_dtype {' and '.join(sorted(map(str, group.gradient_dtypes)))}; leave grad_dtype as it is, "
+            "and set reduce_dtype in its MixedPrecisionPolicy"
+        )
     if group.hook is not None:
         raise UsageError(
             f"replica_hook: expected {group.name} without an all-reduce hook, got one that was set "

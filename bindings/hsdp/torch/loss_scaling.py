@@ -1,11 +1,12 @@
 """What torch's GradScaler is taught of attached parameters: whose gradients carry its scale, and that
-shards are unscaled with p.grad. For the whole process, once `hsdp.torch` is imported.
+shards are unscaled with p.grad. For the whole process, once one scales beside an attached model.
 
 [Note: one verdict for a loss scale] [Note: gradients that are not what they seem]
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _CALLER = "GradScaler.unscale_"
 _torch_scale = torch.amp.GradScaler.scale
-_torch_unscale_grads = torch.amp.GradScaler._unscale_grads_
 
 #: what torch's scaler keeps of an optimizer: 1 where it found an infinity, by device
 Found: TypeAlias = "dict[torch.device, torch.Tensor]"
@@ -85,9 +85,17 @@ def require_scaled(attachment: ModelAttachment, names: Iterable[str]) -> None:
 
 def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
     scaled = _torch_scale(self, outputs)
-    if private_torch.is_enabled(self) and not torch.compiler.is_compiling() and guard.attachments():
+    if guard.attachments() and private_torch.is_enabled(self) and not torch.compiler.is_compiling():
+        take_over_unscaling()
         _note(self, scaled)
     return scaled
+
+
+@functools.cache
+def take_over_unscaling() -> None:
+    """From here on. UsageError where this torch divides gradients in a way that hsdp does not know."""
+    _ = private_torch.unscale_grads  # torch's own
+    private_torch.set_unscale_grads(_unscale_grads)
 
 
 # The microbatch counts in which a backward pass runs from there, not the one that is open now.
@@ -121,7 +129,7 @@ def _unscale_grads(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     attached, slices = guard.attached_names(parameters), _slices_among(parameters)
     if not attached and not slices:
-        found: Found = _torch_unscale_grads(self, optimizer, inv_scale, found_inf, allow_fp16)
+        found: Found = private_torch.unscale_grads(self, optimizer, inv_scale, found_inf, allow_fp16)
         return found
     takes_shards = bool(getattr(optimizer, "takes_shards", False))
     if not takes_shards:
@@ -142,7 +150,7 @@ def _unscale_grads(
         inverse = inv_scale if only_looks else inv_scale * divisor
         of_torch: Any = SimpleNamespace(param_groups=[{"params": part}])
         founds.append(
-            _torch_unscale_grads(self, of_torch, inverse, found_inf.clone(), allow_fp16)
+            private_torch.unscale_grads(self, of_torch, inverse, found_inf.clone(), allow_fp16)
         )
         done.update(p.grad.data_ptr() for p in part if p.grad is not None)
     if not only_looks:
@@ -191,4 +199,3 @@ def _slices_among(parameters: Iterable[torch.Tensor]) -> _Slices:
 
 
 torch.amp.GradScaler.scale = _scale
-torch.amp.GradScaler._unscale_grads_ = _unscale_grads

@@ -1,7 +1,8 @@
-"""All that hsdp uses of torch's private parts. For their sake pyproject.toml bounds torch.
+"""All that hsdp uses of torch's private parts.
 
-Each has a check in tests/python/test_torch_private.py, which fails first when torch changes. A test there
-keeps such uses out of other files.
+Each part is looked up when it is first used, in the form that this torch has. A missing one is a UsageError
+that names it, and what works without it. Each has a check in tests/python/test_torch_private.py, which fails
+first when torch changes; a test there keeps such uses out of other files.
 """
 
 from __future__ import annotations
@@ -10,98 +11,245 @@ import sys
 from collections.abc import Callable
 from operator import attrgetter
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.autograd import Variable
-from torch.distributed import distributed_c10d
-from torch.utils import _pytree
+
+from hsdp.caller_warning import warn_caller
+from hsdp.errors import UsageError
+
+#: the releases of torch, first and last, that all tests have run with
+OLDEST = (2, 9)
+NEWEST = (2, 15)
+
+# What works without a part.
+_GRADIENTS = "Reducer.gradient_ready and the rest of hsdp outside hsdp.torch work without it"
+_ATTACH = "Reducer.attach works without it"
+_STAGE_2 = "Reducer.attach and ShardedOptimizer at stages 1 and 2 work without it"
+_VALUES = "ShardedOptimizer works without it for a model that has its values, which is not on the meta device"
+_CHECKPOINTS = "training works without it, and so does hsdp.zero.whole_state_dict"
+_NO_SCALER = "training without a GradScaler works without it, as does Reducer.set_loss_scale"
+_LAUNCHERS = "ranks that hsdp_run, torchrun, mpirun or srun starts work without it"
+_NO_HOOK = "Reducer.attach and ShardedOptimizer work without it"
+
+_Found = TypeVar("_Found")
+_parts: dict[str, tuple[Callable[[], Any], str]] = {}
+
+
+# The function below it finds the part, which takes the function's name: __getattr__ calls it once.
+def _part(works: str) -> Callable[[Callable[[], _Found]], _Found]:
+    def keep(find: Callable[[], Any]) -> Any:
+        _parts[find.__name__] = (find, works)
+
+    return keep
+
+
+if not TYPE_CHECKING:  # mypy knows the names
+
+    def __getattr__(name: str) -> Any:
+        if name not in _parts:
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        find, works = _parts[name]
+        try:
+            found = find()
+        except (AttributeError, ImportError) as error:
+            raise _missing(error, works) from error
+        globals()[name] = found
+        return found
+
+
+def _missing(error: Exception, works: str) -> UsageError:
+    return UsageError(
+        f"hsdp.torch: expected a part of torch that torch {torch.__version__} does not have ({error}); "
+        f"{works}; take torch {_text(OLDEST)} to {_text(NEWEST)}, or a later hsdp"
+    )
+
+
+# Of objects whose class does not tell.
+def _attribute(owner: Any, name: str, works: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise _missing(error, works) from error
+
+
+def _text(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+def check_release(version: str) -> None:
+    """ImportError for a torch that is too old; a RuntimeWarning for one that no test has seen."""
+    release = tuple(map(int, version.split(".")[:2]))
+    if release < OLDEST:
+        raise ImportError(
+            f"hsdp.torch: expected torch {_text(OLDEST)} or later, got {version}; "
+            f"install one with pip install 'torch>={_text(OLDEST)}'"
+        )
+    if release > NEWEST:
+        warn_caller(
+            f"hsdp.torch: expected torch {_text(OLDEST)} to {_text(NEWEST)}, which hsdp was tested with, got "
+            f"{version}; what it needs of torch and does not find there will be an error when it is used"
+        )
+
 
 # Tensors
 
-#: `f(tensors, tensor_or_tensors)`, in one kernel of a GPU
-foreach_mul_ = torch._foreach_mul_
-foreach_copy_ = torch._foreach_copy_
 
-#: the operator behind Tensor.to(), as __torch_dispatch__ sees it
-to_copy = torch.ops.aten._to_copy.default
+@_part(_ATTACH)
+def foreach_mul_() -> Callable[[list[torch.Tensor], Any], object]:
+    """`f(tensors, tensor_or_tensors)`, in one kernel of a GPU"""
+    return torch._foreach_mul_
 
-#: `f(cls, tensor, requires_grad)`: the tensor's storage under another class
-make_subclass = torch.Tensor._make_subclass
 
-#: `f(cls, shape, dtype=, device=)`: a tensor without memory, for __torch_dispatch__
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+@_part(_ATTACH)
+def foreach_copy_() -> Callable[[list[torch.Tensor], list[torch.Tensor]], object]:
+    """`f(tensors, values)`, in one kernel of a GPU"""
+    return torch._foreach_copy_
 
-#: a context without __torch_function__ of subclasses
-DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
-#: the tensors in nested tuples, lists and dicts
-tree_leaves = _pytree.tree_leaves
+@_part(_CHECKPOINTS)
+def to_copy() -> Any:
+    """the operator behind Tensor.to(), as __torch_dispatch__ sees it"""
+    return torch.ops.aten._to_copy.default
+
+
+@_part(_STAGE_2)
+def make_subclass() -> Callable[..., Any]:
+    """`f(cls, tensor, requires_grad)`: the tensor's storage under another class"""
+    return torch.Tensor._make_subclass
+
+
+@_part(_CHECKPOINTS)
+def make_wrapper_subclass() -> Callable[..., Any]:
+    """`f(cls, shape, dtype=, device=)`: a tensor without memory, for __torch_dispatch__"""
+    return torch.Tensor._make_wrapper_subclass
+
+
+@_part(_ATTACH)
+def DisableTorchFunctionSubclass() -> Any:  # noqa: N802 - a class
+    """a context without __torch_function__ of subclasses"""
+    return torch._C.DisableTorchFunctionSubclass
+
+
+@_part(_STAGE_2)
+def tree_leaves() -> Callable[[Any], list[Any]]:
+    """the tensors in nested tuples, lists and dicts"""
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves
+
 
 #: attributes of tensors that neither read nor write values
-ATTRIBUTES_WITHOUT_VALUES = ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")
-SETTABLE_WITHOUT_VALUES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-#: `f(tensor)`: grows with each write in place
-version: Callable[[torch.Tensor], int] = attrgetter("_version")
-
-#: `f(tensor)`: what a view is of
-base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+ATTRIBUTES_WITHOUT_VALUES = tuple(
+    name for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "_version") if hasattr(torch.Tensor, name)
+)
+SETTABLE_WITHOUT_VALUES = tuple(name for name in ATTRIBUTES_WITHOUT_VALUES if name != "_version")
 
 
-def storage_holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors share it."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+@_part(_GRADIENTS)
+def version() -> Callable[[torch.Tensor], int]:
+    """`f(tensor)`: grows with each write in place"""
+    return _getter(torch.Tensor, "_version")
 
 
-def backward_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """Those of Tensor.register_hook."""
-    hooks: dict[int, Any] | None = tensor._backward_hooks
-    return hooks or {}
+@_part(_STAGE_2)
+def base() -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """`f(tensor)`: what a view is of"""
+    return _getter(torch.Tensor, "_base")
 
 
-def post_accumulate_grad_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """Those of Tensor.register_post_accumulate_grad_hook: torch's own dict, once there was one."""
-    hooks: dict[int, Any] | None = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return {} if hooks is None else hooks
+@_part(_GRADIENTS)
+def storage_holders() -> Callable[[torch.UntypedStorage], int]:
+    """`f(storage)`: how many tensors share it"""
+    use_count, handle = torch._C._storage_Use_Count, _getter(torch.UntypedStorage, "_cdata")
+    return lambda storage: use_count(handle(storage))
+
+
+@_part(_STAGE_2)
+def backward_hooks() -> Callable[[torch.Tensor], dict[int, Any]]:
+    """`f(tensor)`: those of Tensor.register_hook"""
+    hooks = _getter(torch.Tensor, "_backward_hooks")
+    return lambda tensor: hooks(tensor) or {}
+
+
+@_part(_GRADIENTS)
+def post_accumulate_grad_hooks() -> Callable[[torch.Tensor], dict[int, Any]]:
+    """`f(tensor)`: those of Tensor.register_post_accumulate_grad_hook; torch's own dict, once there was one"""
+    hooks = _getter(torch.Tensor, "_post_accumulate_grad_hooks")
+
+    def found(tensor: torch.Tensor) -> dict[int, Any]:
+        own: dict[int, Any] | None = hooks(tensor)
+        return {} if own is None else own
+
+    return found
+
+
+# AttributeError where a class, or an object that stands for the others, has no such attribute.
+def _getter(owner: Any, name: str) -> Callable[[Any], Any]:
+    getattr(owner, name)
+    return attrgetter(name)
 
 
 # The backward pass
 
-#: the number of the backward pass that this thread is in; -1 outside
-current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+@_part(_GRADIENTS)
+def current_graph_task_id() -> Callable[[], int]:
+    """`f()`: the number of the backward pass that this thread is in; -1 outside"""
+    return torch._C._current_graph_task_id
 
 
-def at_end_of_backward(run: Callable[[], None]) -> None:
-    """Runs it once the backward pass that this thread is in is over."""
-    engine: Any = Variable._execution_engine
-    engine.queue_callback(run)
+@_part(_GRADIENTS)
+def at_end_of_backward() -> Callable[[Callable[[], None]], None]:
+    """`f(run)`: runs it once the backward pass that this thread is in is over"""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    return queue
 
 
 # GPUs
 
-#: `f(device_index)`: the handle of the current stream; None where torch has no CUDA
-current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+@_part("")
+def current_raw_stream() -> Callable[[int], int] | None:
+    """`f(device_index)`: the handle of the current stream; None where torch has no CUDA"""
+    return getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 # Modules
 
-#: of the functions in which a module asks for and is given the values of its parameters
-SAVES: CodeType = torch.nn.Module._save_to_state_dict.__code__
-LOADS: CodeType = torch.nn.Module._load_from_state_dict.__code__
+
+@_part(_CHECKPOINTS)
+def SAVES() -> CodeType:  # noqa: N802 - a constant
+    """of the function in which a module asks for the values of its parameters"""
+    return torch.nn.Module._save_to_state_dict.__code__
+
+
+@_part(_CHECKPOINTS)
+def LOADS() -> CodeType:  # noqa: N802 - a constant
+    """of the function in which a module is given the values of its parameters"""
+    return torch.nn.Module._load_from_state_dict.__code__
+
 
 #: methods that give a module its first values
 RESETS = ("reset_parameters", "_reset_parameters")
 
-#: `f(module)`: its own parameters, by its own names, each as often as it is there
-parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter("_parameters")
 
-#: `f(module)`: its own buffers
-buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+@_part(_GRADIENTS)
+def parameters_of() -> Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]]:
+    """`f(module)`: its own parameters, by its own names, each as often as it is there"""
+    return _getter(torch.nn.Module(), "_parameters")
 
-#: `f(module)`: its own modules, each as often as it is there
-children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = attrgetter("_modules")
+
+@_part(_GRADIENTS)
+def buffers_of() -> Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]:
+    """`f(module)`: its own buffers"""
+    return _getter(torch.nn.Module(), "_buffers")
+
+
+@_part(_STAGE_2)
+def children_of() -> Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]:
+    """`f(module)`: its own modules, each as often as it is there"""
+    return _getter(torch.nn.Module(), "_modules")
 
 
 def forget_flat_weights(rnn: torch.nn.RNNBase) -> None:
@@ -109,9 +257,10 @@ def forget_flat_weights(rnn: torch.nn.RNNBase) -> None:
     rnn._flat_weight_refs = []
 
 
-def make_flat_weights(rnn: torch.nn.RNNBase) -> None:
-    """Lists its parameters anew."""
-    rnn._init_flat_weights()
+@_part(_VALUES)
+def make_flat_weights() -> Callable[[torch.nn.RNNBase], None]:
+    """`f(rnn)`: lists its parameters anew"""
+    return torch.nn.RNNBase._init_flat_weights
 
 
 # Optimizers and loss scaling
@@ -127,32 +276,51 @@ def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 def load_state_dict_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Those of Optimizer.register_load_state_dict_pre_hook."""
-    return [*optimizer._optimizer_load_state_dict_pre_hooks.values()]
+    return [*_attribute(optimizer, "_optimizer_load_state_dict_pre_hooks", _CHECKPOINTS).values()]
 
 
 def load_state_dict_post_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Those of Optimizer.register_load_state_dict_post_hook."""
-    return [*optimizer._optimizer_load_state_dict_post_hooks.values()]
+    return [*_attribute(optimizer, "_optimizer_load_state_dict_post_hooks", _CHECKPOINTS).values()]
+
+
+@_part(_NO_SCALER)
+def unscale_grads() -> Callable[..., dict[torch.device, torch.Tensor]]:
+    """the method in which a GradScaler divides gradients and finds infinities"""
+    return torch.amp.GradScaler._unscale_grads_
+
+
+def set_unscale_grads(method: Callable[..., dict[torch.device, torch.Tensor]]) -> None:
+    """Of every GradScaler."""
+    torch.amp.GradScaler._unscale_grads_ = method
 
 
 def is_enabled(scaler: torch.amp.GradScaler) -> bool:
     """Without the call of a method that users may replace."""
-    return bool(scaler._enabled)
+    return bool(_attribute(scaler, "_enabled", _NO_SCALER))
 
-#: `f(scaler)`: the tensor that update() changes
-scale_of: Callable[[torch.amp.GradScaler], torch.Tensor] = attrgetter("_scale")
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor:
+    """The tensor that update() changes."""
+    scale: torch.Tensor = _attribute(scaler, "_scale", _NO_SCALER)
+    return scale
 
 
 def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the scaler keeps for an optimizer until update()."""
-    state: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
+    state: dict[str, Any] = _attribute(scaler, "_per_optimizer_states", _NO_SCALER)[id(optimizer)]
     return state
 
 
 # torch.distributed
 
-#: the store that the default group met in; None over MPI
-default_store: Callable[[], Any] = distributed_c10d._get_default_store
+
+@_part(_LAUNCHERS)
+def default_store() -> Callable[[], Any]:
+    """`f()`: the store that the default group met in; None over MPI"""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store
 
 
 def initialises(code: CodeType) -> bool:
@@ -160,7 +328,8 @@ def initialises(code: CodeType) -> bool:
     loaded into.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")  # a second to import
-    return module is not None and code is module._init_optim_state.__code__
+    made_in = getattr(module, "_init_optim_state", None)
+    return made_in is not None and code is made_in.__code__
 
 
 # FSDP2, which has no public way to list what it reduces together.
@@ -168,40 +337,69 @@ def initialises(code: CodeType) -> bool:
 
 def fsdp_state(module: Any) -> Any:
     """Of an FSDPModule; modules that were given to fully_shard together share one."""
-    return module._get_fsdp_state()
+    return _attribute(module, "_get_fsdp_state", _NO_HOOK)()
 
 
 def fsdp_groups(module: Any) -> list[Any]:
     """Of each mesh the parameters that are reduced together."""
-    groups: list[Any] = fsdp_state(module)._fsdp_param_groups
-    return groups
+    state = fsdp_state(module)
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    only = _attribute(state, "_fsdp_param_group", _NO_HOOK)  # in older releases: of one mesh, or None
+    return [] if only is None else [only]
 
 
 def fsdp_root(module: Any) -> Any:
     """What the FSDPModules of one model share: `post_backward_final_callback_queued` is of it."""
-    return fsdp_state(module)._state_ctx
-
-#: `f(group)`: what set_all_reduce_hook set
-fsdp_all_reduce_hook: Callable[[Any], Any] = attrgetter("_all_reduce_hook")
-
-#: `f(fsdp_param)`: the size of the whole parameter
-fsdp_size: Callable[[Any], torch.Size] = attrgetter("_orig_size")
+    return _attribute(fsdp_state(module), "_state_ctx", _NO_HOOK)
 
 
-def fsdp_has_replicas(info: Any) -> bool:
-    """Whether a group's mesh_info is anything but a one-dimensional shard mesh."""
+def fsdp_all_reduce_hook(group: Any) -> Any:
+    """What set_all_reduce_hook set."""
+    return _attribute(group, "_all_reduce_hook", _NO_HOOK)
+
+
+def fsdp_size(fsdp_param: Any) -> torch.Size:
+    """The size of the whole parameter."""
+    size: torch.Size = _attribute(fsdp_param, "_orig_size", _NO_HOOK)
+    return size
+
+
+def fsdp_reduce_dtypes(group: Any) -> set[torch.dtype | None]:
+    """What FSDP2 sends the group's gradients in; None: in whatever dtype they come."""
+    trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    policy = getattr(group, "mp_policy", None)
+    if policy is not None:  # of the group; param_dtype counts up to torch 2.14
+        return {policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype for p in trainable}
+    return {
+        _attribute(p, "mp_policy", _NO_HOOK).reduce_dtype or p.sharded_param.grad_dtype for p in trainable
+    }
+
+
+@_part(_NO_HOOK)
+def fsdp_has_replicas() -> Callable[[Any], bool]:
+    """`f(mesh_info)`: whether a group's is anything but a one-dimensional shard mesh"""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-    return isinstance(info, DDPMeshInfo) or not isinstance(info, FSDPMeshInfo)
+    return lambda info: isinstance(info, DDPMeshInfo) or not isinstance(info, FSDPMeshInfo)
 
 
-def fsdp_divisor_after(group: Any, reduce_dtype: torch.dtype, device_type: str) -> float | None:
-    """What FSDP2 divides by after its reduce-scatter."""
+@_part(_NO_HOOK)
+def fsdp_divisor_after() -> Callable[[Any, torch.dtype, str], float | None]:
+    """`f(group, reduce_dtype, device_type)`: what FSDP2 divides by after its reduce-scatter"""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-    _, divide_after, _, _ = _get_gradient_divide_factors(
-        group._reduce_scatter_process_group, None, reduce_dtype, device_type,
-        group.gradient_divide_factor, group.force_sum_reduction_for_comms,
-    )
-    divisor: float | None = divide_after
+    def divisor(group: Any, reduce_dtype: torch.dtype, device_type: str) -> float | None:
+        scattered_over = _attribute(group, "_reduce_scatter_process_group", _NO_HOOK)
+        _, after, _, _ = _get_gradient_divide_factors(
+            scattered_over, None, reduce_dtype, device_type,
+            group.gradient_divide_factor, group.force_sum_reduction_for_comms,
+        )
+        return after
+
     return divisor
+
+
+for _name in _parts:
+    del globals()[_name]

@@ -121,7 +121,8 @@ class ReplicaHookHandle:
 
     def discard(self) -> None:
         """Drops what is pending of a step, as after an exception in it, beside FSDP2's own
-        `model.reset_iter_state()`. A rank that goes on instead gets a StepAbortedError.
+        `model.reset_iter_state()`, which older releases of torch lack: their FSDPModules cannot go on.
+        A rank that goes on instead gets a StepAbortedError.
         """
         self.abandon_step("it was discarded")
 
@@ -205,7 +206,8 @@ class ReplicaHookHandle:
                 f"replica_hook: gradients of {group.name}: expected {expected} elements, those of "
                 f"all its trainable parameters, got {count} beside {known} from "
                 "earlier backwards; where a backward leaves parameters of a module unused, call "
-                "model.set_reduce_scatter_unused_params(True); freeze parameters between steps only"
+                "model.set_reduce_scatter_unused_params(True), with a torch that has it; freeze "
+                "parameters between steps only"
             )
         if keeps and self._factors[index] != group.divide_factor:
             raise UsageError(

@@ -17,12 +17,8 @@ double counted_divide_factor(std::int64_t count, std::int64_t summed_microbatche
   return static_cast<double>(count) / static_cast<double>(summed_microbatches);
 }
 
-float fp32_divisor(double divide_factor, double loss_scale) {
-  return static_cast<float>(divide_factor * loss_scale);
-}
-
 bool is_usable_divisor(double divide_factor, double loss_scale) {
-  const float divisor = fp32_divisor(divide_factor, loss_scale);
+  const auto divisor = static_cast<float>(divide_factor * loss_scale);
   return std::isnormal(divisor) && std::isnormal(1.0F / divisor);
 }
 

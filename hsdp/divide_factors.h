@@ -24,11 +24,8 @@ namespace hsdp {
 // averaged. 1 where nothing was counted: then the sum is zero.
 [[nodiscard]] double counted_divide_factor(std::int64_t count, std::int64_t summed_microbatches);
 
-// fp32(f * s): what the last kernel divides by, s the loss scale.
-[[nodiscard]] float fp32_divisor(double divide_factor, double loss_scale);
-
-// Whether that and its reciprocal are normal fp32 numbers: else all results would be zero or
-// infinite.
+// Whether fp32(f * s), which the last kernel divides by, s the loss scale, and its reciprocal are
+// normal fp32 numbers: else all results would be zero or infinite.
 [[nodiscard]] bool is_usable_divisor(double divide_factor, double loss_scale);
 
 // ceil(log2(n)) for n >= 1: the exponent that keeps a sum of n f16 values in range.
@@ -46,9 +43,15 @@ struct BucketSums {
   bool has_total = false;        // replica-summed, of an earlier `all` of this step
   bool replicates = false;       // sync is `all`
   bool ends_step = false;
-  float divisor = 1.0F;  // fp32(f s)
+  double divisor = 1.0;  // f s; f32 sums are divided by fp32(f s)
   bool means = false;    // the hop divides each of its totals by that, as it comes
 };
+
+// What the replica hop sends of a bucket: f64 as it is, else replica_dtype, by default the shard
+// hop's wire.
+[[nodiscard]] constexpr Dtype replica_wire(Dtype shard_wire, std::optional<Dtype> replica_dtype) {
+  return shard_wire == Dtype::kF64 ? shard_wire : replica_dtype.value_or(shard_wire);
+}
 
 // Of the sum over the replicas. An f16 wire carries sum 2^-k and gathers total 2^-K; the exact 2^K
 // is folded into the division.
@@ -56,8 +59,8 @@ struct HopArithmetic {
   Dtype wire = Dtype::kF32;
   int send_exponent = 0;      // k
   int total_exponent = 0;     // K
-  float divisor = 1.0F;       // of the total
-  float mean_divisor = 1.0F;  // fp32(f s), also where the division comes later
+  double divisor = 1.0;       // of the total
+  double mean_divisor = 1.0;  // f s, also where the division comes later
 };
 
 struct BucketArithmetic {
@@ -65,7 +68,7 @@ struct BucketArithmetic {
   bool runs_shard_hop = false;
   int row_exponent = 0;  // j
   bool adds_carry = false;
-  float shard_divisor = 1.0F;
+  double shard_divisor = 1.0;
   // The replica hop, on the carry.
   bool runs_replica_hop = false;
   HopArithmetic replica;
@@ -75,7 +78,7 @@ struct BucketArithmetic {
   Rest rest = Rest::kNothing;
   bool rest_reads_carry = false;
   bool rest_reads_total = false;
-  float rest_divisor = 1.0F;
+  double rest_divisor = 1.0;
 
   [[nodiscard]] bool ends_after_shard_hop() const {
     return !runs_replica_hop && rest == Rest::kNothing;

@@ -18,16 +18,23 @@
 
 namespace hsdp {
 
-// f32, bf16 and f16 go through the kernels and may be gradients; f64 and i64 only reduce; u8 only
-// moves.
+// f32, bf16, f16 and f64 go through the kernels and may be gradients; f64 stays f64 all the way.
+// i64 only reduces; u8 only moves.
 enum class Dtype : std::uint8_t { kF32 = 0, kBf16 = 1, kF16 = 2, kF64 = 3, kI64 = 4, kU8 = 5 };
 
 [[nodiscard]] std::size_t size_bytes(Dtype dtype);
 [[nodiscard]] std::string_view name(Dtype dtype);
 // Accepts "f32", "float32", "bf16", "bfloat16", ...; UsageError names what is accepted.
 [[nodiscard]] Dtype parse_dtype(std::string_view text);
-[[nodiscard]] constexpr bool is_gradient_dtype(Dtype dtype) {
+[[nodiscard]] constexpr bool sums_in_f32(Dtype dtype) {
   return dtype == Dtype::kF32 || dtype == Dtype::kBf16 || dtype == Dtype::kF16;
+}
+[[nodiscard]] constexpr bool is_gradient_dtype(Dtype dtype) {
+  return sums_in_f32(dtype) || dtype == Dtype::kF64;
+}
+// In which gradients that travel in `wire` are summed, and in which the sums stay.
+[[nodiscard]] constexpr Dtype sum_dtype(Dtype wire) {
+  return wire == Dtype::kF64 ? Dtype::kF64 : Dtype::kF32;
 }
 
 // Storage of one 16-bit element.

@@ -180,7 +180,8 @@ class Reducer {
   // sync = none: not divided by anything. A copy, fp32, of the whole parameter. Not while another
   // thread hands over gradients of it.
   [[nodiscard]] std::vector<float> local_sum(std::string_view name);
-  void local_sum(std::string_view name, TensorView out);  // f32 of the parameter's count
+  // f32 of the parameter's count, or f64 where its gradients are.
+  void local_sum(std::string_view name, TensorView out);
   // Drops the step on all ranks, in a microbatch or between two: this rank is idle at once and
   // sends zeros for what its peers wait for. They get a StepAbortedError with the reason (1 KiB of
   // it), once, from the first call that knows of the drop. Their end_microbatch may return before;
@@ -212,7 +213,7 @@ class Reducer {
   [[nodiscard]] std::vector<int> unused_parameters(std::string_view call = "unused_parameters");
   // carry / (f s), a copy. Not while a group that was all earlier in the step holds totals.
   [[nodiscard]] std::vector<float> partial_shard(std::string_view name);
-  void partial_shard(std::string_view name, TensorView out);  // f32 of the slice's count
+  void partial_shard(std::string_view name, TensorView out);  // of the slice's count, as local_sum
   [[nodiscard]] Slice slice(std::string_view name);
   // Where everything lies; lives as long as the Reducer. Before prepare() it is that of what is
   // registered so far, until more is.
@@ -224,7 +225,8 @@ class Reducer {
   // twice, and an array of another count, dtype or device. On a GPU arrays are written in the order
   // of the caller's stream; where such a call throws what ended the world they may still be written
   // to until close() has returned.
-  void gather_gradients(std::span<const NamedArray> arrays);   // the full mean; f32, bf16, f16
+  // The full mean: f32, bf16, f16, or f64 where the gradients are.
+  void gather_gradients(std::span<const NamedArray> arrays);
   void gather_parameters(std::span<const NamedArray> arrays);  // own slice updated; any dtype
 
   // The forms with an output wait for no peer on the host: the output is there when the Event is
@@ -279,8 +281,8 @@ double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
 // Reducer, which becomes that of all.
 Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
 // As before, but it scales nothing: it writes what to scale by, which is 1, or max_norm / (norm +
-// 1e-6) where that is less, in one f32. For an optimizer that multiplies gradients as it reads
-// them, as zero::AdamW does.
+// 1e-6) where that is less, in one f32 or f64. For an optimizer that multiplies gradients as it
+// reads them, as zero::AdamW does.
 Event clip_factor(std::span<Reducer* const> reducers, double max_norm, TensorView norm,
                   TensorView factor);
 

@@ -110,7 +110,8 @@ constexpr std::int64_t default_bucket_bytes(DeviceType device, int rank_count) {
 }
 
 struct ReducerOptions {
-  std::optional<Dtype> reduce_dtype{};  // wire of the shard hop; default: each gradient's own dtype
+  // Wire of the shard hop, but for f64, which travels as it is; default: each gradient's own dtype.
+  std::optional<Dtype> reduce_dtype{};
   std::optional<Dtype> replica_dtype{};  // wire of the replica hop; default: the reduce dtype
   Layout layout = Layout::kFlat;
   std::optional<std::int64_t> bucket_bytes{};  // wire bytes of a whole bucket; default: as above
@@ -145,7 +146,7 @@ void visit_fields(Options& options, Visit visit) requires
 struct ParameterSpec {
   std::string name{};
   Shape shape{};
-  Dtype dtype = Dtype::kF32;  // of its gradients: f32, bf16 or f16
+  Dtype dtype = Dtype::kF32;  // of its gradients: f32, bf16, f16 or f64, which is reduced in f64
   std::optional<Dtype> reduce_dtype{};
   std::string group{};  // parameters whose sync flags are set together; a group has its own buckets
   // Parameters of different units that follow each other share no bucket, so that a unit's slices

@@ -24,7 +24,7 @@ void PlainHop::prepare(const HopPlan& plan) {
     for (const TensorView& data : plan.data[b]) {
       AllReduce& call = to_come_.emplace_back();
       call.data = data;
-      call.wire = wire_.value_or(plan.wires[b]);
+      call.wire = replica_wire(plan.wires[b], wire_);
       call.reduction = reduction_;
     }
   }

@@ -55,8 +55,9 @@ struct HopPlan {
 
 struct HopBucket {
   int bucket = 0;
-  // fp32. In: the undivided shard-group sum. Out: the total over the replicas / arithmetic.divisor,
-  // or / arithmetic.mean_divisor where means() said so; the same bits on every replica.
+  // fp32, or f64 of f64 gradients. In: the undivided shard-group sum. Out: the total over the
+  // replicas / arithmetic.divisor, or / arithmetic.mean_divisor where means() said so; the same
+  // bits on every replica.
   TensorView data{};
   HopArithmetic arithmetic{};
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 for a value that is not finite
@@ -103,9 +104,9 @@ class ReplicaHop : public StepParty {
 
   // Whether that bucket's outputs in this step are means, each divided by f s as it comes: the
   // Reducer then adds them, where a group is all several times in a step, and divides nothing.
-  // Asked once a step, before its first reduce(), with fp32(f s), which stands from then on; a
+  // Asked once a step, before its first reduce(), with f s, which stands from then on; a
   // UsageError for one that will not do drops the step. Not where this rank drops it before that.
-  [[nodiscard]] virtual bool means(int bucket, float mean_divisor) const {
+  [[nodiscard]] virtual bool means(int bucket, double mean_divisor) const {
     static_cast<void>(bucket);
     static_cast<void>(mean_divisor);
     return false;

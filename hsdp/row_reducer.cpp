@@ -176,7 +176,7 @@ void RowReducer::Parts::check(const RowGroup& group, std::string_view what,
     refuse(std::to_string(group.count) + " elements", std::to_string(values.count));
   }
   const bool is_total = what == kTotal;
-  if (is_total ? values.dtype != Dtype::kF32 : !is_gradient_dtype(values.dtype)) {
+  if (is_total ? values.dtype != Dtype::kF32 : !sums_in_f32(values.dtype)) {
     refuse(is_total ? "f32" : "f32, bf16 or f16", std::string(name(values.dtype)));
   }
   if (!(values.device == ranks.device)) {

@@ -172,7 +172,7 @@ void LocoExchange::reduce(std::size_t number, const Arguments& arguments, const 
   encode.tiles = window.tiles;
   encode.group_size = formats_.scattered.group_size;
   encode.values = values;
-  encode.factor = 1.0F / arguments.bucket.arithmetic.mean_divisor;
+  encode.factor = 1.0F / static_cast<float>(arguments.bucket.arithmetic.mean_divisor);
   encode.before = errors.scattered.before;
   encode.after = errors.scattered.after;
   encode.beta = arguments.beta;

@@ -148,7 +148,7 @@ std::optional<Dtype> LocoHop::wire() const { return parts_->options.plain_dtype;
 std::int64_t LocoHop::slice_multiple() const { return parts_->options.group_size; }
 
 int LocoHop::bucket_class(const HopParameter& parameter) const {
-  return is_excluded(parts_->options, parameter.name) ? 1 : 0;
+  return is_excluded(parts_->options, parameter.name) || parameter.dtype == Dtype::kF64 ? 1 : 0;
 }
 
 // Once: what they matched may be frozen later.
@@ -180,10 +180,10 @@ std::vector<LocoWindow> LocoHop::Parts::lay_out(const HopPlan& plan) {
     BucketWindows bucket{.first = windows.size()};
     std::vector<ParameterRange> quantized;
     for (const ParameterRange& range : ranges) {
-      const std::string& name = names[static_cast<std::size_t>(range.parameter)];
-      if (range.count > 0) {
-        (quant::is_excluded(options, name) ? bucket.excluded : quantized).push_back(range);
-      }
+      const auto p = static_cast<std::size_t>(range.parameter);
+      const bool is_plain =
+          quant::is_excluded(options, names[p]) || plan.parameters[p].dtype == Dtype::kF64;
+      if (range.count > 0) (is_plain ? bucket.excluded : quantized).push_back(range);
     }
     bucket.is_excluded = quantized.empty() && !bucket.excluded.empty();
     for (std::vector<ParameterRange>& runs :
@@ -262,11 +262,11 @@ void LocoHop::Parts::take_errors_along() {
   moves = before != nullptr;
 }
 
-bool LocoHop::means(int bucket, float mean_divisor) const {
+bool LocoHop::means(int bucket, double mean_divisor) const {
   parts_->in_step = true;
   if (parts_->is_plain(bucket)) return false;
-  const float magnitude = std::abs(mean_divisor);
-  if (magnitude >= 0x1p-100F && magnitude <= 0x1p100F) return true;
+  const double magnitude = std::abs(mean_divisor);
+  if (magnitude >= 0x1p-100 && magnitude <= 0x1p100) return true;
   throw UsageError({.where = "loco: divide factor times loss scale",
                     .expected = "a magnitude from 2^-100 to 2^100",
                     .got = number_text(mean_divisor),

@@ -61,7 +61,7 @@ class LocoHop final : public ReplicaHop {
   void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
   void set_unused() override;  // gives up all errors
-  [[nodiscard]] bool means(int bucket, float mean_divisor) const override;
+  [[nodiscard]] bool means(int bucket, double mean_divisor) const override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
   void end_step(const StepEnd& end) override;
   // docs/loco.md says what keys and arrays mean. Empty before bind(), unless it was loaded; with

@@ -54,7 +54,7 @@ void require_valid(const LocoOptions& options) {
           std::to_string(options.reset_T));
   require(options.error_dtype == Dtype::kU8 || options.error_dtype == Dtype::kF32, "error_dtype",
           "int8 or f32", std::string(hsdp::name(options.error_dtype)));
-  require(!options.plain_dtype || is_gradient_dtype(*options.plain_dtype), "plain_dtype",
+  require(!options.plain_dtype || sums_in_f32(*options.plain_dtype), "plain_dtype",
           "f32, bf16 or f16",
           options.plain_dtype ? std::string(hsdp::name(*options.plain_dtype)) : "");
   require(options.warmup_steps >= 0, "warmup_steps", "steps, 0 or more",

@@ -44,9 +44,10 @@
 namespace hsdp::zero {
 
 struct GatheredParameter {
-  std::string name{};   // as registered
-  TensorView array{};   // the whole parameter, contiguous; any dtype without a master
-  TensorView master{};  // fp32, this rank's slice; the array is then f32, bf16 or f16
+  std::string name{};  // as registered
+  TensorView array{};  // the whole parameter, contiguous; any dtype without a master
+  TensorView
+      master{};  // this rank's slice in fp32; the array is then f32, bf16 or f16. Or f64 both
 };
 
 // In seconds of the steady clock. On a GPU: when it was enqueued.

@@ -8,15 +8,16 @@ namespace hsdp::zero {
 
 void require_master(const std::string& where, const TensorView& master, std::int64_t count,
                     Dtype dtype, Device device) {
-  if (master.count != count || master.dtype != Dtype::kF32 || master.device != device) {
-    const ConstTensorView wanted(nullptr, count, Dtype::kF32, device);
+  const Dtype own = sum_dtype(dtype);
+  if (master.count != count || master.dtype != own || master.device != device) {
+    const ConstTensorView wanted(nullptr, count, own, device);
     throw UsageError({.where = where,
                       .expected = to_string(wanted) + ", this rank's slice",
                       .got = to_string(master)});
   }
   if (!is_gradient_dtype(dtype)) {
     throw UsageError({.where = where,
-                      .expected = "an array of f32, bf16 or f16, to which it is rounded",
+                      .expected = "an array of f32, bf16, f16 or f64, to which it is rounded",
                       .got = std::string(name(dtype))});
   }
 }

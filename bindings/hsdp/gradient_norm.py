@@ -108,9 +108,9 @@ def _scale(reducers: list[Any], max_norm: float, was: Any) -> None:
         if factor < 1:
             with np.errstate(invalid="ignore"):
                 for result in _results(reducers):
-                    result *= np.float32(factor)
+                    result *= result.dtype.type(factor)
         return
     torch: Any = importlib.import_module("torch")
-    factor = torch.where(factor < 1, factor, 1.0).float()
+    factor = torch.where(factor < 1, factor, 1.0)
     for result in _results(reducers):
-        result *= factor
+        result *= factor.to(result.dtype)

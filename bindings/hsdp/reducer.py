@@ -65,7 +65,8 @@ class Reducer(ReducerResults, Closing):
 
     - `mesh`: an `hsdp.Mesh`, or a torch DeviceMesh.
     - `reduce_dtype`: what travels in the shard group: "f32", "bf16", "f16"; None: each gradient's
-      own dtype. Sums are fp32 in any case.
+      own dtype. Sums are fp32 in any case. Gradients of f64 travel and are summed in f64, whatever
+      the wires.
     - `replica_dtype`: what travels between replicas; None: the reduce dtype.
     - `layout`: "flat" cuts parameters into even ranges; "dim0" into rows of their first dimension;
       "whole" gives each parameter to one rank, for optimizers of whole matrices.
@@ -187,7 +188,7 @@ class Reducer(ReducerResults, Closing):
         """Makes a parameter known; returns its index, which `gradient_ready` takes too.
 
         Before the first microbatch, in the same order on every rank (which the ranks compare).
-        `dtype` is that of its gradients: f32, bf16 or f16. Parameters of one `group` get their sync
+        `dtype` is that of its gradients: f32, bf16, f16 or f64. Parameters of one `group` get their sync
         flags together and have buckets of their own.
         """
         return self._handle.register(

@@ -105,7 +105,8 @@ class ReducerResults:
     def gather_gradients(self, arrays: Mapping[str, Any] | None = None) -> None:
         """Fills in the whole mean gradient of parameters.
 
-        `arrays` are f32, bf16 or f16, writable and contiguous, of the parameters' shapes, by name;
+        `arrays` are f32, bf16 or f16 (f64 of f64 gradients), writable and contiguous, of the
+        parameters' shapes, by name;
         the same names on every rank. Without it the gradients of the attached models are
         set (`p.grad`); with missing="zero" that of a parameter which no rank used stays None, and
         optimizers leave it as it is; a RuntimeWarning says so of a step without any gradient. On the

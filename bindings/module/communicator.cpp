@@ -47,7 +47,7 @@ void all_reduce(const Handle& self, py::handle x) {
 void mean(const Handle& self, py::handle x) {
   ArrayArgument array = argument(self, x, "mean: x");
   const TensorView data = writable(array, "mean: x");
-  if (!is_gradient_dtype(data.dtype)) {
+  if (!sums_in_f32(data.dtype)) {
     throw UsageError({.where = "mean: x",
                       .expected = "f32, bf16 or f16",
                       .got = std::string(name(data.dtype)),

@@ -172,11 +172,13 @@ Memory local_sum(Handle& self, py::handle name) {
 Memory copy_of(Handle& self, py::handle gradient) {
   const ArrayArgument argument = array_argument(gradient, "reducer: gradient", self.caller());
   Stream stream = self.caller().now();
-  const Memory copy = Memory::create(argument.view.count(), Dtype::kF32, stream);
+  const Dtype dtype = sum_dtype(argument.view.dtype);
+  const Memory copy = Memory::create(argument.view.count(), dtype, stream);
   kernels::CastAndPack args;
   args.gradient = &argument.view;
   args.count = argument.view.count();
   args.out = copy.view().data;
+  args.out_dtype = dtype;
   kernels::cast_and_pack(args, stream);
   return {copy.view(), argument.view.shape, std::make_shared<Memory>(copy), stream.record()};
 }

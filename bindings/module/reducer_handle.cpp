@@ -22,6 +22,17 @@ namespace py = pybind11;
 // From here on a copy takes so long that other Python threads should run meanwhile.
 constexpr std::int64_t kReleasesGilFromBytes = 16 << 10;
 
+// nullptr: the library says that there is none.
+const ParameterSpec* find_spec(const Reducer& reducer, const std::string& name) {
+  const auto found = std::ranges::find(reducer.parameters(), name, &ParameterSpec::name);
+  return found == reducer.parameters().end() ? nullptr : &*found;
+}
+
+Dtype sums_of(const Reducer& reducer, const std::string& name) {
+  const ParameterSpec* const spec = find_spec(reducer, name);
+  return spec == nullptr ? Dtype::kF32 : sum_dtype(spec->dtype);
+}
+
 }  // namespace
 
 ReducerHandle::InUse::InUse(ReducerHandle& handle) : handle_(handle) {
@@ -200,17 +211,18 @@ Memory ReducerHandle::shard(const std::string& name) {
 }
 
 Memory ReducerHandle::partial_shard(const std::string& name) {
-  Memory memory = Memory::create(reducer().slice(name).count, Dtype::kF32, caller_->now());
+  Memory memory =
+      Memory::create(reducer().slice(name).count, sums_of(reducer(), name), caller_->now());
   call([name, memory](Reducer& reducer) { reducer.partial_shard(name, memory.view()); });
   set_ready(memory);
   return memory;
 }
 
 Memory ReducerHandle::local_sum(const std::string& name) {
-  const std::vector<ParameterSpec>& specs = reducer().parameters();
-  const auto spec = std::ranges::find(specs, name, &ParameterSpec::name);
-  const Shape shape = spec == specs.end() ? Shape{} : spec->shape;
-  const Memory memory = Memory::create(element_count(shape), Dtype::kF32, caller_->now());
+  const ParameterSpec* const spec = find_spec(reducer(), name);
+  const Shape shape = spec == nullptr ? Shape{} : spec->shape;
+  const Memory memory =
+      Memory::create(element_count(shape), sums_of(reducer(), name), caller_->now());
   call([name, memory](Reducer& reducer) { reducer.local_sum(name, memory.view()); });
   return {memory.view(), shape, std::make_shared<Memory>(memory), caller_event()};
 }

@@ -143,7 +143,7 @@ class RowReducerHandle {
 std::shared_ptr<PlainHop> make_plain_hop(const std::optional<std::string>& dtype) {
   if (!dtype) return std::make_shared<PlainHop>();
   const Dtype wire = parse_dtype(*dtype);
-  if (!is_gradient_dtype(wire)) {
+  if (!sums_in_f32(wire)) {
     throw UsageError({.where = "replica hop: PlainHop",
                       .expected = "dtype 'f32', 'bf16' or 'f16'",
                       .got = "'" + *dtype + "'"});

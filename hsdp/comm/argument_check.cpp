@@ -64,16 +64,15 @@ class Checker {
       fail("dtype of the output", std::string(name(in.dtype)), std::string(name(out.dtype)));
   }
 
-  void divisor(float value, Dtype dtype) const {
-    if (!std::isfinite(value) || value == 0.0F)
+  void divisor(double value, Dtype dtype) const {
+    if (!std::isfinite(value) || value == 0.0)
       fail("divisor", "a finite number, not 0", std::to_string(value));
-    if (!is_gradient_dtype(dtype) && value != 1.0F)
-      fail("divisor", "1 for f64 and i64, which only add", std::to_string(value));
+    if (!is_gradient_dtype(dtype) && value != 1.0)
+      fail("divisor", "1 for i64, which only adds", std::to_string(value));
   }
 
   void nonfinite(const void* flag, Dtype dtype) const {
-    if (flag != nullptr && !is_gradient_dtype(dtype))
-      fail("nonfinite", "no flag for f64 and i64", "one");
+    if (flag != nullptr && !is_gradient_dtype(dtype)) fail("nonfinite", "no flag for i64", "one");
   }
 
   void exponent(int value, std::string_view what) const {
@@ -109,13 +108,13 @@ void check(const ReduceScatter& args, GroupShape group) {
   checker.reducible(args.in.dtype);
   checker.cut(*args.cut, args.in.count);
   checker.count(args.out.count, args.cut->length(group.rank), "output");
-  if (!is_gradient_dtype(args.in.dtype) || args.out.dtype != Dtype::kF32) {
+  if (!sums_in_f32(args.in.dtype) || args.out.dtype != Dtype::kF32) {
     checker.same_dtype(args.in, args.out);
   }
-  if (args.accumulate && args.out.dtype != Dtype::kF32)
-    checker.fail("accumulate", "an f32 output", std::string(name(args.out.dtype)));
+  if (args.accumulate && args.out.dtype != Dtype::kF32 && args.out.dtype != Dtype::kF64)
+    checker.fail("accumulate", "an f32 or f64 output", std::string(name(args.out.dtype)));
   checker.exponent(args.sum_exponent, "sum_exponent");
-  if (args.sum_exponent != 0 && !is_gradient_dtype(args.in.dtype))
+  if (args.sum_exponent != 0 && !sums_in_f32(args.in.dtype))
     checker.fail("sum_exponent", "0 for f64 and i64, which only add",
                  std::to_string(args.sum_exponent));
   checker.divisor(args.divisor, args.in.dtype);
@@ -128,7 +127,7 @@ void check(const AllReduce& args, GroupShape group) {
   checker.view(args.data, "data");
   checker.reducible(args.data.dtype);
   const Dtype wire = args.wire.value_or(args.data.dtype);
-  const bool narrows = args.data.dtype == Dtype::kF32 && is_gradient_dtype(wire);
+  const bool narrows = args.data.dtype == Dtype::kF32 && sums_in_f32(wire);
   if (!narrows && wire != args.data.dtype)
     checker.fail("wire dtype", "the data's, or bf16 or f16 with f32 data", std::string(name(wire)));
   checker.exponent(args.send_exponent, "send_exponent");

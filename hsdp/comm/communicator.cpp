@@ -53,7 +53,7 @@ void check_reduction(Reduction reduction, const Communicator::Engine& engine) {
 
 // What travels.
 Dtype sent_dtype(Reduction reduction, Dtype wire) {
-  return reduction == Reduction::kNative && is_gradient_dtype(wire) ? Dtype::kF32 : wire;
+  return reduction == Reduction::kNative && sums_in_f32(wire) ? Dtype::kF32 : wire;
 }
 
 comm::GroupShape shape(const Communicator& group) { return {group.rank(), group.size()}; }
@@ -69,7 +69,7 @@ void sum_alone(const ReduceScatter& args) {
                               .divisor = args.divisor,
                               .out_dtype = args.out.dtype},
                      .rows = {&row, 1},
-                     .add = args.accumulate ? static_cast<const float*>(out) : nullptr,
+                     .add = args.accumulate ? out : nullptr,
                      .outs = {&out, 1},
                      .count = args.in.count,
                      .nonfinite = args.nonfinite});

@@ -36,17 +36,18 @@ namespace hsdp {
 constexpr int kNoBucket = -1;
 
 // How a sum is computed. kNative: by NCCL, in fp32 whatever the wire dtype; all ranks get the same
-// bits, but which ones depends on more than the inputs. f64 and i64 are summed exactly always.
+// bits, but which ones depends on more than the inputs. f64 and i64 are summed in fixed order
+// always.
 enum class Reduction : std::uint8_t { kExact, kNative };
 
 // The reduce-scatter of the shard hop, with everything that its one pass can carry along.
 struct ReduceScatter {
-  ConstTensorView in{};  // cut.count() elements, f32, bf16 or f16 (f64, i64: plain sums only)
-  TensorView out{};      // cut.length(rank) elements; f32 (widening) or in.dtype
+  ConstTensorView in{};  // cut.count() elements, f32, bf16, f16 or f64 (i64: a plain sum only)
+  TensorView out{};      // cut.length(rank) elements; f32 (widening 16 bit) or in.dtype
   std::optional<RowCut> cut{};  // default: RowCut(in.count, size)
-  bool accumulate = false;      // out = out + sum, out f32
+  bool accumulate = false;      // out = out + sum, out f32 or f64
   int sum_exponent = 0;         // the sum times 2^sum_exponent, before the addition
-  float divisor = 1.0F;         // the result divided by this, last
+  double divisor = 1.0;         // the result divided by this, last; in fp32 but for f64
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 when an output is not finite
   int bucket = kNoBucket;
   Reduction reduction = Reduction::kExact;  // kNative: engine nccl only
@@ -60,7 +61,7 @@ struct AllReduce {
   std::optional<Dtype> wire{};  // default: data.dtype; bf16 or f16 with f32 data
   int send_exponent = 0;        // k
   int total_exponent = 0;       // K
-  float divisor = 1.0F;
+  double divisor = 1.0;
   std::atomic<std::uint32_t>* nonfinite = nullptr;
   int bucket = kNoBucket;
   Reduction reduction = Reduction::kExact;  // kNative: engine nccl only; no exponents then

@@ -8,7 +8,7 @@
 //   result = t * result_scale / divisor * multiplier
 //
 // All in fp32, each operation rounded once, never contracted. The scales are exact powers of two,
-// so a scale of 1 may be skipped.
+// so a scale of 1 may be skipped. f64 elements take the same steps in fp64, where all scales are 1.
 #pragma once
 
 #include <bit>
@@ -83,6 +83,14 @@ HSDP_HOST_DEVICE inline float decode(const void* row, std::int64_t index, Dtype 
   return dtype == Dtype::kBf16 ? to_float(Bf16{bits}) : decode_f16(bits);
 }
 
+// The same, or one of f64.
+HSDP_HOST_DEVICE inline double decode_wide(const void* row, std::int64_t index, Dtype dtype) {
+  if (dtype != Dtype::kF64) return decode(row, index, dtype);
+  double value = 0.0;
+  std::memcpy(&value, static_cast<const char*>(row) + index * 8, 8);
+  return value;
+}
+
 HSDP_HOST_DEVICE inline void encode(float value, void* row, std::int64_t index, Dtype dtype) {
   if (dtype == Dtype::kF32) {
     std::memcpy(static_cast<char*>(row) + index * 4, &value, 4);
@@ -117,16 +125,26 @@ HSDP_HOST_DEVICE inline float finish(float sum, bool has_add, float add,
   return t * steps.multiplier;
 }
 
+// finish() of an f64 element.
+HSDP_HOST_DEVICE inline double finish_wide(double sum, bool has_add, double add, double divisor,
+                                           double multiplier) {
+  double t = has_add ? add + sum : sum;
+  if (divisor != 1.0) t = t / divisor;
+  return t * multiplier;
+}
+
 // Bits of |value|: they order like the magnitudes, and NaN lies above infinity.
 HSDP_HOST_DEVICE constexpr std::uint32_t magnitude_bits(float value) {
   return std::bit_cast<std::uint32_t>(value) & 0x7fffffffU;
 }
 
-// The smallest magnitude that is infinite (or NaN) once it is rounded to `dtype`.
+// The smallest magnitude that is infinite (or NaN) once it is rounded to `dtype`; of f64, whose
+// passes return kNonfinite or 0, kNonfinite.
+constexpr std::uint32_t kNonfinite = 0x7f800000U;
 HSDP_HOST_DEVICE constexpr std::uint32_t nonfinite_magnitude(Dtype dtype) {
   if (dtype == Dtype::kF16) return 0x477ff000U;   // 65520
   if (dtype == Dtype::kBf16) return 0x7f7f8000U;  // the tie above the largest bf16
-  return 0x7f800000U;
+  return kNonfinite;
 }
 
 }  // namespace hsdp::kernels

@@ -57,7 +57,7 @@ RowPass pass_before_base(const CastAndPack& args, const void* const& source, voi
                          std::int64_t position) {
   RowPass pass = pass_of(args, source, sums, position);
   pass.steps = {};
-  pass.out_dtype = Dtype::kF32;
+  pass.out_dtype = sum_dtype(args.out_dtype);
   return pass;
 }
 
@@ -65,9 +65,9 @@ RowPass pass_onto_base(const CastAndPack& args, const void* const& sums, void* c
                        std::int64_t position) {
   RowPass pass = pass_of(args, nullptr, out, position);
   pass.rows = std::span(&sums, 1);
-  pass.row_dtype = Dtype::kF32;
-  pass.add = static_cast<const float*>(args.base) + position;
-  pass.add_dtype = Dtype::kF32;
+  pass.row_dtype = pass.add_dtype = sum_dtype(args.out_dtype);
+  pass.add = static_cast<const char*>(args.base) +
+             position * static_cast<std::int64_t>(size_bytes(pass.add_dtype));
   return pass;
 }
 
@@ -75,7 +75,7 @@ RowPass pass_onto_base(const CastAndPack& args, const void* const& sums, void* c
 void pack_run_with_base(const CastAndPack& args, const std::byte* source, std::int64_t position,
                         std::int64_t count) {
   constexpr std::int64_t kPiece = 2048;
-  std::array<float, kPiece> piece;  // NOLINT(*-member-init): written before it is read
+  std::array<double, kPiece> piece;  // NOLINT(*-member-init): written before it is read
   void* const written = piece.data();
   const void* const read = written;
   for (std::int64_t done = 0; done < count; done += kPiece) {
@@ -193,9 +193,16 @@ void check(const CastAndPack& args) {
                       .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
   }
   static_cast<void>(checked_power_of_two(-args.exponent, kCastAndPack));
+  if (args.out_dtype == Dtype::kF64 && args.exponent != 0) {
+    throw UsageError({.where = std::string(kCastAndPack) + ": f64",
+                      .expected = "no exponent",
+                      .got = std::to_string(args.exponent)});
+  }
+  if (args.add != nullptr) require_one_width({args.add_dtype, args.out_dtype}, kCastAndPack);
   if (args.gradient == nullptr) return;
   const StridedView& gradient = *args.gradient;
   require_gradient_dtype(gradient.dtype, kCastAndPack, "gradient dtype");
+  require_one_width({gradient.dtype, args.out_dtype}, kCastAndPack);
   if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
     throw UsageError({.where = std::string(kCastAndPack),
                       .expected = "one stride for each dimension of " + to_string(gradient.shape),
@@ -254,7 +261,7 @@ void cast_and_pack_reference(const CastAndPack& args) {
     }
     void* const out = output_at(args, i);
     RowPass pass = pass_of(args, source, out, i);
-    float sum = 0.0F;
+    double sum = 0.0;  // or an f32
     void* const written = &sum;
     const void* const read = &sum;
     if (args.base != nullptr) {

@@ -5,6 +5,7 @@
 //   v   = base[i] + v                         when `base` is given, too
 //   out = round(v * 2^-exponent, out_dtype)
 //
+// f64 takes the same steps in fp64, without an exponent, and is then the dtype of all of these.
 // With `add == out` this is local accumulation. Rounds once, to nearest even. `add` and `base` may
 // alias `out` exactly.
 #pragma once
@@ -23,7 +24,7 @@ struct CastAndPack {
   std::int64_t count = 0;
   const void* add = nullptr;  // `count` elements of add_dtype
   Dtype add_dtype = Dtype::kF32;
-  const void* base = nullptr;  // `count` f32 elements
+  const void* base = nullptr;  // `count` elements of sum_dtype(out_dtype)
   int exponent = 0;
   Dtype out_dtype = Dtype::kF32;
   void* out = nullptr;

@@ -28,12 +28,13 @@ void clip_factor(const ClipFactor& args, const Stream& stream) {
   factor_on_host(args);
 }
 
-void scale_by(TensorView values, const float* factor, const Stream& stream) {
+void scale_by(TensorView values, const double* factor, const Stream& stream) {
   if (!on_host(stream)) return scale_by_on_device(values, factor, stream);
-  if (*factor == 1.0F) return;
+  if (*factor == 1.0) return;
   ScaleAndCast args;
   args.in = args.out = values.data;
   args.count = values.count;
+  args.in_dtype = args.out_dtype = values.dtype;
   args.multiplier = *factor;
   scale_and_cast(args);
 }

@@ -11,18 +11,20 @@
 #include "hsdp/kernels/device_nonfinite.h"
 #include "hsdp/kernels/device_norm.h"
 #include "hsdp/kernels/device_plan.h"
+#include "hsdp/kernels/device_wide_pass.h"
 #include "hsdp/kernels/norm.h"
 
 namespace hsdp::kernels {
 namespace {
 
 template <int kElementBytes>
-void sum_chunks(Dtype dtype, std::span<const NormItem> items, const Stream& stream) {
+void sum_chunks(Dtype dtype, bool squares, std::span<const NormItem> items, const Stream& stream) {
   using Body = ChunkSumBody<kElementBytes>;
   while (!items.empty()) {
     const auto count = std::min<std::size_t>(items.size(), kMostNormItems);
     Body body;
     body.dtype = dtype;
+    body.squares = squares;
     for (const NormItem& item : items.first(count)) {
       NormItem& placed = body.items[body.item_count++] = item;
       placed.first_unit = body.unit_count;
@@ -64,10 +66,12 @@ void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& s
     totals.push_back(norm.sum);
   }
   const Dtype dtype = norms.front().values.dtype;
-  if (dtype == Dtype::kF32) {
-    sum_chunks<4>(dtype, items, stream);
+  if (dtype == Dtype::kF64) {
+    sum_chunks<8>(dtype, true, items, stream);
+  } else if (dtype == Dtype::kF32) {
+    sum_chunks<4>(dtype, true, items, stream);
   } else {
-    sum_chunks<2>(dtype, items, stream);
+    sum_chunks<2>(dtype, true, items, stream);
   }
   while (!items.empty()) {
     std::vector<NormItem> next;
@@ -78,7 +82,7 @@ void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& s
       add(next, reinterpret_cast<const char*>(items[i].sums), chunks, totals[i]);
       next_totals.push_back(totals[i]);
     }
-    sum_chunks<8>(Dtype::kF64, next, stream);
+    sum_chunks<8>(Dtype::kF64, false, next, stream);
     items = std::move(next);
     totals = std::move(next_totals);
   }
@@ -88,7 +92,14 @@ void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>
                               const Stream& stream) {
   if (values.count == 0) return;
   require_alignment(values.data, values.dtype);
-  if (values.dtype == Dtype::kF32) {
+  if (values.dtype == Dtype::kF64) {
+    WidePassBody<double> body;
+    body.rows.rows[0] = values.data;
+    body.row_count = 1;
+    body.count = values.count;
+    body.nonfinite = reinterpret_cast<std::uint32_t*>(nonfinite);
+    launch(body, blocks_for(values.count), stream);
+  } else if (values.dtype == Dtype::kF32) {
     find<4>(values, nonfinite, stream);
   } else {
     find<2>(values, nonfinite, stream);
@@ -116,9 +127,14 @@ void clip_factor_on_device(const ClipFactor& args, const Stream& stream) {
   launch(ClipFactorBody{args}, 1, stream);
 }
 
-void scale_by_on_device(TensorView values, const float* factor, const Stream& stream) {
+void scale_by_on_device(TensorView values, const double* factor, const Stream& stream) {
   if (values.count == 0) return;
-  require_alignment(values.data, Dtype::kF32);
+  require_alignment(values.data, values.dtype);
+  if (values.dtype == Dtype::kF64) {
+    launch(WideScaleByBody{static_cast<double*>(values.data), values.count, factor},
+           blocks_for(values.count), stream);
+    return;
+  }
   launch(ScaleByBody{static_cast<float*>(values.data), values.count,
                      elements_to_alignment(values.data, sizeof(float), values.count), factor},
          blocks_for(values.count / ScaleByBody::kElements), stream);

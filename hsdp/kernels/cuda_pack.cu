@@ -4,6 +4,7 @@
 #include "hsdp/kernels/device_pack_list.h"
 #include "hsdp/kernels/device_plan.h"
 #include "hsdp/kernels/device_tiles.h"
+#include "hsdp/kernels/device_wide_pass.h"
 
 namespace hsdp::kernels {
 namespace {
@@ -31,11 +32,30 @@ void pack_list(const PackKind& kind, std::span<const PackItem> items, const Stre
   launch(body, body.unit_count, stream);
 }
 
+// Of f64, whose scale is 1.
+WidePassBody<double> wide_pack(const void* gradient, const void* add, const void* base, void* out,
+                               std::int64_t count) {
+  WidePassBody<double> body;
+  body.rows.rows[0] = gradient;
+  body.row_count = gradient != nullptr ? 1 : 0;
+  body.add = static_cast<const double*>(add);
+  body.base = static_cast<const double*>(base);
+  body.outs[0] = static_cast<double*>(out);
+  body.out_count = 1;
+  body.count = count;
+  return body;
+}
+
 }  // namespace
 
 void pack_list_on_device(const PackKind& kind, std::span<const PackItem> items,
                          const Stream& stream) {
-  if (kind.dtype == Dtype::kF32) {
+  if (kind.dtype == Dtype::kF64) {
+    for (const PackItem& item : items) {
+      launch(wide_pack(item.gradient, item.add, item.base, item.out, item.count),
+             blocks_for(item.count), stream);
+    }
+  } else if (kind.dtype == Dtype::kF32) {
     pack_list<4>(kind, items, stream);
   } else {
     pack_list<2>(kind, items, stream);
@@ -45,7 +65,11 @@ void pack_list_on_device(const PackKind& kind, std::span<const PackItem> items,
 void pack_on_device(const CastAndPack& args, const Stream& stream) {
   if (args.count == 0) return;
   const PackPlan plan = plan_pack(args);
-  if (plan.pass.row_dtype == Dtype::kF32) {
+  if (plan.pass.row_dtype == Dtype::kF64) {
+    WidePassBody<double> body = wide_pack(plan.gradient, args.add, args.base, args.out, args.count);
+    body.gather = plan.gather;
+    launch(body, blocks_for(args.count), stream);
+  } else if (plan.pass.row_dtype == Dtype::kF32) {
     pack<4>(plan, stream);
   } else {
     pack<2>(plan, stream);

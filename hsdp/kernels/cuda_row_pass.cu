@@ -2,7 +2,7 @@
 #include "hsdp/kernels/device_kernels.h"
 #include "hsdp/kernels/device_plan.h"
 #include "hsdp/kernels/device_row_pass.h"
-#include "hsdp/kernels/device_wide_sum.h"
+#include "hsdp/kernels/device_wide_pass.h"
 
 namespace hsdp::kernels {
 namespace {
@@ -18,18 +18,19 @@ void run_rows(const DevicePass& pass, const Rows& rows, const Stream& stream) {
 }
 
 template <class T>
-void sum_wide(const SumRows& args, const Stream& stream) {
-  WideSumBody<T> body;
-  body.rows = listed_rows(args.rows);
-  body.row_count = static_cast<int>(args.rows.size());
-  RowPass outs;
-  outs.outs = args.outs;
-  const DevicePass plan = plan_pass(outs, args.nonfinite);
+void run_wide(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite, const Stream& stream) {
+  WidePassBody<T> body;
+  body.rows = listed_rows(pass.rows);
+  body.row_count = static_cast<int>(pass.rows.size());
+  const DevicePass plan = plan_pass(pass, nonfinite);
+  body.add = static_cast<const T*>(plan.add);
+  body.divisor = pass.wide_divisor;
+  body.multiplier = pass.wide_multiplier;
   for (int o = 0; o < plan.out_count; ++o) body.outs[o] = static_cast<T*>(plan.outs[o]);
   body.out_count = plan.out_count;
-  body.count = args.count;
+  body.count = pass.count;
   body.nonfinite = plan.nonfinite;
-  launch(body, blocks_for(args.count), stream);
+  launch(body, blocks_for(pass.count), stream);
 }
 
 }  // namespace
@@ -37,6 +38,7 @@ void sum_wide(const SumRows& args, const Stream& stream) {
 void run_on_device(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite,
                    const Stream& stream) {
   if (pass.count == 0) return;
+  if (is_wide(pass)) return run_wide<double>(pass, nonfinite, stream);
   const DevicePass plan = plan_pass(pass, nonfinite);
   if (pass.rows.size() < 2) {
     run_rows<false>(plan, even_rows(pass.rows), stream);
@@ -47,13 +49,14 @@ void run_on_device(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite,
   }
 }
 
-void sum_wide_on_device(const SumRows& args, const Stream& stream) {
+void sum_integers_on_device(const SumRows& args, const Stream& stream) {
   if (args.count == 0) return;
-  if (args.spec.row_dtype == Dtype::kF64) {
-    sum_wide<double>(args, stream);
-  } else {
-    sum_wide<std::uint64_t>(args, stream);  // i64 wraps
-  }
+  RowPass pass;
+  pass.rows = args.rows;
+  pass.row_dtype = pass.out_dtype = Dtype::kF64;  // of as many bytes
+  pass.outs = args.outs;
+  pass.count = args.count;
+  run_wide<std::uint64_t>(pass, nullptr, stream);  // i64 wraps
 }
 
 }  // namespace hsdp::kernels

@@ -28,9 +28,10 @@ HSDP_HOST_DEVICE inline double ordered_sum(const double* values, std::int64_t co
 HSDP_HOST_DEVICE inline void compute_clip_factor(const ClipFactor& args) {
   const double norm = std::sqrt(ordered_sum(args.squares, args.count));
   *args.norm = norm;
-  if (args.factor == nullptr) return;
   const double factor = args.max_norm / (norm + args.epsilon);
-  *args.factor = factor < 1.0 ? static_cast<float>(factor) : 1.0F;
+  const double at_most_one = factor < 1.0 ? factor : 1.0;
+  if (args.factor != nullptr) *args.factor = at_most_one;
+  if (args.narrow_factor != nullptr) *args.narrow_factor = static_cast<float>(at_most_one);
 }
 
 struct OrderedSumBody {
@@ -68,11 +69,11 @@ struct ScaleByBody {
 
   float* values = nullptr;
   std::int64_t count = 0;
-  std::int64_t head = 0;  // elements before the first that lies aligned
-  const float* factor = nullptr;
+  std::int64_t head = 0;           // elements before the first that lies aligned
+  const double* factor = nullptr;  // rounded to fp32
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
-    const float by = *factor;
+    const auto by = static_cast<float>(*factor);
     if (by == 1.0F) return;
     block.each_thread([this, &block, by](int thread) {
       const std::int64_t rank = block.rank(thread);

@@ -24,7 +24,10 @@ namespace hsdp::kernels {
 constexpr int kGroupElements = 8;
 constexpr int kAccessBytes = 16;
 
-HSDP_HOST_DEVICE constexpr int gradient_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+HSDP_HOST_DEVICE constexpr int gradient_bytes(Dtype dtype) {
+  if (dtype == Dtype::kF64) return 8;
+  return dtype == Dtype::kF32 ? 4 : 2;
+}
 
 // Of `count` elements at `data`, how many come before the first one on kAccessBytes; 0 where none
 // can lie there.

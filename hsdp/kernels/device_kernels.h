@@ -29,8 +29,8 @@ void pack_list_on_device(const PackKind& kind, std::span<const PackItem> items,
 // cast_and_pack() of a gradient that is not contiguous.
 void pack_on_device(const CastAndPack& args, const Stream& stream);
 
-// sum_rows() of f64 or i64.
-void sum_wide_on_device(const SumRows& args, const Stream& stream);
+// sum_rows() of i64.
+void sum_integers_on_device(const SumRows& args, const Stream& stream);
 
 void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& stream);
 void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
@@ -42,6 +42,6 @@ void poison_on_device(const std::atomic<std::uint32_t>& word, TensorView out,
 void sum_in_order_on_device(const double* values, std::int64_t count, double* sum,
                             const Stream& stream);
 void clip_factor_on_device(const ClipFactor& args, const Stream& stream);
-void scale_by_on_device(TensorView values, const float* factor, const Stream& stream);
+void scale_by_on_device(TensorView values, const double* factor, const Stream& stream);
 
 }  // namespace hsdp::kernels

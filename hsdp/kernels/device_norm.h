@@ -28,7 +28,7 @@ struct NormItem {
 constexpr int kMostNormItems = 120;  // with the rest, within the 4 KiB of a kernel's arguments
 
 // For each item, sums[c] = the sum of chunk c: of squares of gradient elements, or of fp64 sums as
-// they are.
+// they are, which have the dtype kF64 and no `squares`.
 template <int kElementBytes>
 struct ChunkSumBody {
   static constexpr int kResident = 2;  // blocks of a multiprocessor, at least
@@ -43,6 +43,7 @@ struct ChunkSumBody {
   };
 
   Dtype dtype = Dtype::kF32;
+  bool squares = true;
   int item_count = 0;
   std::uint32_t unit_count = 0;  // a unit is kChunks chunks
   NormItem items[kMostNormItems];
@@ -69,12 +70,16 @@ struct ChunkSumBody {
  private:
   using Raw = RawBytes<16>;
 
+  [[nodiscard]] HSDP_HOST_DEVICE double squared(double value) const {
+    return squares ? value * value : value;
+  }
+
   [[nodiscard]] HSDP_HOST_DEVICE double term(const Raw& raw, int lane) const {
     if constexpr (kElementBytes == 8) {
       const int low = 2 * lane;
       const std::uint64_t bits =
           static_cast<std::uint64_t>(raw.words[low + 1]) << 32 | raw.words[low];
-      return std::bit_cast<double>(bits);
+      return squared(std::bit_cast<double>(bits));
     } else {
       const double value = decode_bits(bits_in<kElementBytes>(raw.words, lane), dtype);
       return value * value;
@@ -114,7 +119,7 @@ struct ChunkSumBody {
     for (int lane = 0; lane < Part::kLanes; ++lane) {
       if (begin + lane >= item.count) break;
       if constexpr (kElementBytes == 8) {
-        total[lane] += reinterpret_cast<const double*>(item.values)[begin + lane];
+        total[lane] += squared(reinterpret_cast<const double*>(item.values)[begin + lane]);
       } else {
         const double value = decode(item.values, begin + lane, dtype);
         total[lane] += value * value;

@@ -170,11 +170,11 @@ PackPlan plan_pack(const CastAndPack& args) {
   PackPlan plan;
   plan.pass = plan_pass(pass, nullptr);
   plan.pass.row_dtype = view.dtype;
-  require_alignment(args.base, Dtype::kF32);
+  require_alignment(args.base, sum_dtype(args.out_dtype));
   plan.pass.base = args.base;
   plan.gradient = static_cast<const char*>(view.data) + window.source * element_bytes;
   const std::size_t row = closest(window.dimensions);
-  plan.tiled = row + 1 < window.dimensions.size();
+  plan.tiled = row + 1 < window.dimensions.size() && view.dtype != Dtype::kF64;
   if (plan.tiled) {
     plan.tiles = plan_tiles(window, row, element_bytes);
     return plan;

@@ -25,7 +25,7 @@ void pack_list_on_device(const PackKind& /*kind*/, std::span<const PackItem> /*i
 
 void pack_on_device(const CastAndPack& /*args*/, const Stream& /*stream*/) { refuse(); }
 
-void sum_wide_on_device(const SumRows& /*args*/, const Stream& /*stream*/) { refuse(); }
+void sum_integers_on_device(const SumRows& /*args*/, const Stream& /*stream*/) { refuse(); }
 
 void squared_norms_on_device(std::span<const SquaredNorm> /*norms*/, const Stream& /*stream*/) {
   refuse();
@@ -52,7 +52,7 @@ void sum_in_order_on_device(const double* /*values*/, std::int64_t /*count*/, do
 
 void clip_factor_on_device(const ClipFactor& /*args*/, const Stream& /*stream*/) { refuse(); }
 
-void scale_by_on_device(TensorView /*values*/, const float* /*factor*/, const Stream& /*stream*/) {
+void scale_by_on_device(TensorView /*values*/, const double* /*factor*/, const Stream& /*stream*/) {
   refuse();
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string>
 
 #include "hsdp/error.h"
@@ -39,7 +40,7 @@ double NormTree::total() {
 void add_squares_range(ConstTensorView values, std::int64_t begin, std::int64_t end,
                        NormLanes& lanes) {
   for (std::int64_t i = begin; i < end; ++i) {
-    const auto value = static_cast<double>(decode(values.data, i, values.dtype));
+    const double value = decode_wide(values.data, i, values.dtype);
     lanes[static_cast<std::size_t>(i % kNormLaneCount)] += value * value;
   }
 }
@@ -54,8 +55,7 @@ void sum_chunk_squares_scalar(ConstTensorView values, double* sums) {
 
 bool has_nonfinite_range(ConstTensorView values, std::int64_t begin) {
   for (std::int64_t i = begin; i < values.count; ++i) {
-    const float value = decode(values.data, i, values.dtype);
-    if (magnitude_bits(value) >= nonfinite_magnitude(Dtype::kF32)) return true;
+    if (!std::isfinite(decode_wide(values.data, i, values.dtype))) return true;
   }
   return false;
 }

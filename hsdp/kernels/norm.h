@@ -3,7 +3,8 @@
 // The norm sums squares in fp64: within a chunk of 1024 elements over 16 interleaved lanes (element
 // i goes to lane i mod 16), then the lanes pairwise (0+8, 1+9, ...; 0+4, ...; 0+2, 1+3; 0+1); the
 // sums of the chunks are summed the same way, until one is left [Note: the order of a norm]. The
-// order is fixed, so the bits depend neither on the SIMD width nor on the device.
+// order is fixed, so the bits depend neither on the SIMD width nor on the device. Squares of f64
+// elements are rounded to fp64, all others are exact in it.
 #pragma once
 
 #include <atomic>
@@ -19,7 +20,7 @@ namespace hsdp::kernels {
 [[nodiscard]] double squared_norm(ConstTensorView values);
 [[nodiscard]] double squared_norm_reference(ConstTensorView values);
 
-// True when any element is NaN or infinite. f32, bf16 and f16.
+// True when any element is NaN or infinite.
 [[nodiscard]] bool has_nonfinite(ConstTensorView values);
 [[nodiscard]] bool has_nonfinite_reference(ConstTensorView values);
 

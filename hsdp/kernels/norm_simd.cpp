@@ -154,7 +154,7 @@ HWY_EXPORT(sum_chunk_squares_simd);
 HWY_EXPORT(find_nonfinite_simd);
 
 void sum_chunk_squares(ConstTensorView values, double* sums) {
-  if (simd_choice().scalar) {
+  if (simd_choice().scalar || values.dtype == Dtype::kF64) {
     sum_chunk_squares_scalar(values, sums);
   } else {
     HSDP_SIMD_DISPATCH(sum_chunk_squares_simd)(values, sums);
@@ -162,7 +162,7 @@ void sum_chunk_squares(ConstTensorView values, double* sums) {
 }
 
 bool find_nonfinite(ConstTensorView values) {
-  if (simd_choice().scalar) return has_nonfinite_range(values, 0);
+  if (simd_choice().scalar || values.dtype == Dtype::kF64) return has_nonfinite_range(values, 0);
   return HSDP_SIMD_DISPATCH(find_nonfinite_simd)(values);
 }
 

@@ -38,14 +38,14 @@ void PackQueue::add(const CastAndPack& args) {
   const void* const data = gradient != nullptr ? at(gradient->data, args.begin, dtype) : nullptr;
   require_alignment(data, dtype);
   require_alignment(args.add, args.add_dtype);
-  require_alignment(args.base, Dtype::kF32);
+  require_alignment(args.base, sum_dtype(args.out_dtype));
   require_alignment(args.out, args.out_dtype);
   waiting_bytes_ += args.count * gradient_bytes(args.out_dtype);
   const auto misaligned = [&args](const void* row, Dtype row_dtype) {
     return kernels::misaligned_bytes(row, row_dtype, args.out, args.out_dtype, args.count);
   };
   misaligned_bytes_ += misaligned(data, dtype) + misaligned(args.add, args.add_dtype) +
-                       misaligned(args.base, Dtype::kF32);
+                       misaligned(args.base, sum_dtype(args.out_dtype));
   std::vector<PackItem>& items = items_of({.dtype = dtype,
                                            .add_dtype = args.add_dtype,
                                            .out_dtype = args.out_dtype,
@@ -54,7 +54,7 @@ void PackQueue::add(const CastAndPack& args) {
     items.push_back(
         {.gradient = at(data, done, dtype),
          .add = at(args.add, done, args.add_dtype),
-         .base = at(args.base, done, Dtype::kF32),
+         .base = at(args.base, done, sum_dtype(args.out_dtype)),
          .out = at_element(args.out, done, args.out_dtype),
          .count = static_cast<std::uint32_t>(std::min(kMostElements, args.count - done))});
   }

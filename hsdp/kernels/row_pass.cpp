@@ -1,6 +1,9 @@
 #include "hsdp/kernels/row_pass.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
 #include <string>
 
 #include "hsdp/error.h"
@@ -25,23 +28,75 @@ std::uint32_t run_scalar_range(const RowPass& pass, std::int64_t begin, std::int
   return largest;
 }
 
+// Tile by tile, so that the compiler's loops run from a cache; rows may lie at any byte address.
+std::uint32_t run_wide_range(const RowPass& pass, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kTile = 512;
+  std::array<double, kTile> total{};
+  std::array<double, kTile> other;  // NOLINT(*-member-init): written before it is read
+  bool finite = true;
+  for (; begin < end; begin += kTile) {
+    const auto length = static_cast<std::size_t>(std::min(kTile, end - begin));
+    const auto load = [&](const void* from, std::array<double, kTile>& to) {
+      std::memcpy(to.data(), static_cast<const double*>(from) + begin, length * sizeof(double));
+    };
+    if (pass.rows.empty()) {
+      total.fill(0.0);
+    } else {
+      load(pass.rows[0], total);
+      for (const void* const row : pass.rows.subspan(1)) {
+        load(row, other);
+        for (std::size_t i = 0; i < length; ++i) total[i] += other[i];
+      }
+    }
+    if (pass.add != nullptr) load(pass.add, other);
+    for (std::size_t i = 0; i < length; ++i) {
+      total[i] = finish_wide(total[i], pass.add != nullptr, other[i], pass.wide_divisor,
+                             pass.wide_multiplier);
+      finite = finite && std::isfinite(total[i]);
+    }
+    for (void* const out : pass.outs) {
+      std::memcpy(static_cast<double*>(out) + begin, total.data(), length * sizeof(double));
+    }
+  }
+  return finite ? 0 : kNonfinite;
+}
+
 namespace {
 
-// Through a pointer that the compiler cannot see through: see DefaultFloatEnvironment.
-std::uint32_t (*volatile scalar_range)(const RowPass&, std::int64_t,
-                                       std::int64_t) = run_scalar_range;
+// Through pointers that the compiler cannot see through: see DefaultFloatEnvironment.
+using Range = std::uint32_t (*)(const RowPass&, std::int64_t, std::int64_t);
+const volatile Range scalar_range = run_scalar_range;
+const volatile Range wide_range = run_wide_range;
+
+float narrow(double value) { return static_cast<float>(value); }
+float (*const volatile narrow_in_environment)(double) = narrow;
 
 }  // namespace
 
 std::uint32_t run_scalar(const RowPass& pass) {
   const DefaultFloatEnvironment environment;
-  return scalar_range(pass, 0, pass.count);
+  return (is_wide(pass) ? wide_range : scalar_range)(pass, 0, pass.count);
+}
+
+float narrowed(double value) {
+  const DefaultFloatEnvironment environment;
+  return narrow_in_environment(value);
+}
+
+void require_one_width(std::initializer_list<Dtype> dtypes, const char* kernel) {
+  for (const Dtype dtype : dtypes) {
+    if ((dtype == Dtype::kF64) == (*dtypes.begin() == Dtype::kF64)) continue;
+    throw UsageError(
+        {.where = kernel,
+         .expected = "f64 alone, or none",
+         .got = std::string(name(*dtypes.begin())) + " and " + std::string(name(dtype))});
+  }
 }
 
 void require_gradient_dtype(Dtype dtype, const char* kernel, const char* what) {
   if (is_gradient_dtype(dtype)) return;
   throw UsageError({.where = std::string(kernel) + ": " + what,
-                    .expected = "f32, bf16 or f16",
+                    .expected = "f32, bf16, f16 or f64",
                     .got = std::string(name(dtype))});
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <span>
 
 #include "hsdp/dtype.h"
@@ -13,6 +14,7 @@
 
 namespace hsdp::kernels {
 
+// Rows, `add` and outputs are all of f64 or none is.
 struct RowPass {
   std::span<const void* const> rows;  // empty: the sum is zero
   Dtype row_dtype = Dtype::kF32;
@@ -21,6 +23,8 @@ struct RowPass {
   const void* add = nullptr;
   Dtype add_dtype = Dtype::kF32;
   ElementSteps steps;
+  double wide_divisor = 1.0;  // of f64, in place of the steps' own; so the multiplier
+  double wide_multiplier = 1.0;
   std::span<void* const> outs;
   Dtype out_dtype = Dtype::kF32;
   std::int64_t count = 0;
@@ -37,8 +41,18 @@ std::uint32_t run_scalar(const RowPass& pass);
 // Elements [begin, end) in the caller's floating-point environment.
 std::uint32_t run_scalar_range(const RowPass& pass, std::int64_t begin, std::int64_t end);
 
+// Elements [begin, end) of an f64 pass: kNonfinite or 0.
+std::uint32_t run_wide_range(const RowPass& pass, std::int64_t begin, std::int64_t end);
+[[nodiscard]] inline bool is_wide(const RowPass& pass) { return pass.out_dtype == Dtype::kF64; }
+
 // UsageError unless it is a dtype that passes through the kernels; `what` names the argument.
 void require_gradient_dtype(Dtype dtype, const char* kernel, const char* what);
+
+// UsageError where some of these are f64 and others are not.
+void require_one_width(std::initializer_list<Dtype> dtypes, const char* kernel);
+
+// To fp32, whatever floating-point environment the caller has.
+[[nodiscard]] float narrowed(double value);
 
 // power_of_two(); UsageError outside -126..126.
 [[nodiscard]] float checked_power_of_two(int exponent, const char* kernel);

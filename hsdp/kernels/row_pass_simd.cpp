@@ -356,7 +356,7 @@ HWY_EXPORT(run_simd);
 
 std::uint32_t run(const RowPass& pass) {
   if (pass.outs.empty() || pass.count <= 0) return 0;
-  if (simd_choice().scalar) return run_scalar(pass);
+  if (simd_choice().scalar || is_wide(pass)) return run_scalar(pass);
   const DefaultFloatEnvironment environment;
   return HSDP_SIMD_DISPATCH(run_simd)(pass);
 }

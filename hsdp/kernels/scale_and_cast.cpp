@@ -14,6 +14,12 @@ constexpr const char* kScaleAndCast = "scale_and_cast";
 void check(const ScaleAndCast& args) {
   require_gradient_dtype(args.in_dtype, kScaleAndCast, "input dtype");
   require_gradient_dtype(args.out_dtype, kScaleAndCast, "output dtype");
+  require_one_width({args.in_dtype, args.out_dtype}, kScaleAndCast);
+  if (args.in_dtype == Dtype::kF64 && args.exponent != 0) {
+    throw UsageError({.where = std::string(kScaleAndCast) + ": f64",
+                      .expected = "no exponent",
+                      .got = std::to_string(args.exponent)});
+  }
   if (args.count < 0) {
     throw UsageError({.where = std::string(kScaleAndCast),
                       .expected = "a count of at least 0",
@@ -27,8 +33,10 @@ RowPass make_pass(const ScaleAndCast& args) {
   pass.rows = std::span(&args.in, 1);
   pass.row_dtype = args.in_dtype;
   pass.steps.result_scale = checked_power_of_two(args.exponent, kScaleAndCast);
-  pass.steps.divisor = args.divisor;
-  pass.steps.multiplier = args.multiplier;
+  pass.steps.divisor = narrowed(args.divisor);
+  pass.wide_divisor = args.divisor;
+  pass.steps.multiplier = narrowed(args.multiplier);
+  pass.wide_multiplier = args.multiplier;
   pass.outs = std::span(&args.out, 1);
   pass.out_dtype = args.out_dtype;
   pass.count = args.count;

@@ -1,5 +1,5 @@
 // out = round(decode(in) * 2^exponent / divisor * multiplier, out_dtype), in fp32, in that order:
-// reading a partial, decoding a gathered wire buffer, clipping.
+// reading a partial, decoding a gathered wire buffer, clipping. f64 stays f64, without an exponent.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ struct ScaleAndCast {
   Dtype out_dtype = Dtype::kF32;
   std::int64_t count = 0;
   int exponent = 0;         // exact power of two, applied first
-  float divisor = 1.0F;     // IEEE division, applied second
-  float multiplier = 1.0F;  // applied last (gradient clipping)
+  double divisor = 1.0;     // IEEE division, applied second; rounded to fp32, but for f64
+  double multiplier = 1.0;  // applied last; rounded as the divisor
   std::atomic<std::uint32_t>* nonfinite = nullptr;
   bool streaming_stores = false;
 };

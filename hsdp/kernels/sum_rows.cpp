@@ -2,22 +2,17 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <string>
 
 #include "hsdp/error.h"
 #include "hsdp/kernels/device_kernels.h"
-#include "hsdp/kernels/float_environment.h"
 #include "hsdp/kernels/row_pass.h"
 
 namespace hsdp::kernels {
 namespace {
 
 constexpr const char* kSumRows = "sum_rows";
-
-// f64 and i64: rounded by nothing, scaled by nothing.
-bool is_plain_sum_dtype(Dtype dtype) { return dtype == Dtype::kF64 || dtype == Dtype::kI64; }
 
 void check(const SumRows& args) {
   const SumSpec& spec = args.spec;
@@ -27,8 +22,8 @@ void check(const SumRows& args) {
          .expected = "rows and a count of at least 0",
          .got = std::to_string(args.rows.size()) + " rows of " + std::to_string(args.count)});
   }
-  if (is_plain_sum_dtype(spec.row_dtype)) {
-    if (spec.out_dtype != spec.row_dtype || args.add != nullptr || spec.divisor != 1.0F) {
+  if (spec.row_dtype == Dtype::kI64) {
+    if (spec.out_dtype != Dtype::kI64 || args.add != nullptr || spec.divisor != 1.0) {
       throw UsageError(
           {.where = std::string(kSumRows) + ": rows of " + std::string(name(spec.row_dtype)),
            .expected = "the same output dtype, no divisor and no carry",
@@ -41,6 +36,15 @@ void check(const SumRows& args) {
   require_gradient_dtype(spec.wire_dtype, kSumRows, "wire dtype");
   require_gradient_dtype(spec.total_dtype, kSumRows, "total dtype");
   require_gradient_dtype(spec.out_dtype, kSumRows, "output dtype");
+  require_one_width({spec.row_dtype, spec.out_dtype}, kSumRows);
+  const bool scales = spec.send_exponent != 0 || spec.sum_exponent != 0 ||
+                      spec.total_exponent != 0 || spec.result_exponent != 0 ||
+                      spec.total_dtype != Dtype::kF32;
+  if (spec.row_dtype == Dtype::kF64 && scales) {
+    throw UsageError({.where = std::string(kSumRows) + ": rows of f64",
+                      .expected = "no exponents and no total dtype",
+                      .got = "some"});
+  }
 }
 
 RowPass make_pass(const SumRows& args) {
@@ -53,13 +57,15 @@ RowPass make_pass(const SumRows& args) {
     pass.send_scale = checked_power_of_two(-spec.send_exponent, kSumRows);
   }
   pass.add = args.add;
+  pass.add_dtype = sum_dtype(spec.row_dtype);
   pass.steps.sum_scale = checked_power_of_two(spec.sum_exponent, kSumRows);
   pass.steps.total_dtype = spec.total_dtype;
   if (spec.total_dtype != Dtype::kF32) {
     pass.steps.total_scale = checked_power_of_two(-spec.total_exponent, kSumRows);
   }
   pass.steps.result_scale = checked_power_of_two(spec.result_exponent, kSumRows);
-  pass.steps.divisor = spec.divisor;
+  pass.steps.divisor = narrowed(spec.divisor);
+  pass.wide_divisor = spec.divisor;
   pass.outs = args.outs;
   pass.out_dtype = spec.out_dtype;
   pass.count = args.count;
@@ -67,49 +73,31 @@ RowPass make_pass(const SumRows& args) {
   return pass;
 }
 
-// T is how the sum is done: i64 wraps, so it sums as unsigned.
-template <class T>
-bool sum_wide_rows(const SumRows& args) {
+// i64 wraps, so it sums as unsigned.
+void sum_integers(const SumRows& args) {
   constexpr std::int64_t kTile = 512;
-  std::array<T, kTile> total;
-  std::array<T, kTile> row;
-  bool finite = true;
+  std::array<std::uint64_t, kTile> total;
+  std::array<std::uint64_t, kTile> row;
   for (std::int64_t begin = 0; begin < args.count; begin += kTile) {
-    const auto length = static_cast<std::size_t>(std::min(kTile, args.count - begin));
-    const auto offset = static_cast<std::size_t>(begin) * sizeof(T);
-    std::memcpy(total.data(), static_cast<const char*>(args.rows[0]) + offset, length * sizeof(T));
+    const auto bytes =
+        static_cast<std::size_t>(std::min(kTile, args.count - begin)) * sizeof(std::uint64_t);
+    const auto offset = static_cast<std::size_t>(begin) * sizeof(std::uint64_t);
+    std::memcpy(total.data(), static_cast<const char*>(args.rows[0]) + offset, bytes);
     for (const void* const source : args.rows.subspan(1)) {
-      std::memcpy(row.data(), static_cast<const char*>(source) + offset, length * sizeof(T));
-      for (std::size_t i = 0; i < length; ++i) total[i] += row[i];
-    }
-    for (std::size_t i = 0; i < length; ++i) {
-      if constexpr (std::is_floating_point_v<T>) finite = finite && std::isfinite(total[i]);
+      std::memcpy(row.data(), static_cast<const char*>(source) + offset, bytes);
+      for (std::size_t i = 0; i < bytes / sizeof(std::uint64_t); ++i) total[i] += row[i];
     }
     for (void* const out : args.outs) {
-      std::memcpy(static_cast<char*>(out) + offset, total.data(), length * sizeof(T));
+      std::memcpy(static_cast<char*>(out) + offset, total.data(), bytes);
     }
   }
-  return finite;
 }
-
-bool sum_wide(const SumRows& args) {
-  return args.spec.row_dtype == Dtype::kF64 ? sum_wide_rows<double>(args)
-                                            : sum_wide_rows<std::uint64_t>(args);
-}
-
-// Through a pointer that the compiler cannot see through: see DefaultFloatEnvironment.
-bool (*volatile wide_sum)(const SumRows&) = sum_wide;
 
 void sum(const SumRows& args, std::uint32_t (*run_pass)(const RowPass&)) {
   check(args);
-  bool finite = true;
-  if (is_plain_sum_dtype(args.spec.row_dtype)) {
-    const DefaultFloatEnvironment environment;
-    finite = wide_sum(args);
-  } else {
-    const RowPass pass = make_pass(args);
-    finite = run_pass(pass) < nonfinite_magnitude(pass.out_dtype);
-  }
+  if (args.spec.row_dtype == Dtype::kI64) return sum_integers(args);
+  const RowPass pass = make_pass(args);
+  const bool finite = run_pass(pass) < nonfinite_magnitude(pass.out_dtype);
   if (!finite && args.nonfinite != nullptr) args.nonfinite->store(1, std::memory_order_relaxed);
 }
 
@@ -123,8 +111,8 @@ void sum_rows(const SumRows& args, const Stream& stream) {
     return;
   }
   check(args);
-  if (is_plain_sum_dtype(args.spec.row_dtype)) {
-    sum_wide_on_device(args, stream);
+  if (args.spec.row_dtype == Dtype::kI64) {
+    sum_integers_on_device(args, stream);
   } else {
     run_on_device(make_pass(args), args.nonfinite, stream);
   }

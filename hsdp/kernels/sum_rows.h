@@ -9,8 +9,8 @@
 //   t      = decode(round(t * 2^-total_exponent, total_dtype)) when total_dtype is 16-bit
 //   result = t * 2^result_exponent / divisor                   IEEE division
 //
-// The bits do not depend on the tile, the SIMD width or the thread. f64 and i64 rows sum too: they
-// take no rounding, no exponents, no `add`.
+// The bits do not depend on the tile, the SIMD width or the thread. f64 rows go the same way in
+// fp64, without rounding and exponents. i64 rows sum, and take neither `add` nor a divisor.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ struct SumSpec {
   Dtype total_dtype = Dtype::kF32;
   int total_exponent = 0;
   int result_exponent = 0;
-  float divisor = 1.0F;
+  double divisor = 1.0;           // rounded to fp32, but for f64 rows
   Dtype out_dtype = Dtype::kF32;  // f32, or a 16-bit type: the result rounded once
 };
 
@@ -38,8 +38,8 @@ struct SumRows {
   SumSpec spec;
   std::span<const void* const> rows;  // each `count` elements of spec.row_dtype; may alias outs[i]
                                       // exactly, never partly
-  const float* add = nullptr;         // `count` fp32; may alias an output exactly
-  std::span<void* const> outs;        // each `count` elements of spec.out_dtype, same bytes
+  const void* add = nullptr;  // `count` fp32, or f64 with rows of f64; may alias an output exactly
+  std::span<void* const> outs;  // each `count` elements of spec.out_dtype, same bytes
   std::int64_t count = 0;
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 when a result is not finite; on
                                                     // CUDA a make_flag() word of the device

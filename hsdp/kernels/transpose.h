@@ -1,4 +1,4 @@
-// Gathers a small block of 2- or 4-byte elements into dense rows. Internal to hsdp/kernels.
+// Gathers a small block of 2-, 4- or 8-byte elements into dense rows. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstddef>

@@ -128,6 +128,8 @@ void gather(const StridedBlock& block, std::byte* out) {
       std::memcpy(out + r * block.out_stride * bytes, block.data + r * block.row_stride * bytes,
                   static_cast<std::size_t>(block.columns * bytes));
     }
+  } else if (block.element_bytes == 8) {
+    gather_each<std::uint64_t>(block, {0, block.rows, 0, block.columns}, out);
   } else if (block.row_stride == 1 && !simd_choice().scalar) {
     HSDP_SIMD_DISPATCH(transpose_simd)(block, out);
   } else if (block.element_bytes == 4) {

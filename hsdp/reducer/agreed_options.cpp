@@ -65,7 +65,7 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
          .got = size_text(options.name)});
   }
   for (const std::optional<Dtype>& dtype : {options.reduce_dtype, options.replica_dtype}) {
-    if (dtype && !is_gradient_dtype(*dtype)) {
+    if (dtype && !sums_in_f32(*dtype)) {
       throw UsageError({.where = "reducer: reduce_dtype and replica_dtype",
                         .expected = "f32, bf16 or f16",
                         .got = std::string(name(*dtype))});
@@ -73,7 +73,7 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
   }
   check_description(options.replica_hop->describe());
   const std::optional<Dtype> sent = options.replica_hop->wire();
-  if (sent && !is_gradient_dtype(*sent)) {
+  if (sent && !sums_in_f32(*sent)) {
     throw UsageError({.where = "reducer: replica_hop",
                       .expected = "a wire dtype of f32, bf16 or f16",
                       .got = std::string(name(*sent))});

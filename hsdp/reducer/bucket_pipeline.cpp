@@ -176,18 +176,20 @@ void BucketPipeline::after_hops(const Launch& launch) {
   args.rows = rows;
   args.outs = outs;
   const bool adds = arithmetic.rest_reads_carry && arithmetic.rest_reads_total;
-  args.add = adds ? GradientMemory::floats(total) : nullptr;
+  args.add = adds ? total.data : nullptr;
+  args.spec.row_dtype = args.spec.out_dtype = carry.dtype;
   args.spec.divisor = arithmetic.rest_divisor;
   args.count = carry.count;
   args.nonfinite = launch.plan->result->nonfinite.get();
   kernels::sum_rows(args, replica_lane_->stream());
 }
 
-void BucketPipeline::divide(int bucket, float divisor, const MicrobatchPlan& plan,
+void BucketPipeline::divide(int bucket, double divisor, const MicrobatchPlan& plan,
                             const Stream& stream) {
   const TensorView carry = setting_.memory.bucket_carry(bucket);
   kernels::ScaleAndCast args;
   args.in = args.out = carry.data;
+  args.in_dtype = args.out_dtype = carry.dtype;
   args.count = carry.count;
   args.divisor = divisor;
   args.nonfinite = plan.result->nonfinite.get();
@@ -207,7 +209,7 @@ void BucketPipeline::count(const MicrobatchPlan& plan, const StepAgreement::Word
   if (!plan.ends_step() || plan.count_by == CountBy::kNothing) return;
   result.divide_factor = counted_divide_factor(result.world_count, plan.summed_microbatches);
   if (!plan.divides_late()) return;
-  const float divisor = fp32_divisor(*result.divide_factor, plan.loss_scale());
+  const double divisor = *result.divide_factor * plan.loss_scale();
   for (int b = 0; b < static_cast<int>(setting_.layout.buckets().size()); ++b) {
     divide(b, divisor, plan, shard_lane_->stream());
   }

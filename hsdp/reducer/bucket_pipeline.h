@@ -109,7 +109,7 @@ class BucketPipeline {
   void zero_slot(const Launch& launch);
   void shard_hop(const Launch& launch);
   [[nodiscard]] Event replica_hop(const Launch& launch);
-  void divide(int bucket, float divisor, const MicrobatchPlan& plan, const Stream& stream);
+  void divide(int bucket, double divisor, const MicrobatchPlan& plan, const Stream& stream);
   void count(const MicrobatchPlan& plan, const StepAgreement::Words& words);
   void after_hops(const Launch& launch);
   void finish_hops();

@@ -192,7 +192,8 @@ void Collector::add_what_waits(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   if (accumulated_[p] == 0 || kept_[p].gradient.data == nullptr) return;
   // A pack rounds the sum of both, once.
-  if (memory_.accumulator(parameter).dtype != Dtype::kF32) return;
+  const Dtype sums = memory_.accumulator(parameter).dtype;
+  if (sums != sum_dtype(sums)) return;
   bool waits = false;
   const BucketRun buckets = buckets_of(parameter);
   for (int b = buckets.first; b < buckets.end; ++b) {

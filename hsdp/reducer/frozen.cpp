@@ -64,9 +64,9 @@ HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout,
     std::vector<TensorView>& data = plan.data.emplace_back();
     data.push_back(memory.bucket_carry(b));
     if (setting.parameters.group_count() > 1) {  // some end earlier, with totals
-      data.push_back({nullptr, data.back().count, Dtype::kF32, setting.groups.device});
+      data.push_back({nullptr, data.back().count, data.back().dtype, setting.groups.device});
     }
-    plan.wires.push_back(setting.options.replica_dtype.value_or(bucket.wire_dtype));
+    plan.wires.push_back(replica_wire(bucket.wire_dtype, setting.options.replica_dtype));
   }
   plan.replicate_size = setting.groups.replicate.size();
   plan.reduction = reduction_of(setting.options);

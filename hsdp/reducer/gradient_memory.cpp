@@ -1,5 +1,6 @@
 #include "hsdp/reducer/gradient_memory.h"
 
+#include <cstddef>
 #include <iterator>
 #include <utility>
 
@@ -29,18 +30,22 @@ GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLay
 // In the order of the buckets, each on a cache line of its own. But a slice is one run: later
 // windows of a large parameter, or of whole ones, go on where the one before ends.
 void GradientMemory::place_rows(int shard_rank) {
-  constexpr auto kAlignedElements = kAlignment / static_cast<std::int64_t>(sizeof(float));
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
-    if (!layout_.goes_on(b)) carry_count_ = next_aligned(carry_count_, kAlignedElements);
-    Place row{carry_count_, 0};
+    if (!layout_.goes_on(b)) carry_bytes_ = next_aligned(carry_bytes_, kAlignment);
+    const Dtype dtype = hsdp::sum_dtype(layout_.buckets()[static_cast<std::size_t>(b)].wire_dtype);
+    const auto element_bytes = static_cast<std::int64_t>(size_bytes(dtype));
+    Place row{carry_bytes_, 0, dtype};
     for (const ParameterRange& range : layout_.ranges(b, shard_rank)) {
       Place& slice = slices_[static_cast<std::size_t>(range.parameter)];
-      if (slice.count == 0) slice.offset = row.offset + range.offset;
+      if (slice.count == 0) slice.offset = row.offset + range.offset * element_bytes;
       slice.count += range.count;
       row.count += range.count;
     }
     rows_.push_back(row);
-    carry_count_ += row.count;
+    carry_bytes_ += row.count * element_bytes;
+  }
+  for (int p = 0; p < parameters_.size(); ++p) {
+    slices_[static_cast<std::size_t>(p)].dtype = hsdp::sum_dtype(parameters_.wire_dtype(p));
   }
 }
 
@@ -49,7 +54,7 @@ MemoryCount::Held GradientMemory::hold(MemoryKind kind, std::size_t bytes) {
 }
 
 void GradientMemory::allocate_carry(Communicator& replicate_group) {
-  carry_ = replicate_group.allocate(carry_count_, Dtype::kF32);
+  carry_ = replicate_group.allocate(carry_bytes_, Dtype::kU8);
   held_.push_back(hold(MemoryKind::kCarry, carry_.view().size_in_bytes()));
 }
 
@@ -69,14 +74,16 @@ void GradientMemory::allocate_staging(Communicator& shard_group, Reduction reduc
   shard_group.reserve(hops);
 }
 
+TensorView GradientMemory::view(const Place& place, void* carry, Device device) {
+  return {static_cast<std::byte*>(carry) + place.offset, place.count, place.dtype, device};
+}
+
 TensorView GradientMemory::bucket_carry(int bucket) const {
-  const Place& row = rows_[static_cast<std::size_t>(bucket)];
-  return carry_.view().slice(row.offset, row.count);
+  return view(rows_[static_cast<std::size_t>(bucket)], carry_.view().data, device_);
 }
 
 TensorView GradientMemory::slice_carry(int parameter) const {
-  const Place& slice = slices_[static_cast<std::size_t>(parameter)];
-  return carry_.view().slice(slice.offset, slice.count);
+  return view(slices_[static_cast<std::size_t>(parameter)], carry_.view().data, device_);
 }
 
 void GradientMemory::require_totals() {
@@ -86,8 +93,7 @@ void GradientMemory::require_totals() {
 }
 
 TensorView GradientMemory::bucket_total(int bucket) const {
-  const Place& row = rows_[static_cast<std::size_t>(bucket)];
-  return total_->view(Dtype::kF32).slice(row.offset, row.count);
+  return view(rows_[static_cast<std::size_t>(bucket)], total_->data(), device_);
 }
 
 TensorView GradientMemory::staging(int slot, int bucket) const {
@@ -97,7 +103,8 @@ TensorView GradientMemory::staging(int slot, int bucket) const {
 }
 
 Dtype GradientMemory::sum_dtype(int parameter, AccumulateDtype dtype) const {
-  return dtype == AccumulateDtype::kF32 ? Dtype::kF32 : parameters_.spec(parameter).dtype;
+  const Dtype own = parameters_.spec(parameter).dtype;
+  return dtype == AccumulateDtype::kF32 ? hsdp::sum_dtype(own) : own;
 }
 
 // Where each begins, in bytes; and in the end where the last one ends.

@@ -1,5 +1,6 @@
-// The memory of one Reducer: fp32 carry (also the result), mid-step totals, two staging buckets and
-// the full-size accumulators of sync = none. Sized once from the layout; the rest on first need.
+// The memory of one Reducer: carry in fp32, or in f64 of f64 gradients (also the result), mid-step
+// totals, two staging buckets and the full-size accumulators of sync = none. Sized once from the
+// layout; the rest on first need.
 //
 // The carry is allocated from the replicate group and staging from the shard group, so that peers
 // on the host read them directly. Not thread-safe, but for the views, which never move.
@@ -36,11 +37,9 @@ class GradientMemory {
   void allocate_carry(Communicator& replicate_group);
   void allocate_staging(Communicator& shard_group, Reduction reduction);
 
-  // This rank's fp32 carry of a bucket, and of a parameter's slice.
+  // This rank's carry of a bucket, and of a parameter's slice: of sum_dtype().
   [[nodiscard]] TensorView bucket_carry(int bucket) const;
   [[nodiscard]] TensorView slice_carry(int parameter) const;
-  // The first fp32 element of that carry.
-  [[nodiscard]] static float* floats(TensorView view) { return static_cast<float*>(view.data); }
 
   // Replica-summed totals of groups that are all before the step's end. Call require_totals()
   // first, before tasks are launched.
@@ -63,9 +62,11 @@ class GradientMemory {
  private:
   // A run of elements of the carry.
   struct Place {
-    std::int64_t offset = 0;
+    std::int64_t offset = 0;  // bytes
     std::int64_t count = 0;
+    Dtype dtype = Dtype::kF32;
   };
+  [[nodiscard]] static TensorView view(const Place& place, void* carry, Device device);
   void place_rows(int shard_rank);
   [[nodiscard]] MemoryCount::Held hold(MemoryKind kind, std::size_t bytes);
   [[nodiscard]] Dtype sum_dtype(int parameter, AccumulateDtype dtype) const;
@@ -76,7 +77,7 @@ class GradientMemory {
   const BucketLayout& layout_;
   std::vector<Place> rows_;    // of this rank, [bucket]
   std::vector<Place> slices_;  // [parameter]
-  std::int64_t carry_count_ = 0;
+  std::int64_t carry_bytes_ = 0;
   Device device_;
   AccumulateOn accumulate_on_;
   AccumulateDtype accumulate_dtype_ = AccumulateDtype::kF32;

@@ -9,13 +9,12 @@ void MicrobatchPlan::set_divisor(std::optional<double> factor, double scale,
                                  std::int64_t microbatches) {
   divide_factor_ = factor;
   loss_scale_ = scale;
-  divisor_ = fp32_divisor(
-      gradient_divide_factor(shard_size, replicate_size, true, factor, microbatches), scale);
+  divisor_ = gradient_divide_factor(shard_size, replicate_size, true, factor, microbatches) * scale;
 }
 
 void MicrobatchPlan::set_counted_factor(double factor) {
   counted_factor_ = factor;
-  divisor_ = fp32_divisor(factor, loss_scale_);
+  divisor_ = factor * loss_scale_;
 }
 
 void MicrobatchPlan::set_groups(std::vector<GroupPlan> groups) {
@@ -45,14 +44,14 @@ BucketArithmetic MicrobatchPlan::arithmetic(const BucketLayout& layout, int numb
   return hop_arithmetic({.shard_size = shard_size,
                          .replicate_size = replicate_size,
                          .shard_wire = bucket.wire_dtype,
-                         .replica_wire = replica_dtype.value_or(bucket.wire_dtype),
+                         .replica_wire = replica_wire(bucket.wire_dtype, replica_dtype),
                          .local_count = sums.local_count,
                          .carry_count = sums.carry_count,
                          .has_carry = sums.has_carry,
                          .has_total = sums.has_total,
                          .replicates = sums.sync == Sync::kAll,
                          .ends_step = ends_step_,
-                         .divisor = divides_late() ? 1.0F : divisor_,
+                         .divisor = divides_late() ? 1.0 : divisor_,
                          .means = !means.empty() && means[index] != 0});
 }
 

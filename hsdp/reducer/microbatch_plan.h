@@ -87,7 +87,7 @@ struct MicrobatchPlan {
   }
   [[nodiscard]] const std::optional<double>& divide_factor() const { return divide_factor_; }
   [[nodiscard]] double loss_scale() const { return loss_scale_; }
-  [[nodiscard]] float divisor() const { return divisor_; }  // of a whole step: fp32(f s)
+  [[nodiscard]] double divisor() const { return divisor_; }  // of a whole step: f s
 
   void set_groups(std::vector<GroupPlan> groups);
   // That this microbatch has so many backward passes instead of one, by group.
@@ -110,7 +110,7 @@ struct MicrobatchPlan {
   std::optional<double> divide_factor_;
   std::optional<double> counted_factor_;
   double loss_scale_ = 1.0;
-  float divisor_ = 1.0F;
+  double divisor_ = 1.0;
   std::vector<GroupPlan> groups_;  // none: what discards or drops a step
   bool ends_step_ = false;
 };

@@ -59,12 +59,12 @@ void add_to_carry(const Contribution& contribution, bool accumulate, TensorView 
   StridedView local_view;
   kernels::CastAndPack args = pack_of(contribution, 0, carry.count, local_view);
   args.out = carry.data;
-  args.out_dtype = Dtype::kF32;
+  args.out_dtype = carry.dtype;
   if (accumulate && args.add != nullptr) {
     args.base = carry.data;
   } else if (accumulate) {
     args.add = carry.data;
-    args.add_dtype = Dtype::kF32;
+    args.add_dtype = carry.dtype;
   }
   queue.add(args);
 }

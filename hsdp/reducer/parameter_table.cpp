@@ -15,9 +15,15 @@ namespace {
   throw UsageError({.where = where, .expected = expected, .got = got, .remedy = remedy});
 }
 
-void check_gradient_dtype(Dtype dtype, std::string_view what, const std::string& parameter) {
-  if (is_gradient_dtype(dtype)) return;
-  refuse_parameter(parameter, std::string(what) + " of f32, bf16 or f16", std::string(name(dtype)));
+void check_dtypes(const ParameterSpec& spec) {
+  if (!is_gradient_dtype(spec.dtype)) {
+    refuse_parameter(spec.name, "a gradient dtype of f32, bf16, f16 or f64",
+                     std::string(name(spec.dtype)));
+  }
+  if (spec.reduce_dtype && !sums_in_f32(*spec.reduce_dtype)) {
+    refuse_parameter(spec.name, "a reduce_dtype of f32, bf16 or f16",
+                     std::string(name(*spec.reduce_dtype)));
+  }
 }
 
 // A name has to fit into a snapshot, which may be written long after.
@@ -74,8 +80,7 @@ int ParameterTable::add(const ParameterSpec& spec) {
                      "register a shared parameter once");
   }
   check_shape(spec);
-  check_gradient_dtype(spec.dtype, "a gradient dtype", spec.name);
-  if (spec.reduce_dtype) check_gradient_dtype(*spec.reduce_dtype, "a reduce_dtype", spec.name);
+  check_dtypes(spec);
   early_layout_.reset();
   const int parameter = size();
   index_.emplace(spec.name, parameter);
@@ -108,6 +113,7 @@ int ParameterTable::find(std::string_view name) const {
 
 Dtype ParameterTable::wire_dtype(int parameter) const {
   const ParameterSpec& s = spec(parameter);
+  if (s.dtype == Dtype::kF64) return s.dtype;
   return s.reduce_dtype.value_or(options_.reduce_dtype.value_or(s.dtype));
 }
 

@@ -47,13 +47,18 @@ void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
   for (int p = 0; p < count; ++p) {
     norms[static_cast<std::size_t>(p)] = {frozen.memory().slice_carry(p), slots + p};
   }
-  kernels::squared_norms(norms, stream);
+  // A call takes values of one dtype.
+  const auto wide = std::stable_partition(norms.begin(), norms.end(), [](const auto& norm) {
+    return norm.values.dtype != Dtype::kF64;
+  });
+  kernels::squared_norms({norms.begin(), wide}, stream);
+  kernels::squared_norms({wide, norms.end()}, stream);
   kernels::sum_in_order(slots, count, sum, stream);
   if (groups.shard.size() == 1) return;
   groups.shard.all_reduce(TensorView{sum, 1, Dtype::kF64, stream.device()}, stream);
 }
 
-void scale_result(Frozen& frozen, const float* factor, Stream& stream) {
+void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
   for (int b = 0; b < std::ssize(frozen.layout().buckets()); ++b) {
     kernels::scale_by(frozen.memory().bucket_carry(b), factor, stream);
   }
@@ -195,13 +200,14 @@ void Results::require_partial() {
 void Results::partial_shard(int parameter, TensorView out) {
   require_partial();
   const TensorView sum = carry(parameter);
-  require_output(out, Dtype::kF32, sum.count, "partial_shard");
+  require_output(out, sum.dtype, sum.count, "partial_shard");
   run_now(Scope::kThisRank, [&](Stream& stream) {
     kernels::ScaleAndCast args;
     args.in = sum.data;
     args.out = out.data;
+    args.in_dtype = args.out_dtype = sum.dtype;
     args.count = sum.count;
-    args.divisor = fp32_divisor(steps_.divide_factor(), steps_.ledger().loss_scale());
+    args.divisor = steps_.divide_factor() * steps_.ledger().loss_scale();
     kernels::scale_and_cast(args, stream);
   });
 }
@@ -216,12 +222,13 @@ std::vector<float> Results::partial_shard(int parameter) {
 
 void Results::local_sum(int parameter, TensorView out) {
   const TensorView sum = steps_.local_sum(parameter);
-  require_output(out, Dtype::kF32, sum.count, "local_sum");
+  require_output(out, sum_dtype(sum.dtype), sum.count, "local_sum");
   const StridedView flat{sum.data, sum.dtype, sum.device, {sum.count}, {}};
   kernels::CastAndPack args;
   args.gradient = &flat;
   args.count = sum.count;
   args.out = out.data;
+  args.out_dtype = out.dtype;
   Stream& caller = steps_.caller();
   caller.run([&] { kernels::cast_and_pack(args, caller); });
 }
@@ -271,11 +278,13 @@ Slice Results::slice(int parameter) { return layout().slice(parameter, groups_.s
 void Results::gather_gradients(std::span<const NamedArray> arrays) {
   const std::vector<FullArray> full =
       sorted_arrays(parameters_, arrays, groups_.device, "gather_gradients");
-  for (const NamedArray& named : arrays) {
-    if (is_gradient_dtype(named.array.dtype)) continue;
-    throw UsageError({.where = "reducer: gather_gradients: array of '" + named.name + "'",
-                      .expected = "f32, bf16 or f16",
-                      .got = std::string(name(named.array.dtype))});
+  for (const FullArray& target : full) {
+    const ParameterSpec& spec = parameters_.spec(target.parameter);
+    const bool is_wide = spec.dtype == Dtype::kF64;
+    if (is_wide ? target.array.dtype == Dtype::kF64 : sums_in_f32(target.array.dtype)) continue;
+    throw UsageError({.where = "reducer: gather_gradients: array of '" + spec.name + "'",
+                      .expected = is_wide ? "f64, as its gradients" : "f32, bf16 or f16",
+                      .got = std::string(name(target.array.dtype))});
   }
   require_result("gather_gradients");
   steps_.check_usable("gather_gradients");
@@ -284,7 +293,9 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
     for (const FullArray& target : full) {
       const Slice own = layout.slice(target.parameter, groups_.shard.rank());
       kernels::ScaleAndCast args;
-      args.in = carry(target.parameter).data;
+      const TensorView result = carry(target.parameter);
+      args.in = result.data;
+      args.in_dtype = result.dtype;
       args.out = target.array.slice(own.offset, own.count).data;
       args.out_dtype = target.array.dtype;
       args.count = own.count;
@@ -345,7 +356,8 @@ Event Results::clip_factor(std::span<Results* const> all, double max_norm, Tenso
                            TensorView factor, std::string_view call) {
   Results& first = *all.front();
   first.require_output(norm, Dtype::kF64, 1, call);
-  first.require_output(factor, Dtype::kF32, 1, call);
+  const bool narrow = factor.dtype == Dtype::kF32;
+  first.require_output(factor, narrow ? Dtype::kF32 : Dtype::kF64, 1, call);
   for (Results* results : all) {
     results->steps_.set_caller(first.steps_.caller());
     results->expect_result(call);
@@ -364,12 +376,14 @@ Event Results::clip_factor(std::span<Results* const> all, double max_norm, Tenso
     // Each keeps the words: where one fails, the last task does not wait for the others.
     summed.push_back(all[i]->add_squares({words, squares + i}, standing));
   }
-  const kernels::ClipFactor clip{.squares = squares,
-                                 .count = std::ssize(all),
-                                 .max_norm = max_norm,
-                                 .epsilon = kClipEpsilon,
-                                 .norm = static_cast<double*>(norm.data),
-                                 .factor = static_cast<float*>(factor.data)};
+  const kernels::ClipFactor clip{
+      .squares = squares,
+      .count = std::ssize(all),
+      .max_norm = max_norm,
+      .epsilon = kClipEpsilon,
+      .norm = static_cast<double*>(norm.data),
+      .factor = narrow ? nullptr : static_cast<double*>(factor.data),
+      .narrow_factor = narrow ? static_cast<float*>(factor.data) : nullptr};
   return first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
     wait_for(summed, stream);
     kernels::clip_factor(clip, stream);
@@ -378,14 +392,14 @@ Event Results::clip_factor(std::span<Results* const> all, double max_norm, Tenso
 
 Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
   Results& first = *all.front();
-  const auto word = std::make_shared<const Scratch>(sizeof(float), first.steps_.caller());
-  const TensorView factor{word->data(), 1, Dtype::kF32, first.groups_.device};
+  const auto word = std::make_shared<const Scratch>(sizeof(double), first.steps_.caller());
+  const TensorView factor{word->data(), 1, Dtype::kF64, first.groups_.device};
   const Event known = clip_factor(all, max_norm, norm, factor, "clip_grad_norm");
   std::vector<Event> scaled;
   for (Results* results : all) {
     const auto scale = [frozen = results->steps_.frozen(), known, word](Stream& stream) {
       wait_for({&known, 1}, stream);
-      scale_result(*frozen, reinterpret_cast<const float*>(word->data()), stream);
+      scale_result(*frozen, reinterpret_cast<const double*>(word->data()), stream);
     };
     scaled.push_back(results->run(Scope::kThisRank, results->last_step(), scale));
   }

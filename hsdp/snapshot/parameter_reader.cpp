@@ -93,8 +93,7 @@ StoredElements ParameterReader::read(std::size_t parameter, int copy, std::int64
 }
 
 double stored_divisor(const SnapshotInfo& info) {
-  return info.partial ? static_cast<double>(fp32_divisor(info.divide_factor, info.loss_scale))
-                      : 1.0;
+  return info.partial ? info.divide_factor * info.loss_scale : 1.0;
 }
 
 void convert(const StoredElements& stored, double divisor, std::span<float> out) {

@@ -116,7 +116,7 @@ std::optional<std::string> find_slice_fault(const SnapshotSlice& slice, bool ful
            ") outside of " + std::to_string(*count) + " elements";
   }
   if (full && slice.count != *count) return where + "a full layout holds whole parameters";
-  if (!is_gradient_dtype(slice.data_dtype) && slice.data_dtype != Dtype::kF64) {
+  if (!is_gradient_dtype(slice.data_dtype)) {
     return where + "data must be f32, bf16, f16 or f64, got " + std::string(name(slice.data_dtype));
   }
   return std::nullopt;

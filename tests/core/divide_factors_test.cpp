@@ -19,13 +19,6 @@ TEST(DivideFactors, GiveWayToAnExplicitOne) {
   EXPECT_EQ(gradient_divide_factor(8, 4, true, 1.0), 1.0);
 }
 
-TEST(DivideFactors, RoundTheirProductOnce) {
-  EXPECT_EQ(fp32_divisor(32.0, 1.0), 32.0F);
-  // 2^24 + 1 halved and doubled stays exact in fp64, and is rounded to fp32 at the end only.
-  EXPECT_EQ(fp32_divisor((0x1p24 + 1.0) * 3.0, 0.5), static_cast<float>((0x1p24 + 1.0) * 1.5));
-  EXPECT_EQ(fp32_divisor(3.0, 65536.0), 196608.0F);
-}
-
 TEST(HeadroomExponent, IsTheLogarithmRoundedUp) {
   for (std::int64_t n = 1; n <= 70000; ++n) {
     const int exponent = headroom_exponent(n);
@@ -52,8 +45,8 @@ After after_hops(const BucketSums& sums, const Element& element) {
   using Rest = BucketArithmetic::Rest;
   const BucketArithmetic arithmetic = hop_arithmetic(sums);
   After after{element.carry, element.total, 0};
-  const auto divide = [&after](double value, float divisor) {
-    after.divisions += divisor == 1.0F ? 0 : 1;
+  const auto divide = [&after](double value, double divisor) {
+    after.divisions += divisor == 1.0 ? 0 : 1;
     return value / divisor;
   };
   if (sums.local_count > 0) {

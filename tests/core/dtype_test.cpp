@@ -123,7 +123,7 @@ TEST(Dtype, NamesAndSizes) {
     std::size_t bytes;
     bool gradient;
   } rows[] = {{Dtype::kF32, "f32", "float32", 4, true}, {Dtype::kBf16, "bf16", "bfloat16", 2, true},
-              {Dtype::kF16, "f16", "float16", 2, true}, {Dtype::kF64, "f64", "float64", 8, false},
+              {Dtype::kF16, "f16", "float16", 2, true}, {Dtype::kF64, "f64", "float64", 8, true},
               {Dtype::kI64, "i64", "int64", 8, false},  {Dtype::kU8, "u8", "uint8", 1, false}};
   for (const auto& row : rows) {
     EXPECT_EQ(name(row.dtype), row.name);

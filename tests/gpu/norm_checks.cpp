@@ -99,7 +99,7 @@ std::string check_nonfinite(const Stream& stream) {
   return {};
 }
 
-std::string check_product(DeviceRow& row, float by, const float* factor, const Stream& stream) {
+std::string check_product(DeviceRow& row, float by, const double* factor, const Stream& stream) {
   DeviceRow expected(Dtype::kF32, row.count(), 0, stream);
   for (std::int64_t i = 0; i < row.count(); ++i) {
     kernels::encode(row.at(i) * by, expected.host(), i, Dtype::kF32);
@@ -122,7 +122,7 @@ std::string check_clip(const Stream& stream) {
       auto* const on_device = reinterpret_cast<double*>(words.data());
       copy_bytes(on_device, squares.data(), 5 * sizeof(double), stream);
       kernels::sum_in_order(on_device, 5, on_device + 5, stream);
-      auto* const factor = reinterpret_cast<float*>(on_device + 7);
+      double* const factor = on_device + 7;
       kernels::clip_factor({on_device, 5, max_norm, 1e-6, on_device + 6, factor}, stream);
       std::array<double, 2> got{};
       copy_bytes(got.data(), on_device + 5, sizeof(got), stream);

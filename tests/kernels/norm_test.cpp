@@ -133,17 +133,20 @@ TEST_P(NormOn, ClipsByTheOrderedSum) {
     Row before = values;
     double sum = 0.0;
     double norm = 0.0;
-    float factor = 0.0F;
+    double factor = 0.0;
+    float narrow = 0.0F;
     run_in_environment(true, [&] {
       sum_in_order(squares.data(), std::ssize(squares), &sum, stream);
-      clip_factor({squares.data(), std::ssize(squares), max_norm, 1e-6, &norm, &factor}, stream);
+      clip_factor({squares.data(), std::ssize(squares), max_norm, 1e-6, &norm, &factor, &narrow},
+                  stream);
       scale_by({values.data(), 1000, Dtype::kF32}, &factor, stream);
     });
     EXPECT_EQ(sum, want);
     EXPECT_EQ(norm, std::sqrt(want));
     const double clip = max_norm / (norm + 1e-6);
-    EXPECT_EQ(factor, clip < 1.0 ? static_cast<float>(clip) : 1.0F);
-    for (std::size_t i = 0; i < 1000; ++i) ASSERT_EQ(values.at(i), before.at(i) * factor) << i;
+    EXPECT_EQ(factor, clip < 1.0 ? clip : 1.0);
+    EXPECT_EQ(narrow, static_cast<float>(factor));
+    for (std::size_t i = 0; i < 1000; ++i) ASSERT_EQ(values.at(i), before.at(i) * narrow) << i;
   }
 }
 

@@ -270,6 +270,10 @@ TEST_P(SumRowsOn, RefusesWhatItCannotDo) {
        [](SumRows& args) {
          args.spec = {.row_dtype = Dtype::kI64, .divisor = 2.0F, .out_dtype = Dtype::kI64};
        }},
+      {"scaled doubles",
+       [](SumRows& args) {
+         args.spec = {.row_dtype = Dtype::kF64, .sum_exponent = 1, .out_dtype = Dtype::kF64};
+       }},
       {"exponent", [](SumRows& args) { args.spec.sum_exponent = 127; }},
       {"count", [](SumRows& args) { args.count = -1; }},
   };

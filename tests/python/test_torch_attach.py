@@ -303,7 +303,6 @@ def wrong_models() -> dict[str, tuple[Any, str]]:
     complex_model = nn.ParameterDict({"c": nn.Parameter(weight)})
     return {
         "complex": (complex_model, "'c'.*complex64"),
-        "double": (linear().double(), "'weight'.*float64"),
         "wrapped": (Wrapped(linear()), "plain model.*DistributedDataParallel"),
         "lazy": (nn.LazyLinear(2), "'weight'.*not initialized.*forward pass"),
         "frozen": (linear().requires_grad_(False), "require gradients"),

@@ -28,6 +28,7 @@ void expect_carry(Communicator& world, Layout kind, int shard_size) {
     for (int p = 0; p < layout.parameter_count(); ++p) {
       EXPECT_EQ(memory.slice_carry(p).count, layout.slice(p, rank).count);
     }
+    const auto floats = [](const TensorView& view) { return static_cast<float*>(view.data); };
     std::vector<const float*> used;
     for (int b = 0; b < static_cast<int>(layout.buckets().size()); ++b) {
       const TensorView row = memory.bucket_carry(b);
@@ -37,9 +38,9 @@ void expect_carry(Communicator& world, Layout kind, int shard_size) {
       }
       for (const ParameterRange& range : layout.ranges(b, rank)) {
         const TensorView slice = memory.slice_carry(range.parameter);
-        const float* const element = reducer::GradientMemory::floats(row) + range.offset;
-        EXPECT_EQ(element, reducer::GradientMemory::floats(slice) + range.flat_offset -
-                               layout.slice(range.parameter, rank).offset);
+        const float* const element = floats(row) + range.offset;
+        EXPECT_EQ(element,
+                  floats(slice) + range.flat_offset - layout.slice(range.parameter, rank).offset);
         for (std::int64_t i = 0; i < range.count; ++i) used.push_back(element + i);
       }
     }

@@ -141,8 +141,8 @@ TEST(NormMisuse, OfAFactorSaysWhatItNeeds) {
     EXPECT_THAT(refused({&reducer}, -1.0, norm_out, factor_out), HasSubstr("a max_norm"));
     EXPECT_THAT(refused({&reducer}, 1.0, factor_out, factor_out),
                 HasSubstr("expected an output of 1 f64 on cpu, got 1 f32 on cpu"));
-    EXPECT_THAT(refused({&reducer}, 1.0, norm_out, norm_out),
-                HasSubstr("expected an output of 1 f32 on cpu, got 1 f64 on cpu"));
+    EXPECT_THAT(refused({&reducer}, 1.0, norm_out, {&factor, 1, Dtype::kBf16, {}}),
+                HasSubstr("expected an output of 1 f64 on cpu, got 1 bf16 on cpu"));
     Reducer* const one[] = {&reducer};
     clip_factor(one, 0.0, norm_out, factor_out).wait();
     EXPECT_EQ(factor, 0.0F);

@@ -19,6 +19,7 @@
 #include "hsdp/device/flag.h"
 #include "hsdp/error.h"
 #include "quant/loco_hop.h"
+#include "tests/support/wide_step.h"
 #include "zero/adamw.h"
 #include "zero/parameter_gather.h"
 
@@ -66,6 +67,15 @@ TEST_P(OnGpu, ResultsEqualThoseOfTheHost) {
     EXPECT_EQ(gpu[r].norm, host[r].norm);
     expect_same_bits(gpu[r].gathered, host[r].gathered, "gathered");
     expect_same_bits(gpu[r].clipped, host[r].clipped, "clipped");
+  }
+}
+
+TEST_P(OnGpu, GradientsOfF64StayF64) {
+  for (const Layout layout : {Layout::kFlat, Layout::kWhole}) {
+    run_gpu_mesh(GetParam(), [&](const Mesh& mesh) {
+      expect_wide_step(mesh, {.layout = layout, .bucket_bytes = kSmallBuckets},
+                       {Sync::kShard, std::nullopt, Sync::kNone, Sync::kAll});
+    });
   }
 }
 

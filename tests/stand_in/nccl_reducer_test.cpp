@@ -23,6 +23,7 @@
 #include "tests/support/failing_calls.h"
 #include "tests/support/gather_steps.h"
 #include "tests/support/step_drops.h"
+#include "tests/support/wide_step.h"
 
 namespace hsdp::test {
 namespace {
@@ -80,6 +81,15 @@ TEST_P(OnNccl, ExactStepsHaveTheBitsOfTheReference) {
       expect_reference(results, step, plan.options, shape,
                        std::string(plan.name) + " " + std::string(name(dtype)));
     }
+  }
+}
+
+TEST_P(OnNccl, GradientsOfF64StayF64) {
+  for (const char* reduction : {"exact", "native"}) {
+    run_nccl_mesh(GetParam(), [&](const Mesh& mesh) {
+      expect_wide_step(mesh, {.bucket_bytes = kSmallBuckets, .reduction = reduction},
+                       {Sync::kShard, std::nullopt, Sync::kNone, Sync::kAll});
+    });
   }
 }
 

@@ -128,7 +128,8 @@ void FakeHop::encode(Exchange& exchange) {
       const float sum = sums[range.offset + i];
       if (!std::isfinite(sum)) exchange.bucket.nonfinite->store(1);
       float& error = errors[static_cast<std::size_t>(range.flat_offset + i)];
-      const float wanted = sum / exchange.bucket.arithmetic.mean_divisor + error;
+      const float wanted =
+          sum / static_cast<float>(exchange.bucket.arithmetic.mean_divisor) + error;
       const std::int8_t code = code_of(wanted);
       error = wanted - decoded(code);
       exchange.codes[static_cast<std::size_t>(range.offset + i)] = code;

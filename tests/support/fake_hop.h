@@ -39,7 +39,7 @@ class FakeHop final : public ReplicaHop {
   [[nodiscard]] int bucket_class(const HopParameter& parameter) const override;
   void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
-  [[nodiscard]] bool means(int bucket, float /*mean_divisor*/) const override {
+  [[nodiscard]] bool means(int bucket, double /*mean_divisor*/) const override {
     return !is_excluded(bucket);
   }
   Event reduce(const HopBucket& bucket, Stream& stream) override;

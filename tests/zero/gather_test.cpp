@@ -205,7 +205,8 @@ TEST(ParameterGather, RefusesWhatDoesNotFit) {
        },
        "master of 'large'"},
       {[](auto& p) { p[2].master.dtype = Dtype::kBf16; }, "master of 'large'"},
-      {[](auto& p) { p[2].array.dtype = Dtype::kI64; }, "expected an array of f32, bf16 or f16"},
+      {[](auto& p) { p[2].array.dtype = Dtype::kI64; },
+       "expected an array of f32, bf16, f16 or f64"},
       {[](auto&) {}, "unit_bytes of at least 1", 0},
   };
   run_mesh({1, 2}, [&](const Mesh& mesh) {

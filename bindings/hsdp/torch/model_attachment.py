@@ -345,7 +345,12 @@ class ModelAttachment:
             return
         norm = torch.as_tensor(norm, device=grads[0].device, dtype=torch.float64)
         factor = max_norm / (norm + EPSILON)
-        private_torch.foreach_mul_(grads, torch.where(factor < 1, factor, 1.0).float())
+        factor = torch.where(factor < 1, factor, 1.0)
+        wide = [grad for grad in grads if grad.dtype is torch.float64]
+        narrow = [grad for grad in grads if grad.dtype is not torch.float64]
+        for part, by in ((wide, factor), (narrow, factor.float())):
+            if part:
+                private_torch.foreach_mul_(part, by)
 
     def gather_parameters(self) -> None:
         """Completes every parameter, of which this rank updated its own slice."""

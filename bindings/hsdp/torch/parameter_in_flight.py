@@ -17,6 +17,7 @@ import torch
 
 from hsdp.torch import private_torch
 from hsdp.torch.parameter_slices import ParameterSlice
+from hsdp.torch.value_digests import bits
 from hsdp.zero.parameter_gather import ParameterGather
 
 
@@ -42,7 +43,7 @@ class GatheredUnit:
         """
         self._copied = [(s.parameter.data, s.whole) for s in self._slices if s.is_copied]
         if self._on_host:  # whoever waits may be inside a transform, in which torch copies nothing
-            self._copied = [(_bits(data), _bits(whole)) for data, whole in self._copied]
+            self._copied = [(bits(data).numpy(), bits(whole).numpy()) for data, whole in self._copied]
         # A class of the user's has its own ideas of what a class does; a copy is made once, on one
         # stream.
         if (
@@ -84,10 +85,6 @@ class GatheredUnit:
             if in_flight.get(id(one.parameter)) is self:
                 one.parameter.__class__ = torch.nn.Parameter
                 in_flight.pop(id(one.parameter), None)
-
-
-def _bits(tensor: torch.Tensor) -> Any:
-    return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy()
 
 
 #: by id of the parameter, which the unit keeps alive

@@ -11,6 +11,7 @@ from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.optimizer_probe import ProbedStates
+from hsdp.torch.value_digests import bits
 
 
 def refuse(expected: str, got: str) -> NoReturn:
@@ -91,7 +92,12 @@ class ParameterSlice:
     @property
     def is_rounded(self) -> bool:
         """Whether the master has more bits than the parameter, and so is a state."""
-        return self.parameter.dtype is not torch.float32
+        return self.parameter.dtype is not self.master_dtype
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of master, gradient and states: float32, or float64 where the parameter is."""
+        return torch.float64 if self.parameter.dtype is torch.float64 else torch.float32
 
     @property
     def has_own_master(self) -> bool:
@@ -115,7 +121,7 @@ class ParameterSlice:
         """
         master = self.master.detach().reshape(-1)
         if self.is_rounded:
-            written = values.view(torch.int16) != self.rounded().view(torch.int16)
+            written = bits(values) != bits(self.rounded())
             values, written = values.to(master.device), written.to(master.device)
             master.copy_(torch.where(written, values.float(), master))
         else:
@@ -147,7 +153,7 @@ def gather_whole(
 
 
 class SliceMasters:
-    """fp32 masters of all slices of one dtype. Offloaded ones are in pinned host memory, and so are
+    """Masters, of fp32 or f64, of all slices of one dtype. Offloaded ones are in pinned host memory, and so are
     their gradients.
     """
 
@@ -155,7 +161,7 @@ class SliceMasters:
         self.slices = slices
         self._counts = [one.count for one in slices]
         self._offloaded = slices[0].offloaded
-        self._flat = self._empty(torch.float32)
+        self._flat = self._empty(slices[0].master_dtype)
         for one, part in zip(slices, self._flat.split(self._counts), strict=True):
             one.master = torch.nn.Parameter(one.shaped(part))
 
@@ -168,7 +174,7 @@ class SliceMasters:
     def offload_gradients(self) -> None:
         """Gives offloaded masters gradients beside them."""
         if self._offloaded:
-            parts = self._empty(torch.float32).split(self._counts)
+            parts = self._empty(self._flat.dtype).split(self._counts)
             for one, part in zip(self.slices, parts, strict=True):
                 one.master.grad = one.shaped(part)
 
@@ -207,10 +213,9 @@ class Masters(SliceMasters):
 
     # Elements that somebody has written since they were rounded.
     def _with_written(self, now: torch.Tensor) -> torch.Tensor:
-        bits = torch.int16 if now.dtype.itemsize == 2 else torch.int32
-        written = now.view(bits) != self._rounded.view(bits)
+        written = bits(now) != bits(self._rounded)
         if self._flat.is_cuda or bool(written.any()):
-            return torch.where(written, now.float(), self._flat)
+            return torch.where(written, now.to(self._flat.dtype), self._flat)
         return self._flat
 
     def reread(self) -> None:

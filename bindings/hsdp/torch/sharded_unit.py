@@ -16,6 +16,7 @@ from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.parameter_slices import flat_part, refuse
 from hsdp.torch.released_parameter import ReleasedParameter, released
+from hsdp.torch.value_digests import bits
 
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
@@ -152,7 +153,7 @@ class ReleasedArray:
         """The slice gets what somebody has written to the whole, which is there."""
         own = self._own()
         if self._shown is not None:
-            written = _bits(own) != _bits(self._shown)
+            written = bits(own) != bits(self._shown)
             own, self._shown = torch.where(written, own, self.slice.rounded()), own.clone()
         self.slice.take_over(own)
         self.was_read()
@@ -222,10 +223,6 @@ class ReleasedArray:
         stored = self.slice.rounded()
         if own.data_ptr() != stored.data_ptr() or own.dtype != stored.dtype:
             self.slice.take_over(own.to(stored.device, stored.dtype))
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.int16 if values.dtype.itemsize == 2 else torch.int32)
 
 
 def _is_dense(data: torch.Tensor) -> bool:

@@ -207,7 +207,7 @@ def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:
             f"{got}; load what full_state_dict() gave, this rank's own state_dict() of the same "
             "mesh, or by torch.distributed.checkpoint",
         )
-    dtype = torch.float32 if value.dtype.is_floating_point else value.dtype
+    dtype = one.master_dtype if value.dtype.is_floating_point else value.dtype
     return one.shaped(part.to(one.master.device, dtype, copy=True))
 
 

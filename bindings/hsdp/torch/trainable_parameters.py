@@ -12,6 +12,9 @@ from hsdp.errors import UsageError
 from hsdp.same_weights import VALUES
 from hsdp.torch.value_digests import value_digests
 
+#: what is reduced
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 Named = list[tuple[str, torch.nn.Parameter]]
 
 
@@ -133,9 +136,9 @@ def _require_usable(name: str, parameter: torch.nn.Parameter, device: str) -> No
         )
     if parameter.layout is not torch.strided:
         _fault(what + "to be dense", str(parameter.layout).rpartition(".")[2])
-    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if parameter.dtype not in GRADIENT_DTYPES:
         _fault(
-            what + "to be float32, bfloat16 or float16",
+            what + "to be float32, bfloat16, float16 or float64",
             str(parameter.dtype).rpartition(".")[2]
             + ("; hold its real and imaginary part as two" if parameter.is_complex() else ""),
         )

@@ -17,10 +17,11 @@ from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.module_units import ModuleUnit, Units, module_units
 from hsdp.torch.parameter_slices import ParameterSlice, StoredMasters, refuse
 from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
+from hsdp.torch.trainable_parameters import GRADIENT_DTYPES
 from hsdp.torch.unit_hooks import UnitHooks
 
 # Of frozen parameters: what gathers know, and nothing that is packed.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = GRADIENT_DTYPES
 
 Place = tuple[str, torch.nn.Parameter, Reducer]
 

@@ -48,6 +48,11 @@ class _Weights:
         return self._on[device]
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as integers of their size: what a comparison of values would take for equal differs."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+
+
 def row_major_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of its elements in row-major order: its own memory where it has that order."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

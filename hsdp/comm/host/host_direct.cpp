@@ -57,7 +57,7 @@ void direct_reduce_scatter(HostGroup& group, std::span<const HostCall> calls,
   if (args.out.count > 0)
     kernels::sum_rows({.spec = sum_spec(args),
                        .rows = rows,
-                       .add = args.accumulate ? static_cast<const float*>(args.out.data) : nullptr,
+                       .add = args.accumulate ? args.out.data : nullptr,
                        .outs = {&out, 1},
                        .count = args.out.count,
                        .nonfinite = args.nonfinite,

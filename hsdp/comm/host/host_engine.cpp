@@ -91,7 +91,7 @@ void HostEngine::all_reduce(const AllReduce& args, Stream& stream) {
     call.wire = wire_dtype(args);
     call.wants_nonfinite = args.nonfinite != nullptr ? 1 : 0;
     call.terms = TermsHash()
-                     .add(std::bit_cast<std::uint32_t>(args.divisor))
+                     .add(std::bit_cast<std::uint64_t>(args.divisor))
                      .add(static_cast<std::uint64_t>(args.send_exponent))
                      .add(static_cast<std::uint64_t>(args.total_exponent))
                      .value();

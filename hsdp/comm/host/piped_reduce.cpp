@@ -208,7 +208,7 @@ void PipedReduce::sum_tile(const Tile& next) {
   }
   kernels::sum_rows({.spec = spec_,
                      .rows = rows_,
-                     .add = accumulate_ ? reinterpret_cast<const float*>(result) : nullptr,
+                     .add = accumulate_ ? result : nullptr,
                      .outs = {&total, 1},
                      .count = next.count,
                      .nonfinite = encodes() ? nullptr : nonfinite_});

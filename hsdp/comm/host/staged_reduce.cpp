@@ -102,14 +102,13 @@ void StagedReduce::sum(std::int64_t tile) {
   } else {
     rows_[static_cast<std::size_t>(group_.rank())] = row_at(window);
   }
-  kernels::sum_rows(
-      {.spec = spec_,
-       .rows = rows_,
-       .add = accumulate_ ? reinterpret_cast<const float*>(result_at(window)) : nullptr,
-       .outs = std::span(outs).first(out_count),
-       .count = window.count,
-       .nonfinite = encodes() ? nullptr : &own_nonfinite_,
-       .streaming_stores = streaming_stores_});
+  kernels::sum_rows({.spec = spec_,
+                     .rows = rows_,
+                     .add = accumulate_ ? result_at(window) : nullptr,
+                     .outs = std::span(outs).first(out_count),
+                     .count = window.count,
+                     .nonfinite = encodes() ? nullptr : &own_nonfinite_,
+                     .streaming_stores = streaming_stores_});
   if (encodes()) decode(window, total);
 }
 

@@ -63,7 +63,7 @@ void MpiEngine::all_reduce(const AllReduce& args, Stream& stream) {
     call.bucket = args.bucket;
     call.wire = wire_dtype(args);
     call.terms = TermsHash()
-                     .add(std::bit_cast<std::uint32_t>(args.divisor))
+                     .add(std::bit_cast<std::uint64_t>(args.divisor))
                      .add(static_cast<std::uint64_t>(args.send_exponent))
                      .add(static_cast<std::uint64_t>(args.total_exponent))
                      .value();

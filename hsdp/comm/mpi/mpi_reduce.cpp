@@ -161,7 +161,7 @@ void MpiReduce::sum(std::int64_t t) {
   }
   kernels::sum_rows({.spec = spec_,
                      .rows = rows_,
-                     .add = accumulate_ ? reinterpret_cast<const float*>(result_at(own)) : nullptr,
+                     .add = accumulate_ ? result_at(own) : nullptr,
                      .outs = {&total, 1},
                      .count = own.length,
                      .nonfinite = encodes() ? nullptr : nonfinite_});

@@ -15,7 +15,7 @@ void sum_alone(const ReduceScatter& args, Stream& stream) {
                               .divisor = args.divisor,
                               .out_dtype = args.out.dtype},
                      .rows = {&row, 1},
-                     .add = args.accumulate ? static_cast<const float*>(out) : nullptr,
+                     .add = args.accumulate ? out : nullptr,
                      .outs = {&out, 1},
                      .count = args.in.count,
                      .nonfinite = args.nonfinite},

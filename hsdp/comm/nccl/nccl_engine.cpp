@@ -164,7 +164,7 @@ void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
   terms.bucket = args.bucket;
   terms.wire = args.wire.value_or(args.data.dtype);
   terms.terms = TermsHash()
-                    .add(std::bit_cast<std::uint32_t>(args.divisor))
+                    .add(std::bit_cast<std::uint64_t>(args.divisor))
                     .add(static_cast<std::uint64_t>(args.send_exponent))
                     .add(static_cast<std::uint64_t>(args.total_exponent))
                     .add(static_cast<std::uint64_t>(args.reduction))

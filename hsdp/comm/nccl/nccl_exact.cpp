@@ -137,7 +137,7 @@ void exact_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& s
   void* const out = args.out.data;
   kernels::sum_rows({.spec = sum_spec(args),
                      .rows = all,
-                     .add = args.accumulate ? static_cast<const float*>(out) : nullptr,
+                     .add = args.accumulate ? out : nullptr,
                      .outs = {&out, 1},
                      .count = args.out.count,
                      .nonfinite = args.nonfinite},

@@ -24,7 +24,7 @@ void finish(const ReduceScatter& args, const void* sum, Stream& stream) {
                               .divisor = args.divisor,
                               .out_dtype = args.out.dtype},
                      .rows = {&sum, 1},
-                     .add = args.accumulate ? static_cast<const float*>(out) : nullptr,
+                     .add = args.accumulate ? out : nullptr,
                      .outs = {&out, 1},
                      .count = args.out.count,
                      .nonfinite = args.nonfinite},
@@ -66,7 +66,7 @@ void native_all_reduce(NcclGroup& group, const AllReduce& args, Stream& stream) 
   if (!in_place) widen(args.data, sum, stream);
   group.send_group(
       [&](NcclHandle on) { group.library().all_reduce(sum, count, on, stream.native_handle()); });
-  if (in_place && args.divisor == 1.0F && args.nonfinite == nullptr) return;
+  if (in_place && args.divisor == 1.0 && args.nonfinite == nullptr) return;
   kernels::scale_and_cast({.in = sum,
                            .out = args.data.data,
                            .out_dtype = args.data.dtype,

@@ -18,7 +18,7 @@ std::size_t row_bytes(std::int64_t count, Dtype dtype, int size) {
 }  // namespace
 
 bool sums_natively(Reduction reduction, Dtype dtype) {
-  return reduction == Reduction::kNative && is_gradient_dtype(dtype);
+  return reduction == Reduction::kNative && sums_in_f32(dtype);
 }
 
 RowCut sum_cut(std::int64_t count, int size) {

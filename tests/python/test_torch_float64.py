@@ -1,0 +1,176 @@
+"""Parameters of float64, beside others: nothing of theirs goes through fp32, and ranks do as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import on_mesh, on_meshes
+from one_rank import attached_to
+
+import hsdp
+from hsdp.zero import ShardedOptimizer
+
+MICROBATCHES = 2
+UNIT = 2.0**-36  # sums of a few of these beside small integers are exact in f64, and not in f32
+
+
+class Wide(torch.nn.Module):
+    """Its loss is linear in its parameters, so that gradients are the inputs, and sums of them exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.matrix = torch.nn.Parameter(torch.randn(7, 5, dtype=torch.float64, generator=generator))
+        self.narrow = torch.nn.Parameter(torch.randn(9, generator=generator))
+        self.turned = torch.nn.Parameter(torch.randn(11, 3, dtype=torch.float64, generator=generator).T)
+        self.last = torch.nn.Parameter(torch.randn((), dtype=torch.float64, generator=generator))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(p * x).sum().double() for p, x in zip(self.parameters(), inputs, strict=True)]).sum()
+
+
+def inputs_of(step: int, microbatch: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + rank)
+
+    def one(p: torch.Tensor) -> torch.Tensor:
+        whole = torch.randint(-4, 5, p.shape, generator=generator).to(p.dtype)
+        parts = torch.randint(0, 1 << 30, p.shape, generator=generator).double() * UNIT
+        return whole + parts if p.dtype is torch.float64 else whole
+
+    return [one(p) for p in Wide().parameters()]
+
+
+def mean_gradients(step: int, size: int) -> list[torch.Tensor]:
+    every = [inputs_of(step, m, rank) for m in range(MICROBATCHES) for rank in range(size)]
+    return [sum(parts[1:], parts[0]) / size for parts in zip(*every, strict=True)]
+
+
+def backward(model: Any, reducer: hsdp.Reducer, mesh: hsdp.Mesh, step: int) -> None:
+    for m in range(MICROBATCHES):
+        with reducer.microbatch(last=m == MICROBATCHES - 1):
+            model(*inputs_of(step, m, mesh.rank)).backward()
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def require_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert [g.dtype for g in got] == [w.dtype for w in want]
+    assert all(map(torch.equal, got, want)), (got, want)
+
+
+@on_meshes((1, 1), (1, 2), (2, 2))
+def test_gathered_gradients_are_the_means_in_f64(mesh: hsdp.Mesh) -> None:
+    for options in ({}, {"reduce_dtype": "bf16", "replica_dtype": "bf16"}, {"layout": "dim0"}, {"layout": "whole"}):
+        with attached_to(model := Wide(), mesh, **options) as reducer:
+            backward(model, reducer, mesh, 0)
+            assert np.asarray(reducer.shard("matrix")).dtype == np.float64
+            reducer.gather_gradients()
+            grads = [p.grad for p in model.parameters()]
+            want = mean_gradients(0, mesh.size)
+            wide = [i for i, p in enumerate(model.parameters()) if p.dtype is torch.float64]
+            require_equal([grads[i] for i in wide], [want[i] for i in wide])
+            norm = float(reducer.clip_grad_norm_(1.0))
+            if not options:  # a 16-bit wire rounds the others
+                squares = sum(float(w.double().square().sum()) for w in want)
+                assert norm == pytest.approx(squares**0.5, rel=1e-12)
+            factor = 1.0 / (norm + 1e-6)
+            require_equal([model.get_parameter(n).grad for n in ("matrix", "turned")],
+                          [want[i] * factor for i in (0, 2)])
+
+
+@on_meshes((1, 1), (1, 2), (2, 2))
+def test_optimizers_do_as_one_process_does(mesh: hsdp.Mesh) -> None:
+    for kind, options in ((torch.optim.AdamW, {"lr": 1e-2}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
+        alone = Wide()
+        whole = kind(alone.parameters(), foreach=False, **options)
+        expected = []
+        for step in range(3):
+            for p, grad in zip(alone.parameters(), mean_gradients(step, mesh.size), strict=True):
+                p.grad = grad
+            whole.step()
+            expected.append(values(alone))
+        for stage in (1, 2, 3):
+            with attached_to(model := Wide(), mesh) as reducer:
+                optimizer: Any = ShardedOptimizer(kind, model, reducer, stage=stage, foreach=False, **options)
+                for step in range(3):
+                    backward(model, reducer, mesh, step)
+                    optimizer.step()
+                    if stage == 3:
+                        state = optimizer.full_model_state_dict(model)
+                        require_equal([state[n] for n, _ in model.named_parameters()], expected[step])
+                    else:
+                        optimizer.wait_parameters()
+                        require_equal(values(model), expected[step])
+                states = optimizer.full_state_dict()["state"]
+                kept = [{k: v for k, v in s.items() if k != "master"} for s in states.values()]
+                for got, want in zip(kept, whole.state.values(), strict=True):
+                    for key, value in want.items():
+                        if value is not None and value.dim() > 0:
+                            require_equal([got[key]], [value])
+                optimizer.load_state_dict(optimizer.full_state_dict())
+                backward(model, reducer, mesh, 3)
+                optimizer.step()
+                optimizer.close()
+
+
+@on_mesh(1, 2)
+def test_a_written_weight_is_taken_over(mesh: hsdp.Mesh) -> None:
+    for stage in (1, 3):
+        with attached_to(model := Wide(), mesh) as reducer:
+            optimizer: Any = ShardedOptimizer(torch.optim.SGD, model, reducer, stage=stage, lr=0.0)
+            backward(model, reducer, mesh, 0)
+            optimizer.step()
+            if stage == 3:
+                optimizer.unshard(model)
+            with torch.no_grad():
+                model.matrix.fill_(1 + UNIT)
+            backward(model, reducer, mesh, 1)
+            optimizer.step()
+            state = optimizer.full_model_state_dict(model) if stage == 3 else model.state_dict()
+            assert state["matrix"].unique().tolist() == [1 + UNIT]
+            optimizer.close()
+
+
+@on_mesh(2, 1)
+def test_loco_sends_f64_as_it_is(mesh: hsdp.Mesh) -> None:
+    with attached_to(model := Wide(), mesh, replica_hop=hsdp.quant.LocoHop()) as reducer:
+        backward(model, reducer, mesh, 0)
+        reducer.gather_gradients()
+        want = mean_gradients(0, mesh.size)
+        require_equal([model.get_parameter(n).grad for n in ("matrix", "turned", "last")],
+                      [want[i] for i in (0, 2, 3)])
+
+
+@on_mesh(1, 2)
+def test_snapshots_and_windows(mesh: hsdp.Mesh, tmp_path: str) -> None:
+    with attached_to(model := Wide(), mesh) as reducer:
+        with hsdp.zero.coalesce_grad_reduction(reducer, backwards=MICROBATCHES):
+            for m in range(MICROBATCHES):
+                model(*inputs_of(0, m, mesh.rank)).backward()
+        reducer.save_snapshot(tmp_path, step=1)
+        reducer.flush()
+        reducer.gather_gradients()
+        require_equal([model.matrix.grad], mean_gradients(0, mesh.size)[:1])
+    mesh.world.barrier()
+    snapshot = hsdp.read_snapshot(tmp_path)
+    assert snapshot.dtype("matrix") == "f64"
+    require_equal([torch.from_numpy(snapshot.read("matrix", dtype="f64"))], mean_gradients(0, mesh.size)[:1])
+
+
+@on_mesh(1, 2)
+def test_arrays_of_numpy(mesh: hsdp.Mesh) -> None:
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.register("w", (6,), "f64")
+        for last in (False, True):
+            with reducer.microbatch(last=last):
+                reducer.gradient_ready("w", np.full(6, 1 + UNIT + mesh.rank))
+            if not last:
+                assert np.asarray(reducer.partial_shard("w")).tolist() == [(3 + 2 * UNIT) / 2] * 3
+        assert np.asarray(reducer.shard("w")).tolist() == [3 + 2 * UNIT] * 3
+        with pytest.raises(hsdp.UsageError, match="expected f64"):
+            reducer.gather_gradients({"w": np.zeros(6, np.float32)})

@@ -1,8 +1,11 @@
 #include "zero/adamw.h"
 
+#include <algorithm>
 #include <cmath>
+#include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "hsdp/device/buffer.h"
 #include "hsdp/device/copy.h"
@@ -47,6 +50,17 @@ void check_slice(const AdamWParameter& parameter, std::int64_t count, Device dev
   }
 }
 
+// Masters and moments are fp32.
+void check_gradients(const Reducer& reducer, const std::string& parameter) {
+  const std::vector<ParameterSpec>& specs = reducer.parameters();
+  const auto spec = std::ranges::find(specs, parameter, &ParameterSpec::name);
+  if (spec == specs.end() || sums_in_f32(spec->dtype)) return;
+  throw UsageError({.where = std::string(kAdamW) + ": gradients of '" + parameter + "'",
+                    .expected = "f32, bf16 or f16",
+                    .got = std::string(name(spec->dtype)),
+                    .remedy = "update its slice in f64 from reducer.shard()"});
+}
+
 std::int64_t moment_room(std::int64_t count) {
   return (count + kMomentMultiple - 1) / kMomentMultiple * kMomentMultiple;
 }
@@ -80,6 +94,7 @@ void AdamW::Parts::lay_out() {
   for (const AdamWParameter& parameter : parameters) {
     const std::int64_t count = reducer.slice(parameter.name).count;
     check_slice(parameter, count, reducer.device());
+    check_gradients(reducer, parameter.name);
     if (!indices.emplace(parameter.name, indices.size()).second) {
       throw UsageError({.where = kAdamW,
                         .expected = "every parameter once",

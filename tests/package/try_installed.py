@@ -57,7 +57,7 @@ for stage in (2, 3):
         reducer.close()
 assert results[0] == results[1] and any(results[0]), results
 if rank == 0:
-    print(", torch", torch.__version__)
+    print("torch", torch.__version__)
 """
 
 
@@ -83,7 +83,9 @@ def main() -> None:
         os.chdir("/")
     assert where[0] == version, (where, version)
     assert where[1].startswith(sys.prefix), f"expected hsdp of {sys.prefix}, got {where[1]}"
-    python = f"Python {sys.version.split()[0]}{trained.strip()}"
+    python = f"Python {sys.version.split()[0]}"
+    if trained:
+        python += f", torch {trained.split()[-1]}"
     print(f"hsdp {version}, {python}: {verdict.splitlines()[-1].strip()}")
 
 

@@ -357,5 +357,17 @@ TEST(AdamW, RefusesWhatDoesNotFit) {
   });
 }
 
+TEST(AdamW, RefusesGradientsOfF64) {
+  run_mesh({1, 1}, [](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    reducer.register_parameter({.name = "w", .shape = {7}, .dtype = Dtype::kF64});
+    Values slice(7);
+    const std::vector<AdamWParameter> given{{"w", {slice.data(), 7, Dtype::kF32, {}}}};
+    EXPECT_THAT([&] { const AdamW optimizer(reducer, given, kOptions); },
+                testing::ThrowsMessage<UsageError>(
+                    HasSubstr("gradients of 'w': expected f32, bf16 or f16, got f64")));
+  });
+}
+
 }  // namespace
 }  // namespace hsdp

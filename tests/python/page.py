@@ -133,11 +133,10 @@ class Page:
     def _expect(self, text: str) -> None:
         if self._printed is None:
             raise PageError("expected a block of commands before what they print")
+        lines = self._printed.splitlines()
         for wanted in filter(None, map(str.strip, text.splitlines())):
             pattern = ".*".join(map(re.escape, wanted.split("…")))
-            # Ranks share an output, and below torchrun, which does not buffer, another's line may come before
-            # the end of this one.
-            if not re.search(rf"^\s*{pattern}|{pattern}\s*$", self._printed, re.MULTILINE):
+            if not any(re.fullmatch(pattern, line.strip()) for line in lines):
                 raise PageError(f"expected the line\n{wanted}\ngot\n{self._printed}")
 
     def _change(self, block: _Block) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from hsdp.errors import UsageError
 from hsdp.torch import private_torch
+
 _aten = torch.ops.aten
 
 

@@ -52,7 +52,7 @@ void* output_at(const CastAndPack& args, std::int64_t position) {
          position * static_cast<std::int64_t>(size_bytes(args.out_dtype));
 }
 
-// The first half of a pack with a base: what joins it, in fp32.
+// The first half of a pack with a base: what joins it, unrounded.
 RowPass pass_before_base(const CastAndPack& args, const void* const& source, void* const& sums,
                          std::int64_t position) {
   RowPass pass = pass_of(args, source, sums, position);
@@ -193,16 +193,12 @@ void check(const CastAndPack& args) {
                       .got = std::to_string(args.count) + " from " + std::to_string(args.begin)});
   }
   static_cast<void>(checked_power_of_two(-args.exponent, kCastAndPack));
-  if (args.out_dtype == Dtype::kF64 && args.exponent != 0) {
-    throw UsageError({.where = std::string(kCastAndPack) + ": f64",
-                      .expected = "no exponent",
-                      .got = std::to_string(args.exponent)});
-  }
-  if (args.add != nullptr) require_one_width({args.add_dtype, args.out_dtype}, kCastAndPack);
+  const Dtype added = args.add != nullptr ? args.add_dtype : args.out_dtype;
+  require_one_width(args.out_dtype, added, {args.exponent}, kCastAndPack);
   if (args.gradient == nullptr) return;
   const StridedView& gradient = *args.gradient;
   require_gradient_dtype(gradient.dtype, kCastAndPack, "gradient dtype");
-  require_one_width({gradient.dtype, args.out_dtype}, kCastAndPack);
+  require_one_width(args.out_dtype, gradient.dtype, {}, kCastAndPack);
   if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
     throw UsageError({.where = std::string(kCastAndPack),
                       .expected = "one stride for each dimension of " + to_string(gradient.shape),

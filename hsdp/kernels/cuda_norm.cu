@@ -94,7 +94,7 @@ void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>
   require_alignment(values.data, values.dtype);
   if (values.dtype == Dtype::kF64) {
     WidePassBody<double> body;
-    body.rows.rows[0] = values.data;
+    body.rows.first = static_cast<const char*>(values.data);
     body.row_count = 1;
     body.count = values.count;
     body.nonfinite = reinterpret_cast<std::uint32_t*>(nonfinite);

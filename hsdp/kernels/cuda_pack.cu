@@ -36,7 +36,7 @@ void pack_list(const PackKind& kind, std::span<const PackItem> items, const Stre
 WidePassBody<double> wide_pack(const void* gradient, const void* add, const void* base, void* out,
                                std::int64_t count) {
   WidePassBody<double> body;
-  body.rows.rows[0] = gradient;
+  body.rows.first = static_cast<const char*>(gradient);
   body.row_count = gradient != nullptr ? 1 : 0;
   body.add = static_cast<const double*>(add);
   body.base = static_cast<const double*>(base);

@@ -17,10 +17,11 @@ void run_rows(const DevicePass& pass, const Rows& rows, const Stream& stream) {
   }
 }
 
-template <class T>
-void run_wide(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite, const Stream& stream) {
-  WidePassBody<T> body;
-  body.rows = listed_rows(pass.rows);
+template <class T, class Rows>
+void run_wide_rows(const RowPass& pass, const Rows& rows, std::atomic<std::uint32_t>* nonfinite,
+                   const Stream& stream) {
+  WidePassBody<T, Rows> body;
+  body.rows = rows;
   body.row_count = static_cast<int>(pass.rows.size());
   const DevicePass plan = plan_pass(pass, nonfinite);
   body.add = static_cast<const T*>(plan.add);
@@ -31,6 +32,15 @@ void run_wide(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite, const 
   body.count = pass.count;
   body.nonfinite = plan.nonfinite;
   launch(body, blocks_for(pass.count), stream);
+}
+
+template <class T>
+void run_wide(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite, const Stream& stream) {
+  if (lie_evenly(pass.rows)) {
+    run_wide_rows<T>(pass, even_rows(pass.rows), nonfinite, stream);
+  } else {
+    run_wide_rows<T>(pass, listed_rows(pass.rows), nonfinite, stream);
+  }
 }
 
 }  // namespace

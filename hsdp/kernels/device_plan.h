@@ -21,7 +21,7 @@ struct StridedDimension {
 
 struct GatherPlan {
   std::int64_t begin = 0;  // of the window, in logical order
-  StridedDimension dimensions[kMostDimensions];
+  StridedDimension dimensions[kMostDimensions]{};
   int dimension_count = 1;
 };
 

@@ -12,11 +12,11 @@
 namespace hsdp::kernels {
 
 // rows -> sum -> finish_wide() -> outputs. T is how the sum is done.
-template <class T>
+template <class T, class Rows = EvenRows>
 struct WidePassBody {
   static constexpr int kResident = 1;  // blocks of a multiprocessor, at least
   struct Shared {};
-  ListedRows rows;
+  Rows rows;
   int row_count = 0;                        // 0: the sum is zero
   GatherPlan gather{.dimension_count = 0};  // of the first row, where it is not contiguous
   const T* add = nullptr;

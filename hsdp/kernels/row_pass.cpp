@@ -32,12 +32,14 @@ std::uint32_t run_scalar_range(const RowPass& pass, std::int64_t begin, std::int
 std::uint32_t run_wide_range(const RowPass& pass, std::int64_t begin, std::int64_t end) {
   constexpr std::int64_t kTile = 512;
   std::array<double, kTile> total{};
-  std::array<double, kTile> other;  // NOLINT(*-member-init): written before it is read
+  std::array<double, kTile> other{};
   bool finite = true;
   for (; begin < end; begin += kTile) {
     const auto length = static_cast<std::size_t>(std::min(kTile, end - begin));
+    const auto offset = static_cast<std::size_t>(begin) * sizeof(double);
+    const std::size_t bytes = length * sizeof(double);
     const auto load = [&](const void* from, std::array<double, kTile>& to) {
-      std::memcpy(to.data(), static_cast<const double*>(from) + begin, length * sizeof(double));
+      std::memcpy(to.data(), static_cast<const char*>(from) + offset, bytes);
     };
     if (pass.rows.empty()) {
       total.fill(0.0);
@@ -55,7 +57,7 @@ std::uint32_t run_wide_range(const RowPass& pass, std::int64_t begin, std::int64
       finite = finite && std::isfinite(total[i]);
     }
     for (void* const out : pass.outs) {
-      std::memcpy(static_cast<double*>(out) + begin, total.data(), length * sizeof(double));
+      std::memcpy(static_cast<char*>(out) + offset, total.data(), bytes);
     }
   }
   return finite ? 0 : kNonfinite;
@@ -83,13 +85,18 @@ float narrowed(double value) {
   return narrow_in_environment(value);
 }
 
-void require_one_width(std::initializer_list<Dtype> dtypes, const char* kernel) {
-  for (const Dtype dtype : dtypes) {
-    if ((dtype == Dtype::kF64) == (*dtypes.begin() == Dtype::kF64)) continue;
-    throw UsageError(
-        {.where = kernel,
-         .expected = "f64 alone, or none",
-         .got = std::string(name(*dtypes.begin())) + " and " + std::string(name(dtype))});
+void require_one_width(Dtype one, Dtype other, std::initializer_list<int> exponents,
+                       const char* kernel) {
+  if ((one == Dtype::kF64) != (other == Dtype::kF64)) {
+    throw UsageError({.where = kernel,
+                      .expected = "f64 alone, or none",
+                      .got = std::string(name(one)) + " and " + std::string(name(other))});
+  }
+  for (const int exponent : exponents) {
+    if (one != Dtype::kF64 || exponent == 0) continue;
+    throw UsageError({.where = std::string(kernel) + ": f64",
+                      .expected = "no exponent",
+                      .got = std::to_string(exponent)});
   }
 }
 

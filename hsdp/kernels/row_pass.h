@@ -48,8 +48,9 @@ std::uint32_t run_wide_range(const RowPass& pass, std::int64_t begin, std::int64
 // UsageError unless it is a dtype that passes through the kernels; `what` names the argument.
 void require_gradient_dtype(Dtype dtype, const char* kernel, const char* what);
 
-// UsageError where some of these are f64 and others are not.
-void require_one_width(std::initializer_list<Dtype> dtypes, const char* kernel);
+// UsageError where one is f64 and the other is not, or where f64 comes with an exponent.
+void require_one_width(Dtype one, Dtype other, std::initializer_list<int> exponents,
+                       const char* kernel);
 
 // To fp32, whatever floating-point environment the caller has.
 [[nodiscard]] float narrowed(double value);

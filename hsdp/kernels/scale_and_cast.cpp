@@ -14,12 +14,7 @@ constexpr const char* kScaleAndCast = "scale_and_cast";
 void check(const ScaleAndCast& args) {
   require_gradient_dtype(args.in_dtype, kScaleAndCast, "input dtype");
   require_gradient_dtype(args.out_dtype, kScaleAndCast, "output dtype");
-  require_one_width({args.in_dtype, args.out_dtype}, kScaleAndCast);
-  if (args.in_dtype == Dtype::kF64 && args.exponent != 0) {
-    throw UsageError({.where = std::string(kScaleAndCast) + ": f64",
-                      .expected = "no exponent",
-                      .got = std::to_string(args.exponent)});
-  }
+  require_one_width(args.in_dtype, args.out_dtype, {args.exponent}, kScaleAndCast);
   if (args.count < 0) {
     throw UsageError({.where = std::string(kScaleAndCast),
                       .expected = "a count of at least 0",

@@ -36,14 +36,13 @@ void check(const SumRows& args) {
   require_gradient_dtype(spec.wire_dtype, kSumRows, "wire dtype");
   require_gradient_dtype(spec.total_dtype, kSumRows, "total dtype");
   require_gradient_dtype(spec.out_dtype, kSumRows, "output dtype");
-  require_one_width({spec.row_dtype, spec.out_dtype}, kSumRows);
-  const bool scales = spec.send_exponent != 0 || spec.sum_exponent != 0 ||
-                      spec.total_exponent != 0 || spec.result_exponent != 0 ||
-                      spec.total_dtype != Dtype::kF32;
-  if (spec.row_dtype == Dtype::kF64 && scales) {
+  require_one_width(
+      spec.row_dtype, spec.out_dtype,
+      {spec.send_exponent, spec.sum_exponent, spec.total_exponent, spec.result_exponent}, kSumRows);
+  if (spec.row_dtype == Dtype::kF64 && spec.total_dtype != Dtype::kF32) {
     throw UsageError({.where = std::string(kSumRows) + ": rows of f64",
-                      .expected = "no exponents and no total dtype",
-                      .got = "some"});
+                      .expected = "no total dtype",
+                      .got = std::string(name(spec.total_dtype))});
   }
 }
 

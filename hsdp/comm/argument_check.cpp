@@ -65,7 +65,8 @@ class Checker {
   }
 
   void divisor(double value, Dtype dtype) const {
-    if (!std::isfinite(value) || value == 0.0)
+    const double used = sums_in_f32(dtype) ? static_cast<float>(value) : value;
+    if (!std::isfinite(used) || used == 0.0)
       fail("divisor", "a finite number, not 0", std::to_string(value));
     if (!is_gradient_dtype(dtype) && value != 1.0)
       fail("divisor", "1 for i64, which only adds", std::to_string(value));

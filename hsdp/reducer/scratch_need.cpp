@@ -21,8 +21,9 @@ std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& l
   std::vector<kernels::SquaredNorm> norms;
   std::vector<FullArray> all;
   for (int p = 0; p < count; ++p) {
-    norms.push_back({{nullptr, layout.slice(p, shard_rank).count, Dtype::kF32, device}});
-    all.push_back({p, {nullptr, parameters.count(p), Dtype::kF32, device}});
+    const Dtype dtype = sum_dtype(parameters.wire_dtype(p));
+    norms.push_back({{nullptr, layout.slice(p, shard_rank).count, dtype, device}});
+    all.push_back({p, {nullptr, parameters.count(p), dtype, device}});
   }
   const std::size_t norm = kernels::squared_norms_scratch(norms);
   const std::size_t words =

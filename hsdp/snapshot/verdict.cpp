@@ -83,9 +83,10 @@ Dtype coarser(Dtype a, Dtype b) { return precision(b) < precision(a) ? b : a; }
 Dtype coarsest_wire(const SnapshotInfo& info, const SnapshotParameter& parameter) {
   // Whole arrays came from elsewhere, and say by it what they went through there.
   const bool shard_hop_ran = info.shard_size > 1 || info.layout == "full";
-  const Dtype wire = shard_hop_ran ? parameter.reduce_dtype : Dtype::kF32;
+  const Dtype sent = parameter.reduce_dtype;
+  const Dtype wire = shard_hop_ran ? sent : sum_dtype(sent);
   if (!replica_hop_ran(info)) return wire;
-  return coarser(wire, info.replica_dtype.value_or(parameter.reduce_dtype));
+  return coarser(wire, replica_wire(sent, info.replica_dtype));
 }
 
 bool is_quantized(const SnapshotInfo& info) { return info.quantizes && replica_hop_ran(info); }

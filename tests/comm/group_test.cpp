@@ -231,6 +231,8 @@ TEST(Misuse, BadArgumentsAreUsageErrorsAndHarmNothing) {
     EXPECT_THROW(world.all_reduce({.data = f32, .wire = Dtype::kF64}), UsageError);
     EXPECT_THROW(world.all_reduce({.data = f32, .divisor = 0.0F}), UsageError);
     EXPECT_THROW(world.all_reduce({.data = f32, .divisor = NAN}), UsageError);
+    EXPECT_THROW(world.all_reduce({.data = f32, .divisor = 1e-46}), UsageError) << "0 in fp32";
+    EXPECT_THROW(world.all_reduce({.data = f32, .divisor = 1e300}), UsageError);
     std::atomic<std::uint32_t> flag{0};
     EXPECT_THROW(world.all_reduce({.data = {data.data(), 4, Dtype::kI64}, .nonfinite = &flag}),
                  UsageError);

@@ -58,6 +58,11 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def released(stage: int) -> dict[str, Any]:
+    """Small as they are, at stage 3."""
+    return {"persistence_threshold": 0} if stage == 3 else {}
+
+
 def require_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     assert [g.dtype for g in got] == [w.dtype for w in want]
     assert all(map(torch.equal, got, want)), (got, want)
@@ -96,7 +101,9 @@ def test_optimizers_do_as_one_process_does(mesh: hsdp.Mesh) -> None:
             expected.append(values(alone))
         for stage in (1, 2, 3):
             with attached_to(model := Wide(), mesh) as reducer:
-                optimizer: Any = ShardedOptimizer(kind, model, reducer, stage=stage, foreach=False, **options)
+                optimizer: Any = ShardedOptimizer(
+                    kind, model, reducer, stage=stage, foreach=False, **options, **released(stage)
+                )
                 for step in range(3):
                     backward(model, reducer, mesh, step)
                     optimizer.step()
@@ -122,7 +129,7 @@ def test_optimizers_do_as_one_process_does(mesh: hsdp.Mesh) -> None:
 def test_a_written_weight_is_taken_over(mesh: hsdp.Mesh) -> None:
     for stage in (1, 3):
         with attached_to(model := Wide(), mesh) as reducer:
-            optimizer: Any = ShardedOptimizer(torch.optim.SGD, model, reducer, stage=stage, lr=0.0)
+            optimizer: Any = ShardedOptimizer(torch.optim.SGD, model, reducer, stage=stage, lr=0.0, **released(stage))
             backward(model, reducer, mesh, 0)
             optimizer.step()
             if stage == 3:
@@ -174,3 +181,34 @@ def test_arrays_of_numpy(mesh: hsdp.Mesh) -> None:
         assert np.asarray(reducer.shard("w")).tolist() == [3 + 2 * UNIT] * 3
         with pytest.raises(hsdp.UsageError, match="expected f64"):
             reducer.gather_gradients({"w": np.zeros(6, np.float32)})
+
+
+@on_mesh(1, 2)
+def test_a_fused_optimizer_clips_in_f64(mesh: hsdp.Mesh) -> None:
+    with attached_to(model := Wide(), mesh) as reducer:
+        first = values(model)
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=1.0, fused=True, max_grad_norm=1.0)
+        backward(model, reducer, mesh, 0)
+        optimizer.step()
+        optimizer.wait_parameters()
+        factor = 1.0 / (float(optimizer.grad_norm) + 1e-6)
+        for p, was, mean in zip(model.parameters(), first, mean_gradients(0, mesh.size), strict=True):
+            if p.dtype is torch.float64:
+                torch.testing.assert_close(p.detach(), was - mean * factor, rtol=1e-14, atol=1e-14)
+
+
+@on_mesh(1, 2)
+def test_states_and_their_bytes_are_those_of_f64(mesh: hsdp.Mesh) -> None:
+    with attached_to(model := Wide(), mesh, layout="whole") as reducer:
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=0.1, momentum=0.9)
+        backward(model, reducer, mesh, 0)
+        optimizer.step()
+        kinds = [p.dtype for p in model.parameters()]
+        states = optimizer.state_dict()["state"]
+        assert [states[i]["momentum_buffer"].dtype for i in range(len(kinds))] == kinds
+    with attached_to(model := Wide(), mesh) as reducer:
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, reducer, lr=0.1, stage=3, **released(3))
+        backward(model, reducer, mesh, 0)
+        optimizer.step()
+        counts = [(reducer.slice(n).count, p.dtype.itemsize) for n, p in model.named_parameters()]
+        assert reducer.stats().optimizer_bytes == sum(count * size for count, size in counts)

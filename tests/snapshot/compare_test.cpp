@@ -119,7 +119,8 @@ TEST_F(Compare, CountsAWireOnlyWhereItsHopRan) {
   const std::vector<Case> cases{{2, 1, kF32, kBf16, kBf16}, {1, 2, kF32, kBf16, kF32},
                                 {2, 1, kBf16, kF32, kF32},  {2, 2, kBf16, kF32, kBf16},
                                 {2, 1, kBf16, {}, kBf16},   {1, 1, kBf16, kF16, kF32},
-                                {2, 2, kF16, kBf16, kBf16}};
+                                {2, 2, kF16, kBf16, kBf16}, {2, 1, kF64, kBf16, kF64},
+                                {2, 2, kF64, kF16, kF64},   {1, 1, kF64, kBf16, kF64}};
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const Case& c = cases[i];
     SnapshotInfo info = mesh_info(c.replicate, c.shard);

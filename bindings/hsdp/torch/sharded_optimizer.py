@@ -80,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.step()
 
     A `torch.optim.Optimizer` whose `param_groups` hold the model's own parameters, so schedulers
-    and hooks work. States and fp32 masters are of this rank's slices alone: a shard group holds
+    and hooks work. States and masters, fp32 or of float64 parameters f64, are of this rank's slices alone: a shard group holds
     them once. `step` needs no `gather_gradients`.
 
     - `optimizer_class`, `**options`: any torch optimizer that updates each element by itself, or each
@@ -98,7 +98,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
       for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
       gradients and new values cross the bus.
-    - `master_dtype`: "f32", whatever the parameters have; moments of 16 bits make training stall.
+    - `master_dtype`: "f32", whatever the parameters have, but float64 of float64 ones; moments of 16 bits
+      make training stall.
     - `units`: at stage 3, what is gathered for its passes and released after: modules of these types, or
       of which a predicate is true; None: the elements of each ModuleList. The model itself is the
       unit of the rest.
@@ -368,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._last_mode if said is None else "train" if said else "eval"
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's slice of a parameter in fp32, flat (with layout "whole" of the parameter's shape, on
+        """This rank's slice of a parameter in fp32, or f64 of a float64 one, flat (with layout "whole" of the parameter's shape, on
         the rank that has it): what the optimizer updates. To be written between steps; the whole
         parameter follows at the next one on every rank. Ask for it anew after each step. Local. What
         somebody else has written to the parameter since the last step is taken over at the next one.
@@ -382,7 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def whole_parameters(self, write_back: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """`with optimizer.whole_parameters() as whole:` has copies of the parameters that it optimizes in
-        fp32, by name, as precise as the masters are: for an export or an average. With `write_back`
+        fp32 or f64, by name, as precise as the masters are: for an export or an average. With `write_back`
         what the block has written to them becomes the parameters' and masters' value. Collective,
         between steps; each rank makes the same changes. An exception in a block that writes back
         ends the mesh, as the other ranks wait for this one's slices.
@@ -508,9 +509,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 vars(self._inner).pop(name, None)
         self._start_gather()
 
-    # A pass over the gradients, or a factor for the optimizer's own.
+    # A pass over the gradients, or a factor for the optimizer's own, which torch has in fp32.
     def _clip(self, max_norm: float) -> None:
-        fused = self._is_fused()
+        fused = self._is_fused() and all(one.master_dtype is torch.float32 for one in self._shards)
         self.grad_norm = clip_grad_norm_(self._reducers, math.inf if fused else max_norm)
         if fused:
             device = self._shards[0].master.device
@@ -569,7 +570,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # What a state has after a step, by keys, shapes and dtypes.
     def _example(self, shard: ParameterSlice) -> dict[str, Any]:
         options = settings(self._group_of[id(shard.parameter)])
-        key = (shard.inside_shape, repr(sorted(options.items())))
+        key = (shard.inside_shape, shard.master_dtype, repr(sorted(options.items())))
         if key not in self._examples:
             self._examples[key] = example_states(shard, self._make_inner, options)
         return self._examples[key]
@@ -741,7 +742,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._are_targets = False
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's shape, with this rank's slices as `hsdp.torch.FlatSlice`s, and the fp32 masters of
+        """In torch's shape, with this rank's slices as `hsdp.torch.FlatSlice`s, and the masters of
         16-bit parameters as "master". Local: no other rank takes part.
         """
         state: dict[str, Any] = super().state_dict()

@@ -96,7 +96,8 @@ def example_states(
     memory where the optimizer works so. `make` makes an optimizer of parameter groups.
     """
     for device in ("meta", str(one.master.device)):
-        parameter = torch.nn.Parameter(torch.zeros(one.inside_shape, device=device))
+        zeros = torch.zeros(one.inside_shape, dtype=one.master_dtype, device=device)
+        parameter = torch.nn.Parameter(zeros)
         parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer = make([{**settings, "params": [parameter]}])
@@ -137,7 +138,8 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
             kept += 0 if isinstance(value, FlatSlice) else value.nbytes
     if one.has_own_master:  # and what it was rounded to, and an offloaded gradient
         keeps_rounded = one.offloaded or not one.is_released
-        kept += one.count * (4 + keeps_rounded * one.parameter.itemsize + 4 * one.offloaded)
+        own = one.master_dtype.itemsize
+        kept += one.count * (own + keeps_rounded * one.parameter.itemsize + own * one.offloaded)
     return kept
 
 

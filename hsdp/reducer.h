@@ -177,8 +177,8 @@ class Reducer {
   // next call would throw; none when no other rank has dropped the step.
   [[nodiscard]] std::optional<StepAbortedError> take_drop();
   // What this rank has added up of a parameter's gradients, in a window or in microbatches with
-  // sync = none: not divided by anything. A copy, fp32, of the whole parameter. Not while another
-  // thread hands over gradients of it.
+  // sync = none: not divided by anything. A copy of the whole parameter; the vector's form takes no
+  // f64. Not while another thread hands over gradients of it.
   [[nodiscard]] std::vector<float> local_sum(std::string_view name);
   // f32 of the parameter's count, or f64 where its gradients are.
   void local_sum(std::string_view name, TensorView out);
@@ -206,7 +206,7 @@ class Reducer {
   // for the ranks to agree on the last step; not collective.
   void release_memory();
 
-  [[nodiscard]] TensorView shard(std::string_view name);  // fp32, writable, this rank's slice
+  [[nodiscard]] TensorView shard(std::string_view name);  // fp32 or f64, writable, its slice
   // With missing = zero: the parameters of which no rank had a gradient in the finished step. An
   // optimizer leaves them as they are, as it would without the gradient. `call` is whose it is, in
   // errors.

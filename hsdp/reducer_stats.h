@@ -24,7 +24,7 @@ struct ReducerStats {
   // does not lie on 16 where what is written does. Slower than the rest.
   std::int64_t misaligned_bytes = 0;
 
-  std::int64_t carry_bytes = 0;        // fp32 carry, also the result
+  std::int64_t carry_bytes = 0;        // fp32 or f64 carry, also the result
   std::int64_t total_bytes = 0;        // replica-summed totals of groups that are `all` mid-step
   std::int64_t staging_bytes = 0;      // two buckets
   std::int64_t accumulator_bytes = 0;  // full-size, sync = none

@@ -57,7 +57,8 @@ struct SnapshotInfo {
 };
 
 // One parameter's slice as this rank holds it: elements [offset, offset + data.count) of the
-// flattened gradient. `data` is f32 (f64, bf16, f16 for plain arrays), contiguous, host memory.
+// flattened gradient. `data` is f32, or f64 of f64 gradients (bf16, f16 for plain arrays),
+// contiguous, host memory.
 struct SnapshotEntry {
   std::string name{};
   Shape shape{};

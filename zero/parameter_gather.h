@@ -44,10 +44,9 @@
 namespace hsdp::zero {
 
 struct GatheredParameter {
-  std::string name{};  // as registered
-  TensorView array{};  // the whole parameter, contiguous; any dtype without a master
-  TensorView
-      master{};  // this rank's slice in fp32; the array is then f32, bf16 or f16. Or f64 both
+  std::string name{};   // as registered
+  TensorView array{};   // the whole parameter, contiguous; any dtype without a master
+  TensorView master{};  // this rank's slice: f32 of an array of f32, bf16 or f16, f64 of one of f64
 };
 
 // In seconds of the steady clock. On a GPU: when it was enqueued.

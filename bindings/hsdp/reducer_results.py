@@ -36,7 +36,7 @@ class ReducerResults:
     _who: str  # in errors
 
     def shard(self, name: str) -> TensorOrArray:
-        """This rank's slice of the mean gradient: fp32, writable, `slice(name).count` elements, on
+        """This rank's slice of the mean gradient: fp32 (f64 of f64 gradients), writable, `slice(name).count` elements, on
         the mesh's device. A torch tensor for a parameter of an attached torch model, else an
         `hsdp.Array`.
 
@@ -57,7 +57,7 @@ class ReducerResults:
 
     def shard_dtensor(self, name: str, device_mesh: DeviceMesh | None = None) -> DTensor:
         """This rank's slice of the mean gradient as the torch DTensor that users of `fully_shard`
-        would have: placements (Replicate(), Shard(0)), fp32. Needs layout "dim0".
+        would have: placements (Replicate(), Shard(0)), dtype as of `shard`. Needs layout "dim0".
 
         The same memory as `shard(name)`, valid as long. Its device mesh has the ranks of this
         Reducer's mesh and needs torch.distributed on the same ranks: pass the (replicate, shard)
@@ -71,12 +71,12 @@ class ReducerResults:
 
     def partial_shard(self, name: str) -> TensorOrArray:
         """A copy of this rank's slice of what is pending: the mean over the shard group so far,
-        fp32, a torch tensor where `shard` is one. UsageError when nothing is pending.
+        dtype as of `shard`, a torch tensor where `shard` is one. UsageError when nothing is pending.
         """
         return self._array(name, self._handle.partial_shard(name))
 
     def local_sum(self, name: str) -> TensorOrArray:
-        """A copy of what this rank has added up of a parameter's gradients and not sent yet: fp32,
+        """A copy of what this rank has added up of a parameter's gradients and not sent yet: dtype as of `shard`,
         whole, of its shape, not divided by anything. A torch tensor where `shard` is one.
 
         In a window (`hsdp.zero.coalesce_grad_reduction`), or when microbatches with sync="none" are
@@ -106,8 +106,7 @@ class ReducerResults:
         """Fills in the whole mean gradient of parameters.
 
         `arrays` are f32, bf16 or f16 (f64 of f64 gradients), writable and contiguous, of the
-        parameters' shapes, by name;
-        the same names on every rank. Without it the gradients of the attached models are
+        parameters' shapes, by name; the same names on every rank. Without it the gradients of the attached models are
         set (`p.grad`); with missing="zero" that of a parameter which no rank used stays None, and
         optimizers leave it as it is; a RuntimeWarning says so of a step without any gradient. On the
         host that memory is used again in the next step, unless somebody keeps a gradient or anything

@@ -30,7 +30,7 @@ class ReducerStats:
     #: on a GPU: of gradients, local sums and rows, what was read by 2 or 4 bytes at a time, as it
     #: does not lie on 16 where what is written does; slower than the rest
     misaligned_bytes: int
-    #: fp32 carry, which is also the result
+    #: fp32 (f64) carry, which is also the result
     carry_bytes: int
     #: replica-summed totals of groups that are reduced before the step ends
     total_bytes: int

@@ -1,4 +1,4 @@
-"""This rank's slices of torch parameters: where they lie, their fp32 masters, their states."""
+"""This rank's slices of torch parameters: where they lie, their masters, their states."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class ParameterSlice:
         #: whether this rank's optimizer has it
         self.is_here = self.count > 0 or not self.is_whole
         self.own: torch.Tensor  # of the parameter, flat; not of a released one
-        self.master: torch.nn.Parameter  # fp32; of an f32 parameter it is `own`
+        self.master: torch.nn.Parameter  # of master_dtype; of a parameter of that dtype it is `own`
         self.gradient: torch.Tensor  # the Reducer's shard, which stays where it is
-        self.stored: torch.Tensor  # of a released one: what gathers read, fp32 or the parameter's dtype
+        self.stored: torch.Tensor  # of a released one: what gathers read, of master_dtype or the parameter's
         if not is_released:
             self.bind()
 

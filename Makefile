@@ -25,6 +25,8 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 export CCACHE_NOHASHDIR ?= 1
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
+# By the files that were read: a precompiled header of what differs in comments alone would not do.
+export CCACHE_DEPEND ?= 1
 # Ranks wait for each other; those of torch take two places (tests/python/CMakeLists.txt).
 TEST_JOBS ?= $(shell expr $(JOBS) \* 5 / 2)
 # ThreadSanitizer cannot place its shadow memory under every kernel's address randomization.

@@ -323,7 +323,6 @@ void BucketPipeline::settle(const Ending& ending) {
   }
   if (!ending.plan->ends_step()) return;
   StepResult& result = *ending.plan->result;
-  if (!on_host()) result.progress = StepResult::Progress::kComputed;
   setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0);
   if (setting_.agreement.settle(step)) {
     if (on_host()) result.nonfinite->store(1);  // for found_inf(out); a GPU may be reading it

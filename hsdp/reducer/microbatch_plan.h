@@ -20,9 +20,10 @@ namespace hsdp::reducer {
 struct StepResult {
   Flag nonfinite;  // what this rank met
   std::atomic<bool> found_inf{false};
-  // kAgreed: every rank ends the step here, the result stands in stream order. kComputed: and the
-  // device has it. kKnown: and found_inf is the whole world's. On the host these are one.
-  enum class Progress : std::uint8_t { kRunning, kAgreed, kComputed, kKnown };
+  // kAgreed: every rank ends the step here, the result stands in stream order. kKnown: every rank's
+  // device has computed it, and found_inf is the whole world's. On the host these are one. That
+  // this rank's device is done says less: a hop that a peer aborted looks to it like any other.
+  enum class Progress : std::uint8_t { kRunning, kAgreed, kKnown };
   std::atomic<Progress> progress{Progress::kRunning};
   // What all ranks, and those of this shard group, have counted so far, where that divides, and
   // what the result was divided by. Of agreed words: to be read when none is under way.

@@ -9,15 +9,18 @@
 #include <cmath>
 #include <functional>
 #include <latch>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "capture.h"
 #include "cuda_stand_in.h"
 #include "gpu_rank.h"
+#include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 #include "nccl_ranks.h"
 #include "tests/support/failing_calls.h"
@@ -342,6 +345,54 @@ TEST(NcclReducerFailure, AResultThatStoodBeforeTheFailureIsRead) {
     return result;
   });
   expect_reference(results, step, {}, {1, 2}, "kept");
+}
+
+// The plain hop, after which the device waits for that event.
+class HeldHop final : public ReplicaHop {
+ public:
+  explicit HeldHop(Event until) : until_(std::move(until)) {}
+  [[nodiscard]] std::string describe() const override { return "held"; }
+  [[nodiscard]] bool has_state() const override { return false; }
+  void prepare(const HopPlan& plan) override { plain_.prepare(plan); }
+  void bind(Communicator scatter, Communicator gather) override {
+    plain_.bind(std::move(scatter), std::move(gather));
+  }
+  Event reduce(const HopBucket& bucket, Stream& stream) override {
+    Event done = plain_.reduce(bucket, stream);
+    stream.wait(until_);
+    return done;
+  }
+
+ private:
+  Event until_;
+  PlainHop plain_;
+};
+
+// A hop that a peer aborted looks to this rank's device like one that came to its end.
+TEST(NcclReducerFailure, AResultThatAPeerDoesNotHaveIsNone) {
+  const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 2, 1, 3);
+  const auto rest = std::make_shared<HostEvent>();  // of rank 1's device
+  std::latch computed(1);
+  std::latch asked(1);
+  run_nccl_mesh({2, 1}, [&](const Mesh& mesh) {
+    const Event until = mesh.rank() == 1 ? Event(rest) : Event();
+    Reducer reducer(mesh, {.replica_hop = std::make_shared<HeldHop>(until)});
+    GpuRank rank(reducer, step, mesh);
+    rank.run();
+    if (mesh.rank() == 1) {
+      computed.wait();
+      mesh.world().abort("the test wants it");
+      asked.wait();
+      rest->finish(nullptr);
+      return;
+    }
+    static_cast<void>(rank.read());
+    computed.count_down();
+    const auto ends = ThrowsMessage<Error>(HasSubstr("the test wants it"));
+    EXPECT_THAT([&] { static_cast<void>(reducer.found_inf()); }, ends);
+    EXPECT_THAT([&] { static_cast<void>(reducer.shard("w")); }, ends);
+    asked.count_down();
+  });
 }
 
 // A thread cannot be started on one rank: no rank has a Reducer, and the next attempt is right.

@@ -143,7 +143,7 @@ class BucketLayout::Builder {
   }
 
  private:
-  using Kind = std::tuple<int, int, Dtype>;  // group, class and wire
+  using Kind = std::tuple<int, int, Dtype, bool>;  // group, class, wire, and whether complex
   // What parameters are joined in; whole: the whole join.
   struct Open {
     Bucket bucket;
@@ -153,7 +153,7 @@ class BucketLayout::Builder {
   };
 
   static Kind kind_of(const LayoutParameter& parameter) {
-    return {parameter.group, parameter.bucket_class, parameter.wire_dtype};
+    return {parameter.group, parameter.bucket_class, parameter.wire_dtype, parameter.is_complex};
   }
 
   [[nodiscard]] int unit_of(const Bucket& open) const {

@@ -152,6 +152,9 @@ struct ParameterSpec {
   // Parameters of different units that follow each other share no bucket, so that a unit's slices
   // are spread over all ranks: for zero::UnitGather. Not in layout whole.
   int unit = 0;
+  // The last dimension, of 2, has the real and imaginary part of complex numbers: every slice has
+  // whole ones.
+  bool is_complex = false;
 };
 
 // Which sync a microbatch runs: an explicit `sync` decides; else a group whose gradient sync is off

@@ -86,7 +86,7 @@ def _norm_on_host(results: list[Any], norm_type: float, group: Any) -> Any:
 
 def _norm_on_gpu(results: list[Any], norm_type: float, group: Any) -> Any:
     torch: Any = importlib.import_module("torch")
-    norms = [x.double().abs().sum() if norm_type == 1 else x.double().abs().max() if x.numel()
+    norms = [x.abs().double().sum() if norm_type == 1 else x.abs().double().max() if x.numel()
              else x.new_zeros((), dtype=torch.float64) for x in results]
     if norm_type == 1:
         return group.all_reduce(torch.stack(norms).sum().reshape(1)).reshape(())
@@ -94,11 +94,23 @@ def _norm_on_gpu(results: list[Any], norm_type: float, group: Any) -> Any:
     return torch.from_dlpack(rows).amax()
 
 
-# NumPy arrays, or on a GPU torch tensors. Once the first stands, the ranks agree on the step.
+# NumPy arrays, or on a GPU torch tensors; complex where the parameter is. Once the first stands, the ranks
+# agree on the step.
 def _results(reducers: list[Any]) -> list[Any]:
     on_host = reducers[0]._mesh.device == "cpu"
     as_array = np.asarray if on_host else importlib.import_module("torch").from_dlpack
-    return [as_array(Array(one._handle.shard(p.name))) for one in reducers for p in one.parameters]
+    results = []
+    for one in reducers:
+        for parameter in one.parameters:
+            result = as_array(Array(one._handle.shard(parameter.name)))
+            results.append(_as_complex(result) if parameter.is_complex else result)
+    return results
+
+
+def _as_complex(parts: Any) -> Any:
+    if isinstance(parts, np.ndarray):
+        return parts.view(np.complex64 if parts.dtype == np.float32 else np.complex128)
+    return importlib.import_module("torch").view_as_complex(parts.view(-1, 2))
 
 
 # As the kernel does: by a NaN nothing is scaled, by an infinity all become zero or NaN.
@@ -108,9 +120,9 @@ def _scale(reducers: list[Any], max_norm: float, was: Any) -> None:
         if factor < 1:
             with np.errstate(invalid="ignore"):
                 for result in _results(reducers):
-                    result *= result.dtype.type(factor)
+                    result *= result.real.dtype.type(factor)
         return
     torch: Any = importlib.import_module("torch")
     factor = torch.where(factor < 1, factor, 1.0)
     for result in _results(reducers):
-        result *= factor.to(result.dtype)
+        result *= factor.to(result.real.dtype)

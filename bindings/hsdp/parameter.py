@@ -18,6 +18,8 @@ class Parameter(NamedTuple):
     #: wire of its shard hop; None: that of the Reducer
     reduce_dtype: str | None
     group: str
+    #: whether this is the real view of complex numbers, whose last dimension is 2
+    is_complex: bool = False
 
 
 class Slice(NamedTuple):

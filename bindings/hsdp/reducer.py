@@ -14,7 +14,7 @@ from hsdp import _hsdp
 from hsdp.array import as_shape
 from hsdp.caller_warning import warn_caller
 from hsdp.closing import Closing
-from hsdp.dtypes import DtypeLike, dtype_text, wire_text
+from hsdp.dtypes import DtypeLike, registered, wire_text
 from hsdp.errors import Error, StepAbortedError, UsageError
 from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
@@ -188,12 +188,14 @@ class Reducer(ReducerResults, Closing):
         """Makes a parameter known; returns its index, which `gradient_ready` takes too.
 
         Before the first microbatch, in the same order on every rank (which the ranks compare).
-        `dtype` is that of its gradients: f32, bf16, f16 or f64. Parameters of one `group` get their sync
-        flags together and have buckets of their own.
+        `dtype` is that of its gradients: f32, bf16, f16, f64, complex64 or complex128. Complex ones are
+        reduced as their real view, of the shape with one more dimension of 2; results are that, too, and
+        every slice has whole numbers. Parameters of one `group` get their sync flags together and have
+        buckets of their own.
         """
-        return self._handle.register(
-            name, as_shape(shape), dtype_text(dtype), wire_text(reduce_dtype), group or ""
-        )
+        extents, text, is_complex = registered(as_shape(shape), dtype)
+        wire = wire_text(reduce_dtype)
+        return self._handle.register(name, extents, text, wire, group or "", is_complex)
 
     @hinting(REDUCER)
     def attach(
@@ -255,7 +257,7 @@ class Reducer(ReducerResults, Closing):
         or stepping by gradients that still have a GradScaler's scale.
 
         Raises UsageError for parameters that are DTensors (see `hsdp.torch.replica_hook`), sparse,
-        complex or on another device, and for a model in DistributedDataParallel; later for sparse
+        of other dtypes or on another device, and for a model in DistributedDataParallel; later for sparse
         gradients, gradients that come outside of a microbatch, and, when a step begins, for
         parameters that were added or began to require a gradient since: make another Reducer then.
         """

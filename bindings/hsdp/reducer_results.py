@@ -36,9 +36,9 @@ class ReducerResults:
     _who: str  # in errors
 
     def shard(self, name: str) -> TensorOrArray:
-        """This rank's slice of the mean gradient: fp32 (f64 of f64 gradients), writable, `slice(name).count` elements, on
-        the mesh's device. A torch tensor for a parameter of an attached torch model, else an
-        `hsdp.Array`.
+        """This rank's slice of the mean gradient: fp32 (f64 of f64 gradients), writable, `slice(name).count`
+        elements, on the mesh's device; of a complex parameter its real view. A torch tensor for a
+        parameter of an attached torch model, else an `hsdp.Array`.
 
         A view, valid until the next `begin_microbatch`, after which its content is that of a later
         step. Slices of the ranks of a shard group, joined in rank order, are the flattened
@@ -57,7 +57,8 @@ class ReducerResults:
 
     def shard_dtensor(self, name: str, device_mesh: DeviceMesh | None = None) -> DTensor:
         """This rank's slice of the mean gradient as the torch DTensor that users of `fully_shard`
-        would have: placements (Replicate(), Shard(0)), dtype as of `shard`. Needs layout "dim0".
+        would have: placements (Replicate(), Shard(0)), dtype as of `shard`, or complex. Needs layout
+        "dim0".
 
         The same memory as `shard(name)`, valid as long. Its device mesh has the ranks of this
         Reducer's mesh and needs torch.distributed on the same ranks: pass the (replicate, shard)
@@ -76,8 +77,8 @@ class ReducerResults:
         return self._array(name, self._handle.partial_shard(name))
 
     def local_sum(self, name: str) -> TensorOrArray:
-        """A copy of what this rank has added up of a parameter's gradients and not sent yet: dtype as of `shard`,
-        whole, of its shape, not divided by anything. A torch tensor where `shard` is one.
+        """A copy of what this rank has added up of a parameter's gradients and not sent yet: dtype as of
+        `shard`, whole, of its shape, not divided by anything. A torch tensor where `shard` is one.
 
         In a window (`hsdp.zero.coalesce_grad_reduction`), or when microbatches with sync="none" are
         pending. UsageError where nothing is added up.
@@ -90,7 +91,8 @@ class ReducerResults:
         return self._array(name, self._handle.local_sum(name))
 
     def slice(self, name: str) -> Slice:
-        """Where this rank's slice lies in the flattened parameter: offset and count, in elements.
+        """Where this rank's slice lies in the flattened parameter: offset and count, in elements; of a
+        complex parameter in those of its real view, twice as many.
 
         With layouts "flat" and "whole" it is settled by the first microbatch.
         """
@@ -105,12 +107,12 @@ class ReducerResults:
     def gather_gradients(self, arrays: Mapping[str, Any] | None = None) -> None:
         """Fills in the whole mean gradient of parameters.
 
-        `arrays` are f32, bf16 or f16 (f64 of f64 gradients), writable and contiguous, of the
-        parameters' shapes, by name; the same names on every rank. Without it the gradients of the attached models are
-        set (`p.grad`); with missing="zero" that of a parameter which no rank used stays None, and
-        optimizers leave it as it is; a RuntimeWarning says so of a step without any gradient. On the
-        host that memory is used again in the next step, unless somebody keeps a gradient or anything
-        made of it; `release_memory` frees it.
+        `arrays` are f32, bf16 or f16 (f64 of f64 gradients; of complex parameters complex, or the real
+        view), writable and contiguous, of the parameters' shapes, by name; the same names on every rank.
+        Without it the gradients of the attached models are set (`p.grad`); with missing="zero" that of a
+        parameter which no rank used stays None, and optimizers leave it as it is; a RuntimeWarning says
+        so of a step without any gradient. On the host that memory is used again in the next step, unless
+        somebody keeps a gradient or anything made of it; `release_memory` frees it.
         """
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))

@@ -28,12 +28,20 @@ int bf16_number() {
   return number;
 }
 
+bool is_complex(int number) {
+  using Api = py::detail::npy_api;
+  return number == Api::NPY_CFLOAT_ || number == Api::NPY_CDOUBLE_;
+}
+
+// Of complex numbers: that of their parts.
 std::optional<Dtype> dtype_of_number(int number) {
   using Api = py::detail::npy_api;
   switch (number) {
     case Api::NPY_FLOAT_:
+    case Api::NPY_CFLOAT_:
       return Dtype::kF32;
     case Api::NPY_DOUBLE_:
+    case Api::NPY_CDOUBLE_:
       return Dtype::kF64;
     case Api::NPY_LONG_:
     case Api::NPY_LONGLONG_:
@@ -49,20 +57,20 @@ std::optional<Dtype> dtype_of_number(int number) {
   return std::nullopt;
 }
 
-Dtype dtype_of(const py::array& array, std::string_view what) {
+ArrayArgument from_numpy(const py::array& array, std::string_view what, Complex of_complex) {
+  ArrayArgument result;
   const auto* descriptor = py::detail::array_descriptor_proxy(array.dtype().ptr());
   const std::optional<Dtype> dtype = dtype_of_number(descriptor->type_num);
+  const bool has_parts = is_complex(descriptor->type_num);
+  if (has_parts && of_complex == Complex::kRefused) {
+    refuse_complex(what, py::str(array.dtype()));
+  }
   if (!dtype || descriptor->byteorder == '>') {
     refuse(what, "dtype float32, bfloat16 (ml_dtypes), float16, float64, int64 or uint8",
            std::string(py::str(array.dtype())), "convert it with astype");
   }
-  return *dtype;
-}
-
-ArrayArgument from_numpy(const py::array& array, std::string_view what) {
-  ArrayArgument result;
-  result.view.dtype = dtype_of(array, what);
-  const auto item_bytes = static_cast<py::ssize_t>(size_bytes(result.view.dtype));
+  result.view.dtype = *dtype;
+  const auto item_bytes = array.itemsize();
   constexpr int kAligned = 0x0100;
   const int flags = array.flags();
   if ((flags & kAligned) == 0) {
@@ -81,6 +89,7 @@ ArrayArgument from_numpy(const py::array& array, std::string_view what) {
       result.view.strides.push_back(stride / item_bytes);
     }
   }
+  if (has_parts) view_as_real(result.view);
   result.owner = array;
   return result;
 }
@@ -98,9 +107,10 @@ ArrayArgument from_memory(const Memory& memory, py::handle owner, CallerStream& 
 
 namespace {
 
-ArrayArgument any_array(py::handle object, std::string_view what, CallerStream& caller) {
+ArrayArgument any_array(py::handle object, std::string_view what, CallerStream& caller,
+                        Complex of_complex) {
   if (py::isinstance<py::array>(object)) {
-    return from_numpy(py::reinterpret_borrow<py::array>(object), what);
+    return from_numpy(py::reinterpret_borrow<py::array>(object), what, of_complex);
   }
   if (py::isinstance<Memory>(object)) {
     return from_memory(object.cast<const Memory&>(), object, caller);
@@ -110,11 +120,11 @@ ArrayArgument any_array(py::handle object, std::string_view what, CallerStream& 
     return from_memory(memory.cast<const Memory&>(), memory, caller);
   }
   if (py::hasattr(object, "__dlpack__") && !py::isinstance<py::type>(object)) {
-    return from_dlpack(object, what, caller);
+    return from_dlpack(object, what, caller, of_complex);
   }
   if (PyObject_CheckBuffer(object.ptr()) != 0) {
     const py::array array = py::module_::import("numpy").attr("asarray")(object);
-    ArrayArgument result = from_numpy(array, what);
+    ArrayArgument result = from_numpy(array, what, of_complex);
     result.writable = result.writable && !array.owndata();  // a NumPy scalar became a copy
     return result;
   }
@@ -136,8 +146,21 @@ void require_device(Device device, std::string_view what, const CallerStream& ca
          "move it there, or make the mesh with its device");
 }
 
-ArrayArgument array_argument(py::handle object, std::string_view what, CallerStream& caller) {
-  ArrayArgument result = any_array(object, what, caller);
+void refuse_complex(std::string_view what, const std::string& dtype) {
+  refuse(what, "real numbers", "an array of " + dtype,
+         "register the parameter with that dtype, or pass the array's real view");
+}
+
+void view_as_real(StridedView& view) {
+  view.shape.push_back(2);
+  if (view.strides.empty()) return;
+  for (std::int64_t& stride : view.strides) stride *= 2;
+  view.strides.push_back(1);
+}
+
+ArrayArgument array_argument(py::handle object, std::string_view what, CallerStream& caller,
+                             Complex of_complex) {
+  ArrayArgument result = any_array(object, what, caller, of_complex);
   require_device(result.view.device, what, caller);
   return result;
 }

@@ -7,6 +7,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -21,10 +22,17 @@ struct ArrayArgument {
   pybind11::object owner;
 };
 
+// What becomes of an array of complex numbers. Its real view has one more dimension, of 2.
+enum class Complex : std::uint8_t { kRefused, kAsReal };
+[[nodiscard]] inline Complex complex_of(bool is_complex) {
+  return is_complex ? Complex::kAsReal : Complex::kRefused;
+}
+
 // `what` names the argument in errors: "reducer: gradient of 'w'". Memory of another device than
 // the caller's is refused.
 [[nodiscard]] ArrayArgument array_argument(pybind11::handle object, std::string_view what,
-                                           CallerStream& caller);
+                                           CallerStream& caller,
+                                           Complex of_complex = Complex::kRefused);
 // The same for what works on host memory alone.
 [[nodiscard]] ArrayArgument host_array_argument(pybind11::handle object, std::string_view what);
 
@@ -35,7 +43,11 @@ struct ArrayArgument {
 
 // dlpack_import.cpp
 [[nodiscard]] ArrayArgument from_dlpack(pybind11::handle object, std::string_view what,
-                                        CallerStream& caller);
+                                        CallerStream& caller, Complex of_complex);
+// UsageError for complex numbers where no parameter is complex.
+[[noreturn]] void refuse_complex(std::string_view what, const std::string& dtype);
+// Of complex elements: the view has their shape and strides, and gets those of their real view.
+void view_as_real(StridedView& view);
 // UsageError unless an array's memory lies where the caller's does.
 void require_device(Device device, std::string_view what, const CallerStream& caller);
 

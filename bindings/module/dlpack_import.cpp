@@ -22,8 +22,16 @@ std::string type_text(dlpack::ElementType type) {
          (type.lanes == 1 ? "" : " in vectors of " + std::to_string(type.lanes));
 }
 
-Dtype dtype_of(dlpack::ElementType type, std::string_view what) {
+bool is_complex(dlpack::ElementType type) { return type.code == TypeCode::kComplex; }
+
+// Of complex numbers: that of their parts.
+Dtype dtype_of(dlpack::ElementType type, std::string_view what, Complex of_complex) {
   if (type.lanes == 1) {
+    if (is_complex(type)) {
+      if (of_complex == Complex::kRefused) refuse_complex(what, type_text(type));
+      if (type.bits == 64) return Dtype::kF32;
+      if (type.bits == 128) return Dtype::kF64;
+    }
     if (type.code == TypeCode::kFloat && type.bits == 32) return Dtype::kF32;
     if (type.code == TypeCode::kFloat && type.bits == 16) return Dtype::kF16;
     if (type.code == TypeCode::kFloat && type.bits == 64) return Dtype::kF64;
@@ -89,11 +97,17 @@ py::object export_capsule(py::handle object, std::string_view what, CallerStream
   }
 }
 
-// torch negates some tensors by a mark, which its exports do not show.
+// torch negates or conjugates some tensors by a mark, which memory does not show.
 void require_unmarked(py::handle object, std::string_view what) {
-  if (!py::hasattr(object, "is_neg") || !object.attr("is_neg")().cast<bool>()) return;
+  const auto is_marked = [object](const char* mark) {
+    return py::hasattr(object, mark) && object.attr(mark)().cast<bool>();
+  };
+  const bool is_conjugated = is_marked("is_conj");
+  if (!is_conjugated && !is_marked("is_neg")) return;
   refuse(what, "an array whose memory holds its values",
-         "a " + type_name(object) + " that is negated by a mark", "pass x.resolve_neg()");
+         "a " + type_name(object) + " that is " + (is_conjugated ? "conjugated" : "negated") +
+             " by a mark",
+         is_conjugated ? "pass x.resolve_conj()" : "pass x.resolve_neg()");
 }
 
 struct Capsule {
@@ -134,14 +148,15 @@ bool says_writable(py::handle object, Device device) {
 }  // namespace
 
 // The capsule stays unconsumed, its own destructor frees the export [Note: the capsule is kept].
-ArrayArgument from_dlpack(py::handle object, std::string_view what, CallerStream& caller) {
+ArrayArgument from_dlpack(py::handle object, std::string_view what, CallerStream& caller,
+                          Complex of_complex) {
   require_unmarked(object, what);
   ArrayArgument result;
   result.owner = export_capsule(object, what, caller);
   const Capsule capsule = open_capsule(result.owner, what);
   const dlpack::Tensor& tensor = *capsule.tensor;
   StridedView& view = result.view;
-  view.dtype = dtype_of(tensor.type, what);
+  view.dtype = dtype_of(tensor.type, what, of_complex);
   view.device = device_of(tensor.device, what);
   view.data = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
   const auto dimensions = static_cast<std::size_t>(tensor.dimension_count);
@@ -150,6 +165,7 @@ ArrayArgument from_dlpack(py::handle object, std::string_view what, CallerStream
     view.strides.assign(tensor.strides, tensor.strides + dimensions);
     if (view.is_contiguous()) view.strides.clear();
   }
+  if (is_complex(tensor.type)) view_as_real(view);
   result.writable = capsule.read_only ? !*capsule.read_only : says_writable(object, view.device);
   return result;
 }

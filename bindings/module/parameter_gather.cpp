@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,14 +27,15 @@ class GatherHandle {
                std::int64_t unit_bytes)
       : caller_(reducer.share_caller()), interrupt_(reducer.interrupt()) {
     std::vector<GatheredParameter> parameters;
+    for (const ParameterSpec& spec : reducer.reducer().parameters()) {
+      if (spec.is_complex) complex_.insert(spec.name);
+    }
     for (const auto& [key, value] : arrays) {
       GatheredParameter& one = parameters.emplace_back();
       one.name = text_argument(key, "zero: parameter gather: name");
-      one.array = view(value, "zero: parameter gather: array of '" + one.name + "'", *arrays_);
-      if (masters.contains(key)) {
-        one.master =
-            view(masters[key], "zero: parameter gather: master of '" + one.name + "'", masters_);
-      }
+      names_.push_back(one.name);
+      one.array = view(value, "array", one.name, *arrays_);
+      if (masters.contains(key)) one.master = view(masters[key], "master", one.name, masters_);
     }
     struct Held {
       std::shared_ptr<Reducer> reducer;
@@ -86,8 +88,9 @@ class GatherHandle {
   }
   void rebind(int parameter, py::handle array) {
     Owners owner;
-    gather_->rebind(parameter, view(array, "zero: parameter gather: array", owner));
-    arrays_->at(static_cast<std::size_t>(parameter)) = std::move(owner.front());
+    const auto place = static_cast<std::size_t>(parameter);
+    gather_->rebind(parameter, view(array, "array", names_.at(place), owner));
+    arrays_->at(place) = std::move(owner.front());
   }
   // Who cannot update its slices ends the world: the others wait for them.
   void abort(const std::string& reason) {
@@ -118,8 +121,10 @@ class GatherHandle {
  private:
   using Owners = std::vector<std::shared_ptr<const void>>;
 
-  TensorView view(py::handle array, const std::string& what, Owners& owners) {
-    ArrayArgument argument = array_argument(array, what, *caller_);
+  TensorView view(py::handle array, const char* kind, const std::string& name, Owners& owners) {
+    const std::string what = std::string("zero: parameter gather: ") + kind + " of '" + name + "'";
+    const Complex of_complex = complex_of(complex_.contains(name));
+    ArrayArgument argument = array_argument(array, what, *caller_, of_complex);
     const TensorView view = writable(argument, what);
     owners.push_back(hold(std::move(argument.owner)));
     return view;
@@ -127,6 +132,8 @@ class GatherHandle {
 
   std::shared_ptr<CallerStream> caller_;
   Interrupt interrupt_;
+  std::set<std::string> complex_;                                // parameters of the Reducer
+  std::vector<std::string> names_;                               // by parameter
   std::shared_ptr<Owners> arrays_ = std::make_shared<Owners>();  // by parameter
   Owners masters_;
   std::shared_ptr<ParameterGather> gather_;

@@ -83,13 +83,15 @@ std::unique_ptr<Handle> make_reducer(const MeshHandle& mesh, const py::dict& giv
 }
 
 int register_parameter(Handle& self, py::handle name, const Shape& shape, const std::string& dtype,
-                       const OptionalText& reduce_dtype, const std::string& group) {
+                       const OptionalText& reduce_dtype, const std::string& group,
+                       bool is_complex) {
   ParameterSpec spec;
   spec.name = text_argument(name, "reducer: register: name");
   spec.shape = shape;
   spec.dtype = parse_dtype(dtype);
   spec.reduce_dtype = wire_dtype("reduce_dtype", reduce_dtype);
   spec.group = group;
+  spec.is_complex = is_complex;
   return self.register_parameter(spec);
 }
 
@@ -99,7 +101,8 @@ py::list parameter_specs(const Handle& self) {
     const py::object reduce_dtype =
         spec.reduce_dtype ? py::cast(std::string(name(*spec.reduce_dtype))) : py::none();
     result.append(py::make_tuple(spec.name, py::tuple(py::cast(spec.shape)),
-                                 std::string(name(spec.dtype)), reduce_dtype, spec.group));
+                                 std::string(name(spec.dtype)), reduce_dtype, spec.group,
+                                 spec.is_complex));
   }
   return result;
 }
@@ -199,18 +202,18 @@ struct NamedArrays {
   std::vector<std::shared_ptr<const void>> held;
 
   NamedArrays(const Handle& self, const py::dict& given, const std::string& call) {
-    std::unordered_map<std::string_view, const Shape*> shapes;
-    for (const ParameterSpec& spec : self.reducer().parameters()) {
-      shapes.emplace(spec.name, &spec.shape);
-    }
+    std::unordered_map<std::string_view, const ParameterSpec*> specs;
+    for (const ParameterSpec& spec : self.reducer().parameters()) specs.emplace(spec.name, &spec);
     for (const auto& [key, value] : given) {
       const std::string name = text_argument(key, "reducer: " + call + ": name");
       const std::string what = "reducer: " + call + ": array of '" + name + "'";
-      ArrayArgument argument = array_argument(value, what, self.caller());
-      const auto shape = shapes.find(name);
-      if (shape != shapes.end() && *shape->second != argument.view.shape) {
+      const auto found = specs.find(name);
+      const ParameterSpec* const spec = found == specs.end() ? nullptr : found->second;
+      ArrayArgument argument = array_argument(value, what, self.caller(),
+                                              complex_of(spec != nullptr && spec->is_complex));
+      if (spec != nullptr && spec->shape != argument.view.shape) {
         throw UsageError({.where = what,
-                          .expected = "shape " + to_string(*shape->second),
+                          .expected = "shape " + to_string(spec->shape),
                           .got = to_string(argument.view.shape)});
       }
       arrays.push_back({name, writable(argument, what)});

@@ -92,9 +92,10 @@ void ReducerHandle::gradient_ready(py::handle key, py::handle gradient) {
   try {
     parameter = index_of(key);
     const auto place = static_cast<std::size_t>(parameter);
-    argument = array_argument(
-        gradient, place < titles_.size() ? std::string_view(titles_[place]) : "reducer: gradient",
-        *caller_);
+    const bool is_known = place < titles_.size();
+    argument =
+        array_argument(gradient, is_known ? std::string_view(titles_[place]) : "reducer: gradient",
+                       *caller_, complex_of(is_known && reducer_->parameters()[place].is_complex));
   } catch (const UsageError& error) {
     reducer_->reject_gradient(error.what());
     throw;

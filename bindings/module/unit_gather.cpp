@@ -44,7 +44,7 @@ class UnitGatherHandle {
       std::vector<UnitParameter> parts;
       for (const auto& [its_name, dtype, count, stored] : parameters) {
         const std::string what = "zero: unit gather: slice of '" + its_name + "'";
-        ArrayArgument argument = array_argument(stored, what, *caller_);
+        ArrayArgument argument = array_argument(stored, what, *caller_, Complex::kAsReal);
         const TensorView view = writable(argument, what);
         held->slices.push_back(hold(std::move(argument.owner)));
         unit.parameters.push_back({its_name, parse_dtype(dtype), count, view});

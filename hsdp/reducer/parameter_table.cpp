@@ -1,6 +1,8 @@
 #include "hsdp/reducer/parameter_table.h"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 #include "hsdp/error.h"
 #include "hsdp/snapshot.h"
@@ -48,6 +50,9 @@ void check_shape(const ParameterSpec& spec) {
   }
   if (std::ranges::any_of(spec.shape, negative)) {
     refuse_parameter(spec.name, "extents of at least 0", to_string(spec.shape));
+  }
+  if (spec.is_complex && (spec.shape.empty() || spec.shape.back() != 2)) {
+    refuse_parameter(spec.name, "a last dimension of 2 for complex numbers", to_string(spec.shape));
   }
   std::int64_t count = 1;
   for (const std::int64_t extent : spec.shape) {
@@ -138,17 +143,23 @@ HopParameter ParameterTable::hop_parameter(int parameter) const {
 
 BucketLayout ParameterTable::make_layout(int shard_size) const {
   const ReplicaHop* const hop = has_hop_ ? options_.replica_hop.get() : nullptr;
+  std::int64_t slice_multiple = hop != nullptr ? hop->slice_multiple() : 1;
   std::vector<LayoutParameter> all;
   all.reserve(specs_.size());
   for (int p = 0; p < size(); ++p) {
-    all.push_back({.shape = spec(p).shape,
+    Shape shape = spec(p).shape;
+    if (spec(p).is_complex) {
+      slice_multiple = std::lcm(slice_multiple, std::int64_t{2});
+      if (shape.size() == 1) shape.insert(shape.begin(), 1);  // a scalar has one row, not two
+    }
+    all.push_back({.shape = std::move(shape),
                    .wire_dtype = wire_dtype(p),
                    .group = group_of(p),
                    .bucket_class = hop != nullptr ? hop->bucket_class(hop_parameter(p)) : 0,
-                   .unit = spec(p).unit});
+                   .unit = spec(p).unit,
+                   .is_complex = spec(p).is_complex});
   }
-  return {all, shard_size, options_.layout, *options_.bucket_bytes,
-          hop != nullptr ? hop->slice_multiple() : 1};
+  return {all, shard_size, options_.layout, *options_.bucket_bytes, slice_multiple};
 }
 
 const BucketLayout& ParameterTable::early_layout(int shard_size) {
@@ -163,7 +174,8 @@ std::vector<std::string> ParameterTable::describe() const {
     const ParameterSpec& s = spec(p);
     lines.push_back("'" + s.name + "' " + to_string(s.shape) + " " + std::string(name(s.dtype)) +
                     " reduced in " + std::string(name(wire_dtype(p))) + ", group '" + s.group +
-                    "'" + (s.unit == 0 ? "" : ", unit " + std::to_string(s.unit)));
+                    "'" + (s.unit == 0 ? "" : ", unit " + std::to_string(s.unit)) +
+                    (s.is_complex ? ", complex" : ""));
   }
   return lines;
 }

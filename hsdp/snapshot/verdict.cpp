@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "hsdp/divide_factors.h"
+
 namespace hsdp {
 namespace {
 

@@ -299,10 +299,9 @@ class Wrapped(nn.parallel.DistributedDataParallel):
 
 
 def wrong_models() -> dict[str, tuple[Any, str]]:
-    weight = torch.ones(2, dtype=torch.complex64)
-    complex_model = nn.ParameterDict({"c": nn.Parameter(weight)})
+    narrow = nn.ParameterDict({"n": nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))})
     return {
-        "complex": (complex_model, "'c'.*complex64"),
+        "8 bits": (narrow, "'n'.*complex128, got float8_e4m3fn"),
         "wrapped": (Wrapped(linear()), "plain model.*DistributedDataParallel"),
         "lazy": (nn.LazyLinear(2), "'weight'.*not initialized.*forward pass"),
         "frozen": (linear().requires_grad_(False), "require gradients"),

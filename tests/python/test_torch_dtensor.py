@@ -155,7 +155,12 @@ def check_shards(mesh: hsdp.Mesh, mesh_2d: Any) -> None:
     shapes = {**SHAPES, "scalar": ()}
     for name, shape in shapes.items():
         reducer.register(name, shape)
+    numbers = torch.arange(10).view(5, 2) * (1 - 2j)
+    reducer.register("complex", numbers.shape, numbers.dtype)
+    reducer.register("point", (), "complex64")
     with reducer.microbatch(last=True):
+        reducer.gradient_ready("complex", numbers + mesh.rank)
+        reducer.gradient_ready("point", numbers[0, 0])
         for name, shape in shapes.items():
             x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
             reducer.gradient_ready(name, x + mesh.rank)
@@ -170,8 +175,10 @@ def check_shards(mesh: hsdp.Mesh, mesh_2d: Any) -> None:
             assert torch.equal(got.full_tensor(), mean), name
     got.to_local().zero_()  # the same memory
     assert not reducer.shard("one").numpy().any()
-    with pytest.raises(hsdp.UsageError, match="'scalar' to have rows"):
-        reducer.shard_dtensor("scalar")
+    assert torch.equal(reducer.shard_dtensor("complex").full_tensor(), numbers + 1.5)
+    for scalar in ("scalar", "point"):
+        with pytest.raises(hsdp.UsageError, match=f"'{scalar}' to have rows"):
+            reducer.shard_dtensor(scalar)
     with pytest.raises(hsdp.UsageError, match="nothing"):
         reducer.shard_dtensor("nothing")
     with pytest.raises(hsdp.UsageError, match="DeviceMesh over ranks"):

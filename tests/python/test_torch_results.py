@@ -349,7 +349,8 @@ def test_cuda_is_torchs_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_on_another_gpu_is_refused() -> None:
     parameter: Any = SimpleNamespace(
-        layout=torch.strided, dtype=torch.float32, device=torch.device("cuda", 1), is_meta=False
+        layout=torch.strided, dtype=torch.float32, device=torch.device("cuda", 1), is_meta=False,
+        is_conj=lambda: False, is_neg=lambda: False,
     )
     _require_usable("w", parameter, "cuda:1")
     message = "attach: expected 'w' on the mesh's device, cuda:0, got cuda:1; move the model"

@@ -151,7 +151,7 @@ def hash_of(tensors: list[torch.Tensor]) -> str:
                                    else str(t).encode() for t in tensors)).hexdigest()
 
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "complex64")
 
 
 def run_save(folder: str) -> list[str]:

@@ -60,5 +60,38 @@ TEST(Carry, HoldsSlicesWholeAndBucketsApart) {
   }
 }
 
+// Each rank has whole numbers, aligned to both of their parts, whatever lies around them.
+TEST(Carry, NeverPartsAComplexNumber) {
+  Communicator world = in_process_world(1).front();
+  const std::vector<ParameterSpec> specs{
+      {.name = "odd", .shape = {5}},
+      {.name = "z", .shape = {7, 3, 2}, .is_complex = true},
+      {.name = "one", .shape = {1}},
+      {.name = "scalar", .shape = {2}, .is_complex = true},
+      {.name = "long", .shape = {901, 2}, .is_complex = true},
+      {.name = "wide", .shape = {5, 2}, .dtype = Dtype::kF64, .is_complex = true}};
+  for (const Layout kind : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
+    for (const int shard_size : {1, 2, 3, 8}) {
+      const ReducerOptions options{.layout = kind, .bucket_bytes = 1000};
+      reducer::ParameterTable table(options, 1);
+      for (const ParameterSpec& spec : specs) table.add(spec);
+      const BucketLayout layout = table.make_layout(shard_size);
+      for (int rank = 0; rank < shard_size; ++rank) {
+        reducer::GradientMemory memory(table, layout, rank, {}, AccumulateOn::kDevice, {});
+        memory.allocate_carry(world);
+        for (int p = 0; p < layout.parameter_count(); ++p) {
+          if (!specs[static_cast<std::size_t>(p)].is_complex) continue;
+          const Slice slice = layout.slice(p, rank);
+          EXPECT_EQ(slice.offset % 2, 0) << "parameter " << p << ", rank " << rank;
+          EXPECT_EQ(slice.count % 2, 0) << "parameter " << p << ", rank " << rank;
+          const TensorView carry = memory.slice_carry(p);
+          const auto number_bytes = 2 * size_bytes(carry.dtype);
+          EXPECT_EQ(reinterpret_cast<std::uintptr_t>(carry.data) % number_bytes, 0U);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace hsdp

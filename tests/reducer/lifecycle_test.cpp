@@ -222,7 +222,9 @@ TEST(Registration, RefusesWhatCannotBeReduced) {
                                     {.name = "c", .shape = Shape(33, 1)},  // of a snapshot's 32
                                     {.name = "c", .shape = {1}, .dtype = Dtype::kI64},
                                     {.name = "c", .shape = {1}, .dtype = Dtype::kU8},
-                                    {.name = "c", .shape = {1}, .reduce_dtype = Dtype::kF64}}) {
+                                    {.name = "c", .shape = {1}, .reduce_dtype = Dtype::kF64},
+                                    {.name = "c", .shape = {2, 3}, .is_complex = true},
+                                    {.name = "c", .shape = {}, .is_complex = true}}) {
       EXPECT_THROW(reducer.register_parameter(bad), UsageError) << bad.name;
     }
     EXPECT_EQ(reducer.register_parameter({.name = "deep", .shape = Shape(32, 1)}), 2);

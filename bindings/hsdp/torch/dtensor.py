@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hsdp.errors import UsageError
 from hsdp.mesh import Mesh
+from hsdp.torch.complex_values import of_kind
 
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
@@ -29,7 +30,9 @@ def shard_dtensor(reducer: Reducer, name: str, device_mesh: DeviceMesh | None = 
             f"reducer: shard_dtensor: expected layout 'dim0', got '{reducer.layout}'; make the "
             "Reducer with layout='dim0', whose slices are whole rows"
         )
-    shape = next((p.shape for p in reducer.parameters if p.name == name), None)
+    parameter = next((p for p in reducer.parameters if p.name == name), None)
+    is_complex = parameter is not None and parameter.is_complex
+    shape = None if parameter is None else parameter.shape[:-1] if is_complex else parameter.shape
     if shape == ():
         raise UsageError(
             f"reducer: shard_dtensor: expected '{name}' to have rows, got a scalar; give it the "
@@ -37,6 +40,7 @@ def shard_dtensor(reducer: Reducer, name: str, device_mesh: DeviceMesh | None = 
         )
     local = torch.from_dlpack(reducer.shard(name))  # refuses an unknown name
     assert shape is not None
+    local = of_kind(local, is_complex)
     device_mesh = _device_mesh_of(reducer.mesh, device_mesh)
     begin, end = row_range(shape[0], reducer.mesh.shard_rank, reducer.mesh.shard_size)
     return DTensor.from_local(

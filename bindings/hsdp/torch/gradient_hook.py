@@ -12,6 +12,7 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.named_errors import put_name
+from hsdp.torch.complex_values import real_view
 
 if TYPE_CHECKING:
     from hsdp import _hsdp
@@ -62,7 +63,7 @@ def make_hook(
     """
     refusal = Refusal(handle, who, name, parameter)
     dtype, shape = parameter.dtype, parameter.shape
-    on_host = parameter.is_cpu
+    on_host, is_complex = parameter.is_cpu, dtype.is_complex
     take = handle.gradient_of
     strided = torch.strided
 
@@ -78,6 +79,8 @@ def make_hook(
             or grad.is_cpu is not on_host
         ):
             refusal.refuse(grad)
+        if is_complex:
+            grad = real_view(grad)
         if grad.is_neg():  # autograd negates by a mark, and memory does not show it
             grad = grad.resolve_neg()
         strides = None if grad.is_contiguous() else grad.stride()

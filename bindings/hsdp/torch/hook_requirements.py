@@ -33,10 +33,11 @@ def require_usable(group: FsdpParameterGroup, mesh: Mesh) -> None:
             f"replica_hook: expected {group.name} on {mesh.device}, the mesh's device, got "
             f"{group.device}; make the mesh with hsdp.init_mesh(..., device='{group.device}')"
         )
-    if group.reduce_dtype not in WIRES:
+    reduced = group.dtype if group.dtype.is_complex else group.reduce_dtype
+    if reduced not in WIRES:
         raise UsageError(
             f"replica_hook: expected gradients of {group.name} in float32, bfloat16 or float16, "
-            f"got {group.reduce_dtype}; set reduce_dtype in its MixedPrecisionPolicy"
+            f"got {reduced}; set reduce_dtype in its MixedPrecisionPolicy"
         )
     if group.gradient_dtypes - {group.dtype}:  # FSDP2 orders the flat tensor by them
         raise UsageError(

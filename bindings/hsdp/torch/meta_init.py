@@ -305,7 +305,8 @@ def _swap(name: str, module: torch.nn.Module, one: torch.Tensor, other: torch.Te
 # What shows where nothing is set.
 def _marked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     if _has_nan(like):
-        return torch.full_like(like, math.nan, device=device, requires_grad=False)
+        nan = complex(math.nan, math.nan) if like.is_complex() else math.nan
+        return torch.full_like(like, nan, device=device, requires_grad=False)
     marks = torch.full((like.nbytes,), _MARK, dtype=torch.uint8, device=device)
     return marks.view(like.dtype).reshape(like.shape)
 

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from hsdp.array import Array, TensorOrArray
+from hsdp.dtypes import registered
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
 from hsdp.torch import private_torch, unreduced_gradient_guard
 from hsdp.torch.buffer_sync import BufferSync
+from hsdp.torch.complex_values import real_view
 from hsdp.torch.gathered_gradients import GatheredGradients
 from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
 from hsdp.torch.kept_reducers import ModelReference, keep_reducer
@@ -126,7 +128,7 @@ class ModelAttachment:
         return self._parameters[name].grad
 
     def shard(self, name: str) -> torch.Tensor:
-        """This rank's slice of the result, flat."""
+        """This rank's slice of the result, flat; of a complex parameter its real view."""
         shard: torch.Tensor = self.as_array(Array(self._handle.shard(name)))
         return shard
 
@@ -240,7 +242,7 @@ class ModelAttachment:
         grad = self._parameters[name].grad if self._held.active else None
         if grad is None:
             return None
-        held = torch.from_dlpack(Array(self._handle.copy_of(grad.detach())))
+        held = torch.from_dlpack(Array(self._handle.copy_of(real_view(grad.detach()))))
         with contextlib.suppress(UsageError):  # there is none before it
             held.add_(torch.from_dlpack(Array(self._handle.local_sum(name))))
         return held
@@ -343,6 +345,7 @@ class ModelAttachment:
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not self._gathered or not grads:
             return
+        grads = [real_view(g.conj() if g.is_conj() else g) for g in grads]  # of its own memory
         norm = torch.as_tensor(norm, device=grads[0].device, dtype=torch.float64)
         factor = max_norm / (norm + EPSILON)
         factor = torch.where(factor < 1, factor, 1.0)
@@ -437,8 +440,8 @@ class ModelAttachment:
         )
 
     def _register(self, name: str, parameter: torch.nn.Parameter, group: str) -> None:
-        dtype = str(parameter.dtype).rpartition(".")[2]
-        index = self._handle.register(name, tuple(parameter.shape), dtype, None, group)
+        shape, dtype, is_complex = registered(tuple(parameter.shape), parameter.dtype)
+        index = self._handle.register(name, shape, dtype, None, group, is_complex)
         self._indices[name] = index
 
     def _install_hook(self, name: str, parameter: torch.nn.Parameter) -> None:

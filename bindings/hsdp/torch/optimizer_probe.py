@@ -93,11 +93,11 @@ class OptimizerProbe:
                 + (f"an instance of {kind}" if is_one else f"{optimizer_class!r}")
             )
 
-    def on_slices(self, settings: Settings) -> ProbedStates:
-        """UsageError unless some steps of a matrix give the same bits as those of its two flat halves,
-        each in an optimizer of its own. `settings` are those of the parameter group.
+    def on_slices(self, settings: Settings, is_complex: bool = False) -> ProbedStates:
+        """UsageError unless some steps of a matrix, real or complex, give the same bits as those of its two
+        flat halves, each in an optimizer of its own. `settings` are those of the parameter group.
         """
-        examples = [_of_all_sizes(_SHAPE), _of_two_kinds(_BLOCKS)]
+        examples = [_of_all_sizes(_SHAPE, is_complex), _of_two_kinds(_BLOCKS, is_complex)]
         self._make(settings, [torch.nn.Parameter(examples[0].start)])
         told = _Told(
             "an optimizer that updates each element by itself",
@@ -109,12 +109,15 @@ class OptimizerProbe:
         ]
         return self._states(settings, examples[0], runs[0].states[0])
 
-    def on_whole(self, settings: Settings, dimensions: int) -> ProbedStates:
+    def on_whole(
+        self, settings: Settings, dimensions: int, is_complex: bool = False
+    ) -> ProbedStates:
         """UsageError unless some steps of two parameters of so many dimensions give the same bits as
         those of each in an optimizer of its own.
         """
         shape = (*_SIDES, *[2] * dimensions)[:dimensions]
-        examples = [_of_all_sizes((2, *shape)).both(), _of_two_kinds((2, *shape)).both()]
+        shape = (2, *shape)
+        examples = [each(shape, is_complex).both() for each in (_of_all_sizes, _of_two_kinds)]
         what = f"parameters of {dimensions} dimension{'s' if dimensions != 1 else ''}"
         told = _Told(
             f"an optimizer that updates each of its {what} by itself",
@@ -186,8 +189,9 @@ class OptimizerProbe:
         )
 
     def _make(self, settings: Settings, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        group = {**_on_host(settings), "params": parameters}
-        optimizer: torch.optim.Optimizer = self._class([group], **_on_host(self._options))
+        is_complex = parameters[0].is_complex()
+        group = {**_on_host(settings, is_complex), "params": parameters}
+        optimizer: torch.optim.Optimizer = self._class([group], **_on_host(self._options, is_complex))
         return optimizer
 
     def _refuse(
@@ -221,23 +225,28 @@ def _flat(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 # Gradients of all sizes, in any direction.
-def _of_all_sizes(shape: tuple[int, ...]) -> Example:
+def _of_all_sizes(shape: tuple[int, ...], is_complex: bool) -> Example:
     generator = torch.Generator("cpu").manual_seed(1)
+    kind: dict[str, Any] = {"generator": generator, **_kind(is_complex)}
     powers = 9 * torch.rand((3, *shape), generator=generator, **_ON_HOST) - 6
-    grads = torch.randn((3, *shape), generator=generator, **_ON_HOST) * 10.0**powers
-    return Example(torch.randn(shape, generator=generator, **_ON_HOST), grads)
+    grads = torch.randn((3, *shape), **kind) * 10.0**powers
+    return Example(torch.randn(shape, **kind), grads)
 
 
 # In the first part they stay the same, in the second they change sign in every step: a scalar that is
 # computed over all elements, as Prodigy's step size, then differs between the parts.
-def _of_two_kinds(shape: tuple[int, ...]) -> Example:
-    generator = torch.Generator("cpu").manual_seed(2)
-    one = torch.randn(shape, generator=generator, **_ON_HOST)
+def _of_two_kinds(shape: tuple[int, ...], is_complex: bool) -> Example:
+    kind: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(2), **_kind(is_complex)}
+    one = torch.randn(shape, **kind)
     grads = torch.stack([one] * 8)
     flat = grads.view(len(grads), -1)
     second = _CUT if flat.shape[1] > _CUT else flat.shape[1] // 2
     flat[1::2, second:] *= -1
-    return Example(torch.randn(shape, generator=generator, **_ON_HOST) / 100, grads)
+    return Example(torch.randn(shape, **kind) / 100, grads)
+
+
+def _kind(is_complex: bool) -> dict[str, Any]:
+    return {**_ON_HOST, "dtype": torch.complex64} if is_complex else _ON_HOST
 
 
 def zero_of(value: Any) -> Any:
@@ -249,6 +258,8 @@ def zero_of(value: Any) -> Any:
     raise UsageError(f"zero: ShardedOptimizer: expected a number, got a {type(value).__name__}")
 
 
-# These change where and in which instructions it computes, not what.
-def _on_host(options: Settings) -> dict[str, Any]:
-    return {k: v for k, v in options.items() if k not in ("fused", "capturable")}
+# These change where and in which instructions it computes, not what; but a fused one takes no complex
+# parameters.
+def _on_host(options: Settings, is_complex: bool) -> dict[str, Any]:
+    left_out = ("capturable",) if is_complex else ("fused", "capturable")
+    return {key: value for key, value in options.items() if key not in left_out}

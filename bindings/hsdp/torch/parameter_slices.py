@@ -10,8 +10,9 @@ import torch
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
+from hsdp.torch.complex_values import mark_of
 from hsdp.torch.optimizer_probe import ProbedStates
-from hsdp.torch.value_digests import bits
+from hsdp.torch.value_digests import differ
 
 
 def refuse(expected: str, got: str) -> NoReturn:
@@ -44,7 +45,9 @@ class ParameterSlice:
         #: whether the whole parameter is freed between uses
         self.is_released = is_released
         place = reducer.slice(name)
-        self.offset, self.count = place.offset, place.count
+        parts = 2 if parameter.is_complex() else 1
+        #: in elements of the parameter
+        self.offset, self.count = place.offset // parts, place.count // parts
         #: whether the parameter is one rank's
         self.is_whole = reducer.layout == "whole"
         #: whether this rank's optimizer has it
@@ -81,6 +84,7 @@ class ParameterSlice:
 
     def require_same_kind(self) -> None:
         """UsageError where the parameter has another shape, dtype or device by now."""
+        require_unmarked(self.name, self.parameter)
         data, whole = self.parameter.data, self.whole
         if (data.shape, data.dtype, data.device) != (whole.shape, whole.dtype, whole.device):
             refuse(
@@ -96,8 +100,9 @@ class ParameterSlice:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of master, gradient and states: float32, or float64 where the parameter is."""
-        return torch.float64 if self.parameter.dtype is torch.float64 else torch.float32
+        """Of master, gradient and states: float32, but of a float64 or complex parameter its own."""
+        dtype = self.parameter.dtype
+        return dtype if dtype is torch.float64 or dtype.is_complex else torch.float32
 
     @property
     def has_own_master(self) -> bool:
@@ -121,7 +126,7 @@ class ParameterSlice:
         """
         master = self.master.detach().reshape(-1)
         if self.is_rounded:
-            written = bits(values) != bits(self.rounded())
+            written = differ(values, self.rounded())
             values, written = values.to(master.device), written.to(master.device)
             master.copy_(torch.where(written, values.float(), master))
         else:
@@ -132,7 +137,17 @@ class ParameterSlice:
 
 def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """Changes with the memory or layout of a parameter."""
-    return parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.dtype
+    return parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.dtype, parameter.is_conj()
+
+
+def require_unmarked(name: str, parameter: torch.Tensor) -> None:
+    """UsageError where its memory does not show its values."""
+    mark = mark_of(parameter)
+    if mark is not None:
+        refuse(
+            f"'{name}' to have its values in memory",
+            f"them {mark} by a mark; assign x.resolve_conj().resolve_neg()",
+        )
 
 
 def gather_whole(
@@ -147,13 +162,23 @@ def gather_whole(
         whole_of.setdefault(one.reducer, {})[one] = whole
     result = []
     for reducer, wholes in whole_of.items():
-        reducer.gather_parameters({one.name: whole for one, whole in wholes.items()})
-        result += [(one, whole.to(parts[one].device)) for one, whole in wholes.items()]
+        arrays = {one.name: _gathered(one, whole) for one, whole in wholes.items()}
+        reducer.gather_parameters(arrays)
+        for one, whole in wholes.items():
+            array = arrays[one.name]
+            whole = whole if array is whole else array[..., 0]
+            result.append((one, whole.to(parts[one].device)))
     return result
 
 
+# A state of a complex parameter may be real: then the real view has each value twice.
+def _gathered(one: ParameterSlice, whole: torch.Tensor) -> torch.Tensor:
+    is_of_parts = one.parameter.is_complex() and not whole.is_complex()
+    return torch.stack((whole, whole), -1) if is_of_parts else whole
+
+
 class SliceMasters:
-    """Masters, of fp32 or f64, of all slices of one dtype. Offloaded ones are in pinned host memory, and so are
+    """Masters of all slices of one dtype. Offloaded ones are in pinned host memory, and so are
     their gradients.
     """
 
@@ -213,7 +238,7 @@ class Masters(SliceMasters):
 
     # Elements that somebody has written since they were rounded.
     def _with_written(self, now: torch.Tensor) -> torch.Tensor:
-        written = bits(now) != bits(self._rounded)
+        written = differ(now, self._rounded)
         if self._flat.is_cuda or bool(written.any()):
             return torch.where(written, now.to(self._flat.dtype), self._flat)
         return self._flat

@@ -23,6 +23,7 @@ from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import private_torch, unreduced_gradient_guard
+from hsdp.torch.complex_values import of_kind
 from hsdp.torch.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.module_units import Units
@@ -80,8 +81,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.step()
 
     A `torch.optim.Optimizer` whose `param_groups` hold the model's own parameters, so schedulers
-    and hooks work. States and masters, fp32 or of float64 parameters f64, are of this rank's slices alone: a shard group holds
-    them once. `step` needs no `gather_gradients`.
+    and hooks work. States and masters, fp32 but of float64 and complex parameters of their
+    dtype, are of this rank's slices alone: a shard group holds them once. `step` needs no
+    `gather_gradients`.
 
     - `optimizer_class`, `**options`: any torch optimizer that updates each element by itself, or each
       parameter, as Muon and Adafactor do, where the Reducer has layout "whole": each parameter is then
@@ -98,8 +100,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
       for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
       gradients and new values cross the bus.
-    - `master_dtype`: "f32", whatever the parameters have, but float64 of float64 ones; moments of 16 bits
-      make training stall.
+    - `master_dtype`: "f32", whatever the parameters have, but for float64 and complex ones; moments of
+      16 bits make training stall.
     - `units`: at stage 3, what is gathered for its passes and released after: modules of these types, or
       of which a predicate is true; None: the elements of each ModuleList. The model itself is the
       unit of the rest.
@@ -369,10 +371,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._last_mode if said is None else "train" if said else "eval"
 
     def master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's slice of a parameter in fp32, or f64 of a float64 one, flat (with layout "whole" of the parameter's shape, on
-        the rank that has it): what the optimizer updates. To be written between steps; the whole
-        parameter follows at the next one on every rank. Ask for it anew after each step. Local. What
-        somebody else has written to the parameter since the last step is taken over at the next one.
+        """This rank's slice of a parameter in fp32, or in the dtype of a float64 or complex one, flat (with
+        layout "whole" of the parameter's shape, on the rank that has it): what the optimizer updates. To
+        be written between steps; the whole parameter follows at the next one on every rank. Ask for it
+        anew after each step. Local. What somebody else has written to the parameter since the last step
+        is taken over at the next one.
         """
         self._bind_moved()
         self._units.expire()
@@ -383,7 +386,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def whole_parameters(self, write_back: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """`with optimizer.whole_parameters() as whole:` has copies of the parameters that it optimizes in
-        fp32 or f64, by name, as precise as the masters are: for an export or an average. With `write_back`
+        the masters' dtype, by name, and as precise as those: for an export or an average. With `write_back`
         what the block has written to them becomes the parameters' and masters' value. Collective,
         between steps; each rank makes the same changes. An exception in a block that writes back
         ends the mesh, as the other ranks wait for this one's slices.
@@ -674,7 +677,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise UsageError(f"zero: ShardedOptimizer: step: {text}") from None
         if self._shards[0].master.grad is None:  # once: a Reducer's results stay where they are
             for shard in self._shards:
-                shard.gradient = shard.shaped(shard.reducer.shard(shard.name))
+                flat = of_kind(shard.reducer.shard(shard.name), shard.parameter.is_complex())
+                shard.gradient = shard.shaped(flat)
                 if not shard.offloaded:
                     shard.master.grad = shard.gradient
             for masters in self._masters:
@@ -794,9 +798,9 @@ def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _probed(
     probe: OptimizerProbe, settings: dict[str, Any], places: Iterable[Place]
 ) -> list[ProbedStates]:
-    on_slices = functools.cache(lambda: probe.on_slices(settings))
-    on_whole = functools.cache(lambda dimensions: probe.on_whole(settings, dimensions))
+    on_slices = functools.cache(functools.partial(probe.on_slices, settings))
+    on_whole = functools.cache(functools.partial(probe.on_whole, settings))
     return [
-        on_whole(max(1, parameter.dim())) if reducer.layout == "whole" else on_slices()
-        for _, parameter, reducer in places
+        on_whole(max(1, p.dim()), p.is_complex()) if reducer.layout == "whole" else on_slices(p.is_complex())
+        for _, p, reducer in places
     ]

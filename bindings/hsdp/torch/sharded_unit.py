@@ -14,9 +14,9 @@ import torch
 from hsdp import _hsdp
 from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.parameter_slices import flat_part, refuse
+from hsdp.torch.parameter_slices import flat_part, refuse, require_unmarked
 from hsdp.torch.released_parameter import ReleasedParameter, released
-from hsdp.torch.value_digests import bits
+from hsdp.torch.value_digests import differ
 
 if TYPE_CHECKING:
     from hsdp.reducer import Reducer
@@ -136,6 +136,7 @@ class ReleasedArray:
         return bool(self.parameter.untyped_storage().data_ptr() == self._storage.data_ptr())
 
     def _own(self) -> torch.Tensor:
+        require_unmarked(self.name, self.parameter)
         data = self.parameter.data
         if (data.shape, data.dtype, data.device) != self._kind:
             refuse(
@@ -153,7 +154,7 @@ class ReleasedArray:
         """The slice gets what somebody has written to the whole, which is there."""
         own = self._own()
         if self._shown is not None:
-            written = bits(own) != bits(self._shown)
+            written = differ(own, self._shown)
             own, self._shown = torch.where(written, own, self.slice.rounded()), own.clone()
         self.slice.take_over(own)
         self.was_read()

@@ -209,7 +209,8 @@ def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:
             f"{got}; load what full_state_dict() gave, this rank's own state_dict() of the same "
             "mesh, or by torch.distributed.checkpoint",
         )
-    dtype = one.master_dtype if value.dtype.is_floating_point else value.dtype
+    is_alike = value.dtype.is_complex if one.parameter.is_complex() else value.dtype.is_floating_point
+    dtype = one.master_dtype if is_alike else value.dtype
     return one.shaped(part.to(one.master.device, dtype, copy=True))
 
 

@@ -10,10 +10,11 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.same_weights import VALUES
+from hsdp.torch.complex_values import COMPLEX_DTYPES, mark_of
 from hsdp.torch.value_digests import value_digests
 
 #: what is reduced
-GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *COMPLEX_DTYPES)
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -138,14 +139,19 @@ def _require_usable(name: str, parameter: torch.nn.Parameter, device: str) -> No
         _fault(what + "to be dense", str(parameter.layout).rpartition(".")[2])
     if parameter.dtype not in GRADIENT_DTYPES:
         _fault(
-            what + "to be float32, bfloat16, float16 or float64",
-            str(parameter.dtype).rpartition(".")[2]
-            + ("; hold its real and imaginary part as two" if parameter.is_complex() else ""),
+            what + "to be float32, bfloat16, float16, float64, complex64 or complex128",
+            str(parameter.dtype).rpartition(".")[2],
         )
     if parameter.device != torch.device(device) and not parameter.is_meta:
         _fault(
             f"{what}on the mesh's device, {device}",
             f"{parameter.device}; move the model, or make the mesh with device=",
+        )
+    mark = mark_of(parameter)
+    if mark is not None:
+        _fault(
+            what + "to have its values in memory",
+            f"one that is {mark} by a mark; pass torch.nn.Parameter(x.resolve_conj().resolve_neg())",
         )
 
 

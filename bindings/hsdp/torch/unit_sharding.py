@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from hsdp import _hsdp
+from hsdp.dtypes import registered
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.torch.meta_init import MetaInit
@@ -20,8 +22,9 @@ from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
 from hsdp.torch.trainable_parameters import GRADIENT_DTYPES
 from hsdp.torch.unit_hooks import UnitHooks
 
-# Of frozen parameters: what gathers know, and nothing that is packed.
-_DTYPES = GRADIENT_DTYPES
+# Of frozen parameters: what gathers know, and nothing that is packed. Complex ones stay whole, as even
+# slices might part a number.
+_DTYPES = tuple(dtype for dtype in GRADIENT_DTYPES if not dtype.is_complex)
 
 Place = tuple[str, torch.nn.Parameter, Reducer]
 
@@ -173,8 +176,9 @@ def gathered_units(
 
 def _unit_gather(reducer: Reducer, units: Iterable[ShardedUnit]) -> _hsdp.UnitGather:
     def told(one: StoredSlice) -> tuple[str, str, int, torch.Tensor]:
-        dtype = str(one.parameter.dtype).removeprefix("torch.")
-        return one.name, dtype, one.parameter.numel(), one.stored.detach()
+        whole = one.parameter
+        shape, dtype, _ = registered(tuple(whole.shape), whole.dtype)
+        return one.name, dtype, math.prod(shape), one.stored.detach()
 
     return _hsdp.UnitGather(
         reducer._handle, [(unit.name, [told(one) for one in unit.slices]) for unit in units]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hsdp.torch.complex_values import real_view
+
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 18  # so that a cache holds a chunk
 _ODD = -7046029254386353131  # its 64 bits look random
@@ -49,8 +51,17 @@ class _Weights:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as integers of their size: what a comparison of values would take for equal differs."""
+    """Its elements as integers of their size, complex ones as two: what a comparison of values would take
+    for equal differs.
+    """
+    tensor = real_view(tensor)
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which elements have other bits, as a mask."""
+    written = bits(one) != bits(other)
+    return written.any(-1) if one.is_complex() else written
 
 
 def row_major_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,8 +39,9 @@ class ParameterGather:
 
     - `arrays`: whole parameters by name, writable and contiguous, of any dtype; they are kept alive.
       The same names in the same order on every rank, which the ranks compare.
-    - `masters`: fp32 arrays of this rank\'s slices, by name. Those are updated instead of the slice
-      in the whole array, and rounded into it on the way; the array is f32, bf16 or f16. Or both are f64.
+    - `masters`: fp32 arrays of this rank's slices, by name. Those are updated instead of the slice
+      in the whole array, and rounded into it on the way; the array is f32, bf16 or f16. Or both are
+      f64, or complex.
     - `unit_bytes`: small parameters travel together in messages of at most so many. Those that are
       in one bucket of the Reducer always do: smaller messages need a smaller `bucket_bytes`.
 

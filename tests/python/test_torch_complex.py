@@ -179,6 +179,8 @@ def test_an_optimizer_of_real_parameters_alone_is_refused(mesh: hsdp.Mesh) -> No
         for kind, options in cases:
             with pytest.raises((hsdp.UsageError, RuntimeError), match="complex|floating point"):
                 ShardedOptimizer(kind, [model.matrix], reducer, **options)
+        with pytest.raises(hsdp.UsageError, match="leave out fused for complex parameters"):
+            ShardedOptimizer(torch.optim.AdamW, [model.matrix], reducer, fused=True)
         ShardedOptimizer(torch.optim.SGD, [model.real], reducer, lr=0.1, fused=True).close()
 
 
@@ -220,6 +222,10 @@ def test_marks_are_no_values(mesh: hsdp.Mesh) -> None:
     model = torch.nn.ParameterDict({"q": torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64).mH)})
     with pytest.raises(hsdp.UsageError, match="'q' to have its values in memory.*conjugated by a mark.*resolve_conj"):
         attached_to(model, mesh)
+    model = torch.nn.Module()
+    model.register_buffer("turn", torch.tensor([1 + 2j]).conj())
+    hsdp.broadcast_parameters(mesh, model)
+    assert model.turn.tolist() == [1 - 2j]
     with attached_to(model := Complex(), mesh) as reducer:
         backward(model, reducer, mesh, 0)
         reducer.gather_gradients()

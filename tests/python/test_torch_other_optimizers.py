@@ -135,6 +135,17 @@ class Estimating(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=self._size * group["lr"])
 
 
+def test_a_rate_of_zero_hides_nothing(mesh: hsdp.Mesh) -> None:
+    """A warm-up may begin with it."""
+    model = nn.Linear(7, 3, bias=False)
+    reducer = attached_to(model, mesh)
+    for lr in (0.0, torch.tensor(0.0)):
+        for groups in ({"params": model, "lr": lr}, {"params": [{"params": [model.weight], "lr": lr}]}):
+            text = message_of(lambda: ShardedOptimizer(torch.optim.Adafactor, reducer=reducer, **groups))
+            assert "Adafactor, which gives other values" in text
+    ShardedOptimizer(torch.optim.AdamW, model, reducer, lr=0.0)
+
+
 @pytest.mark.parametrize("layout", ["flat", "whole"])
 def test_what_is_computed_of_all_elements_is_refused(mesh: hsdp.Mesh, layout: Any) -> None:
     model = nn.Linear(7, 3, bias=False)

@@ -531,7 +531,7 @@ def test_ranks_with_other_settings_do_not_step(mesh: hsdp.Mesh) -> None:
     optimizer.step()
     if mesh.rank == 1:  # the same values of another type, and what is no setting
         group = optimizer.param_groups[0]
-        group.update(betas=list(group["betas"]), weight_decay=0, lr=torch.tensor(0.5), note="mine")
+        group.update(betas=list(group["betas"]), weight_decay=0, lr=torch.tensor([0.5]), note="mine")
     run_step(reducer, model, 0, mesh.rank)
     optimizer.step()
     optimizer.param_groups[0].pop("note", None)

@@ -345,6 +345,11 @@ def by_functional_call(model: Any, tokens: Any) -> None:
     nn.functional.cross_entropy(call(tokens).float().flatten(0, 1), tokens.flatten()).backward()
 
 
+def mapped(model: Any, tokens: Any) -> None:
+    logits = torch.func.vmap(lambda one: model(one[None])[0])(tokens)
+    nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
+
+
 def compiled(model: Any, tokens: Any) -> None:
     nn.functional.cross_entropy(
         torch.compile(model, backend="eager")(tokens).float().flatten(0, 1), tokens.flatten()
@@ -365,7 +370,8 @@ MODELS: dict[str, Any] = {
 LEFT_OUT = {
     "habits": ("penalty", "reentrant", "recomputing"),
     "wrapped": ("penalty", "reentrant", "recomputing"),
-    "forces": ("reentrant", "recomputing", "evaluation", "functional", "compiled"),
+    "forces": ("reentrant", "recomputing", "evaluation", "functional", "mapped", "compiled"),
+    "chosen": ("mapped",),
 }
 PASSES: dict[str, Any] = {
     "once": once,
@@ -377,6 +383,7 @@ PASSES: dict[str, Any] = {
     "penalty": with_penalty,
     "an error": after_an_error,
     "functional": by_functional_call,
+    "mapped": mapped,
 }
 
 

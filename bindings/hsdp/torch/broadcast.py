@@ -33,7 +33,7 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
         for tensor in tensors.values():
             if tensor.numel() == 0:
                 continue
-            plain = tensor.detach().contiguous()
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
             world.broadcast(plain.reshape(-1).view(torch.uint8), root)
             if plain.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(plain)

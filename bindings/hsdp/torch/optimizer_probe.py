@@ -17,11 +17,13 @@ _SHAPE = (3, 4099)  # 12,297 elements
 _BLOCKS = (3, 4096)  # whole blocks of optimizers that quantize their states block by block
 _CUT = 5001  # on no boundary that a vector loop would notice
 _SIDES = (5, 7, 3, 2)  # of whole parameters: what has one of other sides is no state of each element
+_RATE = 0.1
 _ON_HOST: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 _REMEDY = (
     "take an elementwise one, as torch.optim.AdamW, or make the Reducer with layout=\"whole\", "
     "under which optimizers get whole parameters"
 )
+_NOT_FUSED = "leave out fused for complex parameters, or give them a parameter group without it"
 _UNSHARDED = "step it unsharded, after reducer.gather_gradients()"
 
 Settings = Mapping[str, Any]
@@ -137,7 +139,8 @@ class OptimizerProbe:
                 alone = [self._run(settings, [part]) for part in parts]
             except Exception as error:  # whatever a class raises that cannot
                 raised = f"raised {type(error).__name__}: {error}{told.where}"
-                self._refuse(told.wants, raised, told.if_raised, error)
+                fused = {**self._options, **settings}.get("fused") and whole[0].start.is_complex()
+                self._refuse(told.wants, raised, _NOT_FUSED if fused else told.if_raised, error)
         # What a step counts in a group is the same for all; what it computes of all elements is not.
         for key, value in together.settings.items():
             if any(_differ(value, one.settings.get(key)) for one in alone):
@@ -258,8 +261,12 @@ def zero_of(value: Any) -> Any:
     raise UsageError(f"zero: ShardedOptimizer: expected a number, got a {type(value).__name__}")
 
 
-# These change where and in which instructions it computes, not what; but a fused one takes no complex
-# parameters.
+# What is left out changes where and in which instructions it computes, not what; but a fused one takes no
+# complex parameters. A rate of 0, with which a warm-up begins, would show nothing.
 def _on_host(options: Settings, is_complex: bool) -> dict[str, Any]:
     left_out = ("capturable",) if is_complex else ("fused", "capturable")
-    return {key: value for key, value in options.items() if key not in left_out}
+    kept = {key: value for key, value in options.items() if key not in left_out}
+    rate = kept.get("lr")
+    if isinstance(rate, (int, float, torch.Tensor)) and not isinstance(rate, bool) and float(rate) == 0.0:
+        kept["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, torch.Tensor) else _RATE
+    return kept

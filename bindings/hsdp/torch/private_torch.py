@@ -27,7 +27,7 @@ _GRADIENTS = "Reducer.gradient_ready and the rest of hsdp outside hsdp.torch wor
 _ATTACH = "Reducer.attach works without it"
 _STAGE_2 = "Reducer.attach and ShardedOptimizer at stages 1 and 2 work without it"
 _VALUES = "ShardedOptimizer works without it for a model that has its values, which is not on the meta device"
-_CHECKPOINTS = "training works without it, and so does hsdp.zero.whole_state_dict"
+_CHECKPOINTS = "training works without it, and so does ShardedOptimizer.full_model_state_dict"
 _NO_SCALER = "training without a GradScaler works without it, as does Reducer.set_loss_scale"
 _LAUNCHERS = "ranks that hsdp_run, torchrun, mpirun or srun starts work without it"
 _NO_HOOK = "Reducer.attach and ShardedOptimizer work without it"
@@ -209,7 +209,7 @@ def at_end_of_backward() -> Callable[[Callable[[], None]], None]:
 # GPUs
 
 
-@_part("")
+@_part(_GRADIENTS)
 def current_raw_stream() -> Callable[[int], int] | None:
     """`f(device_index)`: the handle of the current stream; None where torch has no CUDA"""
     return getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -246,7 +246,7 @@ def buffers_of() -> Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]:
     return _getter(torch.nn.Module(), "_buffers")
 
 
-@_part(_STAGE_2)
+@_part(_ATTACH)
 def children_of() -> Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]:
     """`f(module)`: its own modules, each as often as it is there"""
     return _getter(torch.nn.Module(), "_modules")

@@ -70,7 +70,7 @@ def _line(key: str, values: Sequence[Any]) -> str:
 
 # Equal for what updates alike, whatever its type. A number on a GPU would have to be waited for.
 def _value(setting: Any) -> Any:
-    if isinstance(setting, torch.Tensor) and setting.dim() == 0 and setting.is_cpu:
+    if isinstance(setting, torch.Tensor) and setting.numel() == 1 and setting.is_cpu:
         setting = setting.item()
     if isinstance(setting, (tuple, list)):
         return tuple(map(_value, setting))

@@ -186,8 +186,12 @@ class ReleasedArray:
         return self._row_major, self._storage
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether that is in its memory."""
-        return bool(tensor.untyped_storage().data_ptr() == self._storage.data_ptr())
+        """Whether that is in its memory, or may be."""
+        try:
+            memory = tensor.untyped_storage()
+        except NotImplementedError:  # within vmap and the like
+            return True
+        return bool(memory.data_ptr() == self._storage.data_ptr())
 
     def free(self) -> None:
         """Frees memory that was taken."""

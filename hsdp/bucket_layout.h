@@ -43,8 +43,8 @@ struct LayoutParameter {
   int group = 0;
   int bucket_class = 0;  // parameters of different classes never share a bucket
   int unit = 0;          // neither do those of different units that follow each other
-  bool is_complex =
-      false;  // nor such ones and others, so that a number is aligned to both its parts
+  // Nor do complex ones and others, so that a number is aligned to both its parts.
+  bool is_complex = false;
 };
 
 // One rank's part of a parameter.

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import on_mesh, on_meshes
+from exact_steps import MICROBATCHES, UNIT, mean_inputs, released, require_equal, run_backward, values
 from one_rank import attached_to
 
 import hsdp
 from hsdp.zero import ShardedOptimizer
-
-MICROBATCHES = 2
-UNIT = 2.0**-36  # sums of a few of these beside small integers are exact in f64, and not in f32
 
 
 class Wide(torch.nn.Module):
@@ -44,28 +42,11 @@ def inputs_of(step: int, microbatch: int, rank: int) -> list[torch.Tensor]:
 
 
 def mean_gradients(step: int, size: int) -> list[torch.Tensor]:
-    every = [inputs_of(step, m, rank) for m in range(MICROBATCHES) for rank in range(size)]
-    return [sum(parts[1:], parts[0]) / size for parts in zip(*every, strict=True)]
+    return mean_inputs(inputs_of, step, size)
 
 
 def backward(model: Any, reducer: hsdp.Reducer, mesh: hsdp.Mesh, step: int) -> None:
-    for m in range(MICROBATCHES):
-        with reducer.microbatch(last=m == MICROBATCHES - 1):
-            model(*inputs_of(step, m, mesh.rank)).backward()
-
-
-def values(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def released(stage: int) -> dict[str, Any]:
-    """Small as they are, at stage 3."""
-    return {"persistence_threshold": 0} if stage == 3 else {}
-
-
-def require_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert [g.dtype for g in got] == [w.dtype for w in want]
-    assert all(map(torch.equal, got, want)), (got, want)
+    run_backward(inputs_of, model, reducer, mesh, step)
 
 
 @on_meshes((1, 1), (1, 2), (2, 2))

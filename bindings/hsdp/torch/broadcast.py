@@ -10,6 +10,7 @@ from hsdp.errors import MismatchError, UsageError
 from hsdp.line_agreement import first_difference
 from hsdp.mesh import as_mesh
 from hsdp.torch.trainable_parameters import is_dtensor
+from hsdp.torch.value_digests import row_major_bytes
 
 
 def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> None:
@@ -33,10 +34,10 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
         for tensor in tensors.values():
             if tensor.numel() == 0:
                 continue
-            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            world.broadcast(plain.reshape(-1).view(torch.uint8), root)
-            if plain.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(plain)
+            data = row_major_bytes(tensor)
+            world.broadcast(data, root)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,9 +3,7 @@
 #include <gtest/gtest.h>
 #include <malloc.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
@@ -118,31 +116,6 @@ TEST(LayoutMemory, DoesNotGrowWithTheNumberOfRanks) {
     const int tenths = kind == Layout::kWhole ? 12 : 11;
     EXPECT_LT(bytes_with(kRanks), bytes_with(1) * tenths / 10) << name(kind);
   }
-}
-
-// The least of several runs, as the machine may be busy.
-std::chrono::nanoseconds time_of_early_slice(int parameter_count) {
-  using Clock = std::chrono::steady_clock;
-  const ReducerOptions options{.bucket_bytes = std::int64_t{32} << 20};
-  reducer::ParameterTable table(options, 1);
-  const auto add_one = [&table] {
-    const int number = table.size();
-    table.add({.name = "w" + std::to_string(number), .shape = small_shape(number)});
-  };
-  for (int p = 0; p < parameter_count; ++p) add_one();
-  Clock::duration least = Clock::duration::max();
-  for (int attempt = 0; attempt < 9; ++attempt) {
-    add_one();  // the layout is made anew
-    const Clock::time_point begin = Clock::now();
-    EXPECT_GE(table.early_layout(kRanks).slice(attempt, 0).count, 0);
-    least = std::min(least, Clock::now() - begin);
-  }
-  return least;
-}
-
-TEST(EarlySlice, TakesNoLongerForEachParameterWhereThereAreMany) {
-  constexpr int kTimes = 16;
-  EXPECT_LT(time_of_early_slice(kTimes * 500), time_of_early_slice(500) * 3 * kTimes);
 }
 
 }  // namespace

@@ -122,7 +122,7 @@ comm::UniqueFd SnapshotFile::reopen() const {
   const struct stat status = status_of(fd.get());
   if (status.st_dev != device_ || status.st_ino != inode_ ||
       static_cast<std::uint64_t>(status.st_size) != file_bytes_) {
-    fail("was replaced while it was read");
+    fail("was replaced while it was read; read it again when the save is over");
   }
   ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
   return fd;

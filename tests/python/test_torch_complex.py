@@ -221,6 +221,31 @@ def test_marks_are_no_values(mesh: hsdp.Mesh) -> None:
 
 
 @on_mesh(1, 2)
+def test_a_scaler_unscales_both_parts(mesh: hsdp.Mesh) -> None:
+    with attached_to(model := Complex(), mesh) as reducer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        first = values(model)
+        scaler.scale(torch.ones(()))
+        inputs = [8 * x for x in inputs_of(0, 0, mesh.rank)]
+        with reducer.microbatch(last=True):
+            model(*inputs).backward()
+        reducer.gather_gradients()
+        scaler.unscale_(optimizer)
+        grads = [p.grad.clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        with reducer.microbatch(last=True):
+            model(*(x * complex(0, math.inf) if x.is_complex() else x for x in inputs)).backward()
+        reducer.gather_gradients()
+        scaler.step(optimizer)  # left out
+        ranks = [inputs_of(0, 0, rank) for rank in range(2)]
+        want = [((a + b) / 2).conj().resolve_conj() for a, b in zip(*ranks, strict=True)]
+        require_equal(grads, want)
+        require_equal(values(model), [p - mean for p, mean in zip(first, want, strict=True)])
+
+
+@on_mesh(1, 2)
 def test_a_written_weight_is_taken_over(mesh: hsdp.Mesh) -> None:
     for stage in (1, 3):
         with attached_to(model := Complex(), mesh) as reducer:

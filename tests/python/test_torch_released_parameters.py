@@ -203,6 +203,30 @@ def test_an_unsharded_module_may_be_written_to(write: bool) -> None:
         assert optimizer.full_model_state_dict(model).keys() == Tower().state_dict().keys()
 
 
+@pytest.mark.parametrize("stays", [False, True])
+@on_ranks(2)
+def test_the_state_dict_of_a_model_with_two_optimizers(stays: bool) -> None:
+    options = {"lr": 0.01, "persistence_threshold": 40, "reshard_after_backward": not stays}
+    states = []
+    for stage in (2, 3):
+        model = Tower()
+        parts = [[*model.layers.parameters()], [*model.first.parameters(), *model.last.parameters()]]
+        with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh) as reducer:
+            both = [ShardedOptimizer(torch.optim.AdamW, part, reducer, stage=stage, **options) for part in parts]
+            for seed in range(2):
+                with reducer.microbatch(last=True):
+                    model(rows(mesh, seed)).square().mean().backward()
+                for optimizer in both:
+                    optimizer.step()
+            one, other = (optimizer.full_model_state_dict(model) for optimizer in both)
+            require_same(one, other)
+            assert is_released(model.layers[0].weight) == (stage == 3)
+            states.append(one)
+            for optimizer in both:
+                optimizer.close()
+    require_same(*states)
+
+
 @on_ranks(2)
 def test_other_methods_may_be_forwards() -> None:
     for model, mesh, reducer, optimizer in at_both_stages():

@@ -10,7 +10,8 @@ import torch
 from conftest import Launcher, on_mesh
 from one_rank import attached_to
 from same_tensors import require_same, states_of
-from torch import nn
+from torch import func, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
@@ -431,3 +432,59 @@ def test_whatever_model_is_compiled(mesh: hsdp.Mesh) -> None:
     for name in MODELS:
         if "compiled" not in LEFT_OUT.get(name, ()):
             compare_passes(mesh, name, "compiled", compiled, WAYS if name == "plain" else WAYS[1:])
+
+
+class Field(nn.Module):
+    """Of a point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in [(3, 16), (16, 16), (16, 1)])
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x[..., 0]
+
+
+def dual(field: Any, x: Any) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(field(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+# By the point, as losses of physics have them; the backward pass differentiates them once more.
+DERIVATIVES: dict[str, Any] = {
+    "grad": lambda field, x: func.grad(field)(x[0]),
+    "grad mapped": lambda field, x: func.vmap(func.grad(field))(x),
+    "vjp": lambda field, x: func.vjp(field, x)[1](torch.ones(4))[0],
+    "jvp": lambda field, x: func.jvp(field, (x,), (torch.ones_like(x),))[1],
+    "hessian": lambda field, x: func.vmap(func.hessian(field))(x),
+    "hessian reversed": lambda field, x: func.vmap(func.jacrev(func.jacrev(field)))(x),
+    "dual": dual,
+}
+
+
+def train_by(mesh: hsdp.Mesh, derivative: Any, **options: Any) -> dict[str, Any]:
+    field = Field()
+    with attached_to(field, mesh, bucket_bytes=512, missing="zero") as reducer:
+        optimizer = ShardedOptimizer(
+            torch.optim.AdamW, field, reducer, lr=0.01, persistence_threshold=0, **options
+        )
+        for step in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
+            with reducer.microbatch(last=True):
+                derivative(field, x).square().mean().backward()
+            optimizer.step()
+        state = optimizer.full_model_state_dict(field)
+        optimizer.close()
+        return state
+
+
+@on_mesh(1, 2)
+def test_derivatives_by_the_input(mesh: hsdp.Mesh) -> None:
+    for name, derivative in DERIVATIVES.items():
+        print(name, flush=True)
+        want = train_by(mesh, derivative, stage=2)
+        for reshards in WAYS:
+            require_same(train_by(mesh, derivative, stage=3, **reshards), want)

@@ -18,6 +18,7 @@ from hsdp.errors import UsageError
 from hsdp.named_errors import naming
 from hsdp.torch import private_torch
 from hsdp.torch import unreduced_gradient_guard as guard
+from hsdp.torch.complex_values import real_view
 
 if TYPE_CHECKING:
     from hsdp.torch.model_attachment import ModelAttachment
@@ -148,7 +149,7 @@ def _unscale_grads(
     done: set[int] = set()
     for divisor, part in _by_divisor(parameters, slices, takes_shards).items():
         inverse = inv_scale if only_looks else inv_scale * divisor
-        of_torch: Any = SimpleNamespace(param_groups=[{"params": part}])
+        of_torch: Any = SimpleNamespace(param_groups=[{"params": [_real(p) for p in part]}])
         founds.append(
             private_torch.unscale_grads(self, of_torch, inverse, found_inf.clone(), allow_fp16)
         )
@@ -158,6 +159,18 @@ def _unscale_grads(
             unscale_result(attachment, names, inv_scale, done)
     founds += [{found_inf.device: a.found_inf_tensor(found_inf.device)} for a in attached]
     return merged(founds)
+
+
+# Torch has no kernel that unscales complex gradients.
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    if not parameter.is_complex():
+        return parameter
+    real = real_view(parameter.detach())
+    if parameter.grad is not None:
+        if parameter.grad.is_conj():
+            parameter.grad = parameter.grad.resolve_conj()
+        real.grad = real_view(parameter.grad)
+    return real
 
 
 # By what a Reducer has divided what is in p.grad already.

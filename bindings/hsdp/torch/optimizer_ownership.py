@@ -12,7 +12,8 @@ from hsdp.torch.parameter_slices import refuse
 if TYPE_CHECKING:
     from hsdp.torch.sharded_optimizer import ShardedOptimizer
 
-_owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakSet[ShardedOptimizer]] = (
+# In the order in which they were made.
+_owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakKeyDictionary[ShardedOptimizer, None]] = (
     weakref.WeakKeyDictionary()
 )
 # The last step of each Reducer that optimizers have taken, and the names of those parameters: none is
@@ -22,17 +23,23 @@ _taken: weakref.WeakKeyDictionary[Reducer, tuple[int, frozenset[str]]] = weakref
 
 def own(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
     """It has parameters of this Reducer."""
-    _owners.setdefault(reducer, weakref.WeakSet()).add(optimizer)
+    _owners.setdefault(reducer, weakref.WeakKeyDictionary())[optimizer] = None
 
 
 def disown(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
     """It has none any more."""
-    _owners.get(reducer, weakref.WeakSet()).discard(optimizer)
+    if owns(reducer, optimizer):
+        del _owners[reducer][optimizer]
 
 
 def owns(reducer: Reducer, optimizer: ShardedOptimizer) -> bool:
     """Whether it has."""
     return optimizer in _owners.get(reducer, ())
+
+
+def all_optimizers() -> list[ShardedOptimizer]:
+    """Those of all Reducers, in one order on every rank."""
+    return list({optimizer: None for its in _owners.values() for optimizer in its})
 
 
 def has_taken(reducer: Reducer, step: int, names: frozenset[str]) -> bool:

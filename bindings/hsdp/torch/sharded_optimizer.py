@@ -33,7 +33,7 @@ from hsdp.torch.optimizer_options import (
     require_unit_options,
     required_reducers,
 )
-from hsdp.torch.optimizer_ownership import disown, has_taken, own, owns, require_free, take
+from hsdp.torch.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
 from hsdp.torch.optimizer_probe import OptimizerProbe, ProbedStates
 from hsdp.torch.overlapped_gather import OverlappedGather
 from hsdp.torch.parameter_groups import give_settings, parameter_groups, settings, tensors
@@ -55,7 +55,7 @@ from hsdp.torch.slice_states import (
     load_target,
     states_elsewhere,
 )
-from hsdp.torch.unit_hooks import UnitHooks
+from hsdp.torch.unit_hooks import UnitHooks, full_state_dict
 from hsdp.torch.unit_sharding import (
     Place,
     attached_models,
@@ -625,11 +625,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._units.wrap(module, name)
 
     def full_model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """`model.state_dict()` with whole parameters on the CPU, of which one unit at a time is gathered.
-        Collective. At stage 3 `model.state_dict()` itself has this rank's slices.
+        """`model.state_dict()` with whole parameters on the CPU, of which one unit at a time is gathered,
+        also those of the model's other ShardedOptimizers. Collective. At stage 3 `model.state_dict()`
+        itself has this rank's slices.
         """
         self._gather.wait_all()
-        return self._units.full_state_dict(model)
+        return full_state_dict(model, (unit for one in all_optimizers() for unit in one._units.units))
 
     def wait_parameters(self) -> None:
         """Waits until all parameters have their new values. Needed only for code that reads their

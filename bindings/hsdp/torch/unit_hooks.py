@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from hsdp import _hsdp
 from hsdp.torch import private_torch
@@ -281,8 +283,9 @@ class UnitHooks:
             hook = _BeforeBackward(lambda: self._backward_begins(unit))
             for node in {_maker(one) for one in outputs} - {None}:
                 node.register_prehook(hook)
-            # Of an object that torch cannot look into nobody hears when its backward begins.
-            if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            # Of an object that torch cannot look into, and of tangents, nobody hears when their backward
+            # begins.
+            if not all(isinstance(leaf, _PLAIN) for leaf in leaves) or any(map(_has_tangent, leaves)):
                 self._held.add(unit)
             keeps = bool(outputs) and (unit.is_root or not self._reshards_after_forward)
         if not keeps:
@@ -428,30 +431,6 @@ class UnitHooks:
 
         setattr(module, name, wrapped)
 
-    def full_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Of a model, on the CPU, one unit at a time. Collective."""
-        state = model.state_dict(keep_vars=True)
-        of_parameter: dict[int, list[str]] = {}
-        for key, value in state.items():
-            of_parameter.setdefault(id(value), []).append(key)
-        for unit in self.units:
-            was_present = unit.is_present
-            unit.gather()
-            for one in unit.slices:
-                keys = of_parameter.pop(id(one.parameter), ())
-                whole = one.parameter.detach().to("cpu", copy=True) if keys else None
-                for key in keys:
-                    state[key] = whole
-            if not was_present:
-                unit.release()
-        self._serve()
-        for keys in of_parameter.values():
-            value = state[keys[0]]
-            whole = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for key in keys:
-                state[key] = whole
-        return dict(state)
-
     def stored_bytes(self) -> int:
         """Of this rank's slices."""
         return sum(one.stored.nbytes for unit in self.units for one in unit.slices)
@@ -476,11 +455,42 @@ class UnitHooks:
             unit.forget()
 
 
+def full_state_dict(model: torch.nn.Module, units: Iterable[ShardedUnit]) -> dict[str, Any]:
+    """Of a model, on the CPU, one unit at a time. Collective."""
+    state = model.state_dict(keep_vars=True)
+    of_parameter: dict[int, list[str]] = {}
+    for key, value in state.items():
+        of_parameter.setdefault(id(value), []).append(key)
+    needed = [unit for unit in units if any(id(one.parameter) in of_parameter for one in unit.slices)]
+    for gathers, its in itertools.groupby(needed, lambda unit: unit.gathers):
+        for unit in its:
+            was_present = unit.is_present
+            unit.gather()
+            for one in unit.slices:
+                keys = of_parameter.pop(id(one.parameter), ())
+                whole = one.parameter.detach().to("cpu", copy=True) if keys else None
+                for key in keys:
+                    state[key] = whole
+            if not was_present:
+                unit.release()
+        gathers.end()  # others may need what this rank has
+    for keys in of_parameter.values():
+        value = state[keys[0]]
+        whole = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        for key in keys:
+            state[key] = whole
+    return dict(state)
+
+
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _has_tangent(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
 # A view that is written to in place gets another one; what made its base stays.

@@ -4,6 +4,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/bucket_layout.h
   hsdp/comm/communicator.h
   hsdp/comm/control.h
+  hsdp/comm/control_link_stats.h
   hsdp/comm/engine.h
   hsdp/comm/rendezvous/launch_environment.h
   hsdp/comm/unique_fd.h

@@ -34,7 +34,7 @@ SCALE = 20.0  # of the cosines, as a temperature of 0.05
 # From one batch, in fp32: of the loss, and of the norm of the whole gradient. Only the order of
 # sums differs, which makes less than 1e-6; a chunk that is left out makes 1e-2 and more.
 TOLERANCE = 1e-5
-COUNTS = ("reduce_scatter_count", "all_reduce_count", "all_gather_count", "control_message_count")
+COUNTS = ("reduce_scatter_count", "all_reduce_count", "all_gather_count")
 
 DOCUMENTED = re.compile(
     r'\n +def \w+\([^"]{0,200}?:\n +"""([^"]{40,600}?)"""\n(.{80,600}?)\n *def ', re.DOTALL

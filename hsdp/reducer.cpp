@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/agreed_options.h"
 #include "hsdp/reducer/groups.h"
@@ -213,7 +214,11 @@ ReducerStats Reducer::stats() const {
   s.step_count = counts.steps;
   s.begun_step_count = counts.begun_steps;
   s.all_gather_count = parts_->results.all_gather_count();
-  s.control_message_count = steps.control_message_count();
+  s.control_links = groups.world.engine()->control().links();
+  for (const ControlLinkStats& link : s.control_links) {
+    s.control_message_count += link.sent_count;
+    s.control_bytes += link.sent_bytes;
+  }
   const CollectiveCounts shard_counts = groups.shard.stats();
   s.reduce_scatter_count = shard_counts[CollectiveKind::kReduceScatter].calls;
   s.shard_hop_bytes = shard_counts[CollectiveKind::kReduceScatter].bytes;

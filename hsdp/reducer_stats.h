@@ -4,6 +4,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
+
+#include "hsdp/comm/control_link_stats.h"
 
 namespace hsdp {
 
@@ -15,8 +18,12 @@ struct ReducerStats {
   std::int64_t reduce_scatter_count = 0;
   std::int64_t all_reduce_count = 0;  // replica hops
   std::int64_t all_gather_count = 0;
-  std::int64_t control_message_count = 0;  // status words, and bits for found_inf, that it sent
-  std::int64_t shard_hop_bytes = 0;        // of this rank's buckets, in the dtype that travels
+  // What this process sent over the control connection of its world, beats left out; on the rank
+  // that relays also what it passed on. control_links has it by link, and what came.
+  std::int64_t control_message_count = 0;
+  std::int64_t control_bytes = 0;
+  std::vector<ControlLinkStats> control_links;
+  std::int64_t shard_hop_bytes = 0;  // of this rank's buckets, in the dtype that travels
   // Of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
   // travels. On a GPU also 8 a found_inf(out).
   std::int64_t replica_hop_bytes = 0;
@@ -45,7 +52,7 @@ struct ReducerStats {
   std::string replica_transport;
 };
 
-// Calls visit(name, value) for every field, in their order.
+// Calls visit(name, value) for every field but control_links, in their order.
 template <typename Visit>
 void visit_fields(const ReducerStats& stats, Visit visit) {
   visit("bucket_count", stats.bucket_count);
@@ -56,6 +63,7 @@ void visit_fields(const ReducerStats& stats, Visit visit) {
   visit("all_reduce_count", stats.all_reduce_count);
   visit("all_gather_count", stats.all_gather_count);
   visit("control_message_count", stats.control_message_count);
+  visit("control_bytes", stats.control_bytes);
   visit("shard_hop_bytes", stats.shard_hop_bytes);
   visit("replica_hop_bytes", stats.replica_hop_bytes);
   visit("misaligned_bytes", stats.misaligned_bytes);

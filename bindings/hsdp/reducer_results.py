@@ -14,7 +14,7 @@ from hsdp.array import Array, TensorOrArray
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming, naming_itself, who_of
 from hsdp.parameter import Balance, Slice, warn_of_no_gradients
-from hsdp.reducer_stats import ReducerStats
+from hsdp.reducer_stats import ControlLink, ReducerStats
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -188,7 +188,9 @@ class ReducerResults:
 
     def stats(self) -> ReducerStats:
         """Counts of collectives, bytes and memory. Also after `close` and after an error."""
-        return ReducerStats(**self._handle.stats())
+        stats = self._handle.stats()
+        links = tuple(ControlLink(*link) for link in stats.pop("control_links"))
+        return ReducerStats(**stats, control_links=links)
 
     def save_snapshot(self, path: str | os.PathLike[str], step: int) -> None:
         """Writes this rank's file of the result (or of what is pending) into the folder `path`.

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
+
+
+class ControlLink(NamedTuple):
+    """What went over one link of the control connection since the world began, headers included."""
+
+    #: world rank
+    peer: int
+    sent_count: int
+    sent_bytes: int
+    received_count: int
+    received_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +32,10 @@ class ReducerStats:
     #: replica hops
     all_reduce_count: int
     all_gather_count: int
-    #: status words, and bits for found_inf, that this rank sent
+    #: what this process sent over the control connection of its world, beats left out; on the rank that
+    #: relays also what it passed on
     control_message_count: int
+    control_bytes: int
     #: of this rank's buckets, in the dtype that travels
     shard_hop_bytes: int
     #: of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
@@ -58,9 +72,12 @@ class ReducerStats:
     replica_hop: str
     shard_transport: str
     replica_transport: str
+    #: the same by link, and what came
+    control_links: tuple[ControlLink, ...]
 
     def __str__(self) -> str:
         rows = dataclasses.asdict(self)
+        del rows["control_links"]
         width = max(map(len, rows))
         return "\n".join(f"{key:<{width}}  {_text(key, value)}" for key, value in rows.items())
 

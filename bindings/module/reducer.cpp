@@ -282,6 +282,12 @@ py::dict stats(const Handle& self) {
   const ReducerStats s = self.reducer().stats();
   py::dict d;
   visit_fields(s, [&d](const char* name, const auto& value) { d[name] = value; });
+  py::list links;
+  for (const ControlLinkStats& link : s.control_links) {
+    links.append(py::make_tuple(link.peer, link.sent_count, link.sent_bytes, link.received_count,
+                                link.received_bytes));
+  }
+  d["control_links"] = links;
   return d;
 }
 

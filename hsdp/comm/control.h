@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/control_link_stats.h"
 #include "hsdp/comm/unique_fd.h"
 
 namespace hsdp::comm {
@@ -100,6 +101,10 @@ class Control {
   [[nodiscard]] virtual std::vector<UniqueFd> exchange_descriptors(std::string_view key,
                                                                    std::span<const int> members,
                                                                    int fd) = 0;
+
+  // What went over each of this rank's links, by ascending peer. Where ranks are threads, the one
+  // link is to rank 0, which relays elsewhere.
+  [[nodiscard]] virtual std::vector<ControlLinkStats> links() const = 0;
 
   // Published with each heartbeat. Several threads of a rank may wait at once; `begin_wait` returns
   // the slot that `end_wait` frees. Cheap (atomics), but call it only before a real sleep.

@@ -84,7 +84,6 @@ class Steps {
   [[nodiscard]] ReducerState state() const;
   // Which rank has dropped the last step that began, and why. Empty: none has.
   [[nodiscard]] std::string dropped_by() const { return ledger_.dropped() ? dropped_by_ : ""; }
-  [[nodiscard]] std::int64_t control_message_count() const { return agreement_.message_count(); }
 
   // On which the caller produces gradients and reads results.
   void set_caller(const Stream& stream);

@@ -94,6 +94,47 @@ TEST_F(ControlTest, WhatARankTellsAnotherArrivesInOrderThereAndNowhereElse) {
   }));
 }
 
+// On each link what one end has sent the other one has received, to the byte.
+TEST_F(ControlTest, CountsWhatGoesOverEachLink) {
+  constexpr int kSize = 4;
+  constexpr int kRounds = 5;
+  const auto outcomes = run_processes(kSize, {}, [](int rank) {
+    const auto control = connect();
+    std::string message = "first";
+    const auto sent_to_zero = [&] {
+      const ControlLinkStats link = control->links().front();
+      return std::pair(link.sent_count, link.sent_bytes);
+    };
+    static_cast<void>(control->exchange("first", everyone(kSize), message, {"test"}));
+    const auto before = sent_to_zero();
+    for (int round = 0; round < kRounds; ++round) {
+      message.assign(1000, 'x');
+      const std::string key = "round " + std::to_string(round);
+      static_cast<void>(control->exchange(key, everyone(kSize), message, {"test"}));
+    }
+    const auto after = sent_to_zero();
+    if (rank != 0) {
+      if (after.first - before.first != kRounds) return 1;
+      const std::int64_t bytes = after.second - before.second;
+      if (bytes < kRounds * 1000 || bytes > kRounds * 1100) return 2;
+    }
+    for (const ControlLinkStats& link : control->links()) {
+      // What rank 0 has received so far may be more already: others go on.
+      const std::int64_t to_peer = rank == 0 ? link.sent_bytes : link.received_bytes;
+      const std::int64_t count = rank == 0 ? link.sent_count : link.received_count;
+      note(std::to_string(std::max(rank, link.peer)) + ": " + std::to_string(count) + " in " +
+           std::to_string(to_peer));
+    }
+    static_cast<void>(control->exchange("noted", everyone(kSize), "", {"test"}));
+    return 0;
+  });
+  expect_all_ok(outcomes);
+  ASSERT_EQ(outcomes[0].notes.size(), kSize - 1U);
+  for (std::size_t rank = 1; rank < kSize; ++rank) {
+    EXPECT_THAT(outcomes[rank].notes, testing::ElementsAre(outcomes[0].notes[rank - 1]));
+  }
+}
+
 TEST_F(ControlTest, DescriptorsReachTheMembers) {
   expect_all_ok(run_processes(4, {}, [](int rank) {
     const auto control = connect();

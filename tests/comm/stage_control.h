@@ -72,6 +72,7 @@ class StageControl : public comm::Control {
                                                                  int fd) override {
     return inner_->exchange_descriptors(key, members, fd);
   }
+  [[nodiscard]] std::vector<ControlLinkStats> links() const override { return inner_->links(); }
   [[nodiscard]] int begin_wait(comm::WaitState state) override { return inner_->begin_wait(state); }
   void end_wait(int slot) override { inner_->end_wait(slot); }
   void fail(const comm::Failure& failure) override { inner_->fail(failure); }

@@ -49,6 +49,7 @@ class FileControl : public comm::Control {
   [[nodiscard]] std::vector<comm::UniqueFd> exchange_descriptors(std::string_view key,
                                                                  std::span<const int> members,
                                                                  int fd) override;
+  [[nodiscard]] std::vector<ControlLinkStats> links() const override { return {}; }  // not counted
   [[nodiscard]] int begin_wait(comm::WaitState state) override;
   void end_wait(int slot) override;
   void fail(const comm::Failure& failure) override;

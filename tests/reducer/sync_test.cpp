@@ -158,6 +158,7 @@ TEST(LocalWindow, SendsNoMessageHoweverLongItIs) {
       random_step({{.name = "w", .shape = {50}}}, 4, std::vector<Sync>(9, Sync::kNone), 3);
   run_reducers(kSquare, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     std::vector<std::int64_t> messages;
+    reducer.prepare();
     for (const int length : {0, 1, 2, 8}) {
       const std::int64_t before = reducer.stats().control_message_count;
       for (int m = 0; m < length; ++m) {

@@ -37,6 +37,9 @@ constexpr std::uint32_t kProtocolVersion = 2;
 // Header and body, ready to send and shared by all receivers.
 using FrameBytes = std::shared_ptr<const std::string>;
 [[nodiscard]] FrameBytes make_frame(FrameType type, std::string_view body);
+[[nodiscard]] inline FrameType type_of(std::string_view frame) {
+  return static_cast<FrameType>(frame[kFrameHeaderBytes - 1]);
+}
 
 struct JoinFrame {
   std::uint32_t version = kProtocolVersion;

@@ -47,10 +47,11 @@ WorldEnd mismatch(int rank, const std::string& message) {
 
 }  // namespace
 
-ControlHub::ControlHub(boost::asio::io_context& io, const OwnClock& clock, Options options,
-                       FrameHandler to_own)
+ControlHub::ControlHub(boost::asio::io_context& io, const OwnClock& clock, ControlTraffic& traffic,
+                       Options options, FrameHandler to_own)
     : io_(io),
       clock_(clock),
+      traffic_(traffic),
       options_(std::move(options)),
       to_own_(std::move(to_own)),
       started_(clock.now()),
@@ -166,6 +167,7 @@ void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) 
   peer.last_heard = clock_.now();
   link->set_max_body_bytes(kMaxFrameBytes);
   link->bound_dead_link(options_.timeout);
+  link->count_in(traffic_, rank);
   ControlLink::Handlers handlers;
   handlers.on_frame = [this, rank](FrameType type, std::string_view body) {
     handle(rank, type, body);
@@ -197,8 +199,7 @@ void ControlHub::welcome_if_complete() {
 
 void ControlHub::send(int rank, const FrameBytes& frame) {
   if (rank == 0) {
-    to_own_(static_cast<FrameType>((*frame)[kFrameHeaderBytes - 1]),
-            std::string_view{*frame}.substr(kFrameHeaderBytes));
+    to_own_(type_of(*frame), std::string_view{*frame}.substr(kFrameHeaderBytes));
     return;
   }
   const auto& link = peers_[static_cast<std::size_t>(rank)].link;
@@ -291,7 +292,11 @@ void ControlHub::post(int rank, std::string_view body) {
   const std::vector<int> members = std::move(exchange.members);
   exchange_names_.erase(exchange.hash);
   exchanges_.erase(place);
-  for (const int receiver : members) send(receiver, bytes);
+  for (const int receiver : members) {
+    if (receiver != 0) send(receiver, bytes);
+  }
+  // This process's own last: when its caller goes on, all other answers are on their way.
+  if (members.front() == 0) send(0, bytes);
 }
 
 void ControlHub::link_closed(int rank, const std::string& reason) {

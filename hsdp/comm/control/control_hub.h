@@ -36,8 +36,8 @@ class ControlHub {
   };
   using FrameHandler = std::function<void(FrameType type, std::string_view body)>;
 
-  ControlHub(boost::asio::io_context& io, const OwnClock& clock, Options options,
-             FrameHandler to_own);
+  ControlHub(boost::asio::io_context& io, const OwnClock& clock, ControlTraffic& traffic,
+             Options options, FrameHandler to_own);
 
   void join(std::shared_ptr<ControlLink> link, const JoinFrame& join);
   void welcome_if_complete();
@@ -100,6 +100,7 @@ class ControlHub {
 
   boost::asio::io_context& io_;
   const OwnClock& clock_;
+  ControlTraffic& traffic_;
   Options options_;
   FrameHandler to_own_;
   std::chrono::milliseconds started_;

@@ -66,8 +66,16 @@ void ControlLink::set_handlers(Handlers handlers) {
   handlers_ = std::make_shared<Handlers>(std::move(handlers));
 }
 
+void ControlLink::count_in(ControlTraffic& traffic, int peer) {
+  traffic_ = &traffic;
+  peer_ = peer;
+}
+
 void ControlLink::send(FrameBytes frame) {
   if (!open_ || finishing_) return;
+  if (traffic_ != nullptr && type_of(*frame) != FrameType::kBeat) {
+    traffic_->add_sent(peer_, frame->size());
+  }
   queue_.push_back(std::move(frame));
   if (queue_.size() == 1) write_next();
 }
@@ -126,6 +134,9 @@ void ControlLink::read_body(FrameType type, std::size_t begin) {
           if (handlers->on_progress) handlers->on_progress();
           if (self->open_) self->read_body(type, end);
           return;
+        }
+        if (self->traffic_ != nullptr && type != FrameType::kBeat) {
+          self->traffic_->add_received(self->peer_, kFrameHeaderBytes + end);
         }
         if (handlers->on_frame) handlers->on_frame(type, self->body_);
         constexpr std::size_t kKeptBytes = 64U << 10U;

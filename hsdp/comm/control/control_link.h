@@ -18,6 +18,7 @@
 #include <string_view>
 
 #include "hsdp/comm/control/control_frames.h"
+#include "hsdp/comm/control/control_traffic.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/unique_fd.h"
 
@@ -41,6 +42,8 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   // From the next frame on.
   void set_max_body_bytes(std::size_t bytes) { max_body_bytes_ = bytes; }
   void set_handlers(Handlers handlers);
+  // From here on its messages are counted there, as those of that peer. It outlives the link.
+  void count_in(ControlTraffic& traffic, int peer);
   void send(FrameBytes frame);
   [[nodiscard]] bool idle() const { return queue_.empty(); }
   [[nodiscard]] bool open() const { return open_; }
@@ -67,6 +70,8 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   bool open_ = true;
   bool finishing_ = false;
   std::size_t max_body_bytes_ = 0;
+  ControlTraffic* traffic_ = nullptr;
+  int peer_ = 0;
   std::shared_ptr<Handlers> handlers_ = std::make_shared<Handlers>();
   std::array<char, kFrameHeaderBytes> header_{};
   std::string body_;

@@ -28,7 +28,7 @@ ControlLoop::~ControlLoop() { stop(); }
 void ControlLoop::start_as_hub(int listener, const std::string& secret,
                                const std::string& welcome_secret) {
   hub_ = std::make_unique<ControlHub>(
-      io_, state_->clock(),
+      io_, state_->clock(), state_->traffic(),
       ControlHub::Options{own_, welcome_secret, timeout_, [this] { return trouble_at_door(); }},
       [this](FrameType type, std::string_view body) { from_hub(type, body); });
   door_is_tcp_ = !secret.empty();
@@ -73,6 +73,7 @@ std::string ControlLoop::trouble_at_door() const {
 void ControlLoop::start_as_rank(UniqueFd socket) {
   link_ = std::make_shared<ControlLink>(io_, std::move(socket));
   link_->bound_dead_link(timeout_);
+  link_->count_in(state_->traffic(), 0);
   hub_heard_ = state_->clock().now();
   if (const auto pid = link_->peer_pid()) {
     hub_watch_ =

@@ -19,6 +19,7 @@
 
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/control_frames.h"
+#include "hsdp/comm/control/control_traffic.h"
 #include "hsdp/comm/control/listeners.h"
 #include "hsdp/comm/control/own_clock.h"
 #include "hsdp/comm/control/wait_slots.h"
@@ -29,6 +30,7 @@ namespace hsdp::comm {
 class ControlState {
  public:
   [[nodiscard]] OwnClock& clock() { return clock_; }
+  [[nodiscard]] ControlTraffic& traffic() { return traffic_; }
   [[nodiscard]] std::vector<ActiveWait> active_waits() const { return slots_.active(clock_.now()); }
   [[nodiscard]] int begin_wait(const WaitState& state, std::uint64_t exchange = 0) {
     return slots_.begin(state, exchange, clock_.now());
@@ -93,6 +95,7 @@ class ControlState {
   void wait_until(Lock& lock, WaitState waiting, std::uint64_t exchange, Ready ready);
 
   OwnClock clock_;
+  ControlTraffic traffic_;
   WaitSlots slots_;
   Listeners listeners_;
   std::atomic<bool> failed_{false};

@@ -56,6 +56,9 @@ class InProcessControl : public Control {
                                                            std::span<const int> members,
                                                            int fd) override;
 
+  [[nodiscard]] std::vector<ControlLinkStats> links() const override {
+    return hub_->traffic(rank_).links();
+  }
   [[nodiscard]] int begin_wait(WaitState state) override { return hub_->begin_wait(rank_, state); }
   void end_wait(int slot) override { hub_->end_wait(slot); }
   void fail(const Failure& failure) override { hub_->fail(failure); }
@@ -95,6 +98,7 @@ InProcessHub::InProcessHub(int size, std::chrono::milliseconds timeout)
     : size_(size),
       timeout_(timeout),
       listeners_(static_cast<std::size_t>(size)),
+      traffic_(static_cast<std::size_t>(size)),
       watch_([this] { watch(); }) {}
 
 InProcessHub::~InProcessHub() {
@@ -112,6 +116,7 @@ void InProcessHub::post(const std::string& key, std::span<const int> /*members*/
     const std::lock_guard lock(mutex_);
     exchanges_[key].messages.emplace(rank, message);
   }
+  traffic(rank).add_sent(0, key.size() + message.size());
   changed_.notify_all();
 }
 
@@ -131,7 +136,13 @@ std::optional<std::vector<std::string>> InProcessHub::collect_until(const std::s
     late = changed_.wait_until(lock, end) == std::cv_status::timeout;
   }
   waits_.erase(slot);
-  if (missing() == members.end()) return take(key, members);
+  if (missing() == members.end()) {
+    std::vector<std::string> all = take(key, members);
+    std::size_t bytes = key.size();
+    for (const std::string& message : all) bytes += message.size();
+    traffic(rank).add_received(0, bytes);
+    return all;
+  }
   if (failure_) throw_failure(*failure_);
   return std::nullopt;
 }
@@ -151,7 +162,10 @@ std::vector<std::string> InProcessHub::take(const std::string& key, std::span<co
 
 void InProcessHub::tell(int from, int peer, std::string_view topic, std::string_view message) {
   require_other_rank(peer, from, size_);
-  if (!failed()) listeners_[static_cast<std::size_t>(peer)].call(topic, from, message);
+  if (failed()) return;
+  traffic(from).add_sent(0, topic.size() + message.size());
+  traffic(peer).add_received(0, topic.size() + message.size());
+  listeners_[static_cast<std::size_t>(peer)].call(topic, from, message);
 }
 
 std::shared_ptr<void> InProcessHub::listen(int rank, std::string_view topic, Control::Hear hear) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/control/control_traffic.h"
 #include "hsdp/comm/control/listeners.h"
 
 namespace hsdp::comm {
@@ -41,6 +42,9 @@ class InProcessHub {
                                                                       Clock::time_point end);
   void tell(int from, int peer, std::string_view topic, std::string_view message);
   [[nodiscard]] std::shared_ptr<void> listen(int rank, std::string_view topic, Control::Hear hear);
+  [[nodiscard]] ControlTraffic& traffic(int rank) {
+    return traffic_[static_cast<std::size_t>(rank)];
+  }
   [[nodiscard]] int begin_wait(int rank, WaitState state);
   void end_wait(int slot);
 
@@ -77,8 +81,9 @@ class InProcessHub {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, Exchange> exchanges_;
-  std::vector<Listeners> listeners_;  // by rank; they lock for themselves
-  std::map<int, Wait> waits_;         // by slot
+  std::vector<Listeners> listeners_;  // by rank; they lock for themselves, as does
+  std::vector<ControlTraffic> traffic_;
+  std::map<int, Wait> waits_;  // by slot
   int next_slot_ = 0;
   std::optional<Failure> failure_;
   bool closing_ = false;

@@ -49,6 +49,9 @@ class ProcessControl final : public Control {
   [[nodiscard]] std::vector<UniqueFd> exchange_descriptors(std::string_view key,
                                                            std::span<const int> members,
                                                            int fd) override;
+  [[nodiscard]] std::vector<ControlLinkStats> links() const override {
+    return state_->traffic().links();
+  }
   [[nodiscard]] int begin_wait(WaitState state) override;
   void end_wait(int slot) override;
   void fail(const Failure& failure) override;

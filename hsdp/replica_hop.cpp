@@ -13,6 +13,7 @@ AllReduce plain_sum(const HopBucket& bucket, Reduction reduction) {
   args.divisor = bucket.arithmetic.divisor;
   args.nonfinite = bucket.nonfinite;
   args.bucket = bucket.bucket;
+  args.planned = bucket.planned;
   args.reduction = reduction;
   return args;
 }

@@ -61,6 +61,8 @@ struct HopBucket {
   TensorView data{};
   HopArithmetic arithmetic{};
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 for a value that is not finite
+  // The hop's calls for this bucket may be, too, where reduce() makes them itself: see CallLabel.
+  bool planned = false;
 };
 
 // A piece of a hop's state, in memory of the hop's.

@@ -155,7 +155,7 @@ void LocoExchange::reduce(std::size_t number, const Arguments& arguments, const 
                           const Event& ready) {
   const LocoWindow& window = windows_[number];
   Slot& slot = next_slot();
-  const int bucket = arguments.bucket.bucket;
+  const CallLabel label{arguments.bucket.bucket, arguments.bucket.planned};
   auto* const values = static_cast<float*>(arguments.bucket.data.data);
   std::atomic<std::uint32_t>* const nonfinite = arguments.bucket.nonfinite;
   const int own = replica();
@@ -191,7 +191,7 @@ void LocoExchange::reduce(std::size_t number, const Arguments& arguments, const 
   const std::int64_t row = scattered.length(own);
   scatter_.all_to_all(bytes_at(slot.scattered, 0, scattered.count()),
                       bytes_at(slot.received, 0, row * replicas()), scatter_wire_, scattered,
-                      bucket);
+                      label);
 
   Quantize sum;
   sum.tiles = window.own_tiles(own);
@@ -219,7 +219,7 @@ void LocoExchange::reduce(std::size_t number, const Arguments& arguments, const 
   gather_wire_.wait(sum_.record());
   const TensorView all = bytes_at(slot.gathered, 0, gathered.count());
   gather_.all_gather(all.slice(gathered.begin(own), gathered.length(own)), all, gather_wire_,
-                     gathered, bucket);
+                     gathered, label);
 
   const Dequantize decode{.tiles = window.tiles,
                           .group_size = formats_.gathered.group_size,

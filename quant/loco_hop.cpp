@@ -70,6 +70,7 @@ struct LocoHop::Parts {
   }
   void require_patterns_match(const HopPlan& plan);
   [[nodiscard]] std::vector<LocoWindow> lay_out(const HopPlan& plan);
+  [[nodiscard]] std::vector<AllReduce> excluded_sums(const HopPlan& plan) const;
   [[nodiscard]] std::unique_ptr<HopErrors> new_errors(const HopPlan& plan) const;
   void take_errors_along();
   void move_errors();
@@ -94,6 +95,7 @@ struct LocoHop::Parts {
   std::map<std::string, std::int64_t> counts;  // elements of each
   std::set<std::string> matched;               // patterns
   std::vector<BucketWindows> buckets;
+  std::vector<AllReduce> sums;         // of excluded buckets, as they will be called
   std::vector<std::uint32_t> repeats;  // of each bucket, in the step under way
   Communicator scatter;
   Communicator gather;
@@ -197,6 +199,17 @@ std::vector<LocoWindow> LocoHop::Parts::lay_out(const HopPlan& plan) {
   return windows;
 }
 
+std::vector<AllReduce> LocoHop::Parts::excluded_sums(const HopPlan& plan) const {
+  std::vector<AllReduce> calls;
+  for (std::size_t b = 0; b < plan.data.size(); ++b) {
+    if (!buckets[b].is_excluded) continue;
+    for (const TensorView& data : plan.data[b]) {
+      calls.push_back({.data = data, .wire = plan.wires[b], .reduction = plan.reduction});
+    }
+  }
+  return calls;
+}
+
 std::unique_ptr<HopErrors> LocoHop::Parts::new_errors(const HopPlan& plan) const {
   if (!options.error_feedback) return nullptr;
   const HopErrors::Kind kind{.dtype = options.error_dtype,
@@ -221,6 +234,7 @@ void LocoHop::prepare(const HopPlan& plan) {
   parts.reduction = plan.reduction;
   parts.exchange =
       std::make_unique<LocoExchange>(parts.lay_out(plan), parts.formats, plan.device, plan.memory);
+  parts.sums = parts.excluded_sums(plan);
   parts.errors = parts.new_errors(plan);
   parts.figures = HopFigures(parts.names, maps_of(parts.exchange->windows()), plan.device);
   if (!parts.scatter) return;
@@ -235,6 +249,7 @@ void LocoHop::bind(Communicator scatter, Communicator gather) {
   if (!parts.exchange) return;  // prepare() failed
   parts.exchange->bind(parts.scatter, parts.gather);
   if (!parts.scatter) return;
+  if (!parts.sums.empty()) parts.scatter.reserve(parts.sums);
   parts.take_errors_along();
   parts.replicas = parts.scatter.size();
 }

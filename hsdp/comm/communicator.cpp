@@ -142,7 +142,7 @@ void Communicator::all_reduce(TensorView data, Stream stream) {
 }
 
 void Communicator::all_gather(ConstTensorView in, TensorView out, Stream stream,
-                              std::optional<RowCut> cut, int bucket) {
+                              std::optional<RowCut> cut, CallLabel label) {
   Engine& engine = require(engine_);
   if (!cut) cut.emplace(out.count, size());
   comm::check_all_gather(in, out, *cut, shape(*this));
@@ -151,11 +151,11 @@ void Communicator::all_gather(ConstTensorView in, TensorView out, Stream stream,
     return;
   }
   engine.count(CollectiveKind::kAllGather, out.size_in_bytes());
-  engine.all_gather(in, out, *cut, bucket, stream);
+  engine.all_gather(in, out, *cut, label, stream);
 }
 
 void Communicator::all_to_all(ConstTensorView in, TensorView out, Stream stream,
-                              std::optional<RowCut> cut, int bucket) {
+                              std::optional<RowCut> cut, CallLabel label) {
   Engine& engine = require(engine_);
   comm::check_all_to_all(in, out, cut, shape(*this));
   if (!cut) cut.emplace(in.count, size());
@@ -164,7 +164,7 @@ void Communicator::all_to_all(ConstTensorView in, TensorView out, Stream stream,
     return;
   }
   engine.count(CollectiveKind::kAllToAll, in.size_in_bytes());
-  engine.all_to_all(in, out, *cut, bucket, stream);
+  engine.all_to_all(in, out, *cut, label, stream);
 }
 
 void Communicator::broadcast(TensorView data, int root, Stream stream) {
@@ -221,6 +221,10 @@ std::optional<std::vector<std::string>> Communicator::collect_within(
   if (!messages) return std::nullopt;
   return in_rank_order(world_ranks(), sorted, std::move(*messages));
 }
+
+std::uint64_t Communicator::call_hash() const { return engine_ ? engine_->call_hash() : 0; }
+
+void Communicator::compare_calls(const std::string& key) { require(engine_).compare_calls(key); }
 
 std::string Communicator::next_exchange_key() { return require(engine_).next_exchange_key(); }
 

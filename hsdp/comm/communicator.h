@@ -11,8 +11,9 @@
 // on every engine and transport. A 16-bit output is rounded once.
 //
 // Before data moves the ranks compare sequence, operation, dtype and count: MismatchError names
-// the first difference. A lost peer or a timeout throws PeerLostError or TimeoutError on every
-// rank; after that every call on every Communicator of this world repeats the first error.
+// the first difference. The nccl engine compares a planned call the first time only. A lost peer or
+// a timeout throws PeerLostError or TimeoutError on every rank; after that every call on every
+// Communicator of this world repeats the first error.
 #pragma once
 
 #include <array>
@@ -34,6 +35,14 @@ namespace hsdp {
 
 // What a collective is called in errors and statistics: "reduce_scatter of bucket 3".
 constexpr int kNoBucket = -1;
+struct CallLabel {
+  int bucket = kNoBucket;
+  // Every rank of the group makes it at the same place in one order, step after step, whatever the
+  // program around it does, as a Reducer does its buckets', and with memory of one kind: of
+  // allocate() or not. The caller has its divisor and exponents agreed elsewhere, and compares
+  // call_hash() now and then [Note: planned calls].
+  bool planned = false;
+};
 
 // How a sum is computed. kNative: by NCCL, in fp32 whatever the wire dtype; all ranks get the same
 // bits, but which ones depends on more than the inputs. f64 and i64 are summed in fixed order
@@ -50,6 +59,7 @@ struct ReduceScatter {
   double divisor = 1.0;         // the result divided by this, last; in fp32 but for f64
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 when an output is not finite
   int bucket = kNoBucket;
+  bool planned = false;                     // see CallLabel
   Reduction reduction = Reduction::kExact;  // kNative: engine nccl only
 };
 
@@ -64,6 +74,7 @@ struct AllReduce {
   double divisor = 1.0;
   std::atomic<std::uint32_t>* nonfinite = nullptr;
   int bucket = kNoBucket;
+  bool planned = false;                     // see CallLabel
   Reduction reduction = Reduction::kExact;  // kNative: engine nccl only; no exponents then
 };
 
@@ -133,13 +144,13 @@ class Communicator {
   // out holds cut.count() elements, default cut RowCut(out.count, size); `in` is this rank's row
   // and may be that place in `out` itself. Any dtype.
   void all_gather(ConstTensorView in, TensorView out, Stream stream = Stream::inline_host(),
-                  std::optional<RowCut> cut = std::nullopt, int bucket = kNoBucket);
+                  std::optional<RowCut> cut = std::nullopt, CallLabel label = {});
   // Row r of `in`, which holds cut.count() elements, goes to rank r. `out` lies apart from it and
   // holds size() rows of cut.length(rank()) elements each; row r came from rank r. The cut is the
   // same on all ranks, rows may be empty. Without one rows are equal, and the count is a multiple
   // of size. Any dtype.
   void all_to_all(ConstTensorView in, TensorView out, Stream stream = Stream::inline_host(),
-                  std::optional<RowCut> cut = std::nullopt, int bucket = kNoBucket);
+                  std::optional<RowCut> cut = std::nullopt, CallLabel label = {});
   void broadcast(TensorView data, int root = 0, Stream stream = Stream::inline_host());
   void barrier(Stream stream = Stream::inline_host());
 
@@ -157,6 +168,12 @@ class Communicator {
   // is at fault then, and it may be called again.
   [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
       const std::string& key, std::string_view operation, std::chrono::milliseconds time);
+  // Of all planned calls so far: the same on every member, between calls. 0 where the engine
+  // compares each of them anyway.
+  [[nodiscard]] std::uint64_t call_hash() const;
+  // Collective, beside other calls, where hashes differ: ends the world with the first call that
+  // does. A key is used once.
+  void compare_calls(const std::string& key);
   // A key that is unique in the world and the same on every member, which all make it in turn.
   [[nodiscard]] std::string next_exchange_key();
 

@@ -22,9 +22,9 @@ class Communicator::Engine {
 
   virtual void reduce_scatter(const ReduceScatter& args, Stream& stream) = 0;
   virtual void all_reduce(const AllReduce& args, Stream& stream) = 0;
-  virtual void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  virtual void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                           Stream& stream) = 0;
-  virtual void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  virtual void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                           Stream& stream) = 0;
   virtual void broadcast(TensorView data, int root, Stream& stream) = 0;
   virtual void barrier(Stream& stream) = 0;
@@ -35,6 +35,9 @@ class Communicator::Engine {
   virtual void reserve(std::span<const ReduceScatter> calls) { static_cast<void>(calls); }
   virtual void reserve(std::span<const AllReduce> calls) { static_cast<void>(calls); }
   [[nodiscard]] virtual std::int64_t reserved_bytes() const { return 0; }
+  // See Communicator::call_hash() and compare_calls().
+  [[nodiscard]] virtual std::uint64_t call_hash() const { return 0; }
+  virtual void compare_calls(const std::string& key) { static_cast<void>(key); }
   // See Communicator::wait().
   virtual void wait(const Event& event) { event.wait(); }
 

@@ -138,6 +138,7 @@ void BucketPipeline::shard_hop(const Launch& launch) {
   args.divisor = launch.arithmetic.shard_divisor;
   args.nonfinite = launch.plan->result->nonfinite.get();
   args.bucket = launch.bucket;
+  args.planned = true;
   args.reduction = setting_.reduction;
   if (!on_host() && setting_.reduction == Reduction::kExact) {
     const int rank = setting_.groups.shard.rank();
@@ -154,6 +155,7 @@ Event BucketPipeline::replica_hop(const Launch& launch) {
   args.data = setting_.memory.bucket_carry(launch.bucket);
   args.arithmetic = launch.arithmetic.replica;
   args.nonfinite = launch.plan->result->nonfinite.get();
+  args.planned = true;
   Stream stream = replica_lane_->stream();
   Event reduced = setting_.hop->reduce(args, stream);
   ++replica_hop_count_;
@@ -304,8 +306,8 @@ void BucketPipeline::run_end(const Ending& ending) {
     }
     // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
     if (!on_host() && plan.ends_step()) plan.result->progress = StepResult::Progress::kAgreed;
-    run_when_done([this, ending, packs = collector_->record_packs()] {
-      settle(ending);
+    run_when_done([this, ending, calls = calls(), packs = collector_->record_packs()] {
+      settle(ending, calls);
       collector_->let_go_of_read(packs);
     });
   }
@@ -314,17 +316,50 @@ void BucketPipeline::run_end(const Ending& ending) {
   collector_->notify();
 }
 
+std::string BucketPipeline::calls() const {
+  const std::string of_hop =
+      setting_.hop_owner == nullptr ? std::string() : setting_.hop_owner->calls();
+  return calls_text(setting_.groups.shard) + "/" + of_hop;
+}
+
+// Before the step's result is known to be one. Planned calls are compared nowhere else.
+void BucketPipeline::require_same_calls(std::int64_t step, const std::vector<std::string>& calls) {
+  const auto shard_size = static_cast<std::size_t>(setting_.groups.shard.size());
+  const auto own = static_cast<std::size_t>(setting_.groups.world.rank());
+  const auto part = [&](std::size_t rank, bool of_hop) {
+    const std::string_view text = calls[rank];
+    return of_hop ? text.substr(text.find('/') + 1) : text.substr(0, text.find('/'));
+  };
+  bool shard_differs = false;
+  bool hop_differs = false;
+  for (std::size_t r = 0; r < calls.size(); ++r) {
+    if (r / shard_size == own / shard_size) shard_differs |= part(r, false) != part(own, false);
+    if (r % shard_size == own % shard_size) hop_differs |= part(r, true) != part(own, true);
+  }
+  const std::string key = std::to_string(step);
+  if (shard_differs) setting_.groups.shard.compare_calls(key);
+  if (hop_differs) setting_.hop_owner->compare_calls(key);
+  if (!shard_differs && !hop_differs) return;
+  // The first difference is of so long ago that it is not kept, or of the last calls.
+  setting_.agreement.end_world(
+      {.kind = comm::FailureKind::kMismatch,
+       .message = "reducer: expected the same collectives of its buckets on every rank in step " +
+                  key + ", got other ones; a replica hop has to make the same calls on all ranks",
+       .ranks = {}});
+}
+
 // When the device is done, at the step's end: tells the others whether this rank met a non-finite
 // value, and hears theirs.
-void BucketPipeline::settle(const Ending& ending) {
+void BucketPipeline::settle(const Ending& ending, const std::string& calls) {
   const std::int64_t step = ending.plan->step;
   if (ending.discards_step) {
     setting_.agreement.end_step({step, StepOutcome::kDropped, "it was discarded"});
   }
   if (!ending.plan->ends_step()) return;
   StepResult& result = *ending.plan->result;
-  setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0);
-  if (setting_.agreement.settle(step)) {
+  setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0, calls);
+  if (setting_.agreement.settle(
+          step, [&](const auto& of_ranks) { require_same_calls(step, of_ranks); })) {
     if (on_host()) result.nonfinite->store(1);  // for found_inf(out); a GPU may be reading it
     result.found_inf = true;
   }

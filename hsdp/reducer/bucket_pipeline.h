@@ -23,6 +23,7 @@
 #include "hsdp/device/in_flight.h"
 #include "hsdp/reducer/gradient_memory.h"
 #include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/lane.h"
 #include "hsdp/reducer/microbatch_plan.h"
 #include "hsdp/reducer/outcome.h"
@@ -47,6 +48,7 @@ class BucketPipeline {
     Missing missing = Missing::kError;
     // Issues the hops on a GPU, in one order for all Reducers of the mesh.
     std::shared_ptr<IssueOrder::Issuer> issuer;
+    HopOwner* hop_owner = nullptr;  // where there are several replicas
   };
   explicit BucketPipeline(Setting setting);
   // Who packs the slots; outlives the tasks.
@@ -114,7 +116,10 @@ class BucketPipeline {
   void after_hops(const Launch& launch);
   void finish_hops();
   void run_end(const Ending& ending);
-  void settle(const Ending& ending);
+  // What this rank has called in its groups, in their order on every rank.
+  [[nodiscard]] std::string calls() const;
+  void require_same_calls(std::int64_t step, const std::vector<std::string>& calls);
+  void settle(const Ending& ending, const std::string& calls);
   void send_zeros(const StepAgreement::Words& words, const MicrobatchPlan& dropped);
   // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,
   // and nobody waits; on the host it is now. Not skipped when the step is dropped meanwhile: peers

@@ -15,6 +15,11 @@ Groups make_groups(const Mesh& mesh) {
   return groups;
 }
 
+std::string calls_text(const Communicator& group) {
+  const std::uint64_t hash = group.call_hash();
+  return hash == 0 ? std::string() : std::to_string(hash) + " ";
+}
+
 std::shared_ptr<IssueOrder::Issuer> add_issuer(Groups& groups) {
   if (groups.on_host()) return nullptr;
   std::shared_ptr<IssueOrder> order;

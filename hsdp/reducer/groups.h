@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "hsdp/comm/communicator.h"
 #include "hsdp/comm/issue_order.h"
@@ -22,6 +23,10 @@ struct Groups {
 
 // Collective over the mesh: all ranks have their groups in the end or none.
 [[nodiscard]] Groups make_groups(const Mesh& mesh);
+
+// What was called on a group so far, as it is compared between its ranks; nothing where the engine
+// compares each call.
+[[nodiscard]] std::string calls_text(const Communicator& group);
 
 // What lanes on a GPU are issued by; null on the host. Collective over the world, as
 // IssueOrder::add_issuer() is.

@@ -40,6 +40,15 @@ std::int64_t HopOwner::wire_bytes() const {
   return bytes;
 }
 
+std::string HopOwner::calls() const {
+  return calls_text(scatter_) + (has_gather_group_ ? calls_text(gather_) : "");
+}
+
+void HopOwner::compare_calls(const std::string& key) {
+  scatter_.compare_calls(key);
+  if (has_gather_group_) gather_.compare_calls(key);
+}
+
 std::int64_t HopOwner::reserved_bytes() const {
   return scatter_.reserved_bytes() + (has_gather_group_ ? gather_.reserved_bytes() : 0);
 }

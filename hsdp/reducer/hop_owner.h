@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "hsdp/reducer/groups.h"
 #include "hsdp/replica_hop.h"
@@ -27,6 +28,9 @@ class HopOwner {
   // What the hop's groups were given to send: messages in the dtype that travels, an all-reduce's
   // twice.
   [[nodiscard]] std::int64_t wire_bytes() const;
+  // What was called on its groups, to be compared between replicas; see Communicator.
+  [[nodiscard]] std::string calls() const;
+  void compare_calls(const std::string& key);
   // What those groups reserved.
   [[nodiscard]] std::int64_t reserved_bytes() const;
 

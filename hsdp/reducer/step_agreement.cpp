@@ -164,7 +164,6 @@ comm::Failure StepAgreement::explain(Mismatch mismatch, Words words, const WordN
     const StatusWord& any = *std::ranges::find_if_not(words, &StatusWord::dropped);
     const std::string name =
         key("details", any.step) + "/" + std::to_string(any.microbatch) + "/" + any.call;
-    ++asked_;
     world_.post(name, details);
     if (const auto all = world_.collect_within(name, operation_, kPatience)) {
       show_details(words, place, *all);
@@ -181,7 +180,6 @@ void StepAgreement::end_world(const comm::Failure& mismatch) {
 }
 
 std::string StepAgreement::join_present(std::int64_t step, std::string present) {
-  ++asked_;
   world_.post(key("present", step), present);
   for (const std::string& theirs : world_.collect(key("present", step), "unused parameters")) {
     for (std::size_t p = 0; p < std::min(present.size(), theirs.size()); ++p) {
@@ -191,14 +189,16 @@ std::string StepAgreement::join_present(std::int64_t step, std::string present) 
   return present;
 }
 
-void StepAgreement::post_nonfinite(std::int64_t step, bool here) {
-  ++asked_;
-  world_.post(key("nonfinite", step), here ? "1" : "0");
+void StepAgreement::post_nonfinite(std::int64_t step, bool here, const std::string& calls) {
+  world_.post(key("nonfinite", step), (here ? "1" : "0") + calls);
 }
 
-bool StepAgreement::settle(std::int64_t step) {
+bool StepAgreement::settle(std::int64_t step, const LookAtCalls& look) {
+  std::vector<std::string> words = world_.collect(key("nonfinite", step), "found_inf");
   const bool overflow =
-      std::ranges::count(world_.collect(key("nonfinite", step), "found_inf"), "1") > 0;
+      std::ranges::any_of(words, [](const std::string& word) { return word.front() == '1'; });
+  for (std::string& word : words) word.erase(0, 1);
+  if (look) look(words);
   end_step({step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
   return overflow;
 }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -65,16 +66,16 @@ class StepAgreement {
   [[noreturn]] void end_world(const comm::Failure& mismatch);
   void set_judged(std::int64_t number) { judged_ = number; }
 
-  [[nodiscard]] std::int64_t message_count() const { return posted_ + asked_; }
-
   // By parameter, '1' where this rank had a gradient in that step, else '0'; returns where any rank
   // had one. Waits for the others.
   [[nodiscard]] std::string join_present(std::int64_t step, std::string present);
 
-  // Whether this rank met a non-finite value in that step: each says it once, and then settles the
-  // step: waits for the others and ends it. Returns whether any rank met one.
-  void post_nonfinite(std::int64_t step, bool here);
-  bool settle(std::int64_t step);
+  // Whether this rank met a non-finite value in that step, and a word on the calls that it made:
+  // each says it once, and then settles the step: waits for the others, looks at their words on
+  // calls, and ends it. Returns whether any rank met one.
+  void post_nonfinite(std::int64_t step, bool here, const std::string& calls = {});
+  using LookAtCalls = std::function<void(const std::vector<std::string>& calls)>;
+  bool settle(std::int64_t step, const LookAtCalls& look = {});
 
  private:
   [[nodiscard]] std::string key(std::string_view kind, std::int64_t number) const;
@@ -101,7 +102,6 @@ class StepAgreement {
   std::atomic<std::int64_t> ended_steps_{0};
   std::atomic<std::int64_t> posted_{0};
   std::atomic<std::int64_t> judged_{0};
-  std::atomic<std::int64_t> asked_{0};
   std::atomic<std::chrono::steady_clock::time_point> give_up_{
       std::chrono::steady_clock::time_point::max()};
 };

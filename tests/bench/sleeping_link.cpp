@@ -53,14 +53,14 @@ class SleepingEngine : public test::EngineAround {
     const std::size_t element = size_bytes(args.wire.value_or(args.data.dtype));
     carry(2 * static_cast<std::size_t>(args.data.count) * element, stream);
   }
-  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override {
-    inner()->all_gather(in, out, cut, bucket, stream);
+    inner()->all_gather(in, out, cut, label, stream);
     carry(out.size_in_bytes(), stream);
   }
-  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override {
-    inner()->all_to_all(in, out, cut, bucket, stream);
+    inner()->all_to_all(in, out, cut, label, stream);
     carry(in.size_in_bytes(), stream);
   }
   void broadcast(TensorView data, int root, Stream& stream) override {

@@ -69,7 +69,7 @@ TEST_P(Failure, DifferentCountsDtypesAndTermsAreNamedBeforeAnyDataMoves) {
          std::vector<std::uint8_t> out(120);
          const RowCut cut({0, odd ? 30 : 40, 60, 100});  // rank 2's row is the same
          world.all_to_all(data, {out.data(), 3 * cut.length(world.rank()), Dtype::kU8},
-                          Stream::inline_host(), cut, 5);
+                          Stream::inline_host(), cut, {5});
        },
        {"expected all_to_all of 100 u8 of bucket 5 (ranks 0, 2), got",
         "with another cut, exponent or divisor"}},

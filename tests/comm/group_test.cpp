@@ -265,7 +265,7 @@ TEST(Misuse, OfTheCutOfAnAllToAllIsNamed) {
     const TensorView out{data.data() + 100, 100};
     const auto expect_error = [&](ConstTensorView from, TensorView to, const RowCut& cut,
                                   const std::string& message) {
-      EXPECT_THAT([&] { world.all_to_all(from, to, Stream::inline_host(), cut, 1); },
+      EXPECT_THAT([&] { world.all_to_all(from, to, Stream::inline_host(), cut, {1}); },
                   ThrowsMessage<UsageError>(HasSubstr("all_to_all: " + message)));
     };
     const RowCut even({0, 10, 20, 30});

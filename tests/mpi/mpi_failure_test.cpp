@@ -45,7 +45,7 @@ TEST(MpiFailure, AMismatchIsNamedByAllBeforeAnyDataMoves) {
          const RowCut cut(offsets);
          std::vector<float> out(100 * offsets.size());
          world.all_to_all(data, {out.data(), world.size() * cut.length(world.rank())},
-                          Stream::inline_host(), cut, 6);
+                          Stream::inline_host(), cut, {6});
        },
        {"all_to_all of 100 f32 of bucket 6", "with another cut, exponent or divisor"}},
   };

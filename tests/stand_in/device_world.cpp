@@ -37,18 +37,18 @@ class MovedEngine : public test::EngineAround {
     same.data.device = inside_;
     run_(stream, [engine = inner(), same](Stream& now) { engine->all_reduce(same, now); });
   }
-  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override {
     in.device = out.device = inside_;
-    run_(stream, [engine = inner(), in, out, cut, bucket](Stream& now) {
-      engine->all_gather(in, out, cut, bucket, now);
+    run_(stream, [engine = inner(), in, out, cut, label](Stream& now) {
+      engine->all_gather(in, out, cut, label, now);
     });
   }
-  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override {
     in.device = out.device = inside_;
-    run_(stream, [engine = inner(), in, out, cut, bucket](Stream& now) {
-      engine->all_to_all(in, out, cut, bucket, now);
+    run_(stream, [engine = inner(), in, out, cut, label](Stream& now) {
+      engine->all_to_all(in, out, cut, label, now);
     });
   }
   void broadcast(TensorView data, int root, Stream& stream) override {

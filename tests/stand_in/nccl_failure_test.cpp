@@ -164,7 +164,7 @@ TEST(NcclFailure, DifferentCallsAreNamedBeforeDataMoves) {
          const RowCut cut({0, other ? 30 : 40, 60, 100});
          const TensorView bytes = data.view(Dtype::kU8);
          world.all_to_all(bytes.slice(0, 100), bytes.slice(100, 3 * cut.length(world.rank())),
-                          Stream::inline_host(), cut, 5);
+                          Stream::inline_host(), cut, {5});
        },
        "all_to_all of 100 u8 of bucket 5 (ranks 0, 2)", "with another cut, exponent or divisor"},
       {[](Communicator& world, const Buffer& data, bool other) {

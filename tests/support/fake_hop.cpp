@@ -161,7 +161,7 @@ Event FakeHop::reduce(const HopBucket& bucket, Stream& /*stream*/) {
   codec_.run([this, exchange] { encode(*exchange); });
   scatter_wire_.wait(codec_.record());
   scatter_.all_to_all(view_of(exchange->codes, Dtype::kU8), view_of(exchange->received, Dtype::kU8),
-                      scatter_wire_, cut, bucket.bucket);
+                      scatter_wire_, cut, {bucket.bucket, bucket.planned});
   scatter_wire_.run([exchange] {});  // whose memory the wire uses, whatever the other one does
   gather_wire_.wait(scatter_wire_.record());
   gather_wire_.run([exchange, own, rank, replicas = scatter_.size()] {
@@ -173,7 +173,8 @@ Event FakeHop::reduce(const HopBucket& bucket, Stream& /*stream*/) {
     }
   });
   const TensorView means = view_of(exchange->means, Dtype::kF32);
-  gather_.all_gather(means.slice(cut.begin(rank), own), means, gather_wire_, cut, bucket.bucket);
+  gather_.all_gather(means.slice(cut.begin(rank), own), means, gather_wire_, cut,
+                     {bucket.bucket, bucket.planned});
   gather_wire_.run([this, exchange] {
     std::ranges::copy(exchange->means, static_cast<float*>(exchange->bucket.data.data));
     count(-1);

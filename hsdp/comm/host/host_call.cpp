@@ -30,7 +30,8 @@ std::string_view name(Operation operation) { return kNames[static_cast<std::size
 
 bool agrees(const HostCall& a, const HostCall& b) {
   return a.operation == b.operation && a.count == b.count && a.dtype == b.dtype &&
-         a.wire == b.wire && a.terms == b.terms && a.bucket == b.bucket && a.root == b.root;
+         a.wire == b.wire && a.terms == b.terms && a.bucket == b.bucket && a.root == b.root &&
+         a.planned == b.planned;
 }
 
 HostCall call_on(Operation operation, ConstTensorView memory) {

@@ -44,7 +44,7 @@ struct HostCall {
   Dtype dtype = Dtype::kU8;
   Dtype wire = Dtype::kU8;
   std::uint8_t wants_nonfinite = 0;
-  std::uint32_t unused = 0;
+  std::uint32_t planned = 0;  // 1: see CallLabel; of nccl alone
 };
 static_assert(sizeof(HostCall) == 48);
 

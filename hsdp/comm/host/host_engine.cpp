@@ -110,13 +110,13 @@ void HostEngine::all_reduce(const AllReduce& args, Stream& stream) {
   });
 }
 
-void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                             Stream& stream) {
   require_host(in.device, "all_gather");
-  run(stream, [this, in, out, cut, bucket](HostGroup& group) {
+  run(stream, [this, in, out, cut, label](HostGroup& group) {
     HostCall call = call_on(Operation::kAllGather, in);
     call.count = out.count;
-    call.bucket = bucket;
+    call.bucket = label.bucket;
     call.terms = TermsHash().add(cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {
@@ -127,12 +127,12 @@ void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
   });
 }
 
-void HostEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+void HostEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                             Stream& stream) {
   require_host(in.device, "all_to_all");
-  run(stream, [this, in, out, cut, bucket](HostGroup& group) {
+  run(stream, [this, in, out, cut, label](HostGroup& group) {
     HostCall call = call_on(Operation::kAllToAll, in);
-    call.bucket = bucket;
+    call.bucket = label.bucket;
     call.terms = TermsHash().add(cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {

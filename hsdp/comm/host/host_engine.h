@@ -29,9 +29,9 @@ class HostEngine : public Communicator::Engine, public std::enable_shared_from_t
 
   void reduce_scatter(const ReduceScatter& args, Stream& stream) override;
   void all_reduce(const AllReduce& args, Stream& stream) override;
-  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override;
-  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override;
   void broadcast(TensorView data, int root, Stream& stream) override;
   void barrier(Stream& stream) override;

@@ -72,24 +72,24 @@ void MpiEngine::all_reduce(const AllReduce& args, Stream& stream) {
   });
 }
 
-void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                            Stream& stream) {
   require_host(in.device, "all_gather");
-  run(stream, [in, out, cut, bucket](MpiGroup& group) {
+  run(stream, [in, out, cut, label](MpiGroup& group) {
     HostCall call = call_on(Operation::kAllGather, out);
-    call.bucket = bucket;
+    call.bucket = label.bucket;
     call.terms = TermsHash().add(cut).value();
     group.agree(call);
     mpi_all_gather(group, in, out, cut);
   });
 }
 
-void MpiEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+void MpiEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                            Stream& stream) {
   require_host(in.device, "all_to_all");
-  run(stream, [in, out, cut, bucket](MpiGroup& group) {
+  run(stream, [in, out, cut, label](MpiGroup& group) {
     HostCall call = call_on(Operation::kAllToAll, in);
-    call.bucket = bucket;
+    call.bucket = label.bucket;
     call.terms = TermsHash().add(cut).value();
     group.agree(call);
     mpi_all_to_all(group, in, out, cut);

@@ -40,9 +40,9 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
 
   void reduce_scatter(const ReduceScatter& args, Stream& stream) override;
   void all_reduce(const AllReduce& args, Stream& stream) override;
-  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override;
-  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, int bucket,
+  void all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                   Stream& stream) override;
   void broadcast(TensorView data, int root, Stream& stream) override;
   void barrier(Stream& stream) override;
@@ -53,6 +53,8 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   [[nodiscard]] std::int64_t reserved_bytes() const override {
     return group_->memory().work_bytes();
   }
+  [[nodiscard]] std::uint64_t call_hash() const override { return group_->call_hash(); }
+  void compare_calls(const std::string& key) override { group_->compare_calls(key); }
   void wait(const Event& event) override;
 
  private:

@@ -46,11 +46,11 @@ NcclGroup::NcclGroup(std::shared_ptr<NcclWorld> world, std::unique_ptr<NcclLink>
       ascending_(members_) {
   std::ranges::sort(ascending_);
   rank_ = static_cast<int>(std::ranges::find(members_, control().rank()) - members_.begin());
+  if (size() > 1) record_ = std::make_shared<CallRecord>(world_->control, id_, members_);
 }
 
 std::string NcclGroup::take_scratch(const WorkNeed& work, std::uint32_t in, std::uint32_t out,
                                     const Stream& stream) {
-  scratch_.reset();
   const bool has_work = (work.between_kinds && in == out) || in == kRegistered ||
                         memory_.has_work(work.bytes, false) ||
                         (work.of_either_kind && memory_.has_work(work.bytes, true));
@@ -69,21 +69,44 @@ void NcclGroup::agree(const HostCall& terms, ConstTensorView in, ConstTensorView
   waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
   throw_if_failed(control(), waiting_);
   ++sequence_;
+  scratch_.reset();
   if (size() == 1) return;
   const auto word = [this](const ConstTensorView& view) {
     return view.count == 0 ? kNothing : memory_.is_registered(view.data) ? kRegistered : kPlain;
   };
+  mine.part = word(in) << kInShift | word(out) << kOutShift;
+  const std::string planned = mine.planned != 0 ? bytes_of(mine) : "";
+  const auto agreed = planned_.find(planned);
+  record_->add(mine, agreed == planned_.end());
+  if (agreed != planned_.end()) {
+    registered_ = agreed->second;
+    return;
+  }
   const std::string without_work = take_scratch(work, word(in), word(out), stream);
-  mine.part = word(in) << kInShift | word(out) << kOutShift | (without_work.empty() ? 0 : kNoWork);
+  if (!without_work.empty()) mine.part |= kNoWork;
+  const std::vector<HostCall> calls = exchange_calls(mine);
+  require_work(calls, work, without_work);
+  registered_ = {agree_on_memory(calls, kInShift), agree_on_memory(calls, kOutShift)};
+  if (!planned.empty() && has_work(work)) planned_.emplace(planned, registered_);
+}
+
+std::vector<HostCall> NcclGroup::exchange_calls(const HostCall& mine) {
   std::vector<HostCall> calls;
   for (const std::string& bytes : exchange("call", bytes_of(mine))) calls.push_back(call_in(bytes));
   const bool same =
       std::ranges::all_of(calls, [&](const HostCall& call) { return agrees(call, mine); });
   if (!same) end_world(control(), mismatch(calls, members_, "nccl"), waiting_);
-  require_work(calls, work, without_work);
-  in_is_registered_ = agree_on_memory(calls, kInShift);
-  out_is_registered_ = agree_on_memory(calls, kOutShift);
+  return calls;
 }
+
+// Memory that was reserved. The same on all ranks, unlike what one of them has a byte of.
+bool NcclGroup::has_work(const WorkNeed& work) const {
+  return work.bytes == 0 || registered_.in || (work.between_kinds && !registered_.out) ||
+         memory_.has_work(work.bytes, false) ||
+         (work.of_either_kind && memory_.has_work(work.bytes, true));
+}
+
+void NcclGroup::forget_planned() { planned_.clear(); }
 
 void NcclGroup::require_work(std::span<const HostCall> calls, const WorkNeed& work,
                              const std::string& own_reason) {
@@ -130,12 +153,13 @@ std::byte* NcclGroup::work(std::size_t bytes, bool registered, Stream& stream) {
 void NcclGroup::require_registered_work(std::size_t bytes) {
   if (memory_.has_work(bytes, true)) return;
   memory_.reserve(*this, bytes, true);
-  if (!memory_.has_work(bytes, true)) in_is_registered_ = out_is_registered_ = false;
+  if (!memory_.has_work(bytes, true)) registered_ = {};
 }
 
 std::vector<std::string> NcclGroup::exchange(const std::string& what, const std::string& message) {
   if (size() == 1) return {message};
   const std::string key = id_ + "/" + std::to_string(sequence_) + "/" + what;
+  const auto followed = world_->watch->follow_wait(tell_of_wait());
   auto ordered = control().exchange(key, ascending_, message, waiting_);
   std::vector<std::string> messages;
   for (const int member : members_) {
@@ -143,6 +167,20 @@ std::vector<std::string> NcclGroup::exchange(const std::string& what, const std:
     messages.push_back(std::move(ordered[static_cast<std::size_t>(place)]));
   }
   return messages;
+}
+
+void NcclGroup::compare_calls(const std::string& key) const {
+  if (size() == 1) return;
+  const WaitState waiting{.operation = "compare calls"};
+  const auto texts =
+      control().exchange(id_ + "/calls/" + key, ascending_, record_->text(), waiting);
+  if (const auto failure = record_->difference(ascending_, texts)) {
+    end_world(control(), *failure, waiting);
+  }
+}
+
+std::function<void()> NcclGroup::tell_of_wait() const {
+  return [record = record_, sequence = sequence_] { record->tell_of_wait(sequence); };
 }
 
 void NcclGroup::enqueue(Stream& stream, const Result& result,
@@ -161,7 +199,7 @@ void NcclGroup::enqueue(Stream& stream, const Result& result,
     done.throw_if_failed();
     last_ = done;
     memory_.release_work(done);
-    world_->watch->follow(link_.get(), waiting_, begun, done);
+    world_->watch->follow(link_.get(), waiting_, tell_of_wait(), begun, done);
   });
   scratch_.reset();
   if (ran) return;
@@ -177,8 +215,10 @@ void NcclGroup::wait_for_calls() const {
 }
 
 void NcclGroup::fail(const NcclError& error) {
-  const auto end = std::chrono::steady_clock::now() + kVerdictTime;
-  while (error.remote() && !control().failed() && std::chrono::steady_clock::now() < end) {
+  if (record_) record_->tell_of_wait(sequence_);  // a peer that makes another call knows better
+  const auto end =
+      std::chrono::steady_clock::now() + (error.remote() ? kVerdictTime : kOwnVerdictTime);
+  while (!control().failed() && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   end_world(control(), nccl_failure(control(), error.remote(), error.what(), waiting_), waiting_);

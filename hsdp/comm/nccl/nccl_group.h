@@ -11,9 +11,11 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "hsdp/comm/host/host_call.h"
+#include "hsdp/comm/nccl/call_record.h"
 #include "hsdp/comm/nccl/nccl_link.h"
 #include "hsdp/comm/nccl/nccl_memory.h"
 #include "hsdp/device/scratch.h"
@@ -47,12 +49,13 @@ class NcclGroup {
   };
   // Returns when every rank makes this same call; a difference ends the world. `in` and `out` are
   // what NCCL may read and write. Where a rank has no memory for the work it is an AgreedError.
+  // A planned call that was agreed on before, and whose work memory was reserved, returns at once.
   void agree(const HostCall& terms, ConstTensorView in, ConstTensorView out, const WorkNeed& work,
              const Stream& stream);
   void agree(const HostCall& terms) { agree(terms, {}, {}, {}, Stream::inline_host()); }
   // Of the call that was agreed on, on every rank that has a byte of them.
-  [[nodiscard]] bool in_is_registered() const { return in_is_registered_; }
-  [[nodiscard]] bool out_is_registered() const { return out_is_registered_; }
+  [[nodiscard]] bool in_is_registered() const { return registered_.in; }
+  [[nodiscard]] bool out_is_registered() const { return registered_.out; }
   // The work memory of that call, in a task of its stream; `registered` as what it exchanges rows
   // with is.
   [[nodiscard]] std::byte* work(std::size_t bytes, bool registered, Stream& stream);
@@ -75,10 +78,24 @@ class NcclGroup {
   // One small message from every member to every member, in group order.
   [[nodiscard]] std::vector<std::string> exchange(const std::string& what,
                                                   const std::string& message);
+  // See Communicator. Also while a call is made.
+  [[nodiscard]] std::uint64_t call_hash() const { return record_ ? record_->planned_hash() : 0; }
+  void compare_calls(const std::string& key) const;
+  // Planned calls are compared once more: memory of the group is not what it was, on every rank.
+  void forget_planned();
   // Ends the world because of what NCCL said in the call that was agreed on, and throws why.
   [[noreturn]] void fail(const NcclError& error);
 
  private:
+  struct Registered {  // a call's memory, on every rank that has a byte of it
+    bool in = false;
+    bool out = false;
+  };
+  // What every rank says of this call.
+  [[nodiscard]] std::vector<HostCall> exchange_calls(const HostCall& mine);
+  [[nodiscard]] bool has_work(const WorkNeed& work) const;
+  // Of the call that was agreed on.
+  [[nodiscard]] std::function<void()> tell_of_wait() const;
   // Says what is wrong where there is none.
   [[nodiscard]] std::string take_scratch(const WorkNeed& work, std::uint32_t in, std::uint32_t out,
                                          const Stream& stream);
@@ -100,8 +117,9 @@ class NcclGroup {
   NcclMemory memory_;
   Event last_;                      // the last collective that was enqueued
   std::optional<Scratch> scratch_;  // of the call that was agreed on
-  bool in_is_registered_ = false;
-  bool out_is_registered_ = false;
+  Registered registered_;
+  std::unordered_map<std::string, Registered> planned_;  // by the bytes of the call
+  std::shared_ptr<CallRecord> record_;                   // null in a group of one
 };
 
 }  // namespace hsdp::comm

@@ -29,6 +29,8 @@ struct NcclWorld {
 
 // How long Control may take to notice a peer that is gone, which NCCL saw first.
 constexpr std::chrono::milliseconds kVerdictTime{3'000};
+// The same where it is this rank's own, and a peer may have made another call.
+constexpr std::chrono::milliseconds kOwnVerdictTime{500};
 
 // What an error of NCCL during `call` means to the world.
 [[nodiscard]] Failure nccl_failure(const Control& control, bool remote, const std::string& text,

@@ -90,8 +90,9 @@ NcclMemory::~NcclMemory() {
   }
 }
 
-void NcclMemory::stop_registering(const NcclGroup& group) {
+void NcclMemory::stop_registering(NcclGroup& group) {
   registers_ = false;
+  group.forget_planned();
   group.wait_for_calls();  // which may move what is registered
   for (const std::weak_ptr<Block>& entry : blocks_) {
     if (const auto block = entry.lock()) block->withdraw();

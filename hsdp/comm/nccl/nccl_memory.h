@@ -49,7 +49,7 @@ class NcclMemory {
   class Block;
   [[nodiscard]] std::shared_ptr<Block> make_block(NcclGroup& group, std::size_t bytes,
                                                   bool registered);
-  void stop_registering(const NcclGroup& group);
+  void stop_registering(NcclGroup& group);
 
   std::vector<std::weak_ptr<Block>> blocks_;
   bool registers_ = true;

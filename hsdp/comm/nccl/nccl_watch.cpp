@@ -84,13 +84,22 @@ void NcclWatch::remove(NcclLink* link) {
   std::erase(links_, link);
 }
 
-void NcclWatch::follow(const NcclLink* link, WaitState call, const Event& begun,
-                       const Event& done) {
+void NcclWatch::follow(const NcclLink* link, WaitState call, std::function<void()> tell,
+                       const Event& begun, const Event& done) {
   {
     const std::lock_guard lock(mutex_);
-    followed_.push_back({link, call, begun, done});
+    followed_.push_back({link, call, {std::move(tell)}, begun, done});
   }
   changed_.notify_all();
+}
+
+std::shared_ptr<void> NcclWatch::follow_wait(std::function<void()> tell) {
+  const std::lock_guard lock(mutex_);
+  const auto wait = waits_.insert(waits_.end(), {std::move(tell), Clock::now()});
+  return {nullptr, [this, wait](void* /*unused*/) {
+            const std::lock_guard erasing(mutex_);
+            waits_.erase(wait);
+          }};
 }
 
 bool NcclWatch::aborted() const {
@@ -113,11 +122,15 @@ void NcclWatch::watch() {
                       [this] { return closing_ || failed_; });
     if (closing_) return;
     if (!failed_ && !control_->failed()) {
-      if (const auto failure = look()) {
-        lock.unlock();
-        control_->fail(*failure);
-        lock.lock();
-      }
+      const std::optional<Failure> failure = look();
+      std::vector<std::function<void()>> tells = take_long_waits();
+      std::vector<Followed> done = std::exchange(done_, {});
+      lock.unlock();  // what these let go of may wait for a thread that wants it
+      for (const auto& tell : tells) tell();
+      if (failure) control_->fail(*failure);
+      tells.clear();
+      done.clear();
+      lock.lock();
       continue;
     }
     failed_ = true;
@@ -143,6 +156,7 @@ void NcclWatch::look_at_collectives() {
   for (auto followed = followed_.begin(); followed != followed_.end();) {
     if (followed->done.complete()) {
       if (followed->slot >= 0) control_->end_wait(followed->slot);
+      done_.push_back(std::move(*followed));
       followed = followed_.erase(followed);
       continue;
     }
@@ -150,9 +164,23 @@ void NcclWatch::look_at_collectives() {
     if (oldest) seen.push_back(followed->link);
     if (oldest && followed->slot < 0 && followed->begun.complete()) {
       followed->slot = control_->begin_wait(followed->call);
+      if (!followed->wait.since) followed->wait.since = Clock::now();
     }
     ++followed;
   }
+}
+
+// What to tell of those that have become long.
+std::vector<std::function<void()>> NcclWatch::take_long_waits() {
+  std::vector<std::function<void()>> tells;
+  const auto take = [&tells, now = Clock::now()](LongWait& wait) {
+    if (!wait.since || now - *wait.since < wait.patience) return;
+    wait.patience *= 2;
+    tells.push_back(wait.tell);
+  };
+  for (LongWait& wait : waits_) take(wait);
+  for (Followed& followed : followed_) take(followed.wait);
+  return tells;
 }
 
 // The failure that an error of NCCL is. A peer that is gone is first left to Control, which knows
@@ -162,8 +190,13 @@ std::optional<Failure> NcclWatch::look_at_links() {
     const NcclStatus status = link->look();
     if (!status.failed()) continue;
     const bool remote = status.state == NcclStatus::State::kRemoteError;
-    if (remote && remote_since_ == Clock::time_point()) remote_since_ = Clock::now();
-    if (remote && Clock::now() - remote_since_ < kVerdictTime) continue;
+    if (error_since_ == Clock::time_point()) {
+      error_since_ = Clock::now();
+      for (Followed& followed : followed_) {  // a peer may have made another call
+        if (followed.link == link) followed.wait.since = error_since_ - followed.wait.patience;
+      }
+    }
+    if (Clock::now() - error_since_ < (remote ? kVerdictTime : kOwnVerdictTime)) continue;
     const auto call =
         std::ranges::find_if(followed_, [link](const Followed& f) { return f.link == link; });
     const WaitState named = call == followed_.end() ? WaitState{.operation = "nccl"} : call->call;

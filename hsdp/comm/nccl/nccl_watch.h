@@ -12,6 +12,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,6 +21,7 @@
 #include <vector>
 
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/nccl/call_record.h"
 #include "hsdp/comm/nccl/nccl_library.h"
 #include "hsdp/device/event.h"
 #include "hsdp/tensor_view.h"
@@ -37,8 +40,12 @@ class NcclWatch {
 
   void add(NcclLink* link);
   void remove(NcclLink* link);
-  // A collective that the GPU does between the two events.
-  void follow(const NcclLink* link, WaitState call, const Event& begun, const Event& done);
+  // A collective that the GPU does between the two events. Where it takes long `tell` is called
+  // now and then, by a thread of the watch.
+  void follow(const NcclLink* link, WaitState call, std::function<void()> tell, const Event& begun,
+              const Event& done);
+  // A wait of the host's, likewise, while the handle lives.
+  [[nodiscard]] std::shared_ptr<void> follow_wait(std::function<void()> tell);
   // Ends a communicator that nothing uses any more; where that is by an abort, sets its `poison`
   // first, which lives for good.
   void tear_down(NcclHandle handle, std::atomic<std::uint32_t>& poison);
@@ -50,9 +57,15 @@ class NcclWatch {
   [[nodiscard]] bool aborted() const;
 
  private:
+  struct LongWait {
+    std::function<void()> tell;
+    std::optional<std::chrono::steady_clock::time_point> since{};
+    std::chrono::milliseconds patience = kLongWait;
+  };
   struct Followed {
     const NcclLink* link;
     WaitState call;
+    LongWait wait;
     Event begun;
     Event done;
     int slot = -1;  // of the wait that Control was told of
@@ -68,6 +81,7 @@ class NcclWatch {
   void watch();
   std::optional<Failure> look();
   void look_at_collectives();
+  [[nodiscard]] std::vector<std::function<void()>> take_long_waits();
   [[nodiscard]] std::optional<Failure> look_at_links();
   void abort_all();
 
@@ -79,7 +93,9 @@ class NcclWatch {
   std::condition_variable changed_;
   std::vector<NcclLink*> links_;
   std::deque<Followed> followed_;
-  std::chrono::steady_clock::time_point remote_since_;
+  std::vector<Followed> done_;  // to be let go of without the mutex
+  std::list<LongWait> waits_;
+  std::chrono::steady_clock::time_point error_since_;
   bool closing_ = false;
   std::atomic<bool> aborting_{false};
   std::atomic<std::uint32_t>& poison_;

@@ -1,0 +1,254 @@
+// Planned calls: compared with the peers' the first time, made without a message from then on, and
+// what differs is found all the same.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpu_rank.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/error.h"
+#include "hsdp/reducer.h"
+#include "nccl_ranks.h"
+#include "quant/loco_hop.h"
+
+namespace hsdp::test {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+
+std::int64_t messages_of(const Communicator& world) {
+  std::int64_t count = 0;
+  for (const ControlLinkStats& link : control_of(world)->links()) count += link.sent_count;
+  return count;
+}
+
+// Memory of one rank and the stream that uses it.
+struct OnGpu {
+  explicit OnGpu(const Communicator& world)
+      : in(gpu_of(world.rank()), 4096),
+        out(gpu_of(world.rank()), 4096),
+        stream(Stream::create(gpu_of(world.rank()), "caller")) {}
+  ~OnGpu() {
+    try {
+      stream.synchronize();
+    } catch (const Error&) {  // was thrown to the test
+    }
+  }
+  OnGpu(const OnGpu&) = delete;
+  OnGpu& operator=(const OnGpu&) = delete;
+
+  [[nodiscard]] TensorView rows(int count) const { return in.view(Dtype::kF32).slice(0, count); }
+  [[nodiscard]] TensorView sums(int count) const { return out.view(Dtype::kF32).slice(0, count); }
+
+  Buffer in;
+  Buffer out;
+  Stream stream;
+};
+
+TEST(NcclPlanned, CallsSendNothingFromTheSecondTimeOn) {
+  run_nccl_ranks(3, [](Communicator& world) {
+    OnGpu gpu(world);
+    ReduceScatter scattered{
+        .in = gpu.rows(300), .out = gpu.sums(100), .bucket = 0, .planned = true};
+    AllReduce summed{.data = gpu.sums(100), .wire = Dtype::kBf16, .bucket = 1, .planned = true};
+    world.reserve(std::span(&scattered, 1));
+    world.reserve(std::span(&summed, 1));
+    const auto round = [&](double divisor) {
+      scattered.divisor = summed.divisor = divisor;
+      world.reduce_scatter(scattered, gpu.stream);
+      world.all_reduce(summed, gpu.stream);
+      world.all_gather(gpu.sums(100), gpu.rows(300), gpu.stream, std::nullopt, {2, true});
+      world.all_to_all(gpu.rows(300), gpu.sums(300), gpu.stream, std::nullopt, {3, true});
+    };
+    round(1.0);
+    std::vector<std::int64_t> sent;  // a rank that has to wait for seconds tells of it
+    for (const double divisor : {1.0, 2.0, 3.0, 4.0}) {
+      const std::int64_t before = messages_of(world);
+      round(divisor);
+      world.wait(gpu.stream.record());
+      sent.push_back(messages_of(world) - before);
+    }
+    EXPECT_EQ(std::ranges::min(sent), 0);
+    const std::int64_t before = messages_of(world);
+    world.all_reduce(gpu.sums(100), gpu.stream);
+    EXPECT_GE(messages_of(world), before + 1) << "of a free call";
+    world.wait(gpu.stream.record());
+  });
+}
+
+// Which of four calls, that all ranks have made twice, a rank makes once more. 11 is call 1 with
+// one element more, and 101 the same in bf16.
+using Calls = std::vector<int>;
+
+AllReduce call_of(const OnGpu& gpu, int number) {
+  const std::int64_t count = 10 + number % 10;
+  const Dtype dtype = number < 100 ? Dtype::kF32 : Dtype::kBf16;
+  return {.data = gpu.in.view(dtype).slice(0, number < 10 ? count : count + 1),
+          .bucket = number % 10,
+          .planned = true};
+}
+
+TEST(NcclPlanned, WhatDiffersOnOneRankIsNamedOnAll) {
+  struct Row {
+    Calls of_rank_1;
+    std::string expected;
+    std::string got;
+  };
+  const std::vector<Row> rows{
+      {{0, 11, 2, 3}, "all_reduce of 11 f32 of bucket 1", "all_reduce of 12 f32 of bucket 1"},
+      {{0, 101, 2, 3}, "all_reduce of 11 f32 of bucket 1", "all_reduce of 12 bf16 of bucket 1"},
+      {{0, 2, 1, 3}, "all_reduce of 11 f32 of bucket 1", "all_reduce of 12 f32 of bucket 2"},
+      {{0, 2, 3}, "all_reduce of 11 f32 of bucket 1", "all_reduce of 12 f32 of bucket 2"},
+  };
+  for (const Row& row : rows) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto errors = try_nccl_ranks(3,
+                                       [&](Communicator& world) {
+                                         OnGpu gpu(world);
+                                         const auto make_all = [&](const Calls& calls) {
+                                           for (const int number : calls)
+                                             world.all_reduce(call_of(gpu, number), gpu.stream);
+                                         };
+                                         const AllReduce longest = call_of(gpu, 13);
+                                         world.reserve(std::span(&longest, 1));
+                                         const Calls all{0, 1, 2, 3};
+                                         make_all(all);
+                                         make_all(all);
+                                         world.wait(gpu.stream.record());
+                                         make_all(world.rank() == 1 ? row.of_rank_1 : all);
+                                         world.wait(gpu.stream.record());
+                                         world.barrier();
+                                       },
+                                       {.timeout = milliseconds(60'000)});
+    EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(30'000)) << "by a timeout";
+    for (const std::exception_ptr& error : errors) {
+      ASSERT_TRUE(error);
+      try {
+        std::rethrow_exception(error);
+      } catch (const MismatchError& mismatch) {
+        EXPECT_THAT(mismatch.what(),
+                    AllOf(HasSubstr(row.expected), HasSubstr(row.got), HasSubstr("(rank 1)"),
+                          AnyOf(HasSubstr("(rank 0)"), HasSubstr("(rank 2)"))));
+      }
+    }
+  }
+}
+
+// The word, the bit for found_inf and nothing else.
+TEST(NcclPlanned, AStepSendsAsMuchForManyBucketsAsForFew) {
+  std::map<int, std::vector<std::int64_t>> messages;  // by number of buckets
+  for (const bool quantizes : {false, true}) {
+    for (const int count : {4, 150}) {
+      std::mutex mutex;
+      run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+        ReducerOptions options{.reduce_dtype = Dtype::kF32, .bucket_bytes = 256};
+        if (quantizes) options.replica_hop = std::make_shared<quant::LocoHop>();
+        Reducer reducer(mesh, options);
+        for (int p = 0; p < count; ++p) {
+          reducer.register_parameter({.name = "w" + std::to_string(p), .shape = {64}});
+        }
+        const std::vector<float> gradient(64, 1.0F);
+        std::vector<std::int64_t> after;
+        for (int step = 0; step < 4; ++step) {
+          for (const bool last : {false, true}) {
+            Microbatch open(reducer, {.last = last});
+            for (int p = 0; p < count; ++p) {
+              reducer.gradient_ready(p, {gradient.data(), Dtype::kF32, mesh.device(), {64}, {}});
+            }
+            open.end();
+          }
+          EXPECT_FALSE(reducer.found_inf());
+          after.push_back(reducer.stats().control_message_count);
+        }
+        EXPECT_EQ(reducer.stats().bucket_count, count);
+        const std::lock_guard lock(mutex);
+        messages[count].push_back(std::min(after[2] - after[1], after[3] - after[2]));
+      });
+    }
+    EXPECT_EQ(messages[4], messages[150]);
+    EXPECT_THAT(messages[4], ::testing::Each(3)) << "a word for each microbatch, one bit";
+    messages.clear();
+  }
+}
+
+// One replica reduces the second bucket before the first one, and both are of one size: without a
+// look at the calls each would get sums of the other, and nobody would know.
+class InOtherOrder : public ReplicaHop {
+ public:
+  explicit InOtherOrder(bool turns) : turns_(turns) {}
+  [[nodiscard]] std::string describe() const override { return "in other order"; }
+  [[nodiscard]] bool needs_gather_group() const override { return false; }
+  void bind(Communicator scatter, Communicator /*gather*/) override {
+    replicas_ = std::move(scatter);
+  }
+  Event reduce(const HopBucket& bucket, Stream& stream) override {
+    const AllReduce sum = plain_sum(bucket, Reduction::kExact);
+    if (turns_ && bucket.bucket == 0) {
+      first_ = sum;
+      return {};
+    }
+    replicas_.all_reduce(sum, stream);
+    if (first_) replicas_.all_reduce(*std::exchange(first_, std::nullopt), stream);
+    return {};
+  }
+  void set_turns(bool turns) { turns_ = turns; }
+
+ private:
+  bool turns_;
+  std::optional<AllReduce> first_;
+  Communicator replicas_;
+};
+
+TEST(NcclPlanned, BucketsInAnotherOrderAreFoundAtTheStepsEnd) {
+  const auto errors = try_nccl_ranks(
+      2,
+      [](Communicator& world) {
+        const Mesh mesh = mesh_of(world, {2, 1});
+        const auto hop = std::make_shared<InOtherOrder>(false);
+        Reducer reducer(mesh,
+                        {.reduce_dtype = Dtype::kF32, .bucket_bytes = 256, .replica_hop = hop});
+        for (const char* name : {"a", "b"}) {
+          reducer.register_parameter({.name = name, .shape = {64}});
+        }
+        const std::vector<float> gradient(64, 1.0F);
+        for (int step = 0; step < 3; ++step) {
+          hop->set_turns(step == 2 && world.rank() == 1);
+          reducer.begin_microbatch({.last = true});
+          for (int p = 0; p < 2; ++p) {
+            reducer.gradient_ready(p, {gradient.data(), Dtype::kF32, mesh.device(), {64}, {}});
+          }
+          reducer.end_microbatch();
+          EXPECT_FALSE(reducer.found_inf());
+        }
+      },
+      {.timeout = milliseconds(60'000)});
+  for (const std::exception_ptr& error : errors) {
+    ASSERT_TRUE(error);
+    try {
+      std::rethrow_exception(error);
+    } catch (const MismatchError& mismatch) {
+      EXPECT_THAT(mismatch.what(),
+                  AllOf(HasSubstr("expected all_reduce of 64 f32 of bucket 0 (rank 0)"),
+                        HasSubstr("got all_reduce of 64 f32 of bucket 1 (rank 1)")));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hsdp::test

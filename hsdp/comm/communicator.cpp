@@ -222,9 +222,14 @@ std::optional<std::vector<std::string>> Communicator::collect_within(
   return in_rank_order(world_ranks(), sorted, std::move(*messages));
 }
 
-std::uint64_t Communicator::call_hash() const { return engine_ ? engine_->call_hash() : 0; }
+std::uint64_t Communicator::call_hash() const {
+  const comm::PlannedCalls* const calls = engine_ ? engine_->planned_calls() : nullptr;
+  return calls != nullptr ? calls->hash() : 0;
+}
 
-void Communicator::compare_calls(const std::string& key) { require(engine_).compare_calls(key); }
+void Communicator::compare_calls(const std::string& key) {
+  if (const comm::PlannedCalls* const calls = require(engine_).planned_calls()) calls->compare(key);
+}
 
 std::string Communicator::next_exchange_key() { return require(engine_).next_exchange_key(); }
 

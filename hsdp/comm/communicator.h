@@ -11,9 +11,9 @@
 // on every engine and transport. A 16-bit output is rounded once.
 //
 // Before data moves the ranks compare sequence, operation, dtype and count: MismatchError names
-// the first difference. The nccl engine compares a planned call the first time only. A lost peer or
-// a timeout throws PeerLostError or TimeoutError on every rank; after that every call on every
-// Communicator of this world repeats the first error.
+// the first difference. A planned call they compare the first time only, where that costs messages.
+// A lost peer or a timeout throws PeerLostError or TimeoutError on every rank; after that every
+// call on every Communicator of this world repeats the first error.
 #pragma once
 
 #include <array>
@@ -39,8 +39,9 @@ struct CallLabel {
   int bucket = kNoBucket;
   // Every rank of the group makes it at the same place in one order, step after step, whatever the
   // program around it does, as a Reducer does its buckets', and with memory of one kind: of
-  // allocate() or not. The caller has its divisor and exponents agreed elsewhere, and compares
-  // call_hash() now and then [Note: planned calls].
+  // allocate() or not. It is compared with the peers' the first time only. The caller has its
+  // divisor and exponents agreed elsewhere, and compares call_hash() now and then
+  // [Note: planned calls].
   bool planned = false;
 };
 

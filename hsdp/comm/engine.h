@@ -4,6 +4,7 @@
 
 #include "hsdp/comm/communicator.h"
 #include "hsdp/comm/control.h"
+#include "hsdp/comm/planned_calls.h"
 
 namespace hsdp {
 
@@ -35,9 +36,8 @@ class Communicator::Engine {
   virtual void reserve(std::span<const ReduceScatter> calls) { static_cast<void>(calls); }
   virtual void reserve(std::span<const AllReduce> calls) { static_cast<void>(calls); }
   [[nodiscard]] virtual std::int64_t reserved_bytes() const { return 0; }
-  // See Communicator::call_hash() and compare_calls().
-  [[nodiscard]] virtual std::uint64_t call_hash() const { return 0; }
-  virtual void compare_calls(const std::string& key) { static_cast<void>(key); }
+  // Null where every call is compared.
+  [[nodiscard]] virtual comm::PlannedCalls* planned_calls() const { return nullptr; }
   // See Communicator::wait().
   virtual void wait(const Event& event) { event.wait(); }
 

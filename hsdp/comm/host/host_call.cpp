@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstring>
 
 namespace hsdp::comm {
 namespace {
@@ -28,10 +29,20 @@ std::size_t votes(std::span<const HostCall> calls, const HostCall& call) {
 
 std::string_view name(Operation operation) { return kNames[static_cast<std::size_t>(operation)]; }
 
+std::string bytes_of(const HostCall& call) {
+  std::string bytes(sizeof(call), '\0');
+  std::memcpy(bytes.data(), &call, sizeof(call));
+  return bytes;
+}
+
+bool is_call(const HostCall& call) {
+  return call.kind == CallKind::kFree || call.kind == CallKind::kPlanned;
+}
+
 bool agrees(const HostCall& a, const HostCall& b) {
   return a.operation == b.operation && a.count == b.count && a.dtype == b.dtype &&
          a.wire == b.wire && a.terms == b.terms && a.bucket == b.bucket && a.root == b.root &&
-         a.planned == b.planned;
+         a.kind == b.kind;
 }
 
 HostCall call_on(Operation operation, ConstTensorView memory) {

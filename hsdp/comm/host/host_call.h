@@ -32,6 +32,12 @@ enum class Operation : std::uint8_t {
 // HostCall::part of memory without a byte: peers have nothing to read.
 constexpr std::uint32_t kNoBytes = 0xffffffffU;
 
+// No bytes of data are likely to be one of these.
+enum class CallKind : std::uint32_t {
+  kFree = 0x6b1d94f3,
+  kPlanned = 0x9c47a2e5,  // see CallLabel
+};
+
 struct HostCall {
   std::int64_t count = 0;
   std::uint64_t terms = 0;    // hash of what else must agree: cut, exponents, divisor
@@ -44,12 +50,19 @@ struct HostCall {
   Dtype dtype = Dtype::kU8;
   Dtype wire = Dtype::kU8;
   std::uint8_t wants_nonfinite = 0;
-  std::uint32_t planned = 0;  // 1: see CallLabel; of nccl alone
+  CallKind kind = CallKind::kFree;
 };
 static_assert(sizeof(HostCall) == 48);
 
 // The call on one array, which travels in its own dtype and which no peer sees.
 [[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory);
+
+[[nodiscard]] std::string bytes_of(const HostCall& call);
+[[nodiscard]] constexpr CallKind kind_of(bool planned) {
+  return planned ? CallKind::kPlanned : CallKind::kFree;
+}
+// False of data that a peer sent instead, because it did not ask.
+[[nodiscard]] bool is_call(const HostCall& call);
 
 // True when two ranks make the same call.
 [[nodiscard]] bool agrees(const HostCall& a, const HostCall& b);

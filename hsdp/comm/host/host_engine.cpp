@@ -1,7 +1,6 @@
 #include "hsdp/comm/host/host_engine.h"
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "hsdp/comm/agreed_error.h"
@@ -70,6 +69,7 @@ void HostEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   run(stream, [this, args](HostGroup& group) {
     HostCall call = call_on(Operation::kReduceScatter, args.in);
     call.bucket = args.bucket;
+    call.kind = kind_of(args.planned);
     call.terms = TermsHash().add(*args.cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {
@@ -88,13 +88,10 @@ void HostEngine::all_reduce(const AllReduce& args, Stream& stream) {
   run(stream, [this, args](HostGroup& group) {
     HostCall call = call_on(Operation::kAllReduce, args.data);
     call.bucket = args.bucket;
+    call.kind = kind_of(args.planned);
     call.wire = wire_dtype(args);
     call.wants_nonfinite = args.nonfinite != nullptr ? 1 : 0;
-    call.terms = TermsHash()
-                     .add(std::bit_cast<std::uint64_t>(args.divisor))
-                     .add(static_cast<std::uint64_t>(args.send_exponent))
-                     .add(static_cast<std::uint64_t>(args.total_exponent))
-                     .value();
+    call.terms = terms_of(args);
     const auto bytes = control_row(group, args);
     const auto calls = group.agree(call, bytes);
     if (!bytes.empty()) {
@@ -117,6 +114,7 @@ void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
     HostCall call = call_on(Operation::kAllGather, in);
     call.count = out.count;
     call.bucket = label.bucket;
+    call.kind = kind_of(label.planned);
     call.terms = TermsHash().add(cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {
@@ -133,6 +131,7 @@ void HostEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cu
   run(stream, [this, in, out, cut, label](HostGroup& group) {
     HostCall call = call_on(Operation::kAllToAll, in);
     call.bucket = label.bucket;
+    call.kind = kind_of(label.planned);
     call.terms = TermsHash().add(cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {

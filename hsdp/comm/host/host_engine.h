@@ -26,6 +26,7 @@ class HostEngine : public Communicator::Engine, public std::enable_shared_from_t
   [[nodiscard]] std::string_view name() const override { return "host"; }
   [[nodiscard]] const std::string& group_id() const override { return group_->id(); }
   [[nodiscard]] Control& control() const override { return group_->control(); }
+  [[nodiscard]] PlannedCalls* planned_calls() const override { return group_->planned_calls(); }
 
   void reduce_scatter(const ReduceScatter& args, Stream& stream) override;
   void all_reduce(const AllReduce& args, Stream& stream) override;

@@ -9,6 +9,7 @@
 #include "hsdp/comm/host/tcp_channel.h"
 #include "hsdp/comm/host/tcp_links.h"
 #include "hsdp/comm/host/tile_plan.h"
+#include "hsdp/comm/long_wait.h"
 #include "hsdp/comm/retry.h"
 #include "hsdp/error.h"
 
@@ -48,6 +49,7 @@ HostGroup::HostGroup(std::shared_ptr<HostWorld> world, std::string id, std::vect
     board_ = std::make_unique<HostBoard>(*group_lines_, lines_, members_, rank_, control());
     waiter_ = std::make_unique<Waiter>(bell);
   } else {
+    planned_calls_.emplace(world_->control, id_, members_, "host");
     if (neighbours_.size() > 1) open_rings();
     auto sockets = std::make_unique<SocketWaiter>(bell, neighbours_.size() > 1);
     sockets_ = sockets.get();
@@ -170,28 +172,40 @@ void HostGroup::wait(const std::function<bool()>& ready, const std::function<int
     if (sockets_ != nullptr) sockets_->look();
     return ready();
   };
-  wait_until(control(), *waiter_, waiting_, look,
-             [&] { return members_[static_cast<std::size_t>(peer())]; });
+  LongWait wait;
+  const auto world_rank = [&] {  // asked for before a sleep
+    if (planned_calls_ && wait.has_become_long()) planned_calls_->tell_of_wait();
+    return members_[static_cast<std::size_t>(peer())];
+  };
+  wait_until(control(), *waiter_, waiting_, look, world_rank);
 }
 
 std::span<const HostCall> HostGroup::agree(HostCall mine, std::span<const std::byte> bytes) {
   waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
   throw_if_failed(control(), waiting_);
   ++sequence_;
-  mine.dropped = memory().dropped();
   if (size() == 1) {
     calls_[0] = mine;
     return calls_;
   }
+  HostCall planned = mine;
+  planned.wants_nonfinite = 0;  // which is each rank's own affair
+  if (planned_calls_ && planned_calls_->begin(planned) && open_) {
+    std::ranges::fill(calls_, mine);
+    return calls_;
+  }
+  mine.dropped = memory().dropped();
   const auto calls = board_  ? board_->post(mine, waiting_)
                      : open_ ? post_by_channels(mine)
                              : post_by_control(mine, bytes);
   for (std::size_t r = 0; r < calls.size(); ++r) {
+    if (!is_call(calls[r])) planned_calls_->end_by_data(members_[r], waiting_);
     if (!agrees(calls[r], mine)) end_world(control(), mismatch(calls, members_), waiting_);
     if (seen_dropped_[r] == calls[r].dropped) continue;
     seen_dropped_[r] = calls[r].dropped;
     memory().forget_dropped();
   }
+  if (planned_calls_) planned_calls_->agreed(planned);
   return calls;
 }
 

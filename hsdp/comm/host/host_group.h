@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "hsdp/comm/host/multicast.h"
 #include "hsdp/comm/host/shared_segment.h"
 #include "hsdp/comm/host/socket_waiter.h"
+#include "hsdp/comm/planned_calls.h"
 #include "hsdp/comm/world.h"
 
 namespace hsdp::comm {
@@ -53,13 +55,18 @@ class HostGroup {
 
   // Starts the next call: posts it, waits for every member's and compares; result[r] is rank r's.
   // Throws MismatchError on every rank when they differ. The calls go over Control while
-  // calls_take_bytes(), and take `bytes` with them.
+  // calls_take_bytes(), and take `bytes` with them. A planned call that all have made before is not
+  // posted where the calls would go over channels.
   std::span<const HostCall> agree(HostCall mine, std::span<const std::byte> bytes = {});
   // True until a group that shares no memory has its channels; the same on every member.
   [[nodiscard]] bool calls_take_bytes() const { return size() > 1 && !shares_memory() && !open_; }
   // What rank r's last call took with it.
   [[nodiscard]] std::span<const std::byte> bytes_of(int rank) const;
   [[nodiscard]] std::uint64_t sequence() const { return sequence_; }
+  // Null where memory is shared: a look at the calls costs nothing there.
+  [[nodiscard]] PlannedCalls* planned_calls() {
+    return planned_calls_ ? &*planned_calls_ : nullptr;
+  }
   // The end of a call that read or wrote peers' memory. Only when shares_memory().
   void finish(bool nonfinite) { board_->finish(nonfinite); }
   bool wait_finished() { return board_->wait_finished(waiting_); }
@@ -126,6 +133,7 @@ class HostGroup {
   std::vector<HostCall> calls_;
   std::vector<std::string> messages_;  // the last calls that went over Control
   std::vector<std::uint32_t> seen_dropped_;
+  std::optional<PlannedCalls> planned_calls_;
   std::shared_ptr<void> wake_;  // last: removed before what it wakes
 };
 

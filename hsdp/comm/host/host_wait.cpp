@@ -59,13 +59,16 @@ void throw_if_failed(Control& control, WaitState state) {
   control.throw_if_failed();
 }
 
-void end_world(Control& control, const Failure& failure, WaitState state) {
-  control.fail(failure);
-  // It may have to travel to rank 0 and back before it counts.
-  constexpr int kLooks = 2'000;
-  for (int i = 0; i < kLooks && !control.failed(); ++i) {
+void wait_for_verdict(const Control& control, std::chrono::milliseconds at_most) {
+  const auto end = std::chrono::steady_clock::now() + at_most;
+  while (!control.failed() && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+}
+
+void end_world(Control& control, const Failure& failure, WaitState state) {
+  control.fail(failure);
+  wait_for_verdict(control, std::chrono::seconds(2));  // to rank 0 and back before it counts
   throw_if_failed(control, state);
   throw_failure(failure);
 }

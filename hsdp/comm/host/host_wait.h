@@ -75,6 +75,9 @@ class AnnouncedWait {
 // Throws what ended the world, if it ended, and lets Control know what it interrupts.
 void throw_if_failed(Control& control, WaitState state);
 
+// Until the world has failed, or that time is over: a peer may know better what is wrong.
+void wait_for_verdict(const Control& control, std::chrono::milliseconds at_most);
+
 // Ends the world and throws why it ended: `failure`, unless another was first.
 [[noreturn]] void end_world(Control& control, const Failure& failure, WaitState state);
 

@@ -1,6 +1,9 @@
 #include "hsdp/comm/host/reduce_plan.h"
 
 #include <algorithm>
+#include <bit>
+
+#include "hsdp/comm/host/host_call.h"
 
 namespace hsdp::comm {
 
@@ -27,6 +30,17 @@ std::vector<ElementRun> slices_of(const AllReduce& args, int size) {
   slices.reserve(static_cast<std::size_t>(size));
   for (int r = 0; r < size; ++r) slices.push_back(all_reduce_slice(args.data.count, size, r));
   return slices;
+}
+
+std::uint64_t terms_of(const AllReduce& args) {
+  TermsHash hash;
+  hash.add(static_cast<std::uint64_t>(args.reduction));
+  if (!args.planned) {
+    hash.add(std::bit_cast<std::uint64_t>(args.divisor))
+        .add(static_cast<std::uint64_t>(args.send_exponent))
+        .add(static_cast<std::uint64_t>(args.total_exponent));
+  }
+  return hash.value();
 }
 
 Dtype wire_dtype(const AllReduce& args) { return args.wire.value_or(args.data.dtype); }

@@ -24,6 +24,10 @@ struct ElementRun {
 [[nodiscard]] std::vector<ElementRun> slices_of(const ReduceScatter& args, int size);
 [[nodiscard]] std::vector<ElementRun> slices_of(const AllReduce& args, int size);
 
+// HostCall::terms of an all-reduce. What a planned one divides by, and its exponents, follow from
+// what its callers compare otherwise.
+[[nodiscard]] std::uint64_t terms_of(const AllReduce& args);
+
 // What travels in an all-reduce.
 [[nodiscard]] Dtype wire_dtype(const AllReduce& args);
 // True when f32 data is rounded to 16 bit on the way.

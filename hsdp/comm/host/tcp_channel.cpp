@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <chrono>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "hsdp/comm/control/world_end.h"
@@ -70,10 +69,7 @@ bool TcpChannel::read(std::byte* data, std::size_t size, std::size_t& done) {
 void TcpChannel::lose(const std::string& reason) {
   // A peer that left because the world ended has said why through Control: that reason comes first
   // [Note: dead links].
-  constexpr int kPatience = 200;
-  for (int i = 0; i < kPatience && !peer_.control.failed(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
+  wait_for_verdict(peer_.control, std::chrono::seconds(1));
   throw_if_failed(peer_.control, peer_.waiting);
   end_world(peer_.control,
             {.kind = FailureKind::kPeerLost,

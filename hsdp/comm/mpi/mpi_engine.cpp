@@ -1,6 +1,5 @@
 #include "hsdp/comm/mpi/mpi_engine.h"
 
-#include <bit>
 #include <utility>
 
 #include "hsdp/comm/agreed_error.h"
@@ -50,6 +49,7 @@ void MpiEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   run(stream, [args](MpiGroup& group) {
     HostCall call = call_on(Operation::kReduceScatter, args.in);
     call.bucket = args.bucket;
+    call.kind = kind_of(args.planned);
     call.terms = TermsHash().add(*args.cut).value();
     group.agree(call);
     MpiReduce(group, args).run();
@@ -61,12 +61,9 @@ void MpiEngine::all_reduce(const AllReduce& args, Stream& stream) {
   run(stream, [args](MpiGroup& group) {
     HostCall call = call_on(Operation::kAllReduce, args.data);
     call.bucket = args.bucket;
+    call.kind = kind_of(args.planned);
     call.wire = wire_dtype(args);
-    call.terms = TermsHash()
-                     .add(std::bit_cast<std::uint64_t>(args.divisor))
-                     .add(static_cast<std::uint64_t>(args.send_exponent))
-                     .add(static_cast<std::uint64_t>(args.total_exponent))
-                     .value();
+    call.terms = terms_of(args);
     group.agree(call);
     MpiReduce(group, args).run();
   });
@@ -78,6 +75,7 @@ void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut
   run(stream, [in, out, cut, label](MpiGroup& group) {
     HostCall call = call_on(Operation::kAllGather, out);
     call.bucket = label.bucket;
+    call.kind = kind_of(label.planned);
     call.terms = TermsHash().add(cut).value();
     group.agree(call);
     mpi_all_gather(group, in, out, cut);
@@ -90,6 +88,7 @@ void MpiEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut
   run(stream, [in, out, cut, label](MpiGroup& group) {
     HostCall call = call_on(Operation::kAllToAll, in);
     call.bucket = label.bucket;
+    call.kind = kind_of(label.planned);
     call.terms = TermsHash().add(cut).value();
     group.agree(call);
     mpi_all_to_all(group, in, out, cut);

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "hsdp/comm/long_wait.h"
 #include "hsdp/comm/mpi/mpi_library.h"
 #include "hsdp/error.h"
 
@@ -31,6 +32,9 @@ MpiGroup::MpiGroup(std::shared_ptr<MpiWorld> world, Place place)
       ascending_(place_.members),
       rank_(index_of(world_->control->rank())) {
   std::ranges::sort(ascending_);
+  if (size() > 1) {
+    planned_calls_.emplace(world_->control, place_.id, place_.members, "mpi");
+  }
 }
 
 int MpiGroup::index_of(int world_rank) const {
@@ -41,8 +45,10 @@ void MpiGroup::agree(const HostCall& mine) {
   waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
   throw_if_failed(control(), waiting_);
   ++sequence_;
-  if (size() == 1) return;
-  auto calls = std::make_shared<std::vector<HostCall>>(place_.members.size(), mine);
+  if (size() == 1 || planned_calls_->begin(mine)) return;
+  constexpr HostCall kNoCall{.kind = CallKind{}};  // until one has come whole
+  auto calls = std::make_shared<std::vector<HostCall>>(place_.members.size(), kNoCall);
+  (*calls)[static_cast<std::size_t>(rank_)] = mine;
   auto sent = std::make_shared<HostCall>(mine);
   MpiTransfers messages = transfers();
   messages.keep(calls);
@@ -53,8 +59,14 @@ void MpiGroup::agree(const HostCall& mine) {
     messages.send(peer(r), sent.get(), sizeof(HostCall));
   }
   wait(messages);
-  if (std::ranges::all_of(*calls, [&](const auto& call) { return agrees(call, mine); })) return;
-  end_world(control(), mismatch(*calls, place_.members, "mpi"), waiting_);
+  const auto data = std::ranges::find_if_not(*calls, is_call);
+  if (data != calls->end()) {
+    planned_calls_->end_by_data(peer(static_cast<int>(data - calls->begin())), waiting_);
+  }
+  if (!std::ranges::all_of(*calls, [&](const auto& call) { return agrees(call, mine); })) {
+    end_world(control(), mismatch(*calls, place_.members, "mpi"), waiting_);
+  }
+  planned_calls_->agreed(mine);
 }
 
 std::shared_ptr<std::byte[]> MpiGroup::scratch(std::size_t which, std::size_t size) {
@@ -70,9 +82,13 @@ std::shared_ptr<std::byte[]> MpiGroup::scratch(std::size_t which, std::size_t si
 void MpiGroup::wait(MpiTransfers& transfers) {
   try {
     waiter_.start_wait();
+    LongWait wait;
+    const auto peer = [&] {  // asked for before a sleep
+      if (wait.has_become_long()) planned_calls_->tell_of_wait();
+      return transfers.pending_peer();
+    };
     wait_until(
-        control(), waiter_, waiting_, [&] { return transfers.test(); },
-        [&] { return transfers.pending_peer(); });
+        control(), waiter_, waiting_, [&] { return transfers.test(); }, peer);
   } catch (const RankError&) {
     throw;
   } catch (const UsageError&) {
@@ -82,12 +98,11 @@ void MpiGroup::wait(MpiTransfers& transfers) {
   }
 }
 
-// A peer that died breaks the transfer first, and is named by Control a moment later.
+// A peer that died, or that makes another call, breaks the transfer first, and is named by Control
+// a moment later.
 void MpiGroup::throw_transfer_failed(const std::exception& error) {
-  constexpr int kLooks = 2'000;
-  for (int i = 0; i < kLooks && !control().failed(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  planned_calls_->tell_of_wait();
+  wait_for_verdict(control(), std::chrono::seconds(2));
   end_world(control(),
             {.kind = FailureKind::kAborted, .message = error.what(), .ranks = {control().rank()}},
             waiting_);

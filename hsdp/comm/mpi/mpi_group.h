@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "hsdp/comm/host/host_wait.h"
 #include "hsdp/comm/mpi/mpi_progress.h"
 #include "hsdp/comm/mpi/mpi_transfers.h"
+#include "hsdp/comm/planned_calls.h"
 
 namespace hsdp::comm {
 
@@ -66,8 +68,13 @@ class MpiGroup {
   [[nodiscard]] int peer(int rank) const { return place_.members[static_cast<std::size_t>(rank)]; }
 
   // Starts the next call: every member tells every other what it is about to do. MismatchError on
-  // every rank when they differ. Returns when all have come, so it is a barrier too.
+  // every rank when they differ. Returns when all have come, so it is a barrier too; of a planned
+  // call that all have made before it returns at once.
   void agree(const HostCall& mine);
+  // Null in a group of one.
+  [[nodiscard]] PlannedCalls* planned_calls() {
+    return planned_calls_ ? &*planned_calls_ : nullptr;
+  }
   [[nodiscard]] MpiTransfers transfers() const { return {world_->link, place_.tag}; }
   [[nodiscard]] int tag() const { return place_.tag; }
   // Buffer number `which`, of at least `size` bytes; the next call of this group may get it again.
@@ -100,6 +107,7 @@ class MpiGroup {
   WaitState waiting_{.operation = "connect"};
   Bell bell_{};
   PollingWaiter waiter_{bell_};
+  std::optional<PlannedCalls> planned_calls_;  // empty in a group of one
 };
 
 }  // namespace hsdp::comm

@@ -1,7 +1,6 @@
 #include "hsdp/comm/nccl/nccl_engine.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -144,7 +143,7 @@ void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   require_own_device(args.in.device, "reduce_scatter");
   HostCall terms = call_on(Operation::kReduceScatter, args.in);
   terms.bucket = args.bucket;
-  terms.planned = args.planned ? 1 : 0;
+  terms.kind = kind_of(args.planned);
   terms.terms = hash_cut(*args.cut, args.reduction);
   const auto enqueue = [args](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return sum_alone(args, on);
@@ -164,15 +163,8 @@ void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
   HostCall terms = call_on(Operation::kAllReduce, args.data);
   terms.bucket = args.bucket;
   terms.wire = args.wire.value_or(args.data.dtype);
-  terms.planned = args.planned ? 1 : 0;
-  TermsHash hash;
-  hash.add(static_cast<std::uint64_t>(args.reduction));
-  if (!args.planned) {
-    hash.add(std::bit_cast<std::uint64_t>(args.divisor))
-        .add(static_cast<std::uint64_t>(args.send_exponent))
-        .add(static_cast<std::uint64_t>(args.total_exponent));
-  }
-  terms.terms = hash.value();
+  terms.kind = kind_of(args.planned);
+  terms.terms = terms_of(args);
   const auto enqueue = [args](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return sum_alone(args, on);
     if (sums_natively(args.reduction, args.data.dtype)) return native_all_reduce(group, args, on);
@@ -191,7 +183,7 @@ void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
   require_own_device(out.device, "all_gather");
   HostCall terms = call_on(Operation::kAllGather, out);
   terms.bucket = label.bucket;
-  terms.planned = label.planned ? 1 : 0;
+  terms.kind = kind_of(label.planned);
   terms.terms = hash_cut(cut);
   const auto enqueue = [in, out, cut](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return copy_alone(in, out, on);
@@ -211,7 +203,7 @@ void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cu
   require_own_device(in.device, "all_to_all");
   HostCall terms = call_on(Operation::kAllToAll, in);
   terms.bucket = label.bucket;
-  terms.planned = label.planned ? 1 : 0;
+  terms.kind = kind_of(label.planned);
   terms.terms = hash_cut(cut);
   const auto enqueue = [in, out, cut](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return copy_alone(in, out, on);

@@ -53,8 +53,9 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   [[nodiscard]] std::int64_t reserved_bytes() const override {
     return group_->memory().work_bytes();
   }
-  [[nodiscard]] std::uint64_t call_hash() const override { return group_->call_hash(); }
-  void compare_calls(const std::string& key) override { group_->compare_calls(key); }
+  [[nodiscard]] comm::PlannedCalls* planned_calls() const override {
+    return group_->planned_calls();
+  }
   void wait(const Event& event) override;
 
  private:

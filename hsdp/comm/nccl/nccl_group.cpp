@@ -16,18 +16,15 @@
 namespace hsdp::comm {
 namespace {
 
-std::string bytes_of(const HostCall& call) {
-  std::string bytes(sizeof(call), '\0');
-  std::memcpy(bytes.data(), &call, sizeof(call));
-  return bytes;
-}
-
 // HostCall::part: what the call's memory is, two bits each.
 enum MemoryWord : std::uint32_t { kNothing = 0, kPlain = 1, kRegistered = 2 };
 constexpr unsigned kInShift = 0;
 constexpr unsigned kOutShift = 2;
 constexpr std::uint32_t kMemoryMask = 3;
 constexpr std::uint32_t kNoWork = 1U << 4;
+// What is kept of a planned call: which of its memory is registered.
+constexpr std::uint32_t kInWord = 1;
+constexpr std::uint32_t kOutWord = 2;
 
 HostCall call_in(const std::string& bytes) {
   HostCall call;
@@ -46,7 +43,9 @@ NcclGroup::NcclGroup(std::shared_ptr<NcclWorld> world, std::unique_ptr<NcclLink>
       ascending_(members_) {
   std::ranges::sort(ascending_);
   rank_ = static_cast<int>(std::ranges::find(members_, control().rank()) - members_.begin());
-  if (size() > 1) record_ = std::make_shared<CallRecord>(world_->control, id_, members_);
+  if (size() > 1) {
+    planned_calls_ = std::make_shared<PlannedCalls>(world_->control, id_, members_, "nccl");
+  }
 }
 
 std::string NcclGroup::take_scratch(const WorkNeed& work, std::uint32_t in, std::uint32_t out,
@@ -75,11 +74,9 @@ void NcclGroup::agree(const HostCall& terms, ConstTensorView in, ConstTensorView
     return view.count == 0 ? kNothing : memory_.is_registered(view.data) ? kRegistered : kPlain;
   };
   mine.part = word(in) << kInShift | word(out) << kOutShift;
-  const std::string planned = mine.planned != 0 ? bytes_of(mine) : "";
-  const auto agreed = planned_.find(planned);
-  record_->add(mine, agreed == planned_.end());
-  if (agreed != planned_.end()) {
-    registered_ = agreed->second;
+  const HostCall planned = mine;
+  if (const auto agreed = planned_calls_->begin(planned)) {
+    registered_ = {(*agreed & kInWord) != 0, (*agreed & kOutWord) != 0};
     return;
   }
   const std::string without_work = take_scratch(work, word(in), word(out), stream);
@@ -87,7 +84,10 @@ void NcclGroup::agree(const HostCall& terms, ConstTensorView in, ConstTensorView
   const std::vector<HostCall> calls = exchange_calls(mine);
   require_work(calls, work, without_work);
   registered_ = {agree_on_memory(calls, kInShift), agree_on_memory(calls, kOutShift)};
-  if (!planned.empty() && has_work(work)) planned_.emplace(planned, registered_);
+  if (has_work(work)) {
+    planned_calls_->agreed(planned,
+                           (registered_.in ? kInWord : 0) | (registered_.out ? kOutWord : 0));
+  }
 }
 
 std::vector<HostCall> NcclGroup::exchange_calls(const HostCall& mine) {
@@ -105,8 +105,6 @@ bool NcclGroup::has_work(const WorkNeed& work) const {
          memory_.has_work(work.bytes, false) ||
          (work.of_either_kind && memory_.has_work(work.bytes, true));
 }
-
-void NcclGroup::forget_planned() { planned_.clear(); }
 
 void NcclGroup::require_work(std::span<const HostCall> calls, const WorkNeed& work,
                              const std::string& own_reason) {
@@ -169,18 +167,8 @@ std::vector<std::string> NcclGroup::exchange(const std::string& what, const std:
   return messages;
 }
 
-void NcclGroup::compare_calls(const std::string& key) const {
-  if (size() == 1) return;
-  const WaitState waiting{.operation = "compare calls"};
-  const auto texts =
-      control().exchange(id_ + "/calls/" + key, ascending_, record_->text(), waiting);
-  if (const auto failure = record_->difference(ascending_, texts)) {
-    end_world(control(), *failure, waiting);
-  }
-}
-
 std::function<void()> NcclGroup::tell_of_wait() const {
-  return [record = record_, sequence = sequence_] { record->tell_of_wait(sequence); };
+  return [calls = planned_calls_, sequence = sequence_] { calls->tell_of_wait(sequence); };
 }
 
 void NcclGroup::enqueue(Stream& stream, const Result& result,
@@ -215,12 +203,9 @@ void NcclGroup::wait_for_calls() const {
 }
 
 void NcclGroup::fail(const NcclError& error) {
-  if (record_) record_->tell_of_wait(sequence_);  // a peer that makes another call knows better
-  const auto end =
-      std::chrono::steady_clock::now() + (error.remote() ? kVerdictTime : kOwnVerdictTime);
-  while (!control().failed() && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
+  if (planned_calls_)
+    planned_calls_->tell_of_wait();  // a peer that makes another call knows better
+  wait_for_verdict(control(), error.remote() ? kVerdictTime : kOwnVerdictTime);
   end_world(control(), nccl_failure(control(), error.remote(), error.what(), waiting_), waiting_);
 }
 

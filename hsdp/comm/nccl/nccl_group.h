@@ -11,13 +11,12 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "hsdp/comm/host/host_call.h"
-#include "hsdp/comm/nccl/call_record.h"
 #include "hsdp/comm/nccl/nccl_link.h"
 #include "hsdp/comm/nccl/nccl_memory.h"
+#include "hsdp/comm/planned_calls.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/device/stream.h"
 
@@ -78,11 +77,8 @@ class NcclGroup {
   // One small message from every member to every member, in group order.
   [[nodiscard]] std::vector<std::string> exchange(const std::string& what,
                                                   const std::string& message);
-  // See Communicator. Also while a call is made.
-  [[nodiscard]] std::uint64_t call_hash() const { return record_ ? record_->planned_hash() : 0; }
-  void compare_calls(const std::string& key) const;
-  // Planned calls are compared once more: memory of the group is not what it was, on every rank.
-  void forget_planned();
+  // Null in a group of one.
+  [[nodiscard]] PlannedCalls* planned_calls() const { return planned_calls_.get(); }
   // Ends the world because of what NCCL said in the call that was agreed on, and throws why.
   [[noreturn]] void fail(const NcclError& error);
 
@@ -118,8 +114,7 @@ class NcclGroup {
   Event last_;                      // the last collective that was enqueued
   std::optional<Scratch> scratch_;  // of the call that was agreed on
   Registered registered_;
-  std::unordered_map<std::string, Registered> planned_;  // by the bytes of the call
-  std::shared_ptr<CallRecord> record_;                   // null in a group of one
+  std::shared_ptr<PlannedCalls> planned_calls_;  // null in a group of one
 };
 
 }  // namespace hsdp::comm

@@ -92,7 +92,7 @@ NcclMemory::~NcclMemory() {
 
 void NcclMemory::stop_registering(NcclGroup& group) {
   registers_ = false;
-  group.forget_planned();
+  if (group.planned_calls() != nullptr) group.planned_calls()->forget();
   group.wait_for_calls();  // which may move what is registered
   for (const std::weak_ptr<Block>& entry : blocks_) {
     if (const auto block = entry.lock()) block->withdraw();

@@ -88,14 +88,14 @@ void NcclWatch::follow(const NcclLink* link, WaitState call, std::function<void(
                        const Event& begun, const Event& done) {
   {
     const std::lock_guard lock(mutex_);
-    followed_.push_back({link, call, {std::move(tell)}, begun, done});
+    followed_.push_back({link, call, std::move(tell), begun, done});
   }
   changed_.notify_all();
 }
 
 std::shared_ptr<void> NcclWatch::follow_wait(std::function<void()> tell) {
   const std::lock_guard lock(mutex_);
-  const auto wait = waits_.insert(waits_.end(), {std::move(tell), Clock::now()});
+  const auto wait = waits_.insert(waits_.end(), {std::move(tell)});
   return {nullptr, [this, wait](void* /*unused*/) {
             const std::lock_guard erasing(mutex_);
             waits_.erase(wait);
@@ -164,7 +164,7 @@ void NcclWatch::look_at_collectives() {
     if (oldest) seen.push_back(followed->link);
     if (oldest && followed->slot < 0 && followed->begun.complete()) {
       followed->slot = control_->begin_wait(followed->call);
-      if (!followed->wait.since) followed->wait.since = Clock::now();
+      if (!followed->wait) followed->wait.emplace();
     }
     ++followed;
   }
@@ -173,13 +173,12 @@ void NcclWatch::look_at_collectives() {
 // What to tell of those that have become long.
 std::vector<std::function<void()>> NcclWatch::take_long_waits() {
   std::vector<std::function<void()>> tells;
-  const auto take = [&tells, now = Clock::now()](LongWait& wait) {
-    if (!wait.since || now - *wait.since < wait.patience) return;
-    wait.patience *= 2;
-    tells.push_back(wait.tell);
-  };
-  for (LongWait& wait : waits_) take(wait);
-  for (Followed& followed : followed_) take(followed.wait);
+  for (HostWait& one : waits_) {
+    if (one.wait.has_become_long()) tells.push_back(one.tell);
+  }
+  for (Followed& one : followed_) {
+    if (one.wait && one.wait->has_become_long()) tells.push_back(one.tell);
+  }
   return tells;
 }
 
@@ -193,7 +192,9 @@ std::optional<Failure> NcclWatch::look_at_links() {
     if (error_since_ == Clock::time_point()) {
       error_since_ = Clock::now();
       for (Followed& followed : followed_) {  // a peer may have made another call
-        if (followed.link == link) followed.wait.since = error_since_ - followed.wait.patience;
+        if (followed.link != link) continue;
+        if (!followed.wait) followed.wait.emplace();
+        followed.wait->hurry();
       }
     }
     if (Clock::now() - error_since_ < (remote ? kVerdictTime : kOwnVerdictTime)) continue;

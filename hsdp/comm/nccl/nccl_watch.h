@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "hsdp/comm/control.h"
-#include "hsdp/comm/nccl/call_record.h"
+#include "hsdp/comm/long_wait.h"
 #include "hsdp/comm/nccl/nccl_library.h"
 #include "hsdp/device/event.h"
 #include "hsdp/tensor_view.h"
@@ -57,18 +57,18 @@ class NcclWatch {
   [[nodiscard]] bool aborted() const;
 
  private:
-  struct LongWait {
+  struct HostWait {
     std::function<void()> tell;
-    std::optional<std::chrono::steady_clock::time_point> since{};
-    std::chrono::milliseconds patience = kLongWait;
+    LongWait wait{};
   };
   struct Followed {
     const NcclLink* link;
     WaitState call;
-    LongWait wait;
+    std::function<void()> tell;
     Event begun;
     Event done;
-    int slot = -1;  // of the wait that Control was told of
+    std::optional<LongWait> wait{};  // once it has begun
+    int slot = -1;                   // of the wait that Control was told of
   };
   // What threads that may hang share with this; they outlive it then.
   struct Ending {
@@ -94,7 +94,7 @@ class NcclWatch {
   std::vector<NcclLink*> links_;
   std::deque<Followed> followed_;
   std::vector<Followed> done_;  // to be let go of without the mutex
-  std::list<LongWait> waits_;
+  std::list<HostWait> waits_;
   std::chrono::steady_clock::time_point error_since_;
   bool closing_ = false;
   std::atomic<bool> aborting_{false};

@@ -1,4 +1,4 @@
-#include "hsdp/comm/nccl/call_record.h"
+#include "hsdp/comm/planned_calls.h"
 
 #include <algorithm>
 #include <array>
@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "hsdp/comm/control/world_end.h"
+#include "hsdp/comm/host/host_wait.h"
 
 namespace hsdp::comm {
 namespace {
@@ -25,46 +26,70 @@ std::uint64_t hash_with(std::uint64_t hash, const HostCall& call) {
       .add(call.terms)
       .add(static_cast<std::uint64_t>(call.bucket))
       .add(static_cast<std::uint64_t>(call.root))
-      .add(call.planned)
+      .add(static_cast<std::uint64_t>(call.kind))
       .value();
 }
 
 }  // namespace
 
-CallRecord::CallRecord(std::shared_ptr<Control> control, const std::string& group,
-                       std::vector<int> members)
-    : control_(std::move(control)), topic_("calls/" + group), members_(std::move(members)) {
-  listening_ =
-      control_->listen(topic_, [this](int from, std::string_view message) { hear(from, message); });
+PlannedCalls::PlannedCalls(std::shared_ptr<Control> control, std::string group,
+                           std::vector<int> members, std::string engine)
+    : control_(std::move(control)),
+      group_(std::move(group)),
+      members_(std::move(members)),
+      engine_(std::move(engine)) {
+  listening_ = control_->listen(
+      topic(), [this](int from, std::string_view message) { hear(from, message); });
 }
 
 // A rank that asks and one that does not wait for each other, too.
-void CallRecord::add(const HostCall& call, bool asks) {
+std::optional<std::uint32_t> PlannedCalls::begin(const HostCall& call) {
   const std::lock_guard lock(mutex_);
+  const auto agreed =
+      call.kind == CallKind::kPlanned ? agreed_.find(bytes_of(call)) : agreed_.end();
+  const bool asks = agreed == agreed_.end();
   const Entry last = entries_.empty() ? Entry{} : entries_.back();
   entries_.push_back({last.sequence + 1, hash_with(last.hash + (asks ? 1 : 0), call), call});
   if (entries_.size() > kKept) entries_.pop_front();
-  if (call.planned != 0) planned_hash_ = hash_with(planned_hash_, call);
+  if (call.kind == CallKind::kPlanned) hash_ = hash_with(hash_, call);
+  if (asks) return std::nullopt;
+  return agreed->second;
 }
 
-std::uint64_t CallRecord::planned_hash() const {
+void PlannedCalls::agreed(const HostCall& call, std::uint32_t word) {
+  if (call.kind != CallKind::kPlanned) return;
   const std::lock_guard lock(mutex_);
-  return planned_hash_;
+  agreed_.emplace(bytes_of(call), word);
 }
 
-std::string CallRecord::text_of(std::span<const Entry> entries) {
+void PlannedCalls::forget() {
+  const std::lock_guard lock(mutex_);
+  agreed_.clear();
+}
+
+std::uint64_t PlannedCalls::sequence() const {
+  const std::lock_guard lock(mutex_);
+  return entries_.empty() ? 0 : entries_.back().sequence;
+}
+
+std::uint64_t PlannedCalls::hash() const {
+  const std::lock_guard lock(mutex_);
+  return hash_;
+}
+
+std::string PlannedCalls::text_of(std::span<const Entry> entries) {
   std::string text(entries.size_bytes(), '\0');
   if (!text.empty()) std::memcpy(text.data(), entries.data(), text.size());
   return text;
 }
 
-std::vector<CallRecord::Entry> CallRecord::entries_in(std::string_view text) {
+std::vector<PlannedCalls::Entry> PlannedCalls::entries_in(std::string_view text) {
   std::vector<Entry> entries(text.size() / sizeof(Entry));
   if (!entries.empty()) std::memcpy(entries.data(), text.data(), entries.size() * sizeof(Entry));
   return entries;
 }
 
-std::string CallRecord::text() const {
+std::string PlannedCalls::text() const {
   const std::lock_guard lock(mutex_);
   const std::size_t most = kShown / sizeof(Entry) / members_.size();
   const std::size_t count = std::min(entries_.size(), most);
@@ -74,7 +99,15 @@ std::string CallRecord::text() const {
 }
 
 // Two neighbours are enough: where not all members made the same call, some two neighbours did not.
-void CallRecord::tell_of_wait(std::uint64_t sequence) const {
+void PlannedCalls::tell_of_wait(std::uint64_t sequence) const {
+  const std::size_t size = members_.size();
+  const auto own =
+      static_cast<std::size_t>(std::ranges::find(members_, control_->rank()) - members_.begin());
+  tell(sequence, members_[(own + 1) % size]);
+  if (size > 2) tell(sequence, members_[(own + size - 1) % size]);
+}
+
+void PlannedCalls::tell(std::uint64_t sequence, int member) const {
   std::vector<Entry> told;
   {
     const std::lock_guard lock(mutex_);
@@ -83,15 +116,32 @@ void CallRecord::tell_of_wait(std::uint64_t sequence) const {
     const auto after = std::min<std::ptrdiff_t>(kTold, entries_.end() - at);
     told.assign(at - before, at + after);
   }
-  const std::string message = text_of(told);
-  const std::size_t size = members_.size();
-  const auto own =
-      static_cast<std::size_t>(std::ranges::find(members_, control_->rank()) - members_.begin());
-  control_->tell(members_[(own + 1) % size], topic_, message);
-  if (size > 2) control_->tell(members_[(own + size - 1) % size], topic_, message);
+  control_->tell(member, topic(), text_of(told));
 }
 
-void CallRecord::hear(int from, std::string_view message) const {
+// It did not ask, and knows what it called.
+void PlannedCalls::end_by_data(int member, WaitState waiting) const {
+  tell(sequence(), member);
+  wait_for_verdict(*control_, std::chrono::seconds(2));
+  end_world(*control_,
+            {.kind = FailureKind::kMismatch,
+             .message = engine_ + ": the ranks' calls do not match: expected " +
+                        operation_text(waiting.operation, waiting.bucket) + " on every rank, got " +
+                        "data of another call from " + ranks_text({member}, control_->size()) +
+                        "; make the same calls in the same order on every rank",
+             .ranks = {member}},
+            waiting);
+}
+
+void PlannedCalls::compare(const std::string& key) const {
+  const WaitState waiting{.operation = "compare calls"};
+  std::vector<int> ascending = members_;
+  std::ranges::sort(ascending);
+  const auto texts = control_->exchange(group_ + "/calls/" + key, ascending, text(), waiting);
+  if (const auto failure = difference(ascending, texts)) end_world(*control_, *failure, waiting);
+}
+
+void PlannedCalls::hear(int from, std::string_view message) const {
   std::vector<Entry> all;
   {
     const std::lock_guard lock(mutex_);
@@ -106,8 +156,8 @@ void CallRecord::hear(int from, std::string_view message) const {
   if (const auto failure = difference(ranks, texts)) control_->fail(*failure);
 }
 
-std::optional<Failure> CallRecord::difference(std::span<const int> ranks,
-                                              std::span<const std::string> texts) const {
+std::optional<Failure> PlannedCalls::difference(std::span<const int> ranks,
+                                                std::span<const std::string> texts) const {
   std::vector<std::vector<Entry>> of_ranks;
   for (const std::string& text : texts) of_ranks.push_back(entries_in(text));
   std::optional<HostCall> after;  // an earlier difference
@@ -124,12 +174,13 @@ std::optional<Failure> CallRecord::difference(std::span<const int> ranks,
     }
     if (same) continue;
     const auto differs = [&first](const HostCall& call) { return !agrees(call, first.call); };
-    if (std::ranges::any_of(calls, differs)) return mismatch(calls, callers, "nccl");
+    if (std::ranges::any_of(calls, differs)) return mismatch(calls, callers, engine_);
     if (!after) after = first.call;
   }
   if (!after) return std::nullopt;
   return Failure{.kind = FailureKind::kMismatch,
-                 .message = "nccl: the ranks' calls do not match: expected equal ones before " +
+                 .message = engine_ +
+                            ": the ranks' calls do not match: expected equal ones before " +
                             to_string(*after) + ", got other ones on " +
                             ranks_text({ranks.begin(), ranks.end()}, control_->size()) +
                             "; make the same calls in the same order on every rank",

@@ -117,7 +117,7 @@ void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group,
     round_into(*master->second, full.array.slice(own.offset, own.count), stream);
   }
   const std::int64_t gathers =
-      reducer::gather_unit(shard_group, layout, units[unit], memory, stream);
+      reducer::gather_unit(shard_group, layout, units[unit], memory, stream, {.planned = true});
   const std::scoped_lock lock(mutex);
   times[unit] = {begin_s, now_s()};
   stats.gather_count += gathers;

@@ -208,7 +208,7 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
       together.push_back({arrays[p], part.cut});
       bytes += size_of(part.parameter);
     }
-    gathers += reducer::gather_arrays(group, together, memory, stream);
+    gathers += reducer::gather_arrays(group, together, memory, stream, {.planned = true});
   }
   const std::scoped_lock lock(mutex);
   stats.gather_count += gathers;

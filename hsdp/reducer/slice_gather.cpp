@@ -33,10 +33,11 @@ std::int64_t bytes_of(std::span<const CutArray> arrays) {
   return bytes;
 }
 
-void gather_direct(Communicator& shard_group, const CutArray& one, Stream& stream) {
+void gather_direct(Communicator& shard_group, const CutArray& one, CallLabel label,
+                   Stream& stream) {
   const int rank = shard_group.rank();
   shard_group.all_gather(one.array.slice(one.cut.begin(rank), one.cut.length(rank)), one.array,
-                         stream, one.cut);
+                         stream, one.cut, label);
 }
 
 // Of a unit of so many bytes: what a cache holds, or what links want.
@@ -87,7 +88,7 @@ void each_part(std::span<const TensorView> row, std::int64_t begin, std::int64_t
 }
 
 std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray> arrays,
-                             const MemoryCount& memory, Stream& stream) {
+                             const MemoryCount& memory, CallLabel label, Stream& stream) {
   std::vector<std::vector<TensorView>> rows;
   std::vector<std::int64_t> lengths;
   for (int r = 0; r < shard_group.size(); ++r) {
@@ -114,7 +115,7 @@ std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray
         });
     const TensorView out{message.data(), cut.count(), Dtype::kU8, stream.device()};
     shard_group.all_gather(out.slice(cut.begin(shard_group.rank()), cut.length(shard_group.rank())),
-                           out, stream, cut);
+                           out, stream, cut, label);
     for (int r = 0; r < shard_group.size(); ++r) {
       if (r == shard_group.rank()) continue;
       each_part(rows[static_cast<std::size_t>(r)], begin, end,
@@ -130,10 +131,10 @@ std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray
 }  // namespace
 
 std::int64_t gather_arrays(Communicator& shard_group, std::span<const CutArray> arrays,
-                           const MemoryCount& memory, Stream& stream) {
+                           const MemoryCount& memory, Stream& stream, CallLabel label) {
   if (shard_group.size() == 1 || bytes_of(arrays) == 0) return 0;
-  if (arrays.size() > 1) return gather_messages(shard_group, arrays, memory, stream);
-  gather_direct(shard_group, arrays.front(), stream);
+  if (arrays.size() > 1) return gather_messages(shard_group, arrays, memory, label, stream);
+  gather_direct(shard_group, arrays.front(), label, stream);
   return 1;
 }
 
@@ -207,15 +208,15 @@ std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const
 }
 
 std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
-                         std::span<const FullArray> unit, const MemoryCount& memory,
-                         Stream& stream) {
+                         std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream,
+                         CallLabel label) {
   if (shard_group.size() == 1) return 0;
   std::vector<CutArray> arrays;
   arrays.reserve(unit.size());
   for (const FullArray& full : unit) {
     arrays.push_back({full.array, layout.slices(full.parameter)});
   }
-  return gather_arrays(shard_group, arrays, memory, stream);
+  return gather_arrays(shard_group, arrays, memory, stream, label);
 }
 
 std::size_t gather_scratch(const BucketLayout& layout, std::span<const GatherUnit> units) {

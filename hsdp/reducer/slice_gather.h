@@ -30,7 +30,7 @@ constexpr std::int64_t kDirectGatherBytes = std::int64_t{1} << 20;  // from here
 // Collective; the same arrays on every rank. Call it inside a task of `stream`. `memory` counts the
 // messages. Returns the number of all-gathers: none in a group of one, or of no elements.
 std::int64_t gather_arrays(Communicator& shard_group, std::span<const CutArray> arrays,
-                           const MemoryCount& memory, Stream& stream);
+                           const MemoryCount& memory, Stream& stream, CallLabel label = {});
 
 struct FullArray {
   int parameter = 0;
@@ -59,8 +59,8 @@ using GatherUnit = std::vector<FullArray>;
 
 // As gather_arrays().
 std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
-                         std::span<const FullArray> unit, const MemoryCount& memory,
-                         Stream& stream);
+                         std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream,
+                         CallLabel label = {});
 
 // The scratch that gathering any one of these takes, in bytes.
 [[nodiscard]] std::size_t gather_scratch(const BucketLayout& layout,

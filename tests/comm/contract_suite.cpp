@@ -229,6 +229,40 @@ TEST_P(Contract, AllToAllTransposesRows) {
   });
 }
 
+// Whatever is not said again from the second time on, the divisor among it.
+TEST_P(Contract, PlannedCallsAreExactEachTime) {
+  run([](Communicator& world) {
+    const std::int64_t rows = 5'000;
+    const std::int64_t count = rows * size();
+    const Memory in(world, path(), count, Dtype::kF32);
+    const Memory sums(world, path(), rows, Dtype::kF32);
+    const Memory all(world, path(), count, Dtype::kF32);
+    const std::int64_t first = rows * world.rank();
+    for (int round = 1; round <= 4; ++round) {
+      const auto sent = [round](int rank, std::int64_t i) {
+        return small_integer(rank + round, i) * round;
+      };
+      const auto sum = [&](std::int64_t i) {
+        double total = 0.0;
+        for (int r = 0; r < size(); ++r) total += sent(r, i);
+        return total;
+      };
+      fill(in.view(), [&](std::int64_t i) { return sent(world.rank(), i); });
+      world.reduce_scatter({.in = in.view(), .out = sums.view(), .bucket = 1, .planned = true});
+      expect_elements(sums.view(), [&](std::int64_t i) { return sum(first + i); });
+      world.all_gather(sums.view(), all.view(), Stream::inline_host(), std::nullopt, {2, true});
+      expect_elements(all.view(), sum);
+      world.all_to_all(in.view(), all.view(), Stream::inline_host(), std::nullopt, {3, true});
+      expect_elements(all.view(), [&](std::int64_t i) {
+        return sent(static_cast<int>(i / rows), first + i % rows);
+      });
+      const double divisor = 1 << round;
+      world.all_reduce({.data = in.view(), .divisor = divisor, .bucket = 4, .planned = true});
+      expect_elements(in.view(), [&](std::int64_t i) { return sum(i) / divisor; });
+    }
+  });
+}
+
 TEST_P(Contract, BroadcastSendsTheRootsBytesFromAnyRoot) {
   run([](Communicator& world) {
     for (int root = 0; root < size(); ++root) {

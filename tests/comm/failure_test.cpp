@@ -101,6 +101,49 @@ TEST_P(Failure, DifferentCountsDtypesAndTermsAreNamedBeforeAnyDataMoves) {
   }
 }
 
+// Which of the calls that all ranks have made twice each rank 1 makes then. 11 is call 1 with one
+// element more, and -1 call 1 as a free one.
+TEST_P(Failure, PlannedCallsThatDifferAreNamed) {
+  const struct {
+    std::vector<int> of_rank_1;
+    std::string expected;
+    std::string got;
+  } rows[] = {
+      {{0, 11, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 1"},
+      {{0, 2, 1, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 2"},
+      {{0, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 2"},
+      {{0, -1, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 201 f32 of bucket 1"},
+  };
+  for (const auto& row : rows) {
+    SCOPED_TRACE(row.got);
+    const auto start = std::chrono::steady_clock::now();
+    run_world(shape(3, milliseconds(60'000)), [&](Communicator& world) {
+      const Memory data(world, GetParam(), 300, Dtype::kF32);
+      const auto make = [&](const std::vector<int>& calls) {
+        for (const int number : calls) {
+          fill(data.view(), [](std::int64_t i) { return 1.0 + static_cast<double>(i); });
+          const int call = std::abs(number) % 10;
+          world.all_reduce({.data = data.view().slice(0, 200 + call + (number > 9 ? 1 : 0)),
+                            .bucket = call,
+                            .planned = number >= 0});
+        }
+      };
+      const std::vector<int> all{0, 1, 2, 3};
+      make(all);
+      make(all);
+      const auto error = caught<MismatchError>([&] {
+        make(world.rank() == 1 ? row.of_rank_1 : all);
+        world.compare_calls("at the end");
+        world.barrier();
+      });
+      ASSERT_TRUE(error);
+      EXPECT_THAT(error->what(),
+                  AllOf(HasSubstr(row.expected), HasSubstr(row.got), HasSubstr("(rank 1)")));
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(30'000)) << "by a timeout";
+  }
+}
+
 TEST_P(Failure, ARankThatDoesNotComeIsNamedByAll) {
   const auto start = std::chrono::steady_clock::now();
   std::latch done(3);

@@ -97,6 +97,26 @@ INSTANTIATE_TEST_SUITE_P(Host, Group,
                          testing::Values(Path::kDirect, Path::kPrivate, Path::kTcp, Path::kMixed),
                          [](const auto& chosen) { return name(chosen.param); });
 
+// Rank 1 has nothing to wait for: rank 2 comes when 1 is done.
+TEST(Planned, CallsOverSocketsAreNoMeeting) {
+  std::latch done(1);
+  run_world({.size = 3, .path = Path::kTcp}, [&](Communicator& world) {
+    const Memory in(world, Path::kTcp, 100, Dtype::kF32);
+    const Memory out(world, Path::kTcp, 100, Dtype::kF32);
+    const RowCut cut({0, 100, 100, 100});  // all of it is rank 0's
+    const TensorView sums = out.view().slice(0, cut.length(world.rank()));
+    for (const bool first : {true, false}) {
+      fill(in.view(), [&](std::int64_t i) { return small_integer(world.rank(), i); });
+      if (!first && world.rank() == 2) done.wait();
+      world.reduce_scatter({.in = in.view(), .out = sums, .cut = cut, .planned = true});
+      if (!first && world.rank() == 1) done.count_down();
+      expect_elements(sums, [](std::int64_t i) {
+        return small_integer(0, i) + small_integer(1, i) + small_integer(2, i);
+      });
+    }
+  });
+}
+
 TEST(SharedMemory, IsZeroAlignedAndMayDifferInSize) {
   run_world({.size = 3}, [](Communicator& world) {
     for (const std::int64_t count : {0, 1, 100'000, 3'000'000}) {

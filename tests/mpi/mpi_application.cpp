@@ -228,6 +228,24 @@ int killed() {
   }
 }
 
+// Rank 1 leaves one out; what was sent to it stays with MPI for good.
+int planned_calls_differ() {
+  Communicator world = connect();
+  const auto make = [&](int bucket) {
+    std::vector<float> data(300, 1.0F);
+    world.all_reduce({.data = {data.data(), 200 + bucket}, .bucket = bucket, .planned = true});
+  };
+  for (const int bucket : {0, 1, 2, 0, 1, 2}) make(bucket);
+  return expect_error<hsdp::MismatchError>(
+      [&] {
+        make(0);
+        if (world.rank() == 0) make(1);
+        make(2);
+        world.barrier();
+      },
+      {"all_reduce of 201 f32 of bucket 1 (rank 0)", "all_reduce of 202 f32 of bucket 2 (rank 1)"});
+}
+
 int alone() {
   Communicator world = connect();
   int is_initialized = 1;
@@ -253,6 +271,7 @@ int main(int argc, char** argv) {
       {"several_hosts_foreign_launcher", several_hosts_foreign_launcher},
       {"different_engines", different_engines},
       {"killed", killed},
+      {"planned_calls_differ", planned_calls_differ},
       {"alone", alone}};
   const auto chosen = cases.find(argc > 1 ? argv[1] : "");
   if (chosen == cases.end()) {

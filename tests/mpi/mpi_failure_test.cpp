@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <string>
@@ -63,6 +64,28 @@ TEST(MpiFailure, AMismatchIsNamedByAllBeforeAnyDataMoves) {
     EXPECT_EQ(data, std::vector<float>(100, 1.0F));
     EXPECT_THAT([&] { world.barrier(); }, ThrowsMessage<MismatchError>(error->what()));
   }
+}
+
+TEST(MpiFailure, PlannedCallsInAnotherOrderAreNamedByTheLookAtThem) {
+  Communicator world = fresh_world();
+  const int odd_rank = world.size() - 1;
+  std::vector<float> data(100);
+  const auto make = [&](const std::vector<int>& buckets) {
+    for (const int bucket : buckets) {
+      std::ranges::fill(data, 1.0F);
+      world.all_reduce(
+          {.data = {data.data(), std::ssize(data)}, .bucket = bucket, .planned = true});
+      EXPECT_EQ(data, std::vector<float>(100, static_cast<float>(world.size())));
+    }
+  };
+  make({0, 1, 2});
+  world.compare_calls("first");
+  make(world.rank() == odd_rank ? std::vector<int>{0, 2, 1} : std::vector<int>{0, 1, 2});
+  const auto error = caught<MismatchError>([&] { world.compare_calls("second"); });
+  ASSERT_TRUE(error);
+  EXPECT_THAT(error->what(), HasSubstr("expected all_reduce of 100 f32 of bucket 1 (rank"));
+  EXPECT_THAT(error->what(), HasSubstr("got all_reduce of 100 f32 of bucket 2 (rank " +
+                                       std::to_string(odd_rank) + ")"));
 }
 
 TEST(MpiFailure, ARankThatDoesNotComeIsNamedByAll) {

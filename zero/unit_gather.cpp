@@ -5,7 +5,10 @@
 #include <future>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
+#include <sstream>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -14,6 +17,7 @@
 #include "hsdp/index_check.h"
 #include "hsdp/reducer/slice_gather.h"
 #include "hsdp/row_cut.h"
+#include "zero/round_records.h"
 #include "zero/stored_slice.h"
 
 namespace hsdp::zero {
@@ -26,6 +30,7 @@ struct Part {
 
 struct Unit {
   std::string name;
+  std::string_view act;  // its gather, in errors
   std::vector<Part> parts;
   std::vector<std::vector<std::size_t>> messages;  // parts that travel together
   Event gathered;                                  // of the last round that this rank asked for
@@ -45,6 +50,37 @@ constexpr std::int64_t kAlignment = 64;
 // What ranks say in a round: the number of the unit that they want, or
 constexpr int kNone = -1;    // nothing more for now,
 constexpr int kUpdate = -2;  // nothing more before the next update.
+
+struct Said {
+  int wants = kNone;
+  std::uint64_t wanted = 0;  // the hash of what it wanted in this pass
+  std::uint64_t calls = 0;   // that of its planned calls
+};
+
+std::string text_of(const Said& said) {
+  return std::to_string(said.wants) + " " + std::to_string(said.wanted) + " " +
+         std::to_string(said.calls);
+}
+
+Said said_in(const std::string& text) {
+  Said said;
+  std::istringstream(text) >> said.wants >> said.wanted >> said.calls;
+  return said;
+}
+
+// Whether all ranks say the same of that.
+bool agree(std::span<const Said> said, std::uint64_t Said::*what) {
+  return std::ranges::all_of(said,
+                             [&](const Said& one) { return one.*what == said.front().*what; });
+}
+
+// Whoever watches a GPU may speak of it when the gather is gone.
+std::string_view kept_for_good(const std::string& text) {
+  static std::mutex mutex;
+  static auto* const all = new std::set<std::string>;  // outlives static objects
+  const std::scoped_lock lock(mutex);
+  return *all->insert(text).first;
+}
 
 std::int64_t size_of(const UnitParameter& parameter) {
   return parameter.count * static_cast<std::int64_t>(size_bytes(parameter.dtype));
@@ -101,11 +137,25 @@ struct UnitGather::Parts {
   // Checks everything. What all ranks must agree on, in lines.
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
   Unit& at(int unit);
-  // What the ranks have said.
-  std::vector<int> round(int own, std::span<const TensorView> arrays, Communicator& group,
-                         Stream& stream);
+  // A round that a record foretells, or one in which the ranks ask each other.
+  Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
   // Blocks until all have said what ends it.
   Event rounds_until(int own, bool (*is_over)(int word));
+
+  // The next round of the lane. Its Event, and what the ranks say.
+  struct Asked {
+    Event done;
+    std::shared_future<std::vector<Said>> said;
+  };
+  Asked ask(int own, std::vector<TensorView> arrays, const Event& updated);
+  // Takes part in so many rounds that the record foretells, and wants none of them.
+  void follow(std::ptrdiff_t count);
+  // What this pass began with is known from here on.
+  void hear_opening();
+
+  // On the lane.
+  std::vector<Said> round(const Said& own, std::span<const TensorView> arrays, Communicator& group,
+                          Stream& stream);
   // Into memory that nobody reads.
   void take_part(const Unit& unit, Communicator& group, Stream& stream);
   void fill(const Unit& unit, std::span<const TensorView> arrays, Communicator& group,
@@ -115,6 +165,9 @@ struct UnitGather::Parts {
   MemoryCount memory;
   Device device;
   std::vector<Unit> units;
+  RoundRecords records;
+  std::shared_future<std::vector<Said>> opening;  // the first round of this pass, until it is heard
+  bool in_pass = false;
   mutable std::mutex mutex;
   GatherStats stats;
   std::unique_ptr<GatherLane> lane;  // the last: its tasks use the rest
@@ -130,6 +183,7 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
   for (ParameterUnit& unit : given) {
     Unit& mine = units.emplace_back();
     mine.name = std::move(unit.name);
+    mine.act = kept_for_good("gather '" + mine.name + "'");
     lines.push_back("unit '" + mine.name + "'");
     std::vector<std::optional<int>> registered;
     for (UnitParameter& one : unit.parameters) {
@@ -156,25 +210,81 @@ Unit& UnitGather::Parts::at(int unit) {
   return units[check_index(kUnitWhere, "a unit below", unit, std::ssize(units))];
 }
 
-std::vector<int> UnitGather::Parts::round(int own, std::span<const TensorView> arrays,
-                                          Communicator& group, Stream& stream) {
-  std::vector<int> words{own};
-  if (group.size() > 1) {
-    const std::string act = own < 0 ? "end the gathers of units" : "gather '" + at(own).name + "'";
-    const std::string key = group.next_exchange_key();
-    group.post(key, std::to_string(own));
-    words.clear();
-    for (const std::string& text : group.collect(key, act)) words.push_back(std::stoi(text));
+std::vector<Said> UnitGather::Parts::round(const Said& own, std::span<const TensorView> arrays,
+                                           Communicator& group, Stream& stream) {
+  const std::string_view act = own.wants < 0 ? "end the gathers of units" : at(own.wants).act;
+  const std::string key = group.next_exchange_key();
+  Said mine = own;
+  mine.calls = group.call_hash();
+  group.post(key, text_of(mine));
+  std::vector<Said> said;
+  std::vector<int> words;
+  for (const std::string& text : group.collect(key, act)) {
+    said.push_back(said_in(text));
+    words.push_back(said.back().wants);
   }
+  if (!agree(said, &Said::calls)) group.compare_calls(group.next_exchange_key());
   for (auto unit = words.begin(); unit != words.end(); ++unit) {
     if (*unit < 0 || std::find(words.begin(), unit, *unit) != unit) continue;
-    if (*unit == own) {
+    if (*unit == own.wants) {
       fill(at(*unit), arrays, group, stream);
     } else {
       take_part(at(*unit), group, stream);
     }
   }
-  return words;
+  return said;
+}
+
+UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView> arrays,
+                                                const Event& updated) {
+  auto result = std::make_shared<std::promise<std::vector<Said>>>();
+  Asked asks{{}, result->get_future().share()};
+  if (!in_pass) opening = asks.said;
+  in_pass = true;
+  asks.done =
+      lane->run(updated, [this, mine = Said{own, records.hash()}, arrays = std::move(arrays),
+                          result = std::move(result)](Communicator& group, Stream& stream) {
+        result->set_value(round(mine, arrays, group, stream));
+      });
+  return asks;
+}
+
+void UnitGather::Parts::hear_opening() {
+  if (!opening.valid()) return;
+  try {
+    std::vector<int> words;
+    for (const Said& one : opening.get()) words.push_back(one.wants);
+    records.begin(words);
+  } catch (const std::future_error&) {  // it was not run, and what comes next says why
+  }
+  opening = {};
+}
+
+void UnitGather::Parts::follow(std::ptrdiff_t count) {
+  for (; count > 0; --count) {
+    const int unit = records.coming().front();
+    records.advance(1);
+    lane->run({}, [this, unit](Communicator& group, Stream& stream) {
+      take_part(at(unit), group, stream);
+    });
+  }
+}
+
+Event UnitGather::Parts::gather(int unit, std::vector<TensorView> arrays, const Event& updated) {
+  if (layout.shard_size() > 1) {
+    hear_opening();
+    records.want(unit);
+    const auto coming = records.coming();
+    const auto place = std::ranges::find(coming, unit);
+    const bool is_foretold = place != coming.end();
+    follow(place - coming.begin());
+    if (!is_foretold) return ask(unit, std::move(arrays), updated).done;
+    records.advance(1);
+  }
+  return lane->run(updated,
+                   [this, unit, arrays = std::move(arrays)](Communicator& group, Stream& stream) {
+                     fill(at(unit), arrays, group, stream);
+                   });
 }
 
 void UnitGather::Parts::take_part(const Unit& unit, Communicator& group, Stream& stream) {
@@ -208,7 +318,8 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
       together.push_back({arrays[p], part.cut});
       bytes += size_of(part.parameter);
     }
-    gathers += reducer::gather_arrays(group, together, memory, stream, {.planned = true});
+    gathers +=
+        reducer::gather_arrays(group, together, memory, stream, {.planned = true, .act = unit.act});
   }
   const std::scoped_lock lock(mutex);
   stats.gather_count += gathers;
@@ -218,16 +329,21 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
 Event UnitGather::Parts::rounds_until(int own, bool (*is_over)(int word)) {
   if (layout.shard_size() == 1) return {};
   for (;;) {
-    auto result = std::make_shared<std::promise<std::vector<int>>>();
-    std::future<std::vector<int>> words = result->get_future();
-    Event done = lane->run(
-        {}, [this, own, result = std::move(result)](Communicator& shard_group, Stream& stream) {
-          result->set_value(round(own, {}, shard_group, stream));
-        });
+    hear_opening();
+    follow(std::ssize(records.coming()));
+    const Asked asks = ask(own, {}, {});
+    const auto all_say = [&](bool (*holds)(int word)) {
+      return std::ranges::all_of(asks.said.get(),
+                                 [holds](const Said& one) { return holds(one.wants); });
+    };
     try {
-      if (std::ranges::all_of(words.get(), is_over)) return done;
+      if (!all_say([](int word) { return word < 0; })) continue;
+      opening = {};
+      in_pass = false;
+      records.end(agree(asks.said.get(), &Said::wanted));
+      if (all_say(is_over)) return asks.done;
     } catch (const std::future_error&) {  // the task has failed, or was never run
-      lane->wait(done);
+      lane->wait(asks.done);
       throw;
     }
   }
@@ -266,13 +382,15 @@ Event UnitGather::gather(int unit, std::vector<TensorView> arrays, const Event& 
          .expected = to_string(ConstTensorView(nullptr, one.count, one.dtype, parts_->device)),
          .got = to_string(array) + (array.data == nullptr ? " without memory" : "")});
   }
-  Event done = parts_->lane->run(updated, [parts = parts_.get(), unit, arrays = std::move(arrays)](
-                                              Communicator& shard_group, Stream& stream) {
-    parts->round(unit, arrays, shard_group, stream);
-  });
+  Event done = parts_->gather(unit, std::move(arrays), updated);
   const std::scoped_lock lock(parts_->mutex);
   mine.gathered = done;
   return done;
+}
+
+bool UnitGather::waits_for_opening() const {
+  return parts_->opening.valid() &&
+         parts_->opening.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
 }
 
 void UnitGather::wait(int unit) {

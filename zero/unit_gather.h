@@ -8,14 +8,14 @@
 //   ... forward of layer 0; then its arrays may be freed ...
 //   stream.wait(gather.begin_update());       // no rank asks for anything more: slices may change
 //
-// Ranks need not ask for the same units. Each call of gather() is one round: the ranks tell each
-// other which unit they want, and every unit that any of them wants is gathered once, in the order
-// of the ranks. A rank that wants another one, or is in end(), takes part with scratch memory. So a
-// rank may skip a layer, use it twice or go another way; ranks that ask for the same units in the
-// same order, as they mostly do, gather each once. end() brings them in step again.
+// Ranks that ask for the same units in the same order as in a pass before gather each once and send
+// no message for it, but for the first unit; a pass is what comes between two calls of end(). Yet
+// they need not: a rank may skip a layer, use it twice or go another way. Then the others take part
+// in what it wants, and it in what they want, with scratch memory; it may have to wait until they
+// are in end(), which brings all in step again.
 //
-// Source: stage 3 of ZeRO (Rajbhandari et al., 2020). DeepSpeed's gathers follow a recorded trace;
-// these follow what ranks ask for [Note: rounds of a unit gather].
+// Source: stage 3 of ZeRO (Rajbhandari et al., 2020), and DeepSpeed's recorded trace of gathers,
+// which ranks have to follow [Note: rounds of a unit gather].
 //
 // Ownership: stored slices outlive the gather, as does the Reducer; arrays are not touched between
 // the end of one wait() and the next gather() of their unit.
@@ -63,8 +63,10 @@ class UnitGather {
   // This rank's part of a parameter of so many elements that is not registered.
   [[nodiscard]] static Slice even_slice(std::int64_t count, int shard_size, int shard_rank);
 
-  // Fills one array per parameter of the unit, in their order. Never blocks.
+  // Fills one array per parameter of the unit, in their order. Blocks while waits_for_opening().
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
+  // True between the first gather of a pass and the time when all ranks have made theirs.
+  [[nodiscard]] bool waits_for_opening() const;
   // Blocks the host until the last gather of that unit is complete; returns at once before any.
   void wait(int unit);
   // Lets the stream wait, on a GPU for the device's work only.

@@ -88,9 +88,14 @@ class UnitGatherHandle {
     const Event updated = caller_->on_host() ? Event() : caller_->now().record();
     std::shared_ptr<const void>& kept = arrays_->at(static_cast<std::size_t>(unit));
     kept = hold(std::move(owner));
-    call_released([gather = here(), unit, arrays = std::move(arrays), updated]() mutable {
+    auto call = [gather = here(), unit, arrays = std::move(arrays), updated]() mutable {
       gather->gather(unit, std::move(arrays), updated);
-    });
+    };
+    if (here()->waits_for_opening()) {
+      call_interruptibly(std::move(call), interrupt_);
+    } else {
+      call_released(std::move(call));
+    }
   }
   void wait(int unit) {
     if (!caller_->on_host()) {

@@ -8,6 +8,7 @@
 #include "hsdp/comm/argument_check.h"
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/engine.h"
+#include "hsdp/comm/planned_calls.h"
 #include "hsdp/comm/stream_call.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/sum_rows.h"

@@ -4,9 +4,12 @@
 
 #include "hsdp/comm/communicator.h"
 #include "hsdp/comm/control.h"
-#include "hsdp/comm/planned_calls.h"
 
 namespace hsdp {
+
+namespace comm {
+class PlannedCalls;
+}  // namespace comm
 
 class Communicator::Engine {
  public:

@@ -430,7 +430,7 @@ LEFT_OUT = {
     "quant": "error_state hop_errors hop_figures hop_state loco_exchange loco_hop loco_options "
              "no_device_quantize quantize_simd",
     "zero": "adamw adamw_simd coalesced_window no_device_adamw parameter_gather "
-            "stored_slice unit_gather",
+            "round_records stored_slice unit_gather",
 }
 
 

@@ -402,6 +402,89 @@ TEST_P(Units, MayDifferBetweenRanks) {
   });
 }
 
+// A program that all ranks repeat, and ranks that now and then skip a unit of it, use one twice,
+// ask for any, or end early: everybody gets what it asked for, and nobody waits for what does not
+// come.
+void run_program(const Mesh& mesh, std::uint64_t seed) {
+  std::mt19937 common(static_cast<unsigned>(seed));
+  std::mt19937 own(static_cast<unsigned>(seed * 31 + static_cast<std::uint64_t>(mesh.rank())));
+  const int unit_count = 2 + static_cast<int>(common() % 4);
+  Reducer reducer(mesh, {.bucket_bytes = 512});
+  SlicedUnits sliced(reducer, Dtype::kBf16, unit_count);
+  UnitGather gather(reducer, sliced.units());
+  std::vector<std::vector<int>> programs(1 + common() % 2);
+  for (std::vector<int>& program : programs) {
+    for (std::size_t n = common() % 10; program.size() < n;) {
+      program.push_back(static_cast<int>(common() % static_cast<unsigned>(unit_count)));
+    }
+  }
+  const auto use = [&](int unit) {
+    gather.wait(unit);  // its arrays may be given away
+    gather.gather(unit, sliced.arrays(unit), {});
+    if (own() % 3 == 0) return;  // it is only ahead of its use
+    gather.wait(unit);
+    sliced.expect(unit, "seed " + std::to_string(seed));
+  };
+  for (int step = 0; step < 6; ++step) {
+    sliced.update(step);
+    for (const std::vector<int>& program : programs) {
+      const bool differs = own() % 4 == 0;
+      for (const int unit : program) {
+        const auto choice = differs ? own() % 12 : 11;
+        if (choice == 0) continue;
+        if (choice == 1) use(unit);
+        if (choice == 2) use(static_cast<int>(own() % static_cast<unsigned>(unit_count)));
+        if (choice == 3) break;
+        use(unit);
+      }
+      if (!differs || own() % 2 == 0) gather.end().wait();
+    }
+    gather.begin_update().wait();
+  }
+}
+
+TEST(UnitGather, ServesRandomProgramsAndRanksThatLeaveThem) {
+  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+    const int size = 2 + static_cast<int>(seed % 3);
+    run_mesh({1, size}, [seed](const Mesh& mesh) { run_program(mesh, seed); });
+  }
+}
+
+// A word for what a pass begins with, and one for its end; also after a rank has left the record.
+TEST(UnitGather, AsksAsOftenForManyUnitsAsForFew) {
+  std::vector<std::vector<std::int64_t>> sent;  // in each step, by number of units
+  for (const int unit_count : {2, 40}) {
+    sent.emplace_back();
+    run_mesh({1, 3}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.bucket_bytes = 512});
+      SlicedUnits sliced(reducer, Dtype::kF32, unit_count);
+      UnitGather gather(reducer, sliced.units());
+      for (int step = 0; step < 8; ++step) {
+        const std::int64_t before = reducer.stats().control_message_count;
+        for (int pass = 0; pass < 2; ++pass) {
+          for (int u = 0; u < unit_count; ++u) {
+            const bool skips = step == 3 && pass == 1 && mesh.rank() == 1 && u == unit_count / 2;
+            if (skips) continue;
+            gather.gather(u, sliced.arrays(u), {});
+            gather.wait(u);
+            sliced.expect(u, "step " + std::to_string(step));
+          }
+          gather.end().wait();
+        }
+        gather.begin_update().wait();
+        if (mesh.rank() == 1) {
+          sent.back().push_back(reducer.stats().control_message_count - before);
+        }
+      }
+    });
+  }
+  EXPECT_GT(sent[1][0], sent[0][0]) << "they ask in the first pass";
+  for (std::size_t step = 1; step < sent[0].size(); ++step) {
+    EXPECT_EQ(sent[0][step], 5) << step;
+    EXPECT_EQ(sent[1][step], 5) << step;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Meshes, Units, kGatherCases, testing::PrintToStringParamName());
 
 // Several ranks that want one unit in one round share its gather.
@@ -508,28 +591,38 @@ TEST(UnitGather, IsAgreedOnByAllRanks) {
   });
 }
 
-// Nobody hangs for a rank that neither asks nor ends.
+// Nobody hangs for a rank that neither asks nor ends, whether the round was foretold or not.
 TEST(UnitGather, NamesTheUnitAndTheRankThatDoesNotCome) {
-  std::atomic<bool> gave_up = false;
-  run_mesh({1, 2},
-           [&](const Mesh& mesh) {
-             Reducer reducer(mesh);
-             SlicedUnits sliced(reducer, Dtype::kF32, 2);
-             UnitGather gather(reducer, sliced.units());
-             if (mesh.rank() == 1) {
-               gave_up.wait(false);
-               EXPECT_THROW(gather.end().wait(), TimeoutError) << "what the other one said";
-               return;
-             }
-             gather.gather(1, sliced.arrays(1), {});
-             const auto error = caught<TimeoutError>([&] { gather.wait(1); });
-             gave_up = true;
-             gave_up.notify_all();
-             ASSERT_TRUE(error);
-             EXPECT_THAT(error->what(), HasSubstr("gather 'layer.1'"));
-             EXPECT_EQ(error->ranks(), std::vector<int>{1});
-           },
-           {.timeout = std::chrono::seconds(1)});
+  for (const int passes_before : {0, 2}) {
+    std::atomic<bool> gave_up = false;
+    run_mesh({1, 2},
+             [&](const Mesh& mesh) {
+               Reducer reducer(mesh);
+               SlicedUnits sliced(reducer, Dtype::kF32, 2);
+               UnitGather gather(reducer, sliced.units());
+               for (int pass = 0; pass < passes_before; ++pass) {
+                 for (const int unit : {0, 1}) gather.gather(unit, sliced.arrays(unit), {});
+                 gather.end().wait();
+               }
+               if (passes_before > 0) {
+                 gather.gather(0, sliced.arrays(0), {});
+                 gather.wait(0);
+               }
+               if (mesh.rank() == 1) {
+                 gave_up.wait(false);
+                 EXPECT_THROW(gather.end().wait(), TimeoutError) << "what the other one said";
+                 return;
+               }
+               gather.gather(1, sliced.arrays(1), {});
+               const auto error = caught<TimeoutError>([&] { gather.wait(1); });
+               gave_up = true;
+               gave_up.notify_all();
+               ASSERT_TRUE(error);
+               EXPECT_THAT(error->what(), HasSubstr("gather 'layer.1'"));
+               EXPECT_EQ(error->ranks(), std::vector<int>{1});
+             },
+             {.timeout = std::chrono::seconds(1)});
+  }
 }
 
 }  // namespace

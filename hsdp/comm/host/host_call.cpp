@@ -39,6 +39,10 @@ bool is_call(const HostCall& call) {
   return call.kind == CallKind::kFree || call.kind == CallKind::kPlanned;
 }
 
+WaitState wait_in(const HostCall& call, std::string_view act) {
+  return {.operation = act.empty() ? name(call.operation) : act, .bucket = call.bucket};
+}
+
 bool agrees(const HostCall& a, const HostCall& b) {
   return a.operation == b.operation && a.count == b.count && a.dtype == b.dtype &&
          a.wire == b.wire && a.terms == b.terms && a.bucket == b.bucket && a.root == b.root &&

@@ -64,6 +64,9 @@ static_assert(sizeof(HostCall) == 48);
 // False of data that a peer sent instead, because it did not ask.
 [[nodiscard]] bool is_call(const HostCall& call);
 
+// How errors call a wait in it; `act`: see CallLabel.
+[[nodiscard]] WaitState wait_in(const HostCall& call, std::string_view act = {});
+
 // True when two ranks make the same call.
 [[nodiscard]] bool agrees(const HostCall& a, const HostCall& b);
 [[nodiscard]] std::string to_string(const HostCall& call);

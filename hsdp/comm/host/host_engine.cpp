@@ -116,7 +116,7 @@ void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
     call.bucket = label.bucket;
     call.kind = kind_of(label.planned);
     call.terms = TermsHash().add(cut).value();
-    const auto calls = group.agree(call);
+    const auto calls = group.agree(call, {}, label.act);
     if (all_direct(calls)) {
       direct_all_gather(group, calls, in, out, cut);
     } else {

@@ -180,8 +180,9 @@ void HostGroup::wait(const std::function<bool()>& ready, const std::function<int
   wait_until(control(), *waiter_, waiting_, look, world_rank);
 }
 
-std::span<const HostCall> HostGroup::agree(HostCall mine, std::span<const std::byte> bytes) {
-  waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
+std::span<const HostCall> HostGroup::agree(HostCall mine, std::span<const std::byte> bytes,
+                                           std::string_view act) {
+  waiting_ = wait_in(mine, act);
   throw_if_failed(control(), waiting_);
   ++sequence_;
   if (size() == 1) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "hsdp/comm/communicator.h"
@@ -57,7 +58,9 @@ class HostGroup {
   // Throws MismatchError on every rank when they differ. The calls go over Control while
   // calls_take_bytes(), and take `bytes` with them. A planned call that all have made before is not
   // posted where the calls would go over channels.
-  std::span<const HostCall> agree(HostCall mine, std::span<const std::byte> bytes = {});
+  // `act` is what a wait in it is called, if not by its operation.
+  std::span<const HostCall> agree(HostCall mine, std::span<const std::byte> bytes = {},
+                                  std::string_view act = {});
   // True until a group that shares no memory has its channels; the same on every member.
   [[nodiscard]] bool calls_take_bytes() const { return size() > 1 && !shares_memory() && !open_; }
   // What rank r's last call took with it.

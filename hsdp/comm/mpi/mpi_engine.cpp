@@ -77,7 +77,7 @@ void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut
     call.bucket = label.bucket;
     call.kind = kind_of(label.planned);
     call.terms = TermsHash().add(cut).value();
-    group.agree(call);
+    group.agree(call, label.act);
     mpi_all_gather(group, in, out, cut);
   });
 }

@@ -41,8 +41,8 @@ int MpiGroup::index_of(int world_rank) const {
   return static_cast<int>(std::ranges::find(place_.members, world_rank) - place_.members.begin());
 }
 
-void MpiGroup::agree(const HostCall& mine) {
-  waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
+void MpiGroup::agree(const HostCall& mine, std::string_view act) {
+  waiting_ = wait_in(mine, act);
   throw_if_failed(control(), waiting_);
   ++sequence_;
   if (size() == 1 || planned_calls_->begin(mine)) return;

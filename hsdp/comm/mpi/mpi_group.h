@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "hsdp/comm/communicator.h"
@@ -70,7 +71,8 @@ class MpiGroup {
   // Starts the next call: every member tells every other what it is about to do. MismatchError on
   // every rank when they differ. Returns when all have come, so it is a barrier too; of a planned
   // call that all have made before it returns at once.
-  void agree(const HostCall& mine);
+  // `act`: see CallLabel.
+  void agree(const HostCall& mine, std::string_view act = {});
   // Null in a group of one.
   [[nodiscard]] PlannedCalls* planned_calls() {
     return planned_calls_ ? &*planned_calls_ : nullptr;

@@ -61,9 +61,10 @@ void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
 }
 
 void NcclEngine::agree(const Call& call, const Stream& stream) {
-  group_->agree(call.terms, call.in, call.out, call.work, stream);
+  group_->agree(call.agreed, stream);
   const bool receives_in_work = group_->in_is_registered() && !group_->out_is_registered();
-  if (call.work.bytes > 0 && receives_in_work) group_->require_registered_work(call.work.bytes);
+  if (call.agreed.work.bytes > 0 && receives_in_work)
+    group_->require_registered_work(call.agreed.work.bytes);
 }
 
 void NcclEngine::run(Call call, Stream& stream) {
@@ -73,7 +74,7 @@ void NcclEngine::run(Call call, Stream& stream) {
     });
     return;
   }
-  require_own_device(stream.device(), hsdp::comm::name(call.terms.operation));
+  require_own_device(stream.device(), hsdp::comm::name(call.agreed.terms.operation));
   run_now([&](NcclGroup& group) {
     agree(call, stream);
     group.enqueue(stream, call.result, [&](Stream& on) { call.enqueue(group, on); });
@@ -150,9 +151,7 @@ void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
     if (sums_natively(args.reduction, args.in.dtype)) return native_reduce_scatter(group, args, on);
     exact_reduce_scatter(group, args, on);
   };
-  run({.terms = terms,
-       .in = args.in,
-       .work = {work_bytes(args, group_->size())},
+  run({.agreed = {.terms = terms, .in = args.in, .work = {work_bytes(args, group_->size())}},
        .result = {.out = args.out, .nonfinite = args.nonfinite},
        .enqueue = enqueue},
       stream);
@@ -170,9 +169,9 @@ void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
     if (sums_natively(args.reduction, args.data.dtype)) return native_all_reduce(group, args, on);
     exact_all_reduce(group, args, on);
   };
-  run({.terms = terms,
-       .in = args.data,
-       .work = {work_bytes(args, group_->size()), sends_from_work(args)},
+  run({.agreed = {.terms = terms,
+                  .in = args.data,
+                  .work = {work_bytes(args, group_->size()), sends_from_work(args)}},
        .result = {.out = args.data, .nonfinite = args.nonfinite},
        .enqueue = enqueue},
       stream);
@@ -195,7 +194,10 @@ void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
   if (in.data == out.slice(own, in.count).data) {  // what is this rank's alone stays its
     result = {.out = out.slice(0, own), .rest = out.slice(end, out.count - end)};
   }
-  run({.terms = terms, .in = in, .out = out, .result = result, .enqueue = enqueue}, stream);
+  run({.agreed = {.terms = terms, .in = in, .out = out, .act = label.act},
+       .result = result,
+       .enqueue = enqueue},
+      stream);
 }
 
 void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
@@ -209,10 +211,10 @@ void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cu
     if (group.size() == 1) return copy_alone(in, out, on);
     transpose_rows(group, in, out, cut, on);
   };
-  run({.terms = terms,
-       .in = in,
-       .out = out,
-       .work = {.bytes = work_bytes(in, cut), .between_kinds = true},
+  run({.agreed = {.terms = terms,
+                  .in = in,
+                  .out = out,
+                  .work = {.bytes = work_bytes(in, cut), .between_kinds = true}},
        .result = {.out = out},
        .enqueue = enqueue},
       stream);
@@ -227,13 +229,14 @@ void NcclEngine::broadcast(TensorView data, int root, Stream& stream) {
   };
   NcclGroup::Result result{};
   if (root != rank()) result.out = data;
-  run({.terms = terms, .in = data, .out = data, .result = result, .enqueue = enqueue}, stream);
+  run({.agreed = {.terms = terms, .in = data, .out = data}, .result = result, .enqueue = enqueue},
+      stream);
 }
 
 void NcclEngine::barrier(Stream& stream) {
   const auto enqueue = [](NcclGroup& group, Stream& on) { meet(group, on); };
-  run({.terms = {.operation = Operation::kBarrier},
-       .work = {static_cast<std::size_t>(group_->size())},
+  run({.agreed = {.terms = {.operation = Operation::kBarrier},
+                  .work = {static_cast<std::size_t>(group_->size())}},
        .enqueue = enqueue},
       stream);
 }

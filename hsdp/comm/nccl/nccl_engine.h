@@ -60,11 +60,7 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
 
  private:
   struct Call {
-    HostCall terms;
-    // What NCCL may read, and what it may write that it does not read.
-    ConstTensorView in{};
-    ConstTensorView out{};
-    NcclGroup::WorkNeed work{};
+    NcclGroup::Call agreed;
     NcclGroup::Result result{};
     std::function<void(NcclGroup&, Stream&)> enqueue;
   };

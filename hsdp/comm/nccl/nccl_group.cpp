@@ -62,10 +62,9 @@ std::string NcclGroup::take_scratch(const WorkNeed& work, std::uint32_t in, std:
   return {};
 }
 
-void NcclGroup::agree(const HostCall& terms, ConstTensorView in, ConstTensorView out,
-                      const WorkNeed& work, const Stream& stream) {
-  HostCall mine = terms;
-  waiting_ = {.operation = name(mine.operation), .bucket = mine.bucket};
+void NcclGroup::agree(const Call& call, const Stream& stream) {
+  HostCall mine = call.terms;
+  waiting_ = wait_in(mine, call.act);
   throw_if_failed(control(), waiting_);
   ++sequence_;
   scratch_.reset();
@@ -73,18 +72,18 @@ void NcclGroup::agree(const HostCall& terms, ConstTensorView in, ConstTensorView
   const auto word = [this](const ConstTensorView& view) {
     return view.count == 0 ? kNothing : memory_.is_registered(view.data) ? kRegistered : kPlain;
   };
-  mine.part = word(in) << kInShift | word(out) << kOutShift;
+  mine.part = word(call.in) << kInShift | word(call.out) << kOutShift;
   const HostCall planned = mine;
   if (const auto agreed = planned_calls_->begin(planned)) {
     registered_ = {(*agreed & kInWord) != 0, (*agreed & kOutWord) != 0};
     return;
   }
-  const std::string without_work = take_scratch(work, word(in), word(out), stream);
+  const std::string without_work = take_scratch(call.work, word(call.in), word(call.out), stream);
   if (!without_work.empty()) mine.part |= kNoWork;
   const std::vector<HostCall> calls = exchange_calls(mine);
-  require_work(calls, work, without_work);
+  require_work(calls, call.work, without_work);
   registered_ = {agree_on_memory(calls, kInShift), agree_on_memory(calls, kOutShift)};
-  if (has_work(work)) {
+  if (has_work(call.work)) {
     planned_calls_->agreed(planned,
                            (registered_.in ? kInWord : 0) | (registered_.out ? kOutWord : 0));
   }

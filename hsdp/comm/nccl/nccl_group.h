@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "hsdp/comm/host/host_call.h"
@@ -46,12 +47,19 @@ class NcclGroup {
     bool of_either_kind = false;  // it sends from there, too: registered or not
     bool between_kinds = false;   // only where one of `in` and `out` is registered
   };
-  // Returns when every rank makes this same call; a difference ends the world. `in` and `out` are
-  // what NCCL may read and write. Where a rank has no memory for the work it is an AgreedError.
-  // A planned call that was agreed on before, and whose work memory was reserved, returns at once.
-  void agree(const HostCall& terms, ConstTensorView in, ConstTensorView out, const WorkNeed& work,
-             const Stream& stream);
-  void agree(const HostCall& terms) { agree(terms, {}, {}, {}, Stream::inline_host()); }
+  struct Call {
+    HostCall terms;
+    // What NCCL may read, and what it may write that it does not read.
+    ConstTensorView in{};
+    ConstTensorView out{};
+    WorkNeed work{};
+    std::string_view act{};  // see CallLabel
+  };
+  // Returns when every rank makes this same call; a difference ends the world. Where a rank has no
+  // memory for the work it is an AgreedError. A planned call that was agreed on before, and whose
+  // work memory was reserved, returns at once.
+  void agree(const Call& call, const Stream& stream);
+  void agree(const HostCall& terms) { agree({.terms = terms}, Stream::inline_host()); }
   // Of the call that was agreed on, on every rank that has a byte of them.
   [[nodiscard]] bool in_is_registered() const { return registered_.in; }
   [[nodiscard]] bool out_is_registered() const { return registered_.out; }

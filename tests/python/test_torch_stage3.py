@@ -426,6 +426,39 @@ def test_whatever_a_pass_meets(mesh: hsdp.Mesh, name: str) -> None:
             compare_passes(mesh, name, run_name, run, WAYS if name == "plain" else WAYS[number % 2 :][:1])
 
 
+def messages_of_steps(mesh: hsdp.Mesh, depth: int, **reshards: bool) -> list[int]:
+    """Over the control connection, in each step of two microbatches; rank 1 skips a block in step 4."""
+    model = Model(depth=depth)
+    with attached_to(model, mesh, missing="zero") as reducer:
+        optimizer = ShardedOptimizer(
+            torch.optim.SGD, model, reducer, lr=0.01, persistence_threshold=0, stage=3, **reshards
+        )
+        counts = [reducer.stats().control_message_count]
+        blocks = list(model.blocks)
+        for step in range(7):
+            for i in range(2):
+                leaves_out = step == 4 and i == 0 and mesh.rank == 1
+                model.blocks = nn.ModuleList(blocks[: depth // 2 - 1] if leaves_out else blocks)
+                with reducer.microbatch(last=i == 1):
+                    loss_of(model, batch(mesh, step)).backward()
+            optimizer.step()
+            counts.append(reducer.stats().control_message_count)
+        model.blocks = nn.ModuleList(blocks)
+        optimizer.close()
+    return [after - before for before, after in zip(counts, counts[1:], strict=False)]
+
+
+@pytest.mark.parametrize("reshards", RESHARDS, ids=lambda reshards: "-".join(map(str, reshards.items())))
+@on_mesh(1, 3)
+def test_gathers_ask_nobody_from_the_third_step_on(mesh: hsdp.Mesh, reshards: dict[str, bool]) -> None:
+    """Not even after a rank that skipped half of the model."""
+    few, many = (messages_of_steps(mesh, depth, **reshards) for depth in (4, 12))
+    print(few, many)
+    assert min(few[2:4]) == max(few[2:4] + few[5:])
+    assert many[2:4] == few[2:4]
+    assert many[5:] == few[5:]
+
+
 @on_mesh(1, 2)
 def test_whatever_model_is_compiled(mesh: hsdp.Mesh) -> None:
     """In one job: a rank's first compilation takes seconds."""

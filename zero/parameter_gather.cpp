@@ -41,7 +41,7 @@ struct ParameterGather::Parts {
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
   std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
-  void gather(std::size_t unit, Communicator& shard_group, Stream& stream);
+  void gather(std::size_t unit, CallLabel label, Communicator& shard_group, Stream& stream);
   // UsageError for numbers that there are not.
   [[nodiscard]] std::size_t unit_number(int unit) const {
     return check_index(kWhere, "a unit below", unit, std::ssize(units));
@@ -106,7 +106,8 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   return lines;
 }
 
-void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group, Stream& stream) {
+void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Communicator& shard_group,
+                                    Stream& stream) {
   const double begin_s = now_s();
   std::int64_t bytes = 0;
   for (const FullArray& full : units[unit]) {
@@ -117,7 +118,7 @@ void ParameterGather::Parts::gather(std::size_t unit, Communicator& shard_group,
     round_into(*master->second, full.array.slice(own.offset, own.count), stream);
   }
   const std::int64_t gathers =
-      reducer::gather_unit(shard_group, layout, units[unit], memory, stream, {.planned = true});
+      reducer::gather_unit(shard_group, layout, units[unit], memory, stream, label);
   const std::scoped_lock lock(mutex);
   times[unit] = {begin_s, now_s()};
   stats.gather_count += gathers;
@@ -139,11 +140,13 @@ const std::vector<int>& ParameterGather::unit(int number) const {
   return parts_->members[parts_->unit_number(number)];
 }
 
-Event ParameterGather::start(int unit, const Event& updated) {
+Event ParameterGather::start(int unit, const Event& updated) { return start(unit, updated, {}); }
+
+Event ParameterGather::start(int unit, const Event& updated, CallLabel label) {
   const std::size_t u = parts_->unit_number(unit);
   Event done = parts_->lane->run(
-      updated, [parts = parts_.get(), u](Communicator& shard_group, Stream& stream) {
-        parts->gather(u, shard_group, stream);
+      updated, [parts = parts_.get(), u, label](Communicator& shard_group, Stream& stream) {
+        parts->gather(u, label, shard_group, stream);
       });
   const std::scoped_lock lock(parts_->mutex);
   parts_->gathered[u] = done;
@@ -151,7 +154,7 @@ Event ParameterGather::start(int unit, const Event& updated) {
 }
 
 void ParameterGather::start_all(const Event& updated) {
-  for (int u = 0; u < unit_count(); ++u) static_cast<void>(start(u, updated));
+  for (int u = 0; u < unit_count(); ++u) static_cast<void>(start(u, updated, {.planned = true}));
 }
 
 Event ParameterGather::ready(int parameter) const {

@@ -70,8 +70,10 @@ class ParameterGather {
   // Which parameters it holds, as indices into those given at construction.
   [[nodiscard]] const std::vector<int>& unit(int number) const;
 
-  // The own slices of that unit are new. Never blocks.
+  // The own slices of that unit are new. Never blocks. Its collectives are compared with the
+  // peers'.
   Event start(int unit, const Event& updated);
+  // Of all units, in their order, which is known: so these are compared the first time only.
   void start_all(const Event& updated);
 
   // The new values of that parameter are in, and no peer reads this rank's slice of its unit.
@@ -94,6 +96,8 @@ class ParameterGather {
 
  private:
   struct Parts;
+  Event start(int unit, const Event& updated, CallLabel label);
+
   std::unique_ptr<Parts> parts_;
 };
 

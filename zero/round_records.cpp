@@ -40,9 +40,11 @@ std::size_t RoundRecords::number_of(const std::vector<int>& units) {
 
 void RoundRecords::end(bool same) {
   if (!same || wanted_.size() > kLongest) {
+    // Its ranks are better off asking round by round than one after the other.
+    if (departed_) std::erase_if(next_, [this](const auto& e) { return followed_ == e.second; });
     before_ = followed_;
   } else if (!wanted_.empty()) {
-    if (records_.size() == kMostRecords) {
+    if (records_.size() == kMostRecords && std::ranges::find(records_, wanted_) == records_.end()) {
       records_.clear();
       next_.clear();
       before_.reset();
@@ -52,6 +54,7 @@ void RoundRecords::end(bool same) {
     before_ = record;
   }
   followed_.reset();
+  departed_ = false;
   wanted_.clear();
   hash_ = 0;
 }

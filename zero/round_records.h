@@ -29,6 +29,8 @@ class RoundRecords {
   void want(int unit);
   // Of all that it wanted in this pass.
   [[nodiscard]] std::uint64_t hash() const { return hash_; }
+  // In this pass a rank wants a unit that the record does not have any more, as all ranks know.
+  void depart() { departed_ = true; }
   // The pass is over. `same`: the ranks' hashes are equal, so each knows what all wanted.
   void end(bool same);
 
@@ -39,7 +41,8 @@ class RoundRecords {
 
   std::vector<std::vector<int>> records_;  // each once
   std::map<Key, std::size_t> next_;        // which record came then
-  Record before_;                          // of the pass before; none: ranks differed
+  Record before_;                          // that the pass before left or followed
+  bool departed_ = false;
   Record followed_;
   std::size_t position_ = 0;
   std::vector<int> wanted_;

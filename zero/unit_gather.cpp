@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <future>
 #include <mutex>
 #include <optional>
@@ -9,8 +10,10 @@
 #include <span>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
@@ -239,7 +242,11 @@ UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView>
                                                 const Event& updated) {
   auto result = std::make_shared<std::promise<std::vector<Said>>>();
   Asked asks{{}, result->get_future().share()};
-  if (!in_pass) opening = asks.said;
+  if (!in_pass) {
+    opening = asks.said;
+  } else if (own >= 0) {
+    records.depart();
+  }
   in_pass = true;
   asks.done =
       lane->run(updated, [this, mine = Said{own, records.hash()}, arrays = std::move(arrays),
@@ -256,6 +263,7 @@ void UnitGather::Parts::hear_opening() {
     for (const Said& one : opening.get()) words.push_back(one.wants);
     records.begin(words);
   } catch (const std::future_error&) {  // it was not run, and what comes next says why
+    in_pass = false;
   }
   opening = {};
 }
@@ -337,7 +345,10 @@ Event UnitGather::Parts::rounds_until(int own, bool (*is_over)(int word)) {
                                  [holds](const Said& one) { return holds(one.wants); });
     };
     try {
-      if (!all_say([](int word) { return word < 0; })) continue;
+      if (!all_say([](int word) { return word < 0; })) {
+        records.depart();
+        continue;
+      }
       opening = {};
       in_pass = false;
       records.end(agree(asks.said.get(), &Said::wanted));

@@ -8,9 +8,9 @@
 //   ... forward of layer 0; then its arrays may be freed ...
 //   stream.wait(gather.begin_update());       // no rank asks for anything more: slices may change
 //
-// Ranks that ask for the same units in the same order as in a pass before gather each once and send
-// no message for it, but for the first unit; a pass is what comes between two calls of end(). Yet
-// they need not: a rank may skip a layer, use it twice or go another way. Then the others take part
+// Ranks that ask for the same units in the same order as in a pass before gather each unit once,
+// and only the first one costs a message; a pass is what comes between two calls of end(). Yet they
+// need not: a rank may skip a layer, use it twice or go another way. Then the others take part
 // in what it wants, and it in what they want, with scratch memory; it may have to wait until they
 // are in end(), which brings all in step again.
 //
@@ -21,10 +21,11 @@
 // the end of one wait() and the next gather() of their unit.
 // Threads: one at a time. Streams: a round reads slices and writes arrays after `updated`. On a GPU
 // wait() lets a stream wait, not the host.
-// Collective: construction, over the world; begin_update(), over the shard group.
-// Errors: UsageError for slices and arrays that do not fit; MismatchError where ranks have other
-// units. A rank that makes no call is a TimeoutError that names unit and rank. What goes wrong in a
-// round ends the world, and every wait throws it.
+// Collective: construction, over the world; begin_update(), over the shard group. The second
+// gather() of a pass waits until all ranks have made their first one, or are in end(). Errors:
+// UsageError for slices and arrays that do not fit; MismatchError where ranks have other units. A
+// rank that makes no call is a TimeoutError that names unit and rank. What goes wrong in a round
+// ends the world, and every wait throws it.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@
 // on every engine and transport. A 16-bit output is rounded once.
 //
 // Before data moves the ranks compare sequence, operation, dtype and count: MismatchError names
-// the first difference. A planned call they compare the first time only, where that costs messages.
+// the first difference. They compare a planned call only the first time, where that costs messages.
 // A lost peer or a timeout throws PeerLostError or TimeoutError on every rank; after that every
 // call on every Communicator of this world repeats the first error.
 #pragma once

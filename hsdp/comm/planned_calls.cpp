@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <utility>
@@ -42,7 +43,7 @@ PlannedCalls::PlannedCalls(std::shared_ptr<Control> control, std::string group,
       topic(), [this](int from, std::string_view message) { hear(from, message); });
 }
 
-// A rank that asks and one that does not wait for each other, too.
+// A rank that asks would wait for one that does not: so asking is part of the hash.
 std::optional<std::uint32_t> PlannedCalls::begin(const HostCall& call) {
   const std::lock_guard lock(mutex_);
   const auto agreed =

@@ -28,8 +28,8 @@ class PlannedCalls {
   PlannedCalls(std::shared_ptr<Control> control, std::string group, std::vector<int> members,
                std::string engine);
 
-  // Starts the next call, planned or not. What agreed() said of it, if all ranks have made it
-  // before; else it is compared with the peers'.
+  // Starts the next call, planned or not. Returns what agreed() kept if all ranks have made this
+  // planned call before; else the engine compares it with the peers'.
   std::optional<std::uint32_t> begin(const HostCall& call);
   // All ranks have made that call. Of a planned one `word` is kept, for the engine.
   void agreed(const HostCall& call, std::uint32_t word = 0);

@@ -323,7 +323,7 @@ std::string BucketPipeline::calls() const {
   return calls_text(setting_.groups.shard) + "/" + of_hop;
 }
 
-// Before the step's result is known to be one. Planned calls are compared nowhere else.
+// Before the step's result is known to be one. Planned calls of buckets are compared nowhere else.
 void BucketPipeline::require_same_calls(std::int64_t step, const std::vector<std::string>& calls) {
   const auto shard_size = static_cast<std::size_t>(setting_.groups.shard.size());
   const auto own = static_cast<std::size_t>(setting_.groups.world.rank());

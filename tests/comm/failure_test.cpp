@@ -4,7 +4,10 @@
 #include <sys/resource.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <latch>
+#include <string>
+#include <vector>
 
 #include "hsdp/error.h"
 #include "tests/comm/blames.h"
@@ -108,11 +111,14 @@ TEST_P(Failure, PlannedCallsThatDifferAreNamed) {
     std::vector<int> of_rank_1;
     std::string expected;
     std::string got;
+    int count = 200;
   } rows[] = {
       {{0, 11, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 1"},
       {{0, 2, 1, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 2"},
       {{0, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 2"},
       {{0, -1, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 201 f32 of bucket 1"},
+      // Messages that are shorter than what says a call.
+      {{0, -1, 2, 3}, "all_reduce of 9 f32 of bucket 1", "all_reduce of 9 f32 of bucket 1", 8},
   };
   for (const auto& row : rows) {
     SCOPED_TRACE(row.got);
@@ -123,7 +129,7 @@ TEST_P(Failure, PlannedCallsThatDifferAreNamed) {
         for (const int number : calls) {
           fill(data.view(), [](std::int64_t i) { return 1.0 + static_cast<double>(i); });
           const int call = std::abs(number) % 10;
-          world.all_reduce({.data = data.view().slice(0, 200 + call + (number > 9 ? 1 : 0)),
+          world.all_reduce({.data = data.view().slice(0, row.count + call + (number > 9 ? 1 : 0)),
                             .bucket = call,
                             .planned = number >= 0});
         }

@@ -18,6 +18,7 @@
 #include "tests/support/reducer_step.h"
 #include "tests/zero/sliced_parameters.h"
 #include "zero/parameter_gather.h"
+#include "zero/round_records.h"
 #include "zero/unit_gather.h"
 
 namespace hsdp {
@@ -30,6 +31,7 @@ using testing::ThrowsMessage;
 using zero::GatheredParameter;
 using zero::ParameterGather;
 using zero::ParameterUnit;
+using zero::RoundRecords;
 using zero::UnitGather;
 using zero::UnitParameter;
 using Masters = SlicedParameters::Masters;
@@ -482,6 +484,63 @@ TEST(UnitGather, AsksAsOftenForManyUnitsAsForFew) {
   for (std::size_t step = 1; step < sent[0].size(); ++step) {
     EXPECT_EQ(sent[0][step], 5) << step;
     EXPECT_EQ(sent[1][step], 5) << step;
+  }
+}
+
+// What the ranks want in a pass: `wants` of this rank, which are all ranks' where they are the
+// same.
+void run_pass(RoundRecords& records, const std::vector<int>& wants, bool same,
+              bool departs = false) {
+  const std::vector<int> words(3, wants.front());
+  records.begin(words);
+  for (const int unit : wants) records.want(unit);
+  if (departs) records.depart();
+  records.end(same);
+}
+
+std::vector<int> coming_after(RoundRecords records, int first) {
+  const std::vector<int> words(3, first);
+  records.begin(words);
+  const auto coming = records.coming();
+  return {coming.begin(), coming.end()};
+}
+
+TEST(RoundRecords, FollowWhatAllWantedAfterTheSamePassAndFirstUnit) {
+  RoundRecords records;
+  EXPECT_THAT(coming_after(records, 0), testing::IsEmpty());
+  run_pass(records, {0, 1, 2}, true);
+  EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(1, 2));
+  EXPECT_THAT(coming_after(records, 1), testing::IsEmpty());
+  run_pass(records, {0, 2}, true);  // in turn
+  run_pass(records, {0, 1, 2}, true);
+  EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(2));
+  run_pass(records, {0, 2}, true);
+  EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(1, 2));
+}
+
+TEST(RoundRecords, StayWhereARankSkipsAndGoWhereOneWantsMore) {
+  RoundRecords records;
+  run_pass(records, {0, 1, 2}, true);
+  run_pass(records, {0, 2}, false);
+  EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(1, 2));
+  run_pass(records, {0, 1, 2, 0}, false, true);
+  EXPECT_THAT(coming_after(records, 0), testing::IsEmpty());
+  run_pass(records, {0, 1, 2}, true);
+  EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(1, 2));
+}
+
+TEST(RoundRecords, ForgetPassesWithoutEndAndTooManyKinds) {
+  RoundRecords records;
+  run_pass(records, std::vector<int>(5'000, 1), true);
+  EXPECT_THAT(coming_after(records, 1), testing::IsEmpty());
+  for (int kind = 0; kind < 1'000; ++kind) run_pass(records, {0, kind}, true);
+  EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(999));
+  for (int round = 0; round < 2; ++round) {  // no more than are kept
+    for (int kind = 0; kind < 64; ++kind) run_pass(records, {0, kind}, true);
+  }
+  for (int kind = 0; kind < 64; ++kind) {
+    EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(kind));
+    run_pass(records, {0, kind}, true);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "hsdp/comm/mpi/mpi_group.h"
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -102,7 +103,7 @@ void MpiGroup::wait(MpiTransfers& transfers) {
 // a moment later.
 void MpiGroup::throw_transfer_failed(const std::exception& error) {
   planned_calls_->tell_of_wait();
-  wait_for_verdict(control(), std::chrono::seconds(2));
+  wait_for_verdict(control(), std::chrono::seconds(3));  // longer than others wait before they tell
   end_world(control(),
             {.kind = FailureKind::kAborted, .message = error.what(), .ranks = {control().rank()}},
             waiting_);

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "gpu_rank.h"
+#include "hsdp/comm/issue_order.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer.h"
@@ -252,6 +253,7 @@ std::vector<std::int64_t> messages_beside_gathers(const Mesh& mesh, int count) {
 }
 
 TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAndUnitsAsForFew) {
+  IssueOrder::record_turns(true);
   std::map<int, std::vector<std::int64_t>> messages;  // by number of buckets
   std::mutex mutex;
   for (const int count : {4, 40}) {
@@ -263,6 +265,7 @@ TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAndUnitsAsForFew) {
   }
   EXPECT_EQ(messages[4], messages[40]);
   EXPECT_THAT(messages[4], ::testing::Each(11)) << "4 words, 2 bits, 4 of passes, one update";
+  IssueOrder::record_turns(false);
 }
 
 // One replica reduces the second bucket before the first one, and both are of one size: without a

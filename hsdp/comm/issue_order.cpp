@@ -7,7 +7,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
-#include <cstdlib>
 #include <deque>
 #include <limits>
 #include <map>
@@ -49,18 +48,9 @@ enum Word : int {
   kFreeze = -3,  // take no recorded turn more, and say how many turns were taken
   kTaken = -4,   // `count` turns were
   kEnd = -5,     // of the record, when `count` turns were taken
-  kGone = -6,    // the last lane is, and `count` turns were taken
 };
 
 std::atomic<std::chrono::microseconds> patience{std::chrono::milliseconds(100)};
-
-std::atomic<bool>& records_turns() {
-  static std::atomic<bool> on{[] {
-    const char* const text = std::getenv("HSDP_RECORD_TURNS");
-    return text != nullptr && std::string_view(text) == "1";
-  }()};
-  return on;
-}
 
 // Tasks of one lane: how many there are, or how many come next.
 struct LaneCount {
@@ -145,11 +135,10 @@ struct IssueOrder::State {
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
   comm::Turns turns;
-  bool paused = false;                   // until the ranks know from where on they agree
-  bool adding = false;                   // a lane
-  comm::StepRecord steps;                // first rank
-  bool stopping = false;                 // first rank: it waits until it knows of all
-  std::map<int, std::int64_t> taken_by;  // first rank: turns that ranks have taken, by world rank
+  bool paused = false;     // until the ranks know from where on they agree
+  bool adding = false;     // a lane
+  comm::StepRecord steps;  // first rank
+  std::optional<std::vector<std::int64_t>> stopped;  // first rank: the turns that ranks have taken
   bool asked_to_stop = false;
   struct Stall {
     std::chrono::steady_clock::time_point since;
@@ -188,12 +177,11 @@ struct IssueOrder::State {
   bool wait_for_work(Lock& lock);
   void ask_to_stop(Lock& lock);
   void begin_stop();
-  void add_taken(int by, std::int64_t taken);
+  void add_stopped(std::int64_t taken);
   void end_record(std::int64_t taken);
   void hear(int from, std::string_view message);
   [[nodiscard]] int missing_peer(const Queue& queue) const;
   [[nodiscard]] std::optional<Wait> awaited() const;
-  [[nodiscard]] std::optional<Wait> awaited_end() const;
   bool change_wait(Lock& lock, const std::optional<Wait>& wanted);
 
   [[nodiscard]] std::string topic() const { return group_id + "/issue"; }
@@ -309,7 +297,7 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
     if (choice.empty() || choice.back().lane != best->number) choice.push_back({best->number, 0});
     ++choice.back().count;
     const std::int64_t length = steps.add(best->number, ends_step);
-    if (length == 0 || adding || members.size() == 1 || !records_turns()) continue;
+    if (length == 0 || adding) continue;
     choice.push_back({kFollow, length});
     return choice;
   }
@@ -343,10 +331,6 @@ void IssueOrder::State::tell_others(const std::vector<LaneCount>& entries) {
   }
 }
 
-void IssueOrder::State::tell_first(const LaneCount& entry) {
-  outbox.push_back({members.front(), generation, {entry}});
-}
-
 // In the order in which they were decided, whichever thread sends them.
 void IssueOrder::State::flush(Lock& lock) {
   if (sending) return;
@@ -373,11 +357,11 @@ void IssueOrder::State::hear(int from, std::string_view message) {
     const auto found = queues.find(entry.lane);
     if (entry.lane == kStop) {
       begin_stop();
-    } else if (entry.lane == kTaken || entry.lane == kGone) {
-      if (turns.follows()) add_taken(from, entry.count);
+    } else if (entry.lane == kTaken) {
+      add_stopped(entry.count);
     } else if (entry.lane == kFreeze) {
       turns.freeze();
-      tell_first({kTaken, turns.taken()});
+      outbox.push_back({members.front(), generation, {{kTaken, turns.taken()}}});
     } else if (entry.lane == kEnd) {
       end_record(entry.count);
     } else if (rank != 0) {
@@ -420,26 +404,26 @@ void IssueOrder::State::ask_to_stop(Lock& lock) {
   if (rank == 0) {
     begin_stop();
   } else {
-    tell_first({kStop, 0});
+    outbox.push_back({members.front(), generation, {{kStop, 0}}});
   }
   flush(lock);
 }
 
 // By the first rank: all say how far they are, and go as far as the furthest of them.
 void IssueOrder::State::begin_stop() {
-  if (!turns.follows() || stopping || adding) return;
-  stopping = true;
+  if (!turns.follows() || stopped || adding) return;
+  stopped.emplace();
   turns.freeze();
   tell_others({{kFreeze, 0}});
-  add_taken(members.front(), turns.taken());
+  add_stopped(turns.taken());
 }
 
-void IssueOrder::State::add_taken(int by, std::int64_t taken) {
-  taken_by[by] = taken;
-  if (!stopping || taken_by.size() < members.size()) return;
-  std::int64_t furthest = 0;
-  for (const auto& [_, count] : taken_by) furthest = std::max(furthest, count);
-  stopping = false;
+void IssueOrder::State::add_stopped(std::int64_t taken) {
+  if (!stopped) return;
+  stopped->push_back(taken);
+  if (stopped->size() < members.size()) return;
+  const std::int64_t furthest = std::ranges::max(*stopped);
+  stopped.reset();
   steps.restart(false);
   end_record(furthest);
   tell_others({{kEnd, furthest}});
@@ -447,7 +431,6 @@ void IssueOrder::State::add_taken(int by, std::int64_t taken) {
 
 // Counts what lanes have got by the record, up to its end.
 void IssueOrder::State::end_record(std::int64_t taken) {
-  taken_by.clear();
   for (const auto& [lane, count] : turns.end_at(taken)) {
     const auto found = queues.find(lane);
     if (found != queues.end()) found->second->chosen += count;
@@ -463,24 +446,14 @@ int IssueOrder::State::missing_peer(const Queue& queue) const {
 
 // The oldest lane's task that is ready here and has no turn yet.
 std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
-  if (!several || paused || failed || catches_up()) return std::nullopt;
-  if (turns.follows()) return awaited_end();
-  if (turns.next()) return std::nullopt;  // this rank's task is missing: others say so
+  if (!several || paused || failed || catches_up() || turns.follows()) return std::nullopt;
   for (const auto& [number, queue] : queues) {
     const std::int64_t next = queue->chosen;
-    if (next >= 0 && next < queue->ready()) {
+    if (next < queue->ready()) {
       return Wait{number, next, queue->at(next).place, missing_peer(*queue)};
     }
   }
   return std::nullopt;
-}
-
-// Of a record that this rank has asked to end, or that the first one has stopped.
-std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited_end() const {
-  if (!stopping && !asked_to_stop) return std::nullopt;
-  const auto missing = std::ranges::find_if(
-      members, [&](int member) { return !stopping || !taken_by.contains(member); });
-  return Wait{-1, turns.taken(), kAfterBuckets, *missing};
 }
 
 bool IssueOrder::State::change_wait(Lock& lock, const std::optional<Wait>& wanted) {
@@ -576,16 +549,9 @@ class IssueOrder::QueueIssuer : public Issuer {
       stream_.synchronize();
     } catch (...) {  // was reported when it happened
     }
-    State::Lock lock(state_->mutex);
+    const std::lock_guard lock(state_->mutex);
     state_->queues.erase(number_);
-    if (!state_->turns.follows()) {
-      state_->steps.restart(true);
-    } else if (state_->queues.empty() && state_->rank == 0) {
-      state_->begin_stop();
-    } else if (state_->queues.empty()) {
-      state_->tell_first({kGone, state_->turns.taken()});
-    }
-    state_->flush(lock);
+    if (!state_->turns.follows()) state_->steps.restart(true);
   }
   QueueIssuer(const QueueIssuer&) = delete;
   QueueIssuer& operator=(const QueueIssuer&) = delete;
@@ -680,10 +646,7 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
   return entry.order;
 }
 
-void IssueOrder::record_turns(bool on, std::chrono::microseconds its_patience) {
-  records_turns() = on;
-  patience = its_patience;
-}
+void IssueOrder::set_patience(std::chrono::microseconds its_patience) { patience = its_patience; }
 
 void IssueOrder::let_tasks_go_first(const comm::Control& control) {
   if (is_issuing) return;
@@ -709,7 +672,7 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   std::string mine;
   {
     std::unique_lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return !state.stopping || state.failed; });
+    state.changed.wait(lock, [&] { return !state.stopped || state.failed; });
     state.adding = true;
     if (state.several) {
       state.turns.freeze();
@@ -742,9 +705,7 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   {
     std::unique_lock lock(state.mutex);
     state.paused = state.adding = false;
-    if (error) {
-      state.failed = true;  // nobody knows any more how far the others are
-    } else if (state.rank == 0 && state.several) {
+    if (state.rank == 0 && state.several) {
       state.steps.restart(true);
       state.end_record(furthest);
       state.tell_others({{kEnd, furthest}});

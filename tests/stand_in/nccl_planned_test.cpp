@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "gpu_rank.h"
-#include "hsdp/comm/issue_order.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer.h"
@@ -253,7 +252,6 @@ std::vector<std::int64_t> messages_beside_gathers(const Mesh& mesh, int count) {
 }
 
 TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAndUnitsAsForFew) {
-  IssueOrder::record_turns(true);
   std::map<int, std::vector<std::int64_t>> messages;  // by number of buckets
   std::mutex mutex;
   for (const int count : {4, 40}) {
@@ -265,7 +263,6 @@ TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAndUnitsAsForFew) {
   }
   EXPECT_EQ(messages[4], messages[40]);
   EXPECT_THAT(messages[4], ::testing::Each(11)) << "4 words, 2 bits, 4 of passes, one update";
-  IssueOrder::record_turns(false);
 }
 
 // One replica reduces the second bucket before the first one, and both are of one size: without a

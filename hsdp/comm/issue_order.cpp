@@ -3,8 +3,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <deque>
@@ -21,7 +19,6 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/engine.h"
-#include "hsdp/comm/turns.h"
 #include "hsdp/device/host_event.h"
 
 namespace hsdp {
@@ -36,21 +33,9 @@ struct Item {
   std::function<bool()> skipped{};  // empty: a local task
   int place = 0;
   bool may_skip_later = false;
-  bool ends_step = false;
   std::shared_ptr<HostEvent> event{};  // instead of a task
   bool ordered = false;                // once it is sorted
 };
-
-// What a message says in place of a lane's number.
-enum Word : int {
-  kFollow = -1,  // the last `count` turns come again and again
-  kStop = -2,    // to the first rank: the next one does not come here
-  kFreeze = -3,  // take no recorded turn more, and say how many turns were taken
-  kTaken = -4,   // `count` turns were
-  kEnd = -5,     // of the record, when `count` turns were taken
-};
-
-std::atomic<std::chrono::microseconds> patience{std::chrono::milliseconds(100)};
 
 // Tasks of one lane: how many there are, or how many come next.
 struct LaneCount {
@@ -58,9 +43,8 @@ struct LaneCount {
   std::int64_t count = 0;
 };
 
-std::string encode(std::uint32_t generation, const std::vector<LaneCount>& counts) {
+std::string encode(const std::vector<LaneCount>& counts) {
   comm::WireWriter out;
-  out.u32(generation);
   for (const LaneCount& entry : counts) {
     out.i32(entry.lane);
     out.u64(static_cast<std::uint64_t>(entry.count));
@@ -68,11 +52,9 @@ std::string encode(std::uint32_t generation, const std::vector<LaneCount>& count
   return out.take();
 }
 
-// Nothing of another generation.
-std::vector<LaneCount> decode(std::uint32_t generation, std::string_view bytes) {
+std::vector<LaneCount> decode(std::string_view bytes) {
   constexpr std::size_t kEntryBytes = 12;
   comm::WireReader in(bytes);
-  if (in.u32() != generation) return {};
   std::vector<LaneCount> counts(bytes.size() / kEntryBytes);
   for (LaneCount& entry : counts) {
     entry.lane = in.i32();
@@ -87,13 +69,9 @@ struct IssueOrder::State {
   struct Queue {
     int number = 0;
     std::deque<Item> items;
-    std::size_t sorted = 0;   // items at the front, known to be ordered or local
-    bool holds_back = false;  // a sorted one may yet change what the next ones are
-    struct Place {
-      int place = 0;
-      bool ends_step = false;
-    };
-    std::deque<Place> places;  // of the ordered ones in the queue
+    std::size_t sorted = 0;    // items at the front, known to be ordered or local
+    bool holds_back = false;   // a sorted one may yet change what the next ones are
+    std::deque<int> places;    // of the ordered ones in the queue
     std::int64_t issued = 0;   // ordered ones that left it
     std::int64_t told = 0;     // how many the first rank knows to be ready here
     std::int64_t chosen = 0;   // how many have got their turn
@@ -109,7 +87,7 @@ struct IssueOrder::State {
     [[nodiscard]] std::int64_t ready() const {
       return issued + static_cast<std::int64_t>(places.size());
     }
-    [[nodiscard]] const Place& at(std::int64_t number_in_lane) const {
+    [[nodiscard]] int place(std::int64_t number_in_lane) const {
       return places[static_cast<std::size_t>(number_in_lane - issued)];
     }
   };
@@ -134,25 +112,8 @@ struct IssueOrder::State {
   int next_number = 0;
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
-  comm::Turns turns;
-  bool paused = false;     // until the ranks know from where on they agree
-  bool adding = false;     // a lane
-  comm::StepRecord steps;  // first rank
-  std::optional<std::vector<std::int64_t>> stopped;  // first rank: the turns that ranks have taken
-  bool asked_to_stop = false;
-  struct Stall {
-    std::chrono::steady_clock::time_point since;
-    std::int64_t taken = 0;
-  };
-  std::optional<Stall> stall;
-  struct Message {
-    int peer = 0;
-    std::uint32_t generation = 0;
-    std::vector<LaneCount> entries;
-  };
-  std::deque<Message> outbox;
-  bool sending = false;
-  std::uint32_t generation = 0;  // of `turns`: later messages are of an earlier one
+  std::deque<LaneCount> turns;    // agreed, and still to be issued
+  bool paused = false;            // until the ranks know from where on they agree
   bool failed = false;
   bool closing = false;
   int open = 0;                 // lanes that are
@@ -169,16 +130,6 @@ struct IssueOrder::State {
   [[nodiscard]] std::vector<LaneCount> take_news();
   [[nodiscard]] std::vector<LaneCount> choose_turns();
   bool speak(Lock& lock);
-  void take_turns(const LaneCount& entry);
-  void tell_others(const std::vector<LaneCount>& entries);
-  void tell_first(const LaneCount& entry);
-  void flush(Lock& lock);
-  [[nodiscard]] bool is_stalled() const;
-  bool wait_for_work(Lock& lock);
-  void ask_to_stop(Lock& lock);
-  void begin_stop();
-  void add_stopped(std::int64_t taken);
-  void end_record(std::int64_t taken);
   void hear(int from, std::string_view message);
   [[nodiscard]] int missing_peer(const Queue& queue) const;
   [[nodiscard]] std::optional<Wait> awaited() const;
@@ -194,7 +145,7 @@ void IssueOrder::State::Queue::sort() {
     Item& item = items[sorted++];
     item.ordered = item.skipped && !item.skipped();
     if (!item.ordered) continue;
-    places.push_back({item.place, item.ends_step});
+    places.push_back(item.place);
     holds_back = item.may_skip_later;
   }
 }
@@ -251,19 +202,15 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
     const bool unasked = failed || queue->issued < queue->unasked;
     if (unasked && queue->has_ordered()) return queue;
   }
-  if (failed || catches_up()) return nullptr;
-  const std::optional<int> lane = turns.next();
-  if (!lane) return nullptr;
-  const auto found = queues.find(*lane);
-  if (found == queues.end() || !found->second->has_ordered()) return nullptr;  // of a record alone
-  return found->second;
+  if (failed || turns.empty() || catches_up()) return nullptr;
+  return queues.at(turns.front().lane);
 }
 
 void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
   if (!several) {
     ++issued_alone;
-  } else if (!failed && queue.issued >= queue.unasked) {
-    turns.take();
+  } else if (!failed && queue.issued >= queue.unasked && --turns.front().count == 0) {
+    turns.pop_front();
   }
   run_front(lock, queue);
 }
@@ -289,152 +236,52 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
       const bool everywhere =
           std::ranges::all_of(queue->heard, [next](std::int64_t count) { return next < count; });
       if (next >= queue->ready() || !everywhere) continue;
-      if (best == nullptr || queue->at(next).place < best->at(best->chosen).place) best = queue;
+      if (best == nullptr || queue->place(next) < best->place(best->chosen)) best = queue;
     }
     if (best == nullptr) return choice;
-    const bool ends_step = best->at(best->chosen).ends_step;
     ++best->chosen;
     if (choice.empty() || choice.back().lane != best->number) choice.push_back({best->number, 0});
     ++choice.back().count;
-    const std::int64_t length = steps.add(best->number, ends_step);
-    if (length == 0 || adding) continue;
-    choice.push_back({kFollow, length});
-    return choice;
   }
 }
 
 // Only when nothing is left to be issued: so one message speaks of all that has come meanwhile.
 bool IssueOrder::State::speak(Lock& lock) {
-  if (!several || paused || failed || catches_up() || turns.follows()) return false;
-  const std::vector<LaneCount> counts = rank == 0 ? choose_turns() : take_news();
+  if (!several || paused || failed || catches_up()) return false;
+  const bool chooses = rank == 0;
+  const std::vector<LaneCount> counts = chooses ? choose_turns() : take_news();
   if (counts.empty()) return false;
-  if (rank == 0) {
-    for (const LaneCount& entry : counts) take_turns(entry);
-    tell_others(counts);
-  } else {
-    outbox.push_back({members.front(), generation, counts});
+  if (chooses) turns.insert(turns.end(), counts.begin(), counts.end());
+  lock.unlock();
+  try {
+    if (const auto kept = engine.lock()) {
+      const std::span<const int> all = members;
+      for (const int peer : chooses ? all.subspan(1) : all.first(1)) {
+        kept->control().tell(peer, topic(), encode(counts));
+      }
+    }
+  } catch (const std::exception&) {  // a forked child's: its tasks find out themselves
   }
-  flush(lock);
+  lock.lock();
   return true;
 }
 
-// What the first rank has said, on every rank.
-void IssueOrder::State::take_turns(const LaneCount& entry) {
-  if (entry.lane != kFollow) return turns.tell(entry.lane, entry.count);
-  turns.follow(entry.count);
-  asked_to_stop = false;
-}
-
-void IssueOrder::State::tell_others(const std::vector<LaneCount>& entries) {
-  for (const int peer : std::span<const int>(members).subspan(1)) {
-    outbox.push_back({peer, generation, entries});
-  }
-}
-
-// In the order in which they were decided, whichever thread sends them.
-void IssueOrder::State::flush(Lock& lock) {
-  if (sending) return;
-  sending = true;
-  while (!outbox.empty()) {
-    const Message message = std::move(outbox.front());
-    outbox.pop_front();
-    lock.unlock();
-    try {
-      if (const auto kept = engine.lock()) {
-        kept->control().tell(message.peer, topic(), encode(message.generation, message.entries));
-      }
-    } catch (const std::exception&) {  // a forked child's: its tasks find out themselves
-    }
-    lock.lock();
-  }
-  sending = false;
-}
-
-// On another thread, as the one that issues may be waiting in a task.
+// On another thread.
 void IssueOrder::State::hear(int from, std::string_view message) {
-  Lock lock(mutex);
-  for (const LaneCount& entry : decode(generation, message)) {
+  const std::lock_guard lock(mutex);
+  for (const LaneCount& entry : decode(message)) {
     const auto found = queues.find(entry.lane);
-    if (entry.lane == kStop) {
-      begin_stop();
-    } else if (entry.lane == kTaken) {
-      add_stopped(entry.count);
-    } else if (entry.lane == kFreeze) {
-      turns.freeze();
-      outbox.push_back({members.front(), generation, {{kTaken, turns.taken()}}});
-    } else if (entry.lane == kEnd) {
-      end_record(entry.count);
-    } else if (rank != 0) {
-      if (found != queues.end()) found->second->chosen += entry.count;
-      take_turns(entry);
-    } else if (found != queues.end()) {
+    if (found == queues.end()) continue;
+    Queue& queue = *found->second;
+    if (rank == 0) {
       const auto member = std::ranges::find(members, from) - members.begin();
-      found->second->heard.at(static_cast<std::size_t>(member)) = entry.count;
+      queue.heard.at(static_cast<std::size_t>(member)) = entry.count;
+    } else {
+      queue.chosen += entry.count;
+      turns.push_back(entry);
     }
   }
-  flush(lock);
   changed.notify_all();
-}
-
-// A recorded turn has no task here, and another lane has one.
-bool IssueOrder::State::is_stalled() const {
-  if (failed || !turns.is_recorded()) return false;
-  const std::optional<int> lane = turns.next();
-  if (!lane || asked_to_stop) return false;
-  return std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
-}
-
-// Nothing can be issued. Whether that has been so for long because of a record.
-bool IssueOrder::State::wait_for_work(Lock& lock) {
-  using Clock = std::chrono::steady_clock;
-  if (!is_stalled()) {
-    stall.reset();
-    changed.wait(lock);
-    return false;
-  }
-  if (!stall || stall->taken != turns.taken()) stall = {Clock::now(), turns.taken()};
-  const Clock::time_point end = stall->since + patience.load();
-  if (Clock::now() >= end) return true;
-  changed.wait_until(lock, end);
-  return false;
-}
-
-void IssueOrder::State::ask_to_stop(Lock& lock) {
-  asked_to_stop = true;
-  if (rank == 0) {
-    begin_stop();
-  } else {
-    outbox.push_back({members.front(), generation, {{kStop, 0}}});
-  }
-  flush(lock);
-}
-
-// By the first rank: all say how far they are, and go as far as the furthest of them.
-void IssueOrder::State::begin_stop() {
-  if (!turns.follows() || stopped || adding) return;
-  stopped.emplace();
-  turns.freeze();
-  tell_others({{kFreeze, 0}});
-  add_stopped(turns.taken());
-}
-
-void IssueOrder::State::add_stopped(std::int64_t taken) {
-  if (!stopped) return;
-  stopped->push_back(taken);
-  if (stopped->size() < members.size()) return;
-  const std::int64_t furthest = std::ranges::max(*stopped);
-  stopped.reset();
-  steps.restart(false);
-  end_record(furthest);
-  tell_others({{kEnd, furthest}});
-}
-
-// Counts what lanes have got by the record, up to its end.
-void IssueOrder::State::end_record(std::int64_t taken) {
-  for (const auto& [lane, count] : turns.end_at(taken)) {
-    const auto found = queues.find(lane);
-    if (found != queues.end()) found->second->chosen += count;
-  }
 }
 
 int IssueOrder::State::missing_peer(const Queue& queue) const {
@@ -446,11 +293,11 @@ int IssueOrder::State::missing_peer(const Queue& queue) const {
 
 // The oldest lane's task that is ready here and has no turn yet.
 std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
-  if (!several || paused || failed || catches_up() || turns.follows()) return std::nullopt;
+  if (!several || paused || failed || catches_up()) return std::nullopt;
   for (const auto& [number, queue] : queues) {
     const std::int64_t next = queue->chosen;
     if (next < queue->ready()) {
-      return Wait{number, next, queue->at(next).place, missing_peer(*queue)};
+      return Wait{number, next, queue->place(next), missing_peer(*queue)};
     }
   }
   return std::nullopt;
@@ -498,7 +345,7 @@ void IssueOrder::State::work() {
     }
     if (speak(lock) || change_wait(lock, awaited())) continue;
     if (closing) return;
-    if (wait_for_work(lock)) ask_to_stop(lock);
+    changed.wait(lock);
   }
 }
 
@@ -551,7 +398,6 @@ class IssueOrder::QueueIssuer : public Issuer {
     }
     const std::lock_guard lock(state_->mutex);
     state_->queues.erase(number_);
-    if (!state_->turns.follows()) state_->steps.restart(true);
   }
   QueueIssuer(const QueueIssuer&) = delete;
   QueueIssuer& operator=(const QueueIssuer&) = delete;
@@ -560,8 +406,7 @@ class IssueOrder::QueueIssuer : public Issuer {
     queue_->push({.task = std::move(task.run),
                   .skipped = std::move(task.skipped),
                   .place = task.place,
-                  .may_skip_later = task.may_skip_later,
-                  .ends_step = task.ends_step});
+                  .may_skip_later = task.may_skip_later});
   }
   [[nodiscard]] Stream& stream() override { return stream_; }
   [[nodiscard]] std::shared_ptr<void> open() override {
@@ -646,8 +491,6 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
   return entry.order;
 }
 
-void IssueOrder::set_patience(std::chrono::microseconds its_patience) { patience = its_patience; }
-
 void IssueOrder::let_tasks_go_first(const comm::Control& control) {
   if (is_issuing) return;
   std::vector<std::shared_ptr<State>> of_world;
@@ -665,23 +508,13 @@ void IssueOrder::let_tasks_go_first(const comm::Control& control) {
 
 // The first of several lanes has issued more on one rank than on another: all ranks issue without
 // asking what the furthest of them has issued so far, and nobody issues while they find that out.
-// So it is with a record that they follow.
 std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   State& state = *state_;
   auto queue = std::make_shared<State::Queue>();
   std::string mine;
   {
-    std::unique_lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return !state.stopped || state.failed; });
-    state.adding = true;
-    if (state.several) {
-      state.turns.freeze();
-    } else {
-      state.turns = {};
-      ++state.generation;
-    }
-    mine = (state.queues.empty() ? "0 " : "1 ") +
-           std::to_string(state.several ? state.turns.taken() : state.issued_alone);
+    const std::lock_guard lock(state.mutex);
+    mine = (state.queues.empty() ? "0 " : "1 ") + std::to_string(state.issued_alone);
     queue->number = state.next_number++;
     queue->heard.assign(state.members.size(), 0);
     queue->heard.front() = kAll;          // the first rank knows its own
@@ -703,13 +536,8 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
     error = std::current_exception();
   }
   {
-    std::unique_lock lock(state.mutex);
-    state.paused = state.adding = false;
-    if (state.rank == 0 && state.several) {
-      state.steps.restart(true);
-      state.end_record(furthest);
-      state.tell_others({{kEnd, furthest}});
-    }
+    const std::lock_guard lock(state.mutex);
+    state.paused = false;
     if (error) {
       state.queues.erase(queue->number);
     } else if (!others) {
@@ -722,7 +550,6 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
         if (older->unasked == kAll) older->unasked = older->chosen = furthest;
       }
     }
-    state.flush(lock);
   }
   state.changed.notify_all();
   if (error) std::rethrow_exception(error);

@@ -9,12 +9,10 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <latch>
 #include <memory>
 #include <mutex>
 #include <numeric>
-#include <random>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -50,18 +48,17 @@ class Lanes {
   void remove(std::size_t lane) { lanes_[lane].reset(); }
   [[nodiscard]] IssueOrder::Issuer& operator[](std::size_t lane) { return *lanes_[lane]; }
 
-  void push(std::size_t lane, int place, bool ends_step = false) {
+  void push(std::size_t lane, int place) {
     const auto run = [this, name = name_of(lane, place)] {
       const std::lock_guard lock(mutex_);
       issued_.push_back(name);
       changed_.notify_all();
     };
-    lanes_[lane]->run_ordered(
-        {.run = run, .place = place, .skipped = never, .ends_step = ends_step});
+    lanes_[lane]->run_ordered({.run = run, .place = place, .skipped = never});
   }
   static std::string name_of(std::size_t lane, int place) {
     const std::string number = place == IssueOrder::kAfterBuckets ? "end" : std::to_string(place);
-    return std::array{"first ", "second ", "third ", "fourth "}[lane] + number;
+    return std::array{"first ", "second ", "third "}[lane] + number;
   }
   // Waits until there are so many, and forgets them.
   std::vector<std::string> take(std::size_t count) {
@@ -268,126 +265,6 @@ TEST(IssueOrder, TasksThatAreSkippedCountOnNoRank) {
     }
     return lanes.take(40);
   });
-}
-
-// Gathers of the second lane beside buckets of the first.
-void push_step(Lanes& lanes, int buckets) {
-  for (int unit = 0; unit < 3; ++unit) lanes.push(1, IssueOrder::kAfterBuckets);
-  for (int bucket = 0; bucket < buckets; ++bucket) lanes.push(0, bucket);
-  lanes.push(0, IssueOrder::kAfterBuckets, true);
-}
-
-TEST(IssueOrder, StepsThatRepeatThemselvesSendNothing) {
-  constexpr int kSize = 3;
-  const auto controls = comm::in_process_control(kSize, std::chrono::seconds(30));
-  std::array<std::atomic<int>, kSize> counts{};
-  std::array<std::array<int, 2>, kSize> sent{};  // until step 10, and until the end
-  run_each(kSize, [&](std::size_t r) {
-    Communicator world = comm::host_world(std::make_shared<CountingControl>(controls[r], counts[r]),
-                                          TransportChoice::kAuto);
-    Lanes lanes(world, 2);
-    for (int step = 0; step < 100; ++step) {
-      push_step(lanes, 5);
-      lanes.take(9);
-      if (step == 10) sent[r][0] = counts[r];
-    }
-    sent[r][1] = counts[r];
-  });
-  for (const auto& [early, late] : sent) EXPECT_EQ(early, late);
-}
-
-// By holes, by a lane that comes, and by one that goes.
-TEST(IssueOrder, ARecordEndsOnAllRanksWhereItDoesNotHold) {
-  expect_one_order(3, [](Communicator& world) {
-    Lanes lanes(world, 2);
-    std::size_t count = 0;
-    for (int step = 0; step < 40; ++step) {
-      const int buckets = step == 12 ? 2 : 5;
-      push_step(lanes, buckets);
-      count += static_cast<std::size_t>(buckets) + 4;
-      if (step == 20) lanes.add(2);
-      if (step == 30) lanes.remove(2);
-      if (step >= 20 && step < 30) {
-        lanes.push(2, 1);
-        ++count;
-      }
-      if (step % 2 == world.rank() % 2) lanes[0].stream().synchronize();
-    }
-    return lanes.take(count);
-  });
-}
-
-// A program that repeats itself and now and then changes on all ranks. What it pushes after a wait
-// may depend on what was issued before.
-std::vector<std::string> run_program(Communicator& world, std::uint64_t seed) {
-  std::mt19937 common(static_cast<unsigned>(seed));
-  std::mt19937 own(static_cast<unsigned>(seed * 7 + static_cast<std::uint64_t>(world.rank())));
-  const auto below = [](std::mt19937& random, int limit) {
-    return static_cast<int>(random() % static_cast<unsigned>(limit));
-  };
-  struct Push {
-    std::size_t lane = 0;
-    int place = 0;
-  };
-  std::vector<std::vector<Push>> phases;
-  std::vector<std::string> all;
-  int lane_count = 1 + below(common, 4);
-  Lanes lanes(world, lane_count);
-  for (int step = 0; step < 12; ++step) {
-    const bool changes = step == 0 || below(common, 6) == 0;
-    if (changes && step > 0 && below(common, 2) == 0) {
-      if (lane_count > 1 && below(common, 2) == 0)
-        lanes.remove(static_cast<std::size_t>(--lane_count));
-      if (lane_count < 4 && below(common, 2) == 0)
-        lanes.add(static_cast<std::size_t>(lane_count++));
-      phases.clear();
-    }
-    if (changes) {
-      phases.clear();
-      for (int n = 1 + below(common, 3); n > 0; --n) {
-        std::vector<Push>& phase = phases.emplace_back();
-        for (int p = below(common, 6); p > 0; --p) {
-          phase.push_back({static_cast<std::size_t>(below(common, lane_count)), below(common, 4)});
-        }
-      }
-    }
-    const bool has_holes = below(common, 8) == 0;
-    for (const std::vector<Push>& phase : phases) {
-      std::size_t pushed = 0;
-      std::vector<std::vector<Push>> by_lane(static_cast<std::size_t>(lane_count));
-      for (const Push& push : phase) {
-        if (has_holes && below(common, 3) == 0) continue;
-        by_lane[push.lane].push_back(push);
-        ++pushed;
-      }
-      // Lanes in another order on each rank.
-      const std::size_t first = own() % by_lane.size();
-      for (std::size_t i = 0; i < by_lane.size(); ++i) {
-        for (const Push& push : by_lane[(first + i) % by_lane.size()]) {
-          lanes.push(push.lane, push.place);
-        }
-        if (below(own, 4) == 0) std::this_thread::yield();
-      }
-      for (std::string& name : lanes.take(pushed)) all.push_back(std::move(name));
-    }
-    lanes.push(0, IssueOrder::kAfterBuckets, true);
-    all.push_back(lanes.take(1).front());
-  }
-  return all;
-}
-
-// With and without a patience that is too short: then ranks stop when others are ahead of them.
-TEST(IssueOrder, RandomProgramsHaveOneOrder) {
-  const int count =
-      std::getenv("HSDP_SEEDS") != nullptr ? std::atoi(std::getenv("HSDP_SEEDS")) : 100;
-  for (int seed = 0; seed < count; ++seed) {
-    IssueOrder::set_patience(std::chrono::microseconds(seed % 20 == 0 ? 100'000 : seed % 3 * 50));
-    SCOPED_TRACE(seed);
-    expect_one_order(3, [seed](Communicator& world) {
-      return run_program(world, static_cast<std::uint64_t>(seed));
-    });
-  }
-  IssueOrder::set_patience(std::chrono::milliseconds(100));
 }
 
 TEST(IssueOrder, ATaskThatARankNeverHasIsATimeoutThatNamesThatRank) {

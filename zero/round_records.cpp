@@ -34,6 +34,11 @@ void RoundRecords::want(int unit) {
 std::size_t RoundRecords::number_of(const std::vector<int>& units) {
   const auto known = std::ranges::find(records_, units);
   if (known != records_.end()) return static_cast<std::size_t>(known - records_.begin());
+  if (records_.size() == kMostRecords) {
+    records_.clear();
+    next_.clear();
+    before_.reset();
+  }
   records_.push_back(units);
   return records_.size() - 1;
 }
@@ -44,11 +49,6 @@ void RoundRecords::end(bool same) {
     if (departed_) std::erase_if(next_, [this](const auto& e) { return followed_ == e.second; });
     before_ = followed_;
   } else if (!wanted_.empty()) {
-    if (records_.size() == kMostRecords && std::ranges::find(records_, wanted_) == records_.end()) {
-      records_.clear();
-      next_.clear();
-      before_.reset();
-    }
     const std::size_t record = number_of(wanted_);
     next_[{before_, wanted_.front()}] = next_[{std::nullopt, wanted_.front()}] = record;
     before_ = record;

@@ -37,6 +37,7 @@ class RoundRecords {
  private:
   using Record = std::optional<std::size_t>;
   using Key = std::pair<Record, int>;  // the pass before, or any; the first unit
+  // Where it lies; all others are forgotten where there would be too many.
   [[nodiscard]] std::size_t number_of(const std::vector<int>& units);
 
   std::vector<std::vector<int>> records_;  // each once

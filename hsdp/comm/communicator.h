@@ -43,8 +43,8 @@ struct CallLabel {
   // divisor and exponents agreed elsewhere, and compares call_hash() now and then
   // [Note: planned calls].
   bool planned = false;
-  std::string_view
-      act{};  // in place of "all_gather of bucket 3" where a wait is named; static text
+  // What a wait in an all_gather is called, in place of the operation; static text.
+  std::string_view act{};
 };
 
 // How a sum is computed. kNative: by NCCL, in fp32 whatever the wire dtype; all ranks get the same

@@ -63,8 +63,8 @@ void NcclEngine::run_now(const std::function<void(NcclGroup&)>& call) {
 void NcclEngine::agree(const Call& call, const Stream& stream) {
   group_->agree(call.agreed, stream);
   const bool receives_in_work = group_->in_is_registered() && !group_->out_is_registered();
-  if (call.agreed.work.bytes > 0 && receives_in_work)
-    group_->require_registered_work(call.agreed.work.bytes);
+  const std::size_t bytes = call.agreed.work.bytes;
+  if (bytes > 0 && receives_in_work) group_->require_registered_work(bytes);
 }
 
 void NcclEngine::run(Call call, Stream& stream) {

@@ -202,8 +202,8 @@ void NcclGroup::wait_for_calls() const {
 }
 
 void NcclGroup::fail(const NcclError& error) {
-  if (planned_calls_)
-    planned_calls_->tell_of_wait();  // a peer that makes another call knows better
+  // A peer that makes another call knows better.
+  if (planned_calls_) planned_calls_->tell_of_wait();
   wait_for_verdict(control(), error.remote() ? kVerdictTime : kOwnVerdictTime);
   end_world(control(), nccl_failure(control(), error.remote(), error.what(), waiting_), waiting_);
 }

@@ -49,9 +49,13 @@ bool agrees(const HostCall& a, const HostCall& b) {
          a.kind == b.kind;
 }
 
-HostCall call_on(Operation operation, ConstTensorView memory) {
-  return {
-      .count = memory.count, .operation = operation, .dtype = memory.dtype, .wire = memory.dtype};
+HostCall call_on(Operation operation, ConstTensorView memory, CallLabel label) {
+  return {.count = memory.count,
+          .bucket = label.bucket,
+          .operation = operation,
+          .dtype = memory.dtype,
+          .wire = memory.dtype,
+          .kind = label.planned ? CallKind::kPlanned : CallKind::kFree};
 }
 
 std::string to_string(const HostCall& call) {

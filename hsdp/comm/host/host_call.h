@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/communicator.h"
 #include "hsdp/comm/control.h"
 #include "hsdp/dtype.h"
 #include "hsdp/row_cut.h"
@@ -55,12 +56,9 @@ struct HostCall {
 static_assert(sizeof(HostCall) == 48);
 
 // The call on one array, which travels in its own dtype and which no peer sees.
-[[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory);
+[[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory, CallLabel label = {});
 
 [[nodiscard]] std::string bytes_of(const HostCall& call);
-[[nodiscard]] constexpr CallKind kind_of(bool planned) {
-  return planned ? CallKind::kPlanned : CallKind::kFree;
-}
 // False of data that a peer sent instead, because it did not ask.
 [[nodiscard]] bool is_call(const HostCall& call);
 

@@ -49,8 +49,8 @@ void HostEngine::run_now(const std::function<void(HostGroup&)>& call) {
   }
 }
 
-HostCall HostEngine::call_on(Operation operation, ConstTensorView memory) const {
-  HostCall call = comm::call_on(operation, memory);
+HostCall HostEngine::call_on(Operation operation, ConstTensorView memory, CallLabel label) const {
+  HostCall call = comm::call_on(operation, memory, label);
   if (!group_->shares_memory()) return call;
   if (memory.count == 0) {
     call.part = kNoBytes;
@@ -67,9 +67,7 @@ HostCall HostEngine::call_on(Operation operation, ConstTensorView memory) const 
 void HostEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   require_host(args.in.device, "reduce_scatter");
   run(stream, [this, args](HostGroup& group) {
-    HostCall call = call_on(Operation::kReduceScatter, args.in);
-    call.bucket = args.bucket;
-    call.kind = kind_of(args.planned);
+    HostCall call = call_on(Operation::kReduceScatter, args.in, {args.bucket, args.planned});
     call.terms = TermsHash().add(*args.cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {
@@ -86,9 +84,7 @@ void HostEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
 void HostEngine::all_reduce(const AllReduce& args, Stream& stream) {
   require_host(args.data.device, "all_reduce");
   run(stream, [this, args](HostGroup& group) {
-    HostCall call = call_on(Operation::kAllReduce, args.data);
-    call.bucket = args.bucket;
-    call.kind = kind_of(args.planned);
+    HostCall call = call_on(Operation::kAllReduce, args.data, {args.bucket, args.planned});
     call.wire = wire_dtype(args);
     call.wants_nonfinite = args.nonfinite != nullptr ? 1 : 0;
     call.terms = terms_of(args);
@@ -111,10 +107,8 @@ void HostEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
                             Stream& stream) {
   require_host(in.device, "all_gather");
   run(stream, [this, in, out, cut, label](HostGroup& group) {
-    HostCall call = call_on(Operation::kAllGather, in);
+    HostCall call = call_on(Operation::kAllGather, in, label);
     call.count = out.count;
-    call.bucket = label.bucket;
-    call.kind = kind_of(label.planned);
     call.terms = TermsHash().add(cut).value();
     const auto calls = group.agree(call, {}, label.act);
     if (all_direct(calls)) {
@@ -129,9 +123,7 @@ void HostEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cu
                             Stream& stream) {
   require_host(in.device, "all_to_all");
   run(stream, [this, in, out, cut, label](HostGroup& group) {
-    HostCall call = call_on(Operation::kAllToAll, in);
-    call.bucket = label.bucket;
-    call.kind = kind_of(label.planned);
+    HostCall call = call_on(Operation::kAllToAll, in, label);
     call.terms = TermsHash().add(cut).value();
     const auto calls = group.agree(call);
     if (all_direct(calls)) {

@@ -44,7 +44,8 @@ class HostEngine : public Communicator::Engine, public std::enable_shared_from_t
   void run(Stream& stream, std::function<void(HostGroup&)> call);
   void run_now(const std::function<void(HostGroup&)>& call);
   // The call that says where `memory` lies, when peers can see it.
-  [[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory) const;
+  [[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory,
+                                 CallLabel label = {}) const;
 
   std::unique_ptr<HostGroup> group_;
   CallGuard guard_;

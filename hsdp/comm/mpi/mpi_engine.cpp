@@ -47,9 +47,7 @@ void MpiEngine::run_now(const std::function<void(MpiGroup&)>& call) {
 void MpiEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   require_host(args.in.device, "reduce_scatter");
   run(stream, [args](MpiGroup& group) {
-    HostCall call = call_on(Operation::kReduceScatter, args.in);
-    call.bucket = args.bucket;
-    call.kind = kind_of(args.planned);
+    HostCall call = call_on(Operation::kReduceScatter, args.in, {args.bucket, args.planned});
     call.terms = TermsHash().add(*args.cut).value();
     group.agree(call);
     MpiReduce(group, args).run();
@@ -59,9 +57,7 @@ void MpiEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
 void MpiEngine::all_reduce(const AllReduce& args, Stream& stream) {
   require_host(args.data.device, "all_reduce");
   run(stream, [args](MpiGroup& group) {
-    HostCall call = call_on(Operation::kAllReduce, args.data);
-    call.bucket = args.bucket;
-    call.kind = kind_of(args.planned);
+    HostCall call = call_on(Operation::kAllReduce, args.data, {args.bucket, args.planned});
     call.wire = wire_dtype(args);
     call.terms = terms_of(args);
     group.agree(call);
@@ -73,9 +69,7 @@ void MpiEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut
                            Stream& stream) {
   require_host(in.device, "all_gather");
   run(stream, [in, out, cut, label](MpiGroup& group) {
-    HostCall call = call_on(Operation::kAllGather, out);
-    call.bucket = label.bucket;
-    call.kind = kind_of(label.planned);
+    HostCall call = call_on(Operation::kAllGather, out, label);
     call.terms = TermsHash().add(cut).value();
     group.agree(call, label.act);
     mpi_all_gather(group, in, out, cut);
@@ -86,9 +80,7 @@ void MpiEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut
                            Stream& stream) {
   require_host(in.device, "all_to_all");
   run(stream, [in, out, cut, label](MpiGroup& group) {
-    HostCall call = call_on(Operation::kAllToAll, in);
-    call.bucket = label.bucket;
-    call.kind = kind_of(label.planned);
+    HostCall call = call_on(Operation::kAllToAll, in, label);
     call.terms = TermsHash().add(cut).value();
     group.agree(call);
     mpi_all_to_all(group, in, out, cut);

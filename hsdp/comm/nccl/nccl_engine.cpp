@@ -142,9 +142,7 @@ void NcclEngine::wait(const Event& event) {
 
 void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
   require_own_device(args.in.device, "reduce_scatter");
-  HostCall terms = call_on(Operation::kReduceScatter, args.in);
-  terms.bucket = args.bucket;
-  terms.kind = kind_of(args.planned);
+  HostCall terms = call_on(Operation::kReduceScatter, args.in, {args.bucket, args.planned});
   terms.terms = hash_cut(*args.cut, args.reduction);
   const auto enqueue = [args](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return sum_alone(args, on);
@@ -159,10 +157,8 @@ void NcclEngine::reduce_scatter(const ReduceScatter& args, Stream& stream) {
 
 void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
   require_own_device(args.data.device, "all_reduce");
-  HostCall terms = call_on(Operation::kAllReduce, args.data);
-  terms.bucket = args.bucket;
+  HostCall terms = call_on(Operation::kAllReduce, args.data, {args.bucket, args.planned});
   terms.wire = args.wire.value_or(args.data.dtype);
-  terms.kind = kind_of(args.planned);
   terms.terms = terms_of(args);
   const auto enqueue = [args](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return sum_alone(args, on);
@@ -180,9 +176,7 @@ void NcclEngine::all_reduce(const AllReduce& args, Stream& stream) {
 void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                             Stream& stream) {
   require_own_device(out.device, "all_gather");
-  HostCall terms = call_on(Operation::kAllGather, out);
-  terms.bucket = label.bucket;
-  terms.kind = kind_of(label.planned);
+  HostCall terms = call_on(Operation::kAllGather, out, label);
   terms.terms = hash_cut(cut);
   const auto enqueue = [in, out, cut](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return copy_alone(in, out, on);
@@ -203,9 +197,7 @@ void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
 void NcclEngine::all_to_all(ConstTensorView in, TensorView out, const RowCut& cut, CallLabel label,
                             Stream& stream) {
   require_own_device(in.device, "all_to_all");
-  HostCall terms = call_on(Operation::kAllToAll, in);
-  terms.bucket = label.bucket;
-  terms.kind = kind_of(label.planned);
+  HostCall terms = call_on(Operation::kAllToAll, in, label);
   terms.terms = hash_cut(cut);
   const auto enqueue = [in, out, cut](NcclGroup& group, Stream& on) {
     if (group.size() == 1) return copy_alone(in, out, on);

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "hsdp/error.h"
+
 namespace hsdp::reducer {
 namespace {
 
@@ -132,9 +134,14 @@ void PackStreams::order_oldest() {
   const std::lock_guard lock(mutex_);
   while (std::ranges::count_if(launched_, is_ordered) > kMostLaunched) {
     const auto oldest = std::ranges::find_if(launched_, is_ordered);
-    // Complete is also what failed, which must not break a stream of somebody else's.
-    for (Stream& stream : oldest->streams) {
-      if (!oldest->packed.complete()) stream.wait(oldest->packed);
+    try {
+      // Complete is also what failed, which must not break a stream of somebody else's.
+      for (Stream& stream : oldest->streams) {
+        if (!oldest->packed.complete()) stream.wait(oldest->packed);
+      }
+    } catch (const UsageError&) {  // it is being captured: reap() lets go of the memory
+      oldest->streams.clear();
+      continue;
     }
     bury(*oldest);
     launched_.erase(oldest);

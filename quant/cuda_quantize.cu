@@ -13,12 +13,14 @@ std::uint32_t* word_of(std::atomic<std::uint32_t>* flag) {
   return reinterpret_cast<std::uint32_t*>(flag);
 }
 
-template <int kReceived, Feedback kFeedback>
-void launch_quantize(const Quantize& args, const Stream& stream) {
-  QuantizeBody<kReceived, kFeedback> body;
+}  // namespace
+
+void quantize_on_device(const Quantize& args, const Stream& stream) {
+  if (args.tiles.empty()) return;
+  QuantizeBody body;
   body.tiles = args.tiles.data();
   body.tile_count = static_cast<std::int64_t>(args.tiles.size());
-  body.cut = PieceCut<body.kElements>(args.group_size);
+  body.cut = UnitCut(args.group_size);
   body.values = args.values;
   body.factor = args.factor;
   body.received = args.received;
@@ -33,36 +35,12 @@ void launch_quantize(const Quantize& args, const Stream& stream) {
   kernels::launch(body, body.tile_count, stream);
 }
 
-template <int kReceived>
-void launch_quantize(const Quantize& args, const Stream& stream) {
-  if (!args.before.exists()) {
-    launch_quantize<kReceived, Feedback::kNone>(args, stream);
-  } else if (args.before.codes != nullptr) {
-    launch_quantize<kReceived, Feedback::kInt8>(args, stream);
-  } else {
-    launch_quantize<kReceived, Feedback::kF32>(args, stream);
-  }
-}
-
-}  // namespace
-
-void quantize_on_device(const Quantize& args, const Stream& stream) {
-  if (args.tiles.empty()) return;
-  if (args.values != nullptr) {
-    launch_quantize<0>(args, stream);
-  } else if (args.received.first.format.code == Code::kInt4) {
-    launch_quantize<4>(args, stream);
-  } else {
-    launch_quantize<8>(args, stream);
-  }
-}
-
 void dequantize_on_device(const Dequantize& args, const Stream& stream) {
   if (args.tiles.empty()) return;
   DequantizeBody body;
   body.tiles = args.tiles.data();
   body.tile_count = static_cast<std::int64_t>(args.tiles.size());
-  body.cut = PieceCut<DequantizeBody::kElements>(args.group_size);
+  body.cut = UnitCut(args.group_size);
   body.in = args.in;
   body.values = args.values;
   body.nonfinite = word_of(args.nonfinite);

@@ -49,14 +49,10 @@ HSDP_HOST_DEVICE constexpr PhiloxWords dither_words(const Dither& dither, std::i
                 dither.seed);
 }
 
-// (byte - 127.5) / 256, in (-0.5, 0.5), of byte `i` of a word.
-HSDP_HOST_DEVICE constexpr float dither_of(std::uint32_t word, int i) {
-  const std::uint32_t byte = (word >> (i * 8)) & 0xffU;
-  return (static_cast<float>(byte) - 127.5F) * 0x1p-8F;
-}
-// Of element `i` among the 16.
+// (byte - 127.5) / 256, in (-0.5, 0.5), of element `i` among the 16.
 HSDP_HOST_DEVICE constexpr float dither_of(const PhiloxWords& words, int i) {
-  return dither_of(words.words[i / 4], i % 4);
+  const std::uint32_t byte = (words.words[i / 4] >> (i % 4 * 8)) & 0xffU;
+  return (static_cast<float>(byte) - 127.5F) * 0x1p-8F;
 }
 
 }  // namespace hsdp::quant

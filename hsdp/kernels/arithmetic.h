@@ -138,19 +138,6 @@ HSDP_HOST_DEVICE constexpr std::uint32_t magnitude_bits(float value) {
   return std::bit_cast<std::uint32_t>(value) & 0x7fffffffU;
 }
 
-// The larger of `most`, which is not negative, and |value|; NaN where one of them is.
-HSDP_HOST_DEVICE inline float larger_magnitude(float most, float value) {
-#if defined(__CUDA_ARCH__)
-  float larger;
-  asm("{.reg .f32 m; abs.f32 m, %2; max.NaN.f32 %0, %1, m;}" : "=f"(larger) : "f"(most), "f"(value));
-  return larger;
-#else
-  const std::uint32_t a = std::bit_cast<std::uint32_t>(most);
-  const std::uint32_t b = magnitude_bits(value);
-  return std::bit_cast<float>(a > b ? a : b);
-#endif
-}
-
 // The smallest magnitude that is infinite (or NaN) once it is rounded to `dtype`; of f64, whose
 // passes return kNonfinite or 0, kNonfinite.
 constexpr std::uint32_t kNonfinite = 0x7f800000U;

@@ -13,13 +13,10 @@
 namespace hsdp::kernels {
 
 template <class Body>
-constexpr int kThreadsOf = BlockOfBody<Body>::kThreads;
-
-template <class Body>
-__global__ void __launch_bounds__(kThreadsOf<Body>, Body::kResident)
+__global__ void __launch_bounds__(Block::kThreads, Body::kResident)
     run_body(const __grid_constant__ Body body) {
   __shared__ typename Body::Shared shared;
-  body(BlockOfBody<Body>(blockIdx.x, gridDim.x), shared);
+  body(Block(blockIdx.x, gridDim.x), shared);
 }
 
 // As many blocks as fit on the device at once, fewer when there is less work: the bodies loop.
@@ -30,7 +27,7 @@ std::int64_t most_blocks(Device device) {
              device, "count its multiprocessors");
   int blocks = 0;
   check_cuda(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, run_body<Body>, kThreadsOf<Body>, 0),
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, run_body<Body>, Block::kThreads, 0),
       device, "run this kernel");
   return std::max(1, blocks) * static_cast<std::int64_t>(processors);
 }
@@ -45,7 +42,7 @@ void launch(const Body& body, std::int64_t blocks, const Stream& stream) {
   const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, most));
   Body argument = body;
   void* arguments[] = {&argument};
-  check_cuda(cudaLaunchKernel(run_body<Body>, dim3(grid), dim3(kThreadsOf<Body>), arguments, 0,
+  check_cuda(cudaLaunchKernel(run_body<Body>, dim3(grid), dim3(Block::kThreads), arguments, 0,
                               static_cast<cudaStream_t>(stream.native_handle())),
              stream.device(), "start a kernel");
 }

@@ -75,23 +75,16 @@ void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& s
   }
   while (!items.empty()) {
     std::vector<NormItem> next;
-    std::vector<NormItem> left;
-    std::vector<double*> totals_left;
+    std::vector<double*> next_totals;
     for (std::size_t i = 0; i < items.size(); ++i) {
       const std::int64_t chunks = norm_chunks(items[i].count);
       if (chunks == 1) continue;
       add(next, reinterpret_cast<const char*>(items[i].sums), chunks, totals[i]);
-      const std::int64_t sums = norm_chunks(chunks);
-      if (sums > 1 && sums <= ChunkSumBody<8>::kChunks) {
-        next.back().total = totals[i];
-        continue;
-      }
-      left.push_back(next.back());
-      totals_left.push_back(totals[i]);
+      next_totals.push_back(totals[i]);
     }
     sum_chunks<8>(Dtype::kF64, false, next, stream);
-    items = std::move(left);
-    totals = std::move(totals_left);
+    items = std::move(next);
+    totals = std::move(next_totals);
   }
 }
 

@@ -10,70 +10,20 @@
 
 namespace hsdp::kernels {
 
-constexpr int kWarpThreads = 32;
-
-// What every thread of a block keeps in its registers from one phase to the next.
-template <class T, int kThreads>
-class PerThread {
+class Block {
  public:
-#if defined(__CUDA_ARCH__)
-  __device__ T& operator[](int /*thread*/) { return own_; }
+  static constexpr int kThreads = 256;
 
- private:
-  T own_;
-#else
-  T& operator[](int thread) { return all_[thread]; }
-
- private:
-  T all_[kThreads];
-#endif
-};
-
-template <int kThreads_>
-class BlockOf {
- public:
-  static constexpr int kThreads = kThreads_;
-  static_assert(kThreads % kWarpThreads == 0);
-  template <class T>
-  using Registers = PerThread<T, kThreads>;
-
-  HSDP_HOST_DEVICE BlockOf(std::int64_t index, std::int64_t count) : index_(index), count_(count) {}
+  HSDP_HOST_DEVICE Block(std::int64_t index, std::int64_t count) : index_(index), count_(count) {}
 
   // Runs visit(thread) for every thread; all of them are done when it returns.
   template <class Visit>
   HSDP_HOST_DEVICE void each_thread(const Visit& visit) const {
-    each_lane(visit);
-    wait_for_all();
-  }
-  // The same for a phase after which a thread needs nothing of those in other warps.
-  template <class Visit>
-  HSDP_HOST_DEVICE void each_lane(const Visit& visit) const {
 #if defined(__CUDA_ARCH__)
     visit(static_cast<int>(threadIdx.x));
+    __syncthreads();
 #else
     for (int thread = 0; thread < kThreads; ++thread) visit(thread);
-#endif
-  }
-  HSDP_HOST_DEVICE void wait_for_all() const {
-#if defined(__CUDA_ARCH__)
-    __syncthreads();
-#endif
-  }
-
-  // The largest value of every `lanes` neighbours, a power of two up to a warp, to all of them.
-  HSDP_HOST_DEVICE void raise_in_lanes(Registers<std::uint32_t>& values, int lanes) const {
-#if defined(__CUDA_ARCH__)
-    std::uint32_t& own = values[0];
-    for (int distance = 1; distance < lanes; distance *= 2) {
-      const std::uint32_t other = __shfl_xor_sync(0xffffffffU, own, distance);
-      own = other > own ? other : own;
-    }
-#else
-    for (int first = 0; first < kThreads; first += lanes) {
-      std::uint32_t most = 0;
-      for (int lane = 0; lane < lanes; ++lane) raise_to(values[first + lane], &most);
-      for (int lane = 0; lane < lanes; ++lane) values[first + lane] = most;
-    }
 #endif
   }
 
@@ -83,7 +33,7 @@ class BlockOf {
 #if defined(__CUDA_ARCH__)
     // One write a warp: the word lies in the host's memory.
     const bool any = __any_sync(0xffffffffU, raised) != 0;
-    if (any && threadIdx.x % kWarpThreads == 0) set(flag);
+    if (any && threadIdx.x % 32 == 0) set(flag);
 #else
     if (raised) set(flag);
 #endif
@@ -133,20 +83,5 @@ class BlockOf {
   std::int64_t index_;
   std::int64_t count_;
 };
-
-using Block = BlockOf<256>;
-
-// The block that a body names, else the usual one.
-template <class Body>
-struct BlockFor {
-  using type = Block;
-};
-template <class Body>
-requires requires { typename Body::Block; }
-struct BlockFor<Body> {
-  using type = typename Body::Block;
-};
-template <class Body>
-using BlockOfBody = typename BlockFor<Body>::type;
 
 }  // namespace hsdp::kernels

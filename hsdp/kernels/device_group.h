@@ -23,8 +23,6 @@ namespace hsdp::kernels {
 
 constexpr int kGroupElements = 8;
 constexpr int kAccessBytes = 16;
-constexpr float kNothing =
-    -0.0F;  // adding anything to it gives that, to the bit: where a sum starts
 
 HSDP_HOST_DEVICE constexpr int gradient_bytes(Dtype dtype) {
   if (dtype == Dtype::kF64) return 8;
@@ -68,16 +66,15 @@ HSDP_HOST_DEVICE inline void move_bytes(const void* from, void* to) {
 
 // One end is registers; `memory` decides on the width. In passes over whole arrays all threads of a
 // grid take the same branch, since they lie multiples of 16 bytes apart. A host needs no widths,
-// and its compiler may take branches that differ in alignment only for the same. `kLeast`: what
-// every address is a multiple of.
-template <int kBytes, int kLeast = 2>
+// and its compiler may take branches that differ in alignment only for the same.
+template <int kBytes>
 HSDP_HOST_DEVICE inline void move_group(const void* from, void* to,
                                         [[maybe_unused]] const void* memory) {
 #if defined(__CUDA_ARCH__)
   const auto address = reinterpret_cast<std::uintptr_t>(memory);
   if (address % 16 == 0) {
     move_bytes<AccessOf16, kBytes>(from, to);
-  } else if (kLeast == 4 || address % 4 == 0) {
+  } else if (address % 4 == 0) {
     move_bytes<AccessOf4, kBytes>(from, to);
   } else {
     move_bytes<AccessOf2, kBytes>(from, to);

@@ -2,7 +2,6 @@
 // hsdp/kernels.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "hsdp/kernels/device_block.h"
@@ -23,22 +22,21 @@ struct NormItem {
   const char* values = nullptr;
   double* sums = nullptr;  // of its chunks
   std::int64_t count = 0;
-  double* total = nullptr;  // of the sums, where the block that makes all of them adds those, too
   std::uint32_t first_unit = 0;
 };
 
-constexpr int kMostNormItems = 100;  // with the rest, within the 4 KiB of a kernel's arguments
+constexpr int kMostNormItems = 120;  // with the rest, within the 4 KiB of a kernel's arguments
 
 // For each item, sums[c] = the sum of chunk c: of squares of gradient elements, or of fp64 sums as
 // they are, which have the dtype kF64 and no `squares`.
 template <int kElementBytes>
 struct ChunkSumBody {
-  static constexpr int kResident = 3;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 2;  // blocks of a multiprocessor, at least
   using Part = LanePart<kElementBytes>;
   static constexpr int kChunks = Block::kThreads / Part::kThreadsAChunk;  // a block at once
   static constexpr int kPitch = static_cast<int>(kNormLaneCount) + 1;     // no bank twice
-  // Rows that a thread reads while it adds as many others.
-  static constexpr int kAtOnce = kElementBytes == 8 ? 8 : 4;
+  // Sums of sums keep few threads busy, which then wait for memory more than for anything else.
+  static constexpr int kAtOnce = kElementBytes == 8 ? 16 : 8;
   static constexpr int kRows = static_cast<int>(kNormChunkElements / kNormLaneCount);
   struct Shared {
     double lanes[kChunks * kPitch];
@@ -53,50 +51,38 @@ struct ChunkSumBody {
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& shared) const {
     for (std::int64_t unit = block.index(); unit < unit_count; unit += block.count()) {
       const NormItem& item = item_of(items, item_count, static_cast<std::uint32_t>(unit));
-      sum_chunks(block, item, (unit - item.first_unit) * kChunks, shared);
-      if constexpr (kElementBytes == 8) {
-        if (item.total == nullptr) continue;
-        const NormItem sums{reinterpret_cast<const char*>(item.sums), item.total,
-                            norm_chunks(item.count)};
-        sum_chunks(block, sums, 0, shared);
-      }
+      const std::int64_t chunks = norm_chunks(item.count);
+      const std::int64_t first = (unit - item.first_unit) * kChunks;
+      block.each_thread([&](int thread) {
+        const std::int64_t chunk = first + thread / Part::kThreadsAChunk;
+        const int lane = thread % Part::kThreadsAChunk * Part::kLanes;
+        double* const lanes = shared.lanes + thread / Part::kThreadsAChunk * kPitch + lane;
+        if (chunk < chunks) sum_lanes(item, chunk * kNormChunkElements + lane, lanes);
+      });
+      block.each_thread([&](int thread) {
+        if (thread < kChunks && first + thread < chunks) {
+          item.sums[first + thread] = lane_total(shared.lanes + thread * kPitch);
+        }
+      });
     }
   }
 
  private:
   using Raw = RawBytes<16>;
 
-  HSDP_HOST_DEVICE void sum_chunks(const Block& block, const NormItem& item, std::int64_t first,
-                                   Shared& shared) const {
-    const std::int64_t chunks = norm_chunks(item.count);
-    block.each_thread([&](int thread) {
-      const std::int64_t chunk = first + thread / Part::kThreadsAChunk;
-      const int lane = thread % Part::kThreadsAChunk * Part::kLanes;
-      double* const lanes = shared.lanes + thread / Part::kThreadsAChunk * kPitch + lane;
-      if (chunk < chunks) sum_lanes(item, chunk * kNormChunkElements + lane, lanes);
-    });
-    block.each_thread([&](int thread) {
-      if (thread < kChunks && first + thread < chunks) {
-        item.sums[first + thread] = lane_total(shared.lanes + thread * kPitch);
-      }
-    });
-  }
-
   [[nodiscard]] HSDP_HOST_DEVICE double squared(double value) const {
     return squares ? value * value : value;
   }
 
-  // `total` and the term of a lane; a square of fewer bits than 27 is exact, so nothing is rounded
-  // twice or once too little.
-  [[nodiscard]] HSDP_HOST_DEVICE double added(double total, const Raw& raw, int lane) const {
+  [[nodiscard]] HSDP_HOST_DEVICE double term(const Raw& raw, int lane) const {
     if constexpr (kElementBytes == 8) {
       const int low = 2 * lane;
       const std::uint64_t bits =
           static_cast<std::uint64_t>(raw.words[low + 1]) << 32 | raw.words[low];
-      return total + squared(std::bit_cast<double>(bits));
+      return squared(std::bit_cast<double>(bits));
     } else {
       const double value = decode_bits(bits_in<kElementBytes>(raw.words, lane), dtype);
-      return std::fma(value, value, total);
+      return value * value;
     }
   }
 
@@ -107,35 +93,24 @@ struct ChunkSumBody {
     const std::int64_t whole = left < Part::kLanes ? 0 : (left - Part::kLanes) / kNormLaneCount + 1;
     const int rows = whole < kRows ? static_cast<int>(whole) : kRows;
     const char* const source = item.values + begin * kElementBytes;
-    Raw next[kAtOnce];
-    load_rows(source, 0, rows, next);
     for (int first = 0; first < rows; first += kAtOnce) {
       Raw raw[kAtOnce];
       HSDP_UNROLL
-      for (int k = 0; k < kAtOnce; ++k) raw[k] = next[k];
-      load_rows(source, first + kAtOnce, rows, next);
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k < rows) {
+          raw[k] = load_raw<16>(source + (first + k) * kNormLaneCount * kElementBytes);
+        }
+      }
       HSDP_UNROLL
       for (int k = 0; k < kAtOnce; ++k) {
         if (first + k >= rows) break;
         HSDP_UNROLL
-        for (int lane = 0; lane < Part::kLanes; ++lane) {
-          total[lane] = added(total[lane], raw[k], lane);
-        }
+        for (int lane = 0; lane < Part::kLanes; ++lane) total[lane] += term(raw[k], lane);
       }
     }
     if (rows < kRows) add_rest(item, begin + rows * kNormLaneCount, total);
     HSDP_UNROLL
     for (int lane = 0; lane < Part::kLanes; ++lane) lanes[lane] = total[lane];
-  }
-
-  HSDP_HOST_DEVICE static void load_rows(const char* source, int first, int rows,
-                                         Raw (&raw)[kAtOnce]) {
-    HSDP_UNROLL
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (first + k < rows) {
-        raw[k] = load_raw<16>(source + (first + k) * kNormLaneCount * kElementBytes);
-      }
-    }
   }
 
   // The row at `begin` that the end of the values cuts.

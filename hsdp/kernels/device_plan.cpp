@@ -15,6 +15,7 @@ namespace {
 
 using Dimension = StridedWalk::Dimension;
 
+constexpr int kTileSide = 64;
 constexpr int kTileElements = kTileSide * kTileSide;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

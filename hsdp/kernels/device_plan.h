@@ -25,7 +25,6 @@ struct GatherPlan {
   int dimension_count = 1;
 };
 
-constexpr int kTileSide = 64;     // of a tile in the middle of a box
 constexpr int kTileCells = 4352;  // 64 x 64 and the padding of 64 columns
 
 // Element (r, c) of a box lies at gradient + r * row_stride + c * column_stride, and is element

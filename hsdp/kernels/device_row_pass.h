@@ -9,6 +9,9 @@
 
 namespace hsdp::kernels {
 
+// Adding anything to it gives that, to the bit: where a sum starts.
+constexpr float kNothing = -0.0F;
+
 // kSeveral: two rows or more; else one or none.
 template <class Rows, int kRowBytes, bool kSeveral>
 struct RowPassBody {

@@ -15,7 +15,7 @@ namespace hsdp::kernels {
 
 template <int kElementBytes>
 struct TileBody {
-  static constexpr int kResident = 5;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
   static constexpr int kCellsAWord = 4 / kElementBytes;
   struct Shared {
     std::uint32_t words[kTileCells / kCellsAWord];
@@ -30,11 +30,6 @@ struct TileBody {
       const Tile tile = tile_of(plan, number, gradient, kElementBytes);
       const std::int64_t last = tile.position + (tile.rows - 1) * plan.row_distance + tile.columns;
       if (last <= 0 || tile.position >= pass.count) continue;
-      if (is_whole(tile) && tile.position >= 0 && last <= pass.count) {
-        block.each_thread([&](int thread) { read_whole(tile, thread, shared); });
-        block.each_thread([&](int thread) { write_whole(tile, thread, shared); });
-        continue;
-      }
       block.each_thread([&](int thread) { read(tile, thread, shared); });
       block.each_thread([&](int thread) { write(tile, thread, shared); });
     }
@@ -54,55 +49,6 @@ struct TileBody {
     return load_element<kElementBytes>(reinterpret_cast<const char*>(shared.words) +
                                            static_cast<std::ptrdiff_t>(cell) * kElementBytes,
                                        pass.row_dtype);
-  }
-
-  static constexpr int kSideGroups = kTileSide / kGroupElements;
-  static constexpr int kUnitsAThread = kTileSide * kSideGroups / Block::kThreads;
-  static constexpr int kWholePitch = kTileSide + kCellsAWord;
-
-  // Whose columns lie together, and whose runs lie aligned in the output: all is known but the
-  // addresses.
-  [[nodiscard]] HSDP_HOST_DEVICE bool is_whole(const Tile& tile) const {
-    return tile.rows == kTileSide && tile.columns == kTileSide && plan.row_stride == 1 &&
-           plan.row_distance % kGroupElements == 0 &&
-           (tile.position - pass.head) % kGroupElements == 0;
-  }
-
-  HSDP_HOST_DEVICE void read_whole(const Tile& tile, int thread, Shared& shared) const {
-    RawBytes<kElementBytes * kGroupElements> raw[kUnitsAThread];
-    HSDP_UNROLL
-    for (int u = 0; u < kUnitsAThread; ++u) {
-      const int unit = thread + u * Block::kThreads;
-      raw[u] = load_raw<kElementBytes * kGroupElements>(
-          tile.source +
-          (unit % kSideGroups * kGroupElements + unit / kSideGroups * plan.column_stride) *
-              kElementBytes);
-    }
-    HSDP_UNROLL
-    for (int u = 0; u < kUnitsAThread; ++u) {
-      const int unit = thread + u * Block::kThreads;
-      const int cell = unit / kSideGroups * kWholePitch + unit % kSideGroups * kGroupElements;
-      HSDP_UNROLL
-      for (int k = 0; k < kGroupElements / kCellsAWord; ++k) {
-        shared.words[cell / kCellsAWord + k] = raw[u].words[k];
-      }
-    }
-  }
-
-  // A warp takes eight rows of four groups: they lie in banks of their own.
-  HSDP_HOST_DEVICE void write_whole(const Tile& tile, int thread, const Shared& shared) const {
-    HSDP_UNROLL
-    for (int u = 0; u < kUnitsAThread; ++u) {
-      const int unit = thread + u * Block::kThreads;
-      const int column = (unit % 4 + unit / 256 * 4) * kGroupElements;
-      const int row = unit / 4 % kTileSide;
-      Group group;
-      HSDP_UNROLL
-      for (int k = 0; k < kGroupElements; ++k) {
-        group.values[k] = get(shared, (column + k) * kWholePitch + row);
-      }
-      finish_group(pass, tile.position + row * plan.row_distance + column, group);
-    }
   }
 
   // Eight rows of a column at a time.

@@ -149,7 +149,7 @@ cudaError_t cudaLaunchKernel(void (* /*kernel*/)(Body), dim3 grid, dim3 /*block*
     const auto shared = std::make_unique<typename Body::Shared>();
     for (unsigned block = 0; block < grid.x; ++block) {
       std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(typename Body::Shared));
-      (*body)(hsdp::kernels::BlockOfBody<Body>(block, grid.x), *shared);
+      (*body)(hsdp::kernels::Block(block, grid.x), *shared);
     }
   });
 }

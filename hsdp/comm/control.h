@@ -3,8 +3,7 @@
 //
 // One per rank and world. Thread-safe. Every wait ends [Note: bounded waits]: with the answer,
 // though the world may have ended since it came, or with the error that ended the world.
-// Implementations: ProcessControl (Boost.Asio, rank 0 relays) and InProcessControl (ranks are
-// threads).
+// Rank 0 relays: over sockets (ProcessControl), or over memory, where ranks are threads.
 #pragma once
 
 #include <atomic>

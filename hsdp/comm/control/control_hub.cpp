@@ -47,11 +47,8 @@ WorldEnd mismatch(int rank, const std::string& message) {
 
 }  // namespace
 
-ControlHub::ControlHub(boost::asio::io_context& io, const OwnClock& clock, ControlTraffic& traffic,
-                       Options options, FrameHandler to_own)
-    : io_(io),
-      clock_(clock),
-      traffic_(traffic),
+ControlHub::ControlHub(const OwnClock& clock, Options options, FrameHandler to_own)
+    : clock_(clock),
       options_(std::move(options)),
       to_own_(std::move(to_own)),
       started_(clock.now()),
@@ -79,10 +76,9 @@ bool ControlHub::all_closed() const {
   });
 }
 
-void ControlHub::refuse(std::shared_ptr<ControlLink> link, const WorldEnd& problem) {
+void ControlHub::refuse(std::shared_ptr<FrameLink> link, const WorldEnd& problem) {
   constexpr std::size_t kMaxRefused = 64;
   const bool alone = problem.failure.ranks.empty();
-  link->set_handlers({});
   link->send(alone ? make_frame(FrameType::kRefuse, problem.failure.message)
                    : make_frame(FrameType::kFail, problem.encode()));
   link->finish_sending();
@@ -151,7 +147,7 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   return std::nullopt;
 }
 
-void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) {
+void ControlHub::join(std::shared_ptr<FrameLink> link, const JoinFrame& join) {
   if (const auto problem = objection(join)) {
     if (!same_job(join.job, options_.own.job)) other_job_ = join.job;
     return refuse(std::move(link), *problem);
@@ -161,27 +157,11 @@ void ControlHub::join(std::shared_ptr<ControlLink> link, const JoinFrame& join) 
   if (peer.link) peer.link->close();  // of an earlier attempt of this process
   peer.phase = Phase::kJoined;
   peer.vanished.clear();
-  peer.link = link;
+  peer.link = std::move(link);
   peer.host = join.host;
   peer.process = join.process;
   peer.last_heard = clock_.now();
-  link->set_max_body_bytes(kMaxFrameBytes);
-  link->bound_dead_link(options_.timeout);
-  link->count_in(traffic_, rank);
-  ControlLink::Handlers handlers;
-  handlers.on_frame = [this, rank](FrameType type, std::string_view body) {
-    handle(rank, type, body);
-  };
-  handlers.on_closed = [this, rank](const std::string& reason) { link_closed(rank, reason); };
-  handlers.on_progress = [this, rank] {
-    peers_[static_cast<std::size_t>(rank)].last_heard = clock_.now();
-  };
-  link->set_handlers(std::move(handlers));
   if (ended_) return send(rank, make_frame(FrameType::kFail, ended_->encode()));
-  if (const auto pid = link->peer_pid()) {
-    peer.watch = std::make_unique<ProcessWatch>(io_, *pid,
-                                                [this, rank] { lost(rank, "its process ended"); });
-  }
   welcome_if_complete();
 }
 
@@ -206,9 +186,13 @@ void ControlHub::send(int rank, const FrameBytes& frame) {
   if (link) link->send(frame);
 }
 
+void ControlHub::heard(int rank) {
+  peers_[static_cast<std::size_t>(rank)].last_heard = clock_.now();
+}
+
 void ControlHub::handle(int rank, FrameType type, std::string_view body) {
+  heard(rank);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  peer.last_heard = clock_.now();
   switch (type) {
     case FrameType::kPost:
       return post(rank, body);
@@ -224,8 +208,7 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
     case FrameType::kProcessEnd: {
       WireReader in(body);
       const int ended = in.i32();
-      if (in.complete() && ended >= 0 && ended < options_.own.size)
-        lost(ended, "its process ended");
+      if (in.complete() && ended >= 0 && ended < options_.own.size) process_ended(ended);
       return;
     }
     case FrameType::kGoodbye:
@@ -299,9 +282,8 @@ void ControlHub::post(int rank, std::string_view body) {
   if (members.front() == 0) send(0, bytes);
 }
 
-void ControlHub::link_closed(int rank, const std::string& reason) {
+void ControlHub::link_broke(int rank, const std::string& reason) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  if (peer.link->is_unix()) return lost(rank, "its process ended");
   const std::string why = "its connection ended: " + reason;
   if (welcomed_ || ended_) return lost(rank, why);
   peer.last_heard = clock_.now();

@@ -1,11 +1,11 @@
 // Rank 0's relay: holds one link to every other rank, matches exchanges, and judges failures for
 // the whole world.
 //
-// Lives on the I/O thread. Rank 0 itself is a peer without a link: its frames come by handle(0, ..)
+// It does no I/O and has no thread: who owns it brings what came and the time, one call at a time,
+// and it sends by links. Rank 0 itself is a peer without a link: its frames come by handle(0, ..)
 // and go by `to_own`. After the first failure nothing is relayed any more.
 #pragma once
 
-#include <boost/asio/io_context.hpp>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -18,9 +18,8 @@
 #include <vector>
 
 #include "hsdp/comm/control/control_frames.h"
-#include "hsdp/comm/control/control_link.h"
+#include "hsdp/comm/control/frame_link.h"
 #include "hsdp/comm/control/own_clock.h"
-#include "hsdp/comm/control/process_watch.h"
 #include "hsdp/comm/control/world_end.h"
 
 namespace hsdp::comm {
@@ -36,12 +35,17 @@ class ControlHub {
   };
   using FrameHandler = std::function<void(FrameType type, std::string_view body)>;
 
-  ControlHub(boost::asio::io_context& io, const OwnClock& clock, ControlTraffic& traffic,
-             Options options, FrameHandler to_own);
+  ControlHub(const OwnClock& clock, Options options, FrameHandler to_own);
 
-  void join(std::shared_ptr<ControlLink> link, const JoinFrame& join);
+  [[nodiscard]] bool admits(const JoinFrame& join) const { return !objection(join); }
+  // Whom it does not admit it tells why.
+  void join(std::shared_ptr<FrameLink> link, const JoinFrame& join);
   void welcome_if_complete();
   void handle(int rank, FrameType type, std::string_view body);
+  void heard(int rank);  // a sign of life
+  // The rank's link broke, which does not end its process; its process ended.
+  void link_broke(int rank, const std::string& reason);
+  void process_ended(int rank) { lost(rank, "its process ended"); }
   void tick();
   // The world ends, for the first reason given.
   void end(WorldEnd world_end);
@@ -57,17 +61,12 @@ class ControlHub {
   [[nodiscard]] bool all_gone() const;
   [[nodiscard]] bool all_closed() const;  // said goodbye, or gone
   [[nodiscard]] std::vector<int> missing() const;
-  // True where the end of the rank's process is seen from here.
-  [[nodiscard]] bool watches(int rank) const {
-    return peers_[static_cast<std::size_t>(rank)].watch != nullptr;
-  }
 
  private:
   enum class Phase : std::uint8_t { kAwaited, kJoined, kClosed };
   struct Peer {
     Phase phase = Phase::kAwaited;
-    std::shared_ptr<ControlLink> link;
-    std::unique_ptr<ProcessWatch> watch;
+    std::shared_ptr<FrameLink> link;
     std::string host;
     std::string process;
     std::string vanished;  // why its connection ended before the welcome, if it has not come again
@@ -85,22 +84,19 @@ class ControlHub {
 
   [[nodiscard]] std::optional<WorldEnd> objection(const JoinFrame& join) const;
   [[nodiscard]] bool is_of_this_job(const JoinFrame& join) const;
-  void refuse(std::shared_ptr<ControlLink> link, const WorldEnd& problem);
+  void refuse(std::shared_ptr<FrameLink> link, const WorldEnd& problem);
   void post(int rank, std::string_view body);
   void close(int rank);
   void pass_on(int rank, std::string_view body);
   void send(int rank, const FrameBytes& frame);
   void send_beats();
   void lost(int rank, const std::string& reason);
-  void link_closed(int rank, const std::string& reason);
   void judge_vanished();
   [[nodiscard]] std::vector<int> missing_in(const Exchange& exchange) const;
   [[nodiscard]] std::vector<RankReport> reports() const;
   void judge_waits_on_closed(const std::vector<RankReport>& reports);
 
-  boost::asio::io_context& io_;
   const OwnClock& clock_;
-  ControlTraffic& traffic_;
   Options options_;
   FrameHandler to_own_;
   std::chrono::milliseconds started_;
@@ -108,7 +104,7 @@ class ControlHub {
   bool left_ = false;
   std::optional<WorldEnd> ended_;
   std::vector<Peer> peers_;
-  std::deque<std::shared_ptr<ControlLink>> refused_;  // until they have read why
+  std::deque<std::shared_ptr<FrameLink>> refused_;  // until they have read why
   std::string other_job_;
   std::map<std::string, Exchange, std::less<>> exchanges_;
   std::map<std::uint64_t, std::string> exchange_names_;  // by hash

@@ -19,12 +19,13 @@
 
 #include "hsdp/comm/control/control_frames.h"
 #include "hsdp/comm/control/control_traffic.h"
+#include "hsdp/comm/control/frame_link.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/unique_fd.h"
 
 namespace hsdp::comm {
 
-class ControlLink : public std::enable_shared_from_this<ControlLink> {
+class ControlLink final : public FrameLink, public std::enable_shared_from_this<ControlLink> {
  public:
   struct Handlers {
     std::function<void(FrameType type, std::string_view body)> on_frame;
@@ -34,9 +35,7 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
 
   // Takes a connected stream socket.
   ControlLink(boost::asio::io_context& io, UniqueFd socket);
-  ~ControlLink();
-  ControlLink(const ControlLink&) = delete;
-  ControlLink& operator=(const ControlLink&) = delete;
+  ~ControlLink() override;
 
   void start(Handlers handlers, std::size_t max_body_bytes);
   // From the next frame on.
@@ -44,12 +43,11 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   void set_handlers(Handlers handlers);
   // From here on its messages are counted there, as those of that peer. It outlives the link.
   void count_in(ControlTraffic& traffic, int peer);
-  void send(FrameBytes frame);
-  [[nodiscard]] bool idle() const { return queue_.empty(); }
-  [[nodiscard]] bool open() const { return open_; }
-  // Half-closes once the queue is empty: the peer reads everything, then the end.
-  void finish_sending();
-  void close();
+  void send(FrameBytes frame) override;
+  [[nodiscard]] bool idle() const override { return queue_.empty(); }
+  [[nodiscard]] bool open() const override { return open_; }
+  void finish_sending() override;
+  void close() override;
 
   // The process at the other end of a Unix socket, where it is visible here.
   [[nodiscard]] std::optional<pid_t> peer_pid() const;

@@ -21,23 +21,26 @@ ControlLoop::ControlLoop(std::shared_ptr<ControlState> state, JoinFrame own, Mil
       timeout_(timeout),
       work_(asio::make_work_guard(io_)),
       tick_timer_(io_),
-      stop_timer_(io_) {}
+      stop_timer_(io_),
+      member_(state_, own_.rank, own_.size, timeout_,
+              {[this](FrameType type, const std::string& body) { to_hub(type, body); },
+               [this] { state_->run_callbacks(); }}) {}
 
 ControlLoop::~ControlLoop() { stop(); }
 
 void ControlLoop::start_as_hub(int listener, const std::string& secret,
                                const std::string& welcome_secret) {
   hub_ = std::make_unique<ControlHub>(
-      io_, state_->clock(), state_->traffic(),
+      state_->clock(),
       ControlHub::Options{own_, welcome_secret, timeout_, [this] { return trouble_at_door(); }},
-      [this](FrameType type, std::string_view body) { from_hub(type, body); });
+      [this](FrameType type, std::string_view body) { member_.frame(type, body); });
   door_is_tcp_ = !secret.empty();
   if (listener >= 0) {
     constexpr Millis kProofDeadline{5'000};
     JoinListener::Options options{secret, std::min(kProofDeadline, timeout_), own_.size - 1};
     JoinListener::Handlers handlers;
-    handlers.on_join = [this](std::shared_ptr<ControlLink> link, const JoinFrame& join) {
-      hub_->join(std::move(link), join);
+    handlers.on_join = [this](const std::shared_ptr<ControlLink>& link, const JoinFrame& join) {
+      admit(link, join);
     };
     handlers.on_limit = [this] { state_->note_descriptor_limit(); };
     listener_ =
@@ -46,6 +49,29 @@ void ControlLoop::start_as_hub(int listener, const std::string& secret,
     hub_->welcome_if_complete();
   }
   start_thread();
+}
+
+void ControlLoop::admit(const std::shared_ptr<ControlLink>& link, const JoinFrame& join) {
+  link->set_handlers({});
+  if (!hub_->admits(join)) return hub_->join(link, join);
+  const int rank = join.rank;
+  link->set_max_body_bytes(kMaxFrameBytes);
+  link->bound_dead_link(timeout_);
+  link->count_in(state_->traffic(), rank);
+  ControlLink::Handlers handlers;
+  handlers.on_frame = [this, rank](FrameType type, std::string_view body) {
+    hub_->handle(rank, type, body);
+  };
+  handlers.on_closed = [this, rank, is_unix = link->is_unix()](const std::string& reason) {
+    is_unix ? hub_->process_ended(rank) : hub_->link_broke(rank, reason);
+  };
+  handlers.on_progress = [this, rank] { hub_->heard(rank); };
+  link->set_handlers(std::move(handlers));
+  hub_->join(link, join);
+  if (const auto pid = link->peer_pid(); pid && !hub_->ended()) {
+    watches_.erase(rank);
+    watches_.try_emplace(rank, io_, *pid, [this, rank] { hub_->process_ended(rank); });
+  }
 }
 
 std::string ControlLoop::trouble_at_door() const {
@@ -74,17 +100,17 @@ void ControlLoop::start_as_rank(UniqueFd socket) {
   link_ = std::make_shared<ControlLink>(io_, std::move(socket));
   link_->bound_dead_link(timeout_);
   link_->count_in(state_->traffic(), 0);
-  hub_heard_ = state_->clock().now();
+  member_.heard();
   if (const auto pid = link_->peer_pid()) {
     hub_watch_ =
         std::make_unique<ProcessWatch>(io_, *pid, [this] { hub_closed("its process ended"); });
   }
   ControlLink::Handlers handlers;
-  handlers.on_frame = [this](FrameType type, std::string_view body) { from_hub(type, body); };
+  handlers.on_frame = [this](FrameType type, std::string_view body) { member_.frame(type, body); };
   handlers.on_closed = [this](const std::string& reason) {
     hub_closed(link_->is_unix() ? "its process ended" : "its connection ended: " + reason);
   };
-  handlers.on_progress = [this] { hub_heard_ = state_->clock().now(); };
+  handlers.on_progress = [this] { member_.heard(); };
   link_->start(std::move(handlers), kMaxFrameBytes);
   link_->send(make_frame(FrameType::kJoin, own_.encode()));
   start_thread();
@@ -112,7 +138,7 @@ void ControlLoop::run() {
       world_end.failure = {FailureKind::kAborted,
                            std::string("control: internal error: ") + error.what(),
                            {own_.rank}};
-      end(world_end);
+      member_.end(world_end);
     }
   }
 }
@@ -132,11 +158,7 @@ void ControlLoop::send(FrameType type, std::string body) {
 
 void ControlLoop::fail(const WorldEnd& world_end) {
   // Posted first: whoever the end wakes may stop this loop, and the others must still be told.
-  asio::post(io_, [this, world_end] {
-    state_->end(world_end);
-    to_hub(FrameType::kFail, world_end.encode());
-    state_->run_callbacks();
-  });
+  asio::post(io_, [this, world_end] { member_.fail(world_end); });
   state_->end(world_end);
 }
 
@@ -152,54 +174,10 @@ void ControlLoop::to_hub(FrameType type, const std::string& body) {
   }
 }
 
-void ControlLoop::end(const WorldEnd& world_end) {
-  if (state_->end(world_end)) state_->run_callbacks();
-}
-
-void ControlLoop::from_hub(FrameType type, std::string_view body) {
-  hub_heard_ = state_->clock().now();
-  switch (type) {
-    case FrameType::kBeat:
-      if (auto beat = BeatFrame::decode(body)) missing_ = std::move(beat->missing);
-      return;
-    case FrameType::kAnswer:
-      if (auto answer = AnswerFrame::decode(body)) {
-        state_->deliver(answer->exchange, std::move(answer->messages));
-      }
-      return;
-    case FrameType::kTell:
-      if (auto told = TellFrame::decode(body)) {
-        state_->hear(told->topic, told->peer, told->message);
-      }
-      return;
-    case FrameType::kWelcome:
-      welcomed_ = true;
-      if (auto welcome = WelcomeFrame::decode(body)) state_->welcome(std::move(*welcome));
-      return;
-    case FrameType::kFail:
-      if (auto world_end = WorldEnd::decode(body)) end(*world_end);
-      return;
-    case FrameType::kRefuse: {
-      WorldEnd world_end;
-      world_end.failure = {FailureKind::kMismatch, std::string(body), {own_.rank}};
-      return end(world_end);
-    }
-    case FrameType::kGoodbye:
-      hub_left_ = true;
-      hub_left_at_ = state_->clock().now();
-      return state_->hub_left();
-    default: {
-      WorldEnd world_end;
-      world_end.failure = {FailureKind::kMismatch, "control: unexpected message from rank 0", {0}};
-      return end(world_end);
-    }
-  }
-}
-
 void ControlLoop::hub_closed(const std::string& reason) {
-  if (hub_left_ || stop_ != Stop::kNo) return;
+  if (member_.hub_left() || stop_ != Stop::kNo) return;
   lost_hub_ = true;
-  end(end_by_loss(0, own_.size, reason));
+  member_.hub_closed(reason);
 }
 
 void ControlLoop::tell_process_end(int rank) {
@@ -217,7 +195,7 @@ void ControlLoop::lead_descriptors(UniqueFd listener, std::vector<int> local_ran
     };
     handlers.on_limit = [this] { state_->note_descriptor_limit(); };
     handlers.on_process_end = [this](int rank) { tell_process_end(rank); };
-    handlers.is_watched = [this](int rank) { return hub_ && hub_->watches(rank); };
+    handlers.is_watched = [this](int rank) { return watches_.contains(rank); };
     broker_ = std::make_unique<DescriptorBroker>(io_, std::move(*listener), local_ranks,
                                                  std::move(handlers));
   });

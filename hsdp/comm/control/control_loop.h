@@ -10,6 +10,7 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,8 +20,10 @@
 
 #include "hsdp/comm/control/control_hub.h"
 #include "hsdp/comm/control/control_link.h"
+#include "hsdp/comm/control/control_member.h"
 #include "hsdp/comm/control/control_state.h"
 #include "hsdp/comm/control/descriptor_broker.h"
+#include "hsdp/comm/control/process_watch.h"
 #include "hsdp/comm/rendezvous/join_listener.h"
 
 namespace hsdp::comm {
@@ -59,13 +62,10 @@ class ControlLoop {
   void run();
   void tick();
   void arm_tick();
-  void watch_hub();
+  void admit(const std::shared_ptr<ControlLink>& link, const JoinFrame& join);
   void to_hub(FrameType type, const std::string& body);
-  void from_hub(FrameType type, std::string_view body);
   void hub_closed(const std::string& reason);
-  void end(const WorldEnd& world_end);
   void tell_process_end(int rank);
-  [[nodiscard]] BeatFrame own_beat() const;
   [[nodiscard]] std::string trouble_at_door() const;
   void begin_stop();
   void continue_stop();
@@ -79,19 +79,16 @@ class ControlLoop {
   boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
   boost::asio::steady_timer tick_timer_;
   boost::asio::steady_timer stop_timer_;
+  ControlMember member_;
   // Rank 0.
   std::unique_ptr<ControlHub> hub_;
+  std::map<int, ProcessWatch> watches_;  // of ranks whose processes are seen from here
   std::unique_ptr<JoinListener> listener_;
   bool door_is_tcp_ = false;
   // The others.
   std::shared_ptr<ControlLink> link_;
   std::unique_ptr<ProcessWatch> hub_watch_;
-  Millis hub_heard_{0};
-  bool hub_left_ = false;
-  Millis hub_left_at_{0};
   std::atomic<bool> lost_hub_{false};
-  std::vector<int> missing_;  // as rank 0 last told
-  bool welcomed_ = false;
 
   std::unique_ptr<DescriptorBroker> broker_;
   std::shared_ptr<DescriptorChannel> descriptors_;

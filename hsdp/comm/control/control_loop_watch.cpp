@@ -8,15 +8,6 @@
 namespace hsdp::comm {
 using boost::system::error_code;
 
-namespace {
-
-// How much later than rank 0 a rank judges by itself: only where rank 0 cannot.
-constexpr std::chrono::milliseconds kAfterHub{2'000};
-// A wait for a rank that said goodbye may just be ending.
-constexpr std::chrono::milliseconds kPatienceWithClosed{1'000};
-
-}  // namespace
-
 void ControlLoop::arm_tick() {
   tick_timer_.expires_after(OwnClock::kTick);
   tick_timer_.async_wait([this](error_code error) {
@@ -26,60 +17,17 @@ void ControlLoop::arm_tick() {
   });
 }
 
-BeatFrame ControlLoop::own_beat() const {
-  BeatFrame beat;
-  for (const ActiveWait& wait : state_->active_waits()) {
-    beat.waits.push_back({wait.id, std::string(wait.state.operation), wait.state.bucket,
-                          wait.state.peer, wait.exchange, wait.age});
-  }
-  return beat;
-}
-
 void ControlLoop::tick() {
   state_->clock().tick();
   if (own_.size == 1) return;
   if (hub_) {
-    hub_->handle(0, FrameType::kBeat, own_beat().encode());
+    hub_->handle(0, FrameType::kBeat, member_.beat().encode());
     return hub_->tick();
   }
   if (link_->open() && link_->idle()) {
-    link_->send(make_frame(FrameType::kBeat, own_beat().encode()));
+    link_->send(make_frame(FrameType::kBeat, member_.beat().encode()));
   }
-  if (!state_->failed()) watch_hub();
-}
-
-void ControlLoop::watch_hub() {
-  const Millis silent = state_->clock().now() - hub_heard_;
-  if (!hub_left_ && silent >= timeout_) {
-    WorldEnd world_end;
-    world_end.failure = {FailureKind::kTimeout,
-                         ranks_text({0}, own_.size) +
-                             " is stopped or unreachable: no sign of life for " +
-                             seconds_text(silent),
-                         {0}};
-    world_end.bare = true;
-    return fail(world_end);
-  }
-  const Millis since_left = state_->clock().now() - hub_left_at_;
-  for (const ActiveWait& wait : state_->active_waits()) {
-    // Without rank 0 no exchange is ever answered.
-    const bool for_hub =
-        wait.exchange != 0 ||
-        (wait.state.peer == 0 && std::min(wait.age, since_left) >= kPatienceWithClosed);
-    if (hub_left_ && for_hub) return fail(end_by_loss(0, own_.size, "it closed its world"));
-    if (wait.age < timeout_ + kAfterHub) continue;
-    WorldEnd world_end;
-    world_end.failure.kind = FailureKind::kTimeout;
-    world_end.bare = true;
-    if (!welcomed_) world_end.failure.ranks = missing_;
-    if (wait.state.peer >= 0) world_end.failure.ranks = {wait.state.peer};
-    world_end.failure.message =
-        (world_end.failure.ranks.empty()
-             ? "no answer"
-             : ranks_text(world_end.failure.ranks, own_.size) + " did not arrive") +
-        " within " + seconds_text(wait.age);
-    return fail(world_end);
-  }
+  member_.tick();
 }
 
 void ControlLoop::stop() {
@@ -89,6 +37,7 @@ void ControlLoop::stop() {
   // What handlers hold of this object goes before its members do.
   leader_watch_.reset();
   hub_watch_.reset();
+  watches_.clear();
   broker_.reset();
   if (descriptors_) descriptors_->close();
   listener_.reset();

@@ -29,6 +29,9 @@ namespace hsdp::comm {
 
 class ControlState {
  public:
+  explicit ControlState(OwnClock::Source source = OwnClock::steady_ms, const void* of = nullptr)
+      : clock_(source, of) {}
+
   [[nodiscard]] OwnClock& clock() { return clock_; }
   [[nodiscard]] ControlTraffic& traffic() { return traffic_; }
   [[nodiscard]] std::vector<ActiveWait> active_waits() const { return slots_.active(clock_.now()); }

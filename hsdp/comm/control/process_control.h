@@ -8,18 +8,19 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "hsdp/comm/control.h"
 #include "hsdp/comm/control/control_loop.h"
-#include "hsdp/comm/control/control_state.h"
+#include "hsdp/comm/control/rank_control.h"
+#include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/rendezvous/handshake.h"
 #include "hsdp/comm/rendezvous/job_directory.h"
 #include "hsdp/comm/rendezvous/launch_environment.h"
 
 namespace hsdp::comm {
 
-class ProcessControl final : public Control {
+class ProcessControl final : public RankControl {
  public:
   // Rendezvous with all ranks of the job. TimeoutError names who did not join, PeerLostError who
   // joined and died, UsageError what is not set.
@@ -28,45 +29,24 @@ class ProcessControl final : public Control {
   ProcessControl(const ProcessControl&) = delete;
   ProcessControl& operator=(const ProcessControl&) = delete;
 
-  [[nodiscard]] int rank() const override { return rank_; }
-  [[nodiscard]] int size() const override { return size_; }
-  [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
   [[nodiscard]] bool shares_memory_with(int peer) const override;
-  [[nodiscard]] bool in_process() const override { return size_ == 1; }
+  [[nodiscard]] bool in_process() const override { return size() == 1; }
   [[nodiscard]] std::string address() const override { return address_; }
   [[nodiscard]] const std::string& secret() const override { return secret_; }
 
-  void post(std::string_view key, std::span<const int> members, std::string_view message) override;
-  [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
-                                                 WaitState waiting) override;
-  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
-      std::string_view key, std::span<const int> members, WaitState waiting,
-      std::chrono::milliseconds time) override;
-  [[nodiscard]] std::optional<std::vector<std::string>> exchange_while_open(
-      std::string_view key, std::string_view message, WaitState waiting) override;
-  void tell(int peer, std::string_view topic, std::string_view message) override;
-  [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Hear hear) override;
   [[nodiscard]] std::vector<UniqueFd> exchange_descriptors(std::string_view key,
                                                            std::span<const int> members,
                                                            int fd) override;
-  [[nodiscard]] std::vector<ControlLinkStats> links() const override {
-    return state_->traffic().links();
-  }
-  [[nodiscard]] int begin_wait(WaitState state) override;
-  void end_wait(int slot) override;
-  void fail(const Failure& failure) override;
-  [[nodiscard]] bool failed() const override;
-  void throw_if_failed() const override;
-  void throw_if_failed_in(std::string_view operation) const override;
-  [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) override;
+
+ protected:
+  [[nodiscard]] bool is_usable() const override { return fork_generation() == generation_; }
+  void send(FrameType type, std::string body) override { loop_->send(type, std::move(body)); }
+  void end_world(const WorldEnd& world_end) override { loop_->fail(world_end); }
+  void run_callbacks_soon() override { loop_->run_callbacks_soon(); }
 
  private:
   using Time = std::chrono::steady_clock::time_point;
 
-  [[nodiscard]] bool is_forked() const;
-  void require_own_process() const;
-  void send_post(const PostFrame& frame);
-  void require_member(std::span<const int> members) const;
   void meet(const LaunchEnvironment& launch, Time end);
   void make_loop(const LaunchEnvironment& launch, Time end);
   void join_one_host(const LaunchEnvironment& launch, Time end);
@@ -77,16 +57,12 @@ class ProcessControl final : public Control {
                            Time end);
   [[nodiscard]] JoinFrame own_frame(const LaunchEnvironment& launch) const;
 
-  int rank_;
-  int size_;
-  std::chrono::milliseconds timeout_;
   std::uint32_t generation_;
   std::string address_ = "127.0.0.1";
   std::string secret_;
   std::string process_ = random_secret();  // tells rank 0 a second attempt from a second process
   std::string host_;
   std::vector<bool> shares_;
-  std::shared_ptr<ControlState> state_;
   std::unique_ptr<ControlLoop> loop_;
 };
 

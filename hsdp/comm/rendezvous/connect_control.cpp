@@ -79,21 +79,19 @@ void sweep_dead_sockets(const LaunchEnvironment& launch) {
 }  // namespace
 
 ProcessControl::ProcessControl(const LaunchEnvironment& launch, std::chrono::milliseconds timeout)
-    : rank_(launch.rank),
-      size_(launch.size),
-      timeout_(timeout),
+    : RankControl(launch.rank, launch.size, timeout),
       generation_(fork_generation()),
       secret_(launch.secret.value_or("")),
       shares_(static_cast<std::size_t>(std::max(launch.size, 0)), false) {
-  if (size_ < 1 || rank_ < 0 || rank_ >= size_) {
+  if (size() < 1 || rank() < 0 || rank() >= size()) {
     throw UsageError({.where = "control",
                       .expected = "a rank below the world size",
-                      .got = "rank " + std::to_string(rank_) + " of " + std::to_string(size_)});
+                      .got = "rank " + std::to_string(rank()) + " of " + std::to_string(size())});
   }
-  require_timeout(timeout_, "control: timeout");
-  shares_[static_cast<std::size_t>(rank_)] = true;
+  require_timeout(timeout, "control: timeout");
+  shares_[static_cast<std::size_t>(rank())] = true;
   try {
-    meet(launch, Clock::now() + timeout_);
+    meet(launch, Clock::now() + timeout);
   } catch (const PeerLostError&) {
     sweep_dead_sockets(launch);
     throw;
@@ -102,7 +100,7 @@ ProcessControl::ProcessControl(const LaunchEnvironment& launch, std::chrono::mil
 
 void ProcessControl::meet(const LaunchEnvironment& launch, Clock::time_point end) {
   host_ = wait_out_limit(end, [] { return host_identity(); });
-  if (size_ == 1) {
+  if (size() == 1) {
     make_loop(launch, end);
     loop_->start_as_hub(-1, "", "");
   } else if (launch.one_host()) {
@@ -110,16 +108,16 @@ void ProcessControl::meet(const LaunchEnvironment& launch, Clock::time_point end
   } else {
     join_hosts(launch, end);
   }
-  const WelcomeFrame welcome = state_->await_welcome();
+  const WelcomeFrame welcome = state()->await_welcome();
   if (secret_.empty()) secret_ = welcome.secret;
-  if (size_ > 1) connect_descriptors(launch, welcome.hosts, end);
+  if (size() > 1) connect_descriptors(launch, welcome.hosts, end);
 }
 
 void ProcessControl::make_loop(const LaunchEnvironment& launch, Clock::time_point end) {
-  state_ = std::make_shared<ControlState>();
+  set_state(std::make_shared<ControlState>());
   loop_ = wait_out_limit(end, [&] {
     try {
-      return std::make_unique<ControlLoop>(state_, own_frame(launch), timeout_);
+      return std::make_unique<ControlLoop>(state(), own_frame(launch), timeout());
     } catch (const boost::system::system_error& error) {
       errno = error.code().value();
       throw_if_descriptor_limit("rendezvous: cannot watch connections");
@@ -130,8 +128,8 @@ void ProcessControl::make_loop(const LaunchEnvironment& launch, Clock::time_poin
 
 JoinFrame ProcessControl::own_frame(const LaunchEnvironment& launch) const {
   JoinFrame frame;
-  frame.rank = rank_;
-  frame.size = size_;
+  frame.rank = rank();
+  frame.size = size();
   frame.restart_count = launch.common_restart_count();
   frame.job = launch.job;
   frame.host = host_;
@@ -143,18 +141,18 @@ JoinFrame ProcessControl::own_frame(const LaunchEnvironment& launch) const {
 void ProcessControl::join_one_host(const LaunchEnvironment& launch, Clock::time_point end) {
   const auto path = job_socket_path(launch, "rank0");
   make_loop(launch, end);
-  if (rank_ != 0) {
+  if (rank() != 0) {
     UniqueFd socket =
         retry_until(end, [&] { return connect_job_socket(path, SOCK_STREAM, left_until(end)); });
     if (!socket) {
       static_cast<void>(sweep_job_socket(path));
-      throw_hub_absent(path.string(), timeout_, rank_, size_,
+      throw_hub_absent(path.string(), timeout(), rank(), size(),
                        launch.local_size ? ""
                                          : " (taken for one host; if it is not, set HSDP_ADDR, "
                                            "HSDP_PORT and HSDP_SECRET)");
     }
     loop_->start_as_rank(std::move(socket));
-    static_cast<void>(state_->await_welcome());
+    static_cast<void>(state()->await_welcome());
     return;
   }
   auto door = retry_until(end, [&] { return JobSocket::claim(path, SOCK_STREAM); });
@@ -167,7 +165,7 @@ void ProcessControl::join_one_host(const LaunchEnvironment& launch, Clock::time_
 
 void ProcessControl::join_hosts(const LaunchEnvironment& launch, Clock::time_point end) {
   wait_out_limit(end, [&] { require_tcp_settings(launch); });
-  if (rank_ != 0) return knock_until_welcomed(launch, end);
+  if (rank() != 0) return knock_until_welcomed(launch, end);
   const UniqueFd door =
       wait_out_limit(end, [&] { return listen_tcp_hub(*launch.address, *launch.port); });
   const ForkGuard guard(door.get());
@@ -181,7 +179,7 @@ void ProcessControl::welcome_all(int door, const std::string& secret,
                                  const std::string& welcome_secret) {
   loop_->start_as_hub(door, secret, welcome_secret);
   try {
-    static_cast<void>(state_->await_welcome());
+    static_cast<void>(state()->await_welcome());
   } catch (...) {
     loop_->stop();  // tells latecomers, while the door is still open
     throw;
@@ -215,13 +213,13 @@ void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock
       if (is_loopback(*launch.address)) {
         problem += ", and HSDP_ADDR is a loopback here, which leads to no other host";
       }
-      throw_hub_absent(where, timeout_, rank_, size_, " (" + problem + ")");
+      throw_hub_absent(where, timeout(), rank(), size(), " (" + problem + ")");
     }
     address_ = own_address(knock.socket.get());
     make_loop(launch, end);
     loop_->start_as_rank(std::move(knock.socket));
     try {
-      static_cast<void>(state_->await_welcome());
+      static_cast<void>(state()->await_welcome());
       return;
     } catch (const PeerLostError&) {
       if (!loop_->lost_hub()) throw;  // rank 0 said who was lost
@@ -238,14 +236,14 @@ void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
                                          Clock::time_point end) {
   std::vector<int> everyone;
   std::vector<int> local_ranks;
-  for (int rank = 0; rank < size_; ++rank) {
+  for (int rank = 0; rank < size(); ++rank) {
     everyone.push_back(rank);
     if (hosts[static_cast<std::size_t>(rank)] == host_) local_ranks.push_back(rank);
   }
   const int leader = local_ranks.front();
-  const bool leads = leader == rank_ && local_ranks.size() > 1;
+  const bool leads = leader == rank() && local_ranks.size() > 1;
   const WaitState waiting{"rendezvous"};
-  const auto own_path = job_socket_path(launch, leader_name(rank_));
+  const auto own_path = job_socket_path(launch, leader_name(rank()));
   std::optional<JobSocket> door =
       leads ? wait_out_limit(end, [&] { return try_to_claim(own_path); }) : std::nullopt;
   // It accepts from now on: more ranks may come than its queue holds.

@@ -1,6 +1,6 @@
 # Two commands are enough to start: `make demo` and `make test`. Everything here is a thin layer over
 # the CMake presets (cmake --preset release; cmake --build --preset release; ctest --preset release).
-.PHONY: help demo test build nightly mutants bench gpu gpu-checks gpu-kit wheel docs format format-check lint fuzz clean \
+.PHONY: help demo test build nightly mutants bench simulate gpu gpu-checks gpu-kit wheel docs format format-check lint fuzz clean \
         configure-again venv dependencies mpi-dependencies nccl-dependencies lint-dependencies clang-dependencies \
         bench-dependencies docs-dependencies
 .DEFAULT_GOAL := help
@@ -65,6 +65,10 @@ bench: bench-dependencies build/bench/build.ninja  ## measure against Intel MPI,
 	@cmake --build --preset bench -j $(JOBS)
 	@python3 tests/bench/run.py --build build/bench --json build/bench/bench.json \
 	  --markdown build/bench/bench.md $(ARGS)
+
+simulate: TARGETS = simulate_control
+simulate: build  ## run the control plane of many hosts in virtual time: ARGS="--hosts 512 --ranks-per-host 8"
+	@build/$(PRESET)/tests/simulate/simulate_control $(ARGS)
 
 gpu:  ## check and measure this machine's GPUs and write a report; docs/gpu.md says what it takes
 	@$(PYTHON) tests/gpu/run.py $(ARGS)

@@ -1,0 +1,275 @@
+#include "tests/simulate/control_simulation.h"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <string_view>
+#include <utility>
+
+#include "hsdp/error.h"
+
+namespace hsdp::simulate {
+
+using comm::ControlMember;
+using comm::ControlState;
+using comm::FrameBytes;
+using comm::FrameType;
+
+namespace {
+
+constexpr std::int64_t kTickUs = 1'000 * comm::OwnClock::kTick.count();
+constexpr std::int64_t kPromisedUs = 2'000'000;
+// From the end of a process to when the other ends of its connections see it, up to twice.
+constexpr std::int64_t kSeenAfterUs = 1'000;
+constexpr comm::WaitState kWaiting{.operation = "status"};
+
+std::string word_key(int word) { return "word " + std::to_string(word); }
+
+}  // namespace
+
+struct ControlSimulation::Node {
+  std::shared_ptr<ControlState> state;
+  std::unique_ptr<ControlMember> member;
+  bool lives = true;
+  std::int64_t busy_until_us = 0;
+  int words = 0;  // answered
+  int slot = -1;  // of the wait for the next one
+  bool waits = false;
+};
+
+class ControlSimulation::HubLink final : public comm::FrameLink {
+ public:
+  HubLink(ControlSimulation& simulation, int rank) : simulation_(simulation), rank_(rank) {}
+  void send(FrameBytes frame) override { simulation_.send(0, rank_, std::move(frame)); }
+  [[nodiscard]] bool idle() const override { return true; }
+  [[nodiscard]] bool open() const override { return simulation_.node(rank_).lives; }
+  void finish_sending() override {}
+  void close() override {}
+
+ private:
+  ControlSimulation& simulation_;
+  int rank_;
+};
+
+ControlSimulation::ControlSimulation(Options options)
+    : options_(std::move(options)),
+      random_(options_.seed),
+      posted_us_(static_cast<std::size_t>(options_.words)) {
+  const int size = options_.size();
+  everyone_.resize(static_cast<std::size_t>(size));
+  std::iota(everyone_.begin(), everyone_.end(), 0);
+  outcome_.ends.resize(static_cast<std::size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    auto made = std::make_unique<Node>();
+    made->state = std::make_shared<ControlState>(now_ms, this);
+    const auto to_hub = [this, rank](FrameType type, const std::string& body) {
+      if (rank == 0) return hub_->handle(0, type, body);
+      send(rank, 0, comm::make_frame(type, body));
+    };
+    made->member = std::make_unique<ControlMember>(made->state, rank, size, options_.timeout,
+                                                   ControlMember::Handlers{to_hub, [] {}});
+    nodes_.push_back(std::move(made));
+  }
+  comm::JoinFrame own{.size = size, .host = "0"};
+  hub_ = std::make_unique<comm::ControlHub>(
+      node(0).state->clock(),
+      comm::ControlHub::Options{own, "", options_.timeout, [] { return std::string(); }},
+      [this](FrameType type, std::string_view body) { node(0).member->frame(type, body); });
+  for (own.rank = 1; own.rank < size; ++own.rank) {
+    own.host = std::to_string(own.rank / options_.ranks_per_host);
+    hub_->join(std::make_shared<HubLink>(*this, own.rank), own);
+  }
+  hub_->welcome_if_complete();
+  outcome_.links.clear();  // the welcome is no word's
+  for (int rank = 0; rank < size; ++rank) {
+    at(up_to_twice(kTickUs) - kTickUs, [this, rank] { tick(rank); });
+    at(up_to_twice(options_.compute_us), [this, rank] { post(rank); });
+  }
+}
+
+ControlSimulation::~ControlSimulation() = default;
+
+const std::string& ControlSimulation::word_name(int word) {
+  auto& name = names_[word];
+  if (name.empty()) name = comm::exchange_name(word_key(word), everyone_);
+  return name;
+}
+
+void ControlSimulation::at(std::int64_t us, std::function<void()> act) {
+  events_.push({us, made_++, std::move(act)});
+}
+
+std::int64_t ControlSimulation::up_to_twice(std::int64_t us) {
+  return us + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(us + 1));
+}
+
+void ControlSimulation::send(int from, int to, FrameBytes frame) {
+  if (!node(from).lives) return;
+  const bool is_beat = comm::type_of(*frame) == FrameType::kBeat;
+  if (!is_beat) {
+    LinkLoad& link = outcome_.links[from == 0 ? to : from];
+    ++(from == 0 ? link.messages_out : link.messages_in);
+    (from == 0 ? link.bytes_out : link.bytes_in) += static_cast<std::int64_t>(frame->size());
+  }
+  const std::int64_t takes =
+      options_.message_us + static_cast<std::int64_t>(frame->size()) / options_.bytes_per_us;
+  std::int64_t& busy = node(from).busy_until_us;
+  busy = std::max(busy, now_us_) + takes;
+  std::int64_t& arrival = last_arrival_us_[{from, to}];
+  arrival = std::max(arrival, busy + up_to_twice(options_.hop_us));
+  at(arrival, [this, from, to, takes, frame = std::move(frame)] {
+    std::int64_t& receiver = node(to).busy_until_us;
+    receiver = std::max(receiver, now_us_) + takes;
+    at(receiver, [this, from, to, frame] { receive(from, to, frame); });
+  });
+}
+
+void ControlSimulation::receive(int from, int to, const FrameBytes& frame) {
+  if (!node(to).lives) return;
+  const FrameType type = comm::type_of(*frame);
+  const std::string_view body = std::string_view(*frame).substr(comm::kFrameHeaderBytes);
+  if (to == 0) {
+    hub_->handle(from, type, body);
+    return look(0);
+  }
+  if (type == FrameType::kFail && to == options_.untold) return;
+  node(to).member->frame(type, body);
+  look(to);
+}
+
+void ControlSimulation::tick(int rank) {
+  Node& own = node(rank);
+  if (!own.lives) return;
+  own.state->clock().tick();
+  const std::string beat = own.member->beat().encode();
+  if (rank == 0) {
+    hub_->handle(0, FrameType::kBeat, beat);
+    hub_->tick();
+  } else {
+    send(rank, 0, comm::make_frame(FrameType::kBeat, beat));
+    own.member->tick();
+  }
+  look(rank);
+  at(now_us_ + kTickUs, [this, rank] { tick(rank); });
+}
+
+void ControlSimulation::post(int rank) {
+  Node& own = node(rank);
+  if (!own.lives || own.state->failed() || own.words == options_.words) return;
+  comm::PostFrame frame{.key = word_key(own.words), .members = everyone_, .message = {}};
+  frame.message = options_.equal_words ? "" : std::to_string(rank);
+  frame.message.resize(static_cast<std::size_t>(options_.word_bytes), ' ');
+  own.slot = own.state->begin_wait(kWaiting, comm::exchange_hash(word_name(own.words)));
+  own.waits = true;
+  posted_us_[static_cast<std::size_t>(own.words)] = now_us_;
+  const std::string body = frame.encode();
+  if (rank == 0) {
+    hub_->handle(0, FrameType::kPost, body);
+  } else {
+    send(rank, 0, comm::make_frame(FrameType::kPost, body));
+  }
+  look(rank);
+}
+
+// Whether the answer has come, or the end of the world.
+void ControlSimulation::look(int rank) {
+  Node& own = node(rank);
+  auto& end = outcome_.ends[static_cast<std::size_t>(rank)];
+  if (end || !own.lives) return;
+  try {
+    if (!own.waits) return own.state->throw_if_failed();
+    const auto answer =
+        own.state->take_within(word_name(own.words), kWaiting, std::chrono::milliseconds(0));
+    if (!answer) return;
+    std::string all;
+    for (const std::string& message : *answer) all += message + "\n";
+    const auto& first = answers_.try_emplace(own.words, all).first->second;
+    if (first != all) second_answers_.push_back(word_key(own.words) + " has two answers");
+    const auto word = static_cast<std::size_t>(own.words);
+    outcome_.word_us.resize(std::max(outcome_.word_us.size(), word + 1));
+    outcome_.word_us[word] = now_us_ - posted_us_[word];
+    own.state->end_wait(own.slot);
+    own.waits = false;
+    ++own.words;
+    at(now_us_ + up_to_twice(options_.compute_us), [this, rank] { post(rank); });
+  } catch (const RankError& error) {
+    end = RankEnd{now_us_, error.what(), error.ranks()};
+  }
+}
+
+void ControlSimulation::kill() {
+  outcome_.killed_us = now_us_;
+  for (const int rank : options_.killed) node(rank).lives = false;
+  for (const int rank : options_.killed) {
+    const bool on_host_0 = rank < options_.ranks_per_host;
+    if (rank != 0) {
+      at(now_us_ + up_to_twice(kSeenAfterUs), [this, rank, on_host_0] {
+        if (!node(0).lives) return;
+        on_host_0 ? hub_->process_ended(rank) : hub_->link_broke(rank, "end of file");
+        look(0);
+      });
+      continue;
+    }
+    for (int peer = 1; peer < options_.size(); ++peer) {
+      at(now_us_ + up_to_twice(kSeenAfterUs), [this, peer] {
+        if (!node(peer).lives) return;
+        node(peer).member->hub_closed(peer < options_.ranks_per_host
+                                          ? "its process ended"
+                                          : "its connection ended: end of file");
+        look(peer);
+      });
+    }
+  }
+}
+
+bool ControlSimulation::is_over() const {
+  return std::ranges::all_of(nodes_, [&](const std::unique_ptr<Node>& node) {
+    const auto rank = static_cast<std::size_t>(&node - nodes_.data());
+    return !node->lives || outcome_.ends[rank] || node->words == options_.words;
+  });
+}
+
+Outcome ControlSimulation::run() {
+  const std::int64_t most_us =
+      1'000 * options_.timeout.count() + 2 * kPromisedUs;  // after the kill, or without one
+  while (!events_.empty() && !is_over()) {
+    if (outcome_.events == options_.kill_at) kill();
+    if (outcome_.killed_us >= 0 && now_us_ - outcome_.killed_us > most_us) break;
+    const Event next = events_.top();
+    events_.pop();
+    now_us_ = next.at_us;
+    next.act();
+    ++outcome_.events;
+  }
+  outcome_.end_us = now_us_;
+  outcome_.broken_promises = broken_promises();
+  return outcome_;
+}
+
+// Every survivor raises within 2 s, all the same error; only the dead are named; a word has one
+// answer.
+std::vector<std::string> ControlSimulation::broken_promises() const {
+  std::vector<std::string> broken = second_answers_;
+  const RankEnd* first = nullptr;
+  for (std::size_t rank = 0; rank < nodes_.size(); ++rank) {
+    const std::string who = "rank " + std::to_string(rank);
+    const auto& end = outcome_.ends[rank];
+    const bool done = nodes_[rank]->words == options_.words;
+    if (!nodes_[rank]->lives || (done && !end)) continue;
+    if (!end || (outcome_.killed_us >= 0 && end->at_us - outcome_.killed_us > kPromisedUs)) {
+      broken.push_back(who + " does not raise within 2 s");
+      continue;
+    }
+    for (const int named : end->ranks) {
+      if (std::ranges::find(options_.killed, named) == options_.killed.end()) {
+        broken.push_back(who + " names rank " + std::to_string(named) + ", which lives");
+      }
+    }
+    if (end->ranks.empty()) broken.push_back(who + " names nobody");
+    if (first == nullptr) first = &*end;
+    if (end->ranks != first->ranks) broken.push_back(who + " names other ranks than others do");
+  }
+  return broken;
+}
+
+}  // namespace hsdp::simulate

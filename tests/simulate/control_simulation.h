@@ -1,0 +1,125 @@
+// A world of any size in one thread and virtual time: the control plane's own hub and members, with
+// links whose messages take time, ranks that meet in words, and processes that are killed.
+//
+// A message takes its sender and its receiver `message_us` each, and a microsecond more for each
+// `bytes_per_us`, one message after the other, and `hop_us` between them, up to twice that by the
+// seed. Messages on one link keep their order. The
+// same options and seed give the same run.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <queue>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "hsdp/comm/control/control_hub.h"
+#include "hsdp/comm/control/control_member.h"
+
+namespace hsdp::simulate {
+
+struct Options {
+  int hosts = 1;
+  int ranks_per_host = 8;
+  int words = 10;
+  int word_bytes = 30;
+  bool equal_words = true;  // else each rank says something else
+  std::int64_t message_us = 5;
+  std::int64_t bytes_per_us = 1'500;
+  std::int64_t hop_us = 20;
+  std::int64_t compute_us = 2'000;  // of a rank between two words, up to twice that
+  std::chrono::milliseconds timeout{30'000};
+  std::uint64_t seed = 1;
+  // Before the event of that number, these ranks' processes end.
+  std::int64_t kill_at = -1;
+  std::vector<int> killed;
+  // A planted fault: this rank is never told that the world has ended.
+  int untold = -1;
+
+  [[nodiscard]] int size() const { return hosts * ranks_per_host; }
+};
+
+// What one link carried, from rank 0's side; beats are left out.
+struct LinkLoad {
+  std::int64_t messages_out = 0;
+  std::int64_t bytes_out = 0;
+  std::int64_t messages_in = 0;
+  std::int64_t bytes_in = 0;
+};
+
+struct RankEnd {
+  std::int64_t at_us = 0;
+  std::string message;
+  std::vector<int> ranks;
+};
+
+struct Outcome {
+  std::int64_t events = 0;
+  std::int64_t end_us = 0;
+  std::int64_t killed_us = -1;
+  std::map<int, LinkLoad> links;             // by the rank at the other end from rank 0
+  std::vector<std::int64_t> word_us;         // from the last rank's post to the last one's answer
+  std::vector<std::optional<RankEnd>> ends;  // by rank: how its world ended, if it did
+  std::vector<std::string> broken_promises;  // of those in docs/scale.md
+};
+
+class ControlSimulation {
+ public:
+  explicit ControlSimulation(Options options);
+  ~ControlSimulation();
+  ControlSimulation(const ControlSimulation&) = delete;
+  ControlSimulation& operator=(const ControlSimulation&) = delete;
+
+  // Until all words are said, or every survivor knows that the world has ended.
+  [[nodiscard]] Outcome run();
+
+ private:
+  class HubLink;
+  struct Node;
+  struct Event {
+    std::int64_t at_us;
+    std::int64_t number;  // in the order in which they were made
+    std::function<void()> act;
+    friend bool operator<(const Event& a, const Event& b) {
+      return std::pair(a.at_us, a.number) > std::pair(b.at_us, b.number);
+    }
+  };
+
+  [[nodiscard]] static std::int64_t now_ms(const void* simulation) {
+    return static_cast<const ControlSimulation*>(simulation)->now_us_ / 1'000;
+  }
+  // Of its exchange.
+  [[nodiscard]] const std::string& word_name(int word);
+  void at(std::int64_t us, std::function<void()> act);
+  [[nodiscard]] std::int64_t up_to_twice(std::int64_t us);
+  [[nodiscard]] Node& node(int rank) { return *nodes_[static_cast<std::size_t>(rank)]; }
+  void send(int from, int to, comm::FrameBytes frame);
+  void receive(int from, int to, const comm::FrameBytes& frame);
+  void tick(int rank);
+  void post(int rank);
+  void look(int rank);
+  void kill();
+  [[nodiscard]] bool is_over() const;
+  [[nodiscard]] std::vector<std::string> broken_promises() const;
+
+  Options options_;
+  std::mt19937_64 random_;
+  std::int64_t now_us_ = 0;
+  std::int64_t made_ = 0;
+  std::priority_queue<Event> events_;
+  std::vector<std::unique_ptr<Node>> nodes_;
+  std::unique_ptr<comm::ControlHub> hub_;
+  std::map<std::pair<int, int>, std::int64_t> last_arrival_us_;
+  std::vector<int> everyone_;
+  std::map<int, std::string> names_;    // of words' exchanges
+  std::map<int, std::string> answers_;  // the first to each word
+  std::vector<std::string> second_answers_;
+  std::vector<std::int64_t> posted_us_;
+  Outcome outcome_;
+};
+
+}  // namespace hsdp::simulate

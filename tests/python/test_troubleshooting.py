@@ -61,6 +61,7 @@ NOT_ON_THE_PAGE = {
     # The library keeps these itself.
     "hsdp/row_cut.cpp": "cuts are the library's",
     "hsdp/comm/control/process_control.cpp": "sizes of its messages",
+    "hsdp/comm/control/rank_control.cpp": "sizes of its messages",
     "control: tell: expected another world rank, got … (rank … of …)": "it tells others alone",
     "control: expected a rank below the world size, got rank … of …": "the launcher's are checked before",
     "…: expected a word of at most … bytes, got …": "words are the library's",

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <numeric>
 #include <string_view>
+#include <typeinfo>
 #include <utility>
 
 #include "hsdp/error.h"
@@ -117,7 +118,9 @@ void ControlSimulation::send(int from, int to, FrameBytes frame) {
   busy = std::max(busy, now_us_) + takes;
   std::int64_t& arrival = last_arrival_us_[{from, to}];
   arrival = std::max(arrival, busy + up_to_twice(options_.hop_us));
-  at(arrival, [this, from, to, takes, frame = std::move(frame)] {
+  at(arrival, [this, from, to, takes, leaves = busy, frame = std::move(frame)] {
+    // What had not left a process when it ended never does.
+    if (!node(from).lives && leaves > outcome_.killed_us) return;
     std::int64_t& receiver = node(to).busy_until_us;
     receiver = std::max(receiver, now_us_) + takes;
     at(receiver, [this, from, to, frame] { receive(from, to, frame); });
@@ -193,7 +196,7 @@ void ControlSimulation::look(int rank) {
     ++own.words;
     at(now_us_ + up_to_twice(options_.compute_us), [this, rank] { post(rank); });
   } catch (const RankError& error) {
-    end = RankEnd{now_us_, error.what(), error.ranks()};
+    end = RankEnd{now_us_, typeid(error).name(), error.what(), error.ranks()};
   }
 }
 
@@ -225,7 +228,8 @@ void ControlSimulation::kill() {
 bool ControlSimulation::is_over() const {
   return std::ranges::all_of(nodes_, [&](const std::unique_ptr<Node>& node) {
     const auto rank = static_cast<std::size_t>(&node - nodes_.data());
-    return !node->lives || outcome_.ends[rank] || node->words == options_.words;
+    const bool is_done = outcome_.killed_us < 0 && node->words == options_.words;
+    return !node->lives || outcome_.ends[rank] || is_done;
   });
 }
 
@@ -246,16 +250,16 @@ Outcome ControlSimulation::run() {
   return outcome_;
 }
 
-// Every survivor raises within 2 s, all the same error; only the dead are named; a word has one
-// answer.
+// Every survivor raises within 2 s, all the same kind of error for the same ranks; only the dead
+// are named; a word has one answer.
 std::vector<std::string> ControlSimulation::broken_promises() const {
   std::vector<std::string> broken = second_answers_;
   const RankEnd* first = nullptr;
   for (std::size_t rank = 0; rank < nodes_.size(); ++rank) {
     const std::string who = "rank " + std::to_string(rank);
     const auto& end = outcome_.ends[rank];
-    const bool done = nodes_[rank]->words == options_.words;
-    if (!nodes_[rank]->lives || (done && !end)) continue;
+    const bool is_done = outcome_.killed_us < 0 && nodes_[rank]->words == options_.words;
+    if (!nodes_[rank]->lives || (is_done && !end)) continue;
     if (!end || (outcome_.killed_us >= 0 && end->at_us - outcome_.killed_us > kPromisedUs)) {
       broken.push_back(who + " does not raise within 2 s");
       continue;
@@ -267,7 +271,9 @@ std::vector<std::string> ControlSimulation::broken_promises() const {
     }
     if (end->ranks.empty()) broken.push_back(who + " names nobody");
     if (first == nullptr) first = &*end;
-    if (end->ranks != first->ranks) broken.push_back(who + " names other ranks than others do");
+    if (end->ranks != first->ranks || end->kind != first->kind) {
+      broken.push_back(who + " raises another error than others do");
+    }
   }
   return broken;
 }

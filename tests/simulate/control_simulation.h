@@ -53,6 +53,7 @@ struct LinkLoad {
 
 struct RankEnd {
   std::int64_t at_us = 0;
+  std::string kind;  // of the error
   std::string message;
   std::vector<int> ranks;
 };

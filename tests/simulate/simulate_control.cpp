@@ -77,6 +77,11 @@ int run(Options options) {
   const int most = options.hosts;
   for (const int hosts : options.killed.empty() ? host_counts(most) : std::vector<int>{most}) {
     options.hosts = hosts;
+    if (!options.killed.empty()) {
+      Options alive = options;
+      alive.killed.clear();
+      options.kill_at = ControlSimulation(alive).run().events / 2;
+    }
     const Outcome outcome = ControlSimulation(options).run();
     for (const std::string& broken : outcome.broken_promises) std::printf("%s\n", broken.c_str());
     kept = kept && outcome.broken_promises.empty();
@@ -126,11 +131,11 @@ int main(int count, char** arguments) {
       }
       return 0;
     }
-    constexpr int kMost = 1 << 16;
+    constexpr int kMost = 1 << 12;
     const bool fits = options.hosts > 0 && options.ranks_per_host > 0 && options.words > 0 &&
                       options.hosts <= kMost / options.ranks_per_host && options.size() > 1;
     if (!fits) {
-      throw po::error("expected 2 to 65536 ranks and at least one word, got " +
+      throw po::error("expected 2 to 4096 ranks and at least one word, got " +
                       std::to_string(options.hosts) + " hosts with " +
                       std::to_string(options.ranks_per_host) + " ranks and " +
                       std::to_string(options.words) + " words");
@@ -140,7 +145,6 @@ int main(int count, char** arguments) {
       throw po::error("--kill: expected a rank below " + std::to_string(options.size()) + ", got " +
                       std::to_string(rank));
     }
-    if (!options.killed.empty()) options.kill_at = std::int64_t{3} * options.size();
     return hsdp::simulate::run(options);
   } catch (const po::error& error) {
     std::fprintf(stderr, "simulate_control: %s\n", error.what());

@@ -158,8 +158,9 @@ std::shared_ptr<void> ControlState::on_failure(std::function<void()> wake) {
   callbacks_.push_back(callback);
   // The handle's end waits for a callback that runs right now.
   return {callback.get(), [callback](void*) {
+            std::function<void()> dropped;  // what it holds goes outside the lock
             const std::lock_guard callback_lock(callback->mutex);
-            callback->wake = nullptr;
+            dropped.swap(callback->wake);
           }};
 }
 

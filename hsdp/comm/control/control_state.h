@@ -40,7 +40,7 @@ class ControlState {
   }
   void end_wait(int slot) { slots_.end(slot); }
 
-  // By the I/O thread.
+  // By whoever brings what came.
   void deliver(const std::string& exchange, std::vector<std::string> messages);
   void deliver_descriptor(const std::string& exchange, int from, UniqueFd fd);
   void welcome(WelcomeFrame frame);

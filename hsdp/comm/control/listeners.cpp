@@ -11,8 +11,9 @@ std::shared_ptr<void> Listeners::add(std::string_view topic, Control::Hear hear)
   std::erase_if(listeners_, [](const auto& entry) { return entry.second.expired(); });
   listeners_[std::string(topic)] = listener;
   return {listener.get(), [listener](void*) {
+            std::shared_ptr<Control::Hear> dropped;  // what it holds goes outside the lock
             const std::lock_guard listener_lock(listener->mutex);
-            listener->hear = nullptr;
+            dropped.swap(listener->hear);
           }};
 }
 

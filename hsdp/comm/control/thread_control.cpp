@@ -2,9 +2,9 @@
 // in one place, and links of memory between them.
 #include <fcntl.h>
 
-#include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -26,12 +26,11 @@ std::string_view body_of(const FrameBytes& frame) {
 }
 
 // A message goes on to its rank at once, on the thread of whoever sends it, but for those that a
-// listener hears: they have a thread of their own, so that a listener may send, lock and close what
-// it likes. Messages to one rank keep their order.
+// listener hears and what comes behind them. They have a thread of their own, so that a listener
+// may send, lock and close what it likes; it may not wait for long, as that thread also ticks.
 class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
  public:
-  ThreadWorld(int size, Millis timeout)
-      : timeout_(timeout), ranks_(static_cast<std::size_t>(size)) {
+  ThreadWorld(int size, Millis timeout) : ranks_(static_cast<std::size_t>(size)) {
     for (int rank = 0; rank < size; ++rank) {
       Rank& made = ranks_[static_cast<std::size_t>(rank)];
       made.state = std::make_shared<ControlState>();
@@ -74,9 +73,9 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
     hub_->handle(rank, type, body);
     if (end_is_due_) changed_.notify_all();
   }
-  void end(const WorldEnd& world_end) {
+  void end(int rank, const WorldEnd& world_end) {
     const std::lock_guard lock(mutex_);
-    hub_->end(world_end);
+    ranks_[static_cast<std::size_t>(rank)].member->fail(world_end);
     changed_.notify_all();
   }
   void run_callbacks_soon() {
@@ -118,39 +117,50 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   }
 
   void run() {
-    const auto period = std::clamp<Millis>(timeout_ / 10, Millis(2), OwnClock::kTick);
     std::unique_lock lock(mutex_);
-    auto next_tick = std::chrono::steady_clock::now() + period;
     while (!closing_) {
-      const bool due = changed_.wait_until(
-          lock, next_tick, [&] { return closing_ || end_is_due_ || !queue_.empty(); });
-      if (!due) {
-        tick();
-        next_tick = std::chrono::steady_clock::now() + period;
-      }
-      pass_queue(lock);
-      if (std::exchange(end_is_due_, false)) {
-        lock.unlock();
-        for (const Rank& rank : ranks_) rank.state->run_callbacks();
-        lock.lock();
+      try {
+        work(lock);
+      } catch (const std::exception& error) {
+        if (!lock) lock.lock();
+        WorldEnd world_end;
+        world_end.failure = {
+            FailureKind::kAborted, std::string("control: internal error: ") + error.what(), {0}};
+        hub_->end(world_end);
       }
     }
   }
 
-  void pass_queue(std::unique_lock<std::mutex>& lock) {
-    while (!queue_.empty() && !closing_) {
-      const auto [rank, frame] = std::move(queue_.front());
-      queue_.pop_front();
-      Rank& receiver = ranks_[static_cast<std::size_t>(rank)];
-      if (type_of(*frame) == FrameType::kTell) {
-        lock.unlock();
-        receiver.member->frame(FrameType::kTell, body_of(frame));
-        lock.lock();
-      } else {
-        receiver.member->frame(type_of(*frame), body_of(frame));
-      }
-      --receiver.waiting;
+  void work(std::unique_lock<std::mutex>& lock) {
+    changed_.wait_until(lock, next_tick_,
+                        [&] { return closing_ || end_is_due_ || !queue_.empty(); });
+    if (std::chrono::steady_clock::now() >= next_tick_) {
+      next_tick_ = std::chrono::steady_clock::now() + OwnClock::kTick;
+      tick();
     }
+    if (!queue_.empty() && !closing_) pass_first(lock);
+    if (std::exchange(end_is_due_, false)) {
+      lock.unlock();
+      for (const Rank& rank : ranks_) rank.state->run_callbacks();
+      lock.lock();
+    }
+  }
+
+  void pass_first(std::unique_lock<std::mutex>& lock) {
+    const auto [rank, frame] = std::move(queue_.front());
+    queue_.pop_front();
+    Rank& receiver = ranks_[static_cast<std::size_t>(rank)];
+    const FrameType type = type_of(*frame);
+    if (type == FrameType::kTell) lock.unlock();
+    try {
+      receiver.member->frame(type, body_of(frame));
+    } catch (...) {
+      if (!lock) lock.lock();
+      --receiver.waiting;
+      throw;
+    }
+    if (!lock) lock.lock();
+    --receiver.waiting;
   }
 
   void tick() {
@@ -161,12 +171,13 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
     hub_->tick();
   }
 
-  const Millis timeout_;
   std::mutex mutex_;  // of all that follows, but for the states, which lock for themselves
   std::condition_variable changed_;
   std::vector<Rank> ranks_;
   std::unique_ptr<ControlHub> hub_;
   std::deque<std::pair<int, FrameBytes>> queue_;
+  std::chrono::steady_clock::time_point next_tick_ =
+      std::chrono::steady_clock::now() + OwnClock::kTick;
   bool end_is_due_ = false;
   bool closing_ = false;
   std::thread thread_;  // keeps the world until it ends
@@ -207,7 +218,7 @@ class ThreadControl final : public RankControl {
 
  protected:
   void send(FrameType type, std::string body) override { world_->handle(rank(), type, body); }
-  void end_world(const WorldEnd& world_end) override { world_->end(world_end); }
+  void end_world(const WorldEnd& world_end) override { world_->end(rank(), world_end); }
   void run_callbacks_soon() override { world_->run_callbacks_soon(); }
 
  private:

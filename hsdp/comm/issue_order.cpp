@@ -3,8 +3,11 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <csignal>
+#include <cstdlib>
 #include <deque>
 #include <limits>
 #include <map>
@@ -19,6 +22,7 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/engine.h"
+#include "hsdp/comm/turns.h"
 #include "hsdp/device/host_event.h"
 
 namespace hsdp {
@@ -33,9 +37,31 @@ struct Item {
   std::function<bool()> skipped{};  // empty: a local task
   int place = 0;
   bool may_skip_later = false;
+  bool ends_step = false;
+  std::int64_t step = 0;               // how many were ended when it came, on all lanes
   std::shared_ptr<HostEvent> event{};  // instead of a task
   bool ordered = false;                // once it is sorted
 };
+
+// What a message says in place of a lane's number.
+enum Word : int {
+  kFollow = -1,  // the last `count` turns come again and again
+  kStop = -2,    // to the first rank: the next one does not come here
+  kFreeze = -3,  // take no recorded turn more, and say how many turns were taken
+  kTaken = -4,   // `count` turns were
+  kEnd = -5,     // of the record, when `count` turns were taken
+  kGone = -6,    // the last lane is, and `count` turns were taken
+};
+
+std::atomic<std::chrono::microseconds> patience{std::chrono::milliseconds(100)};
+
+std::atomic<bool>& records_turns() {
+  static std::atomic<bool> on{[] {
+    const char* const text = std::getenv("HSDP_RECORD_TURNS");
+    return text != nullptr && std::string_view(text) == "1";
+  }()};
+  return on;
+}
 
 // Tasks of one lane: how many there are, or how many come next.
 struct LaneCount {
@@ -43,8 +69,9 @@ struct LaneCount {
   std::int64_t count = 0;
 };
 
-std::string encode(const std::vector<LaneCount>& counts) {
+std::string encode(std::uint32_t generation, const std::vector<LaneCount>& counts) {
   comm::WireWriter out;
+  out.u32(generation);
   for (const LaneCount& entry : counts) {
     out.i32(entry.lane);
     out.u64(static_cast<std::uint64_t>(entry.count));
@@ -52,9 +79,11 @@ std::string encode(const std::vector<LaneCount>& counts) {
   return out.take();
 }
 
-std::vector<LaneCount> decode(std::string_view bytes) {
+// Nothing of another generation.
+std::vector<LaneCount> decode(std::uint32_t generation, std::string_view bytes) {
   constexpr std::size_t kEntryBytes = 12;
   comm::WireReader in(bytes);
+  if (in.u32() != generation) return {};
   std::vector<LaneCount> counts(bytes.size() / kEntryBytes);
   for (LaneCount& entry : counts) {
     entry.lane = in.i32();
@@ -69,9 +98,14 @@ struct IssueOrder::State {
   struct Queue {
     int number = 0;
     std::deque<Item> items;
-    std::size_t sorted = 0;    // items at the front, known to be ordered or local
-    bool holds_back = false;   // a sorted one may yet change what the next ones are
-    std::deque<int> places;    // of the ordered ones in the queue
+    std::size_t sorted = 0;   // items at the front, known to be ordered or local
+    bool holds_back = false;  // a sorted one may yet change what the next ones are
+    struct Place {
+      int place = 0;
+      bool ends_step = false;
+      std::int64_t step = 0;
+    };
+    std::deque<Place> places;  // of the ordered ones in the queue
     std::int64_t issued = 0;   // ordered ones that left it
     std::int64_t told = 0;     // how many the first rank knows to be ready here
     std::int64_t chosen = 0;   // how many have got their turn
@@ -87,7 +121,7 @@ struct IssueOrder::State {
     [[nodiscard]] std::int64_t ready() const {
       return issued + static_cast<std::int64_t>(places.size());
     }
-    [[nodiscard]] int place(std::int64_t number_in_lane) const {
+    [[nodiscard]] const Place& at(std::int64_t number_in_lane) const {
       return places[static_cast<std::size_t>(number_in_lane - issued)];
     }
   };
@@ -112,8 +146,27 @@ struct IssueOrder::State {
   int next_number = 0;
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
-  std::deque<LaneCount> turns;    // agreed, and still to be issued
-  bool paused = false;            // until the ranks know from where on they agree
+  comm::Turns turns;
+  std::int64_t steps_ended = 0;          // by tasks that came, on all lanes
+  bool paused = false;                   // until the ranks know from where on they agree
+  bool adding = false;                   // a lane
+  comm::StepRecord steps;                // first rank
+  bool stopping = false;                 // first rank: it waits until it knows of all
+  std::map<int, std::int64_t> taken_by;  // first rank: turns that ranks have taken, by world rank
+  bool asked_to_stop = false;
+  struct Stall {
+    std::chrono::steady_clock::time_point since;
+    std::int64_t taken = 0;
+  };
+  std::optional<Stall> stall;
+  struct Message {
+    int peer = 0;
+    std::uint32_t generation = 0;
+    std::vector<LaneCount> entries;
+  };
+  std::deque<Message> outbox;
+  bool sending = false;
+  std::uint32_t generation = 0;  // of `turns`; messages of an earlier one are not read
   bool failed = false;
   bool closing = false;
   int open = 0;                 // lanes that are
@@ -130,9 +183,21 @@ struct IssueOrder::State {
   [[nodiscard]] std::vector<LaneCount> take_news();
   [[nodiscard]] std::vector<LaneCount> choose_turns();
   bool speak(Lock& lock);
+  void take_turns(const LaneCount& entry);
+  void tell_others(const std::vector<LaneCount>& entries);
+  void tell_first(const LaneCount& entry);
+  void flush(Lock& lock);
+  [[nodiscard]] bool is_stalled() const;
+  bool wait_for_work(Lock& lock);
+  void ask_to_stop(Lock& lock);
+  void begin_stop();
+  void end_as_last();
+  void add_taken(int by, std::int64_t taken);
+  void end_record(std::int64_t taken);
   void hear(int from, std::string_view message);
   [[nodiscard]] int missing_peer(const Queue& queue) const;
   [[nodiscard]] std::optional<Wait> awaited() const;
+  [[nodiscard]] std::optional<Wait> awaited_end() const;
   bool change_wait(Lock& lock, const std::optional<Wait>& wanted);
 
   [[nodiscard]] std::string topic() const { return group_id + "/issue"; }
@@ -145,7 +210,7 @@ void IssueOrder::State::Queue::sort() {
     Item& item = items[sorted++];
     item.ordered = item.skipped && !item.skipped();
     if (!item.ordered) continue;
-    places.push_back(item.place);
+    places.push_back({item.place, item.ends_step, item.step});
     holds_back = item.may_skip_later;
   }
 }
@@ -202,15 +267,25 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
     const bool unasked = failed || queue->issued < queue->unasked;
     if (unasked && queue->has_ordered()) return queue;
   }
-  if (failed || turns.empty() || catches_up()) return nullptr;
-  return queues.at(turns.front().lane);
+  if (failed || catches_up()) return nullptr;
+  const std::optional<int> lane = turns.next();
+  if (!lane) return nullptr;
+  const auto found = queues.find(*lane);
+  if (found == queues.end() || !found->second->has_ordered()) return nullptr;  // of a record alone
+  // Steps do not overlap: other ranks may not come to the next one before this one is issued.
+  const std::int64_t step = found->second->items.front().step;
+  const bool waits =
+      turns.is_recorded() && std::ranges::any_of(queues, [&](const auto& entry) {
+        return !entry.second->items.empty() && entry.second->items.front().step < step;
+      });
+  return waits ? nullptr : found->second;
 }
 
 void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
   if (!several) {
     ++issued_alone;
-  } else if (!failed && queue.issued >= queue.unasked && --turns.front().count == 0) {
-    turns.pop_front();
+  } else if (!failed && queue.issued >= queue.unasked) {
+    turns.take();
   }
   run_front(lock, queue);
 }
@@ -226,62 +301,190 @@ std::vector<LaneCount> IssueOrder::State::take_news() {
   return news;
 }
 
-// All that is ready on every rank, by the first one.
+// All that is ready on every rank, by the first one; where turns are recorded, one step after the
+// other.
 std::vector<LaneCount> IssueOrder::State::choose_turns() {
+  const bool records = records_turns();
   std::vector<LaneCount> choice;
   for (;;) {
     std::shared_ptr<Queue> best;
+    const auto key_of = [records](const Queue& queue) {
+      const Queue::Place& task = queue.at(queue.chosen);
+      return std::pair(records ? task.step : 0, task.place);
+    };
     for (const auto& [_, queue] : queues) {
       const std::int64_t next = queue->chosen;
       const bool everywhere =
           std::ranges::all_of(queue->heard, [next](std::int64_t count) { return next < count; });
       if (next >= queue->ready() || !everywhere) continue;
-      if (best == nullptr || queue->place(next) < best->place(best->chosen)) best = queue;
+      if (best == nullptr || key_of(*queue) < key_of(*best)) best = queue;
     }
     if (best == nullptr) return choice;
+    const bool ends_step = best->at(best->chosen).ends_step;
     ++best->chosen;
     if (choice.empty() || choice.back().lane != best->number) choice.push_back({best->number, 0});
     ++choice.back().count;
+    const std::int64_t length = steps.add(best->number, ends_step);
+    if (length == 0 || adding || members.size() == 1 || !records) continue;
+    choice.push_back({kFollow, length});
+    return choice;
   }
 }
 
 // Only when nothing is left to be issued: so one message speaks of all that has come meanwhile.
 bool IssueOrder::State::speak(Lock& lock) {
-  if (!several || paused || failed || catches_up()) return false;
-  const bool chooses = rank == 0;
-  const std::vector<LaneCount> counts = chooses ? choose_turns() : take_news();
+  if (!several || paused || failed || catches_up() || turns.follows()) return false;
+  const std::vector<LaneCount> counts = rank == 0 ? choose_turns() : take_news();
   if (counts.empty()) return false;
-  if (chooses) turns.insert(turns.end(), counts.begin(), counts.end());
-  lock.unlock();
-  try {
-    if (const auto kept = engine.lock()) {
-      const std::span<const int> all = members;
-      for (const int peer : chooses ? all.subspan(1) : all.first(1)) {
-        kept->control().tell(peer, topic(), encode(counts));
-      }
-    }
-  } catch (const std::exception&) {  // a forked child's: its tasks find out themselves
+  if (rank == 0) {
+    for (const LaneCount& entry : counts) take_turns(entry);
+    tell_others(counts);
+  } else {
+    outbox.push_back({members.front(), generation, counts});
   }
-  lock.lock();
+  flush(lock);
   return true;
 }
 
-// On another thread.
+// What the first rank has said, on every rank.
+void IssueOrder::State::take_turns(const LaneCount& entry) {
+  if (entry.lane != kFollow) return turns.tell(entry.lane, entry.count);
+  turns.follow(entry.count);
+  asked_to_stop = false;
+}
+
+void IssueOrder::State::tell_others(const std::vector<LaneCount>& entries) {
+  for (const int peer : std::span<const int>(members).subspan(1)) {
+    outbox.push_back({peer, generation, entries});
+  }
+}
+
+void IssueOrder::State::tell_first(const LaneCount& entry) {
+  outbox.push_back({members.front(), generation, {entry}});
+}
+
+// In the order in which they were decided, whichever thread sends them.
+void IssueOrder::State::flush(Lock& lock) {
+  if (sending) return;
+  sending = true;
+  while (!outbox.empty()) {
+    const Message message = std::move(outbox.front());
+    outbox.pop_front();
+    lock.unlock();
+    try {
+      if (const auto kept = engine.lock()) {
+        kept->control().tell(message.peer, topic(), encode(message.generation, message.entries));
+      }
+    } catch (const std::exception&) {  // a forked child's: its tasks find out themselves
+    }
+    lock.lock();
+  }
+  sending = false;
+  changed.notify_all();
+}
+
+// On another thread, as the one that issues may be waiting in a task.
 void IssueOrder::State::hear(int from, std::string_view message) {
-  const std::lock_guard lock(mutex);
-  for (const LaneCount& entry : decode(message)) {
+  Lock lock(mutex);
+  for (const LaneCount& entry : decode(generation, message)) {
     const auto found = queues.find(entry.lane);
-    if (found == queues.end()) continue;
-    Queue& queue = *found->second;
-    if (rank == 0) {
+    if (entry.lane == kStop) {
+      begin_stop();
+    } else if (entry.lane == kTaken || entry.lane == kGone) {
+      if (turns.follows()) add_taken(from, entry.count);
+    } else if (entry.lane == kFreeze) {
+      turns.freeze();
+      tell_first({kTaken, turns.taken()});
+    } else if (entry.lane == kEnd) {
+      end_record(entry.count);
+    } else if (rank != 0) {
+      if (found != queues.end()) found->second->chosen += entry.count;
+      take_turns(entry);
+    } else if (found != queues.end()) {
       const auto member = std::ranges::find(members, from) - members.begin();
-      queue.heard.at(static_cast<std::size_t>(member)) = entry.count;
-    } else {
-      queue.chosen += entry.count;
-      turns.push_back(entry);
+      found->second->heard.at(static_cast<std::size_t>(member)) = entry.count;
     }
   }
+  // Whoever lets go of the engine last waits for the thread that hears: not this one.
+  auto kept = outbox.empty() ? nullptr : engine.lock();
+  flush(lock);
   changed.notify_all();
+  lock.unlock();
+  if (kept) std::thread([kept = std::move(kept)] {}).detach();
+}
+
+// A recorded turn has no task here, and another lane has one.
+bool IssueOrder::State::is_stalled() const {
+  if (failed || !turns.is_recorded()) return false;
+  const std::optional<int> lane = turns.next();
+  if (!lane || asked_to_stop) return false;
+  return std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
+}
+
+// Nothing can be issued. Whether that has been so for long because of a record.
+bool IssueOrder::State::wait_for_work(Lock& lock) {
+  using Clock = std::chrono::steady_clock;
+  if (!is_stalled()) {
+    stall.reset();
+    changed.wait(lock);
+    return false;
+  }
+  if (!stall || stall->taken != turns.taken()) stall = {Clock::now(), turns.taken()};
+  const Clock::time_point end = stall->since + patience.load();
+  if (Clock::now() >= end) return true;
+  changed.wait_until(lock, end);
+  return false;
+}
+
+void IssueOrder::State::ask_to_stop(Lock& lock) {
+  asked_to_stop = true;
+  if (rank == 0) {
+    begin_stop();
+  } else {
+    tell_first({kStop, 0});
+  }
+  flush(lock);
+}
+
+// By the first rank: all say how far they are, and go as far as the furthest of them.
+void IssueOrder::State::begin_stop() {
+  if (!turns.follows() || stopping || adding) return;
+  stopping = true;
+  turns.freeze();
+  tell_others({{kFreeze, 0}});
+  add_taken(members.front(), turns.taken());
+}
+
+// By the first rank, whose last lane is gone: it has issued all, so it is the furthest.
+void IssueOrder::State::end_as_last() {
+  std::vector<LaneCount> entries{{kEnd, turns.taken()}};
+  if (!std::exchange(stopping, false)) {
+    turns.freeze();
+    entries.insert(entries.begin(), {kFreeze, 0});
+  }
+  steps.restart();
+  end_record(turns.taken());
+  tell_others(entries);
+}
+
+void IssueOrder::State::add_taken(int by, std::int64_t taken) {
+  taken_by[by] = taken;
+  if (!stopping || taken_by.size() < members.size()) return;
+  std::int64_t furthest = 0;
+  for (const auto& [_, count] : taken_by) furthest = std::max(furthest, count);
+  stopping = false;
+  steps.broke(turns.rounds());
+  end_record(furthest);
+  tell_others({{kEnd, furthest}});
+}
+
+// Counts what lanes have got by the record, up to its end.
+void IssueOrder::State::end_record(std::int64_t taken) {
+  taken_by.clear();
+  for (const auto& [lane, count] : turns.end_at(taken)) {
+    const auto found = queues.find(lane);
+    if (found != queues.end()) found->second->chosen += count;
+  }
 }
 
 int IssueOrder::State::missing_peer(const Queue& queue) const {
@@ -294,13 +497,23 @@ int IssueOrder::State::missing_peer(const Queue& queue) const {
 // The oldest lane's task that is ready here and has no turn yet.
 std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
   if (!several || paused || failed || catches_up()) return std::nullopt;
+  if (turns.follows()) return awaited_end();
+  if (turns.next()) return std::nullopt;  // this rank's task is missing: others say so
   for (const auto& [number, queue] : queues) {
     const std::int64_t next = queue->chosen;
-    if (next < queue->ready()) {
-      return Wait{number, next, queue->place(next), missing_peer(*queue)};
+    if (next >= 0 && next < queue->ready()) {
+      return Wait{number, next, queue->at(next).place, missing_peer(*queue)};
     }
   }
   return std::nullopt;
+}
+
+// Of a record that this rank has asked to end, or that the first one has stopped.
+std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited_end() const {
+  if (adding || (!stopping && !asked_to_stop && !turns.is_frozen())) return std::nullopt;
+  const auto missing = std::ranges::find_if(
+      members, [&](int member) { return !stopping || !taken_by.contains(member); });
+  return Wait{-1, turns.taken(), kAfterBuckets, *missing};
 }
 
 bool IssueOrder::State::change_wait(Lock& lock, const std::optional<Wait>& wanted) {
@@ -345,7 +558,7 @@ void IssueOrder::State::work() {
     }
     if (speak(lock) || change_wait(lock, awaited())) continue;
     if (closing) return;
-    changed.wait(lock);
+    if (wait_for_work(lock)) ask_to_stop(lock);
   }
 }
 
@@ -374,6 +587,8 @@ class IssueOrder::IssuerQueue : public Stream::Queue {
   void push(Item item) {
     {
       const std::lock_guard lock(state_->mutex);
+      item.step = state_->steps_ended;
+      if (item.ends_step) ++state_->steps_ended;
       queue_->items.push_back(std::move(item));
     }
     state_->changed.notify_all();
@@ -396,8 +611,19 @@ class IssueOrder::QueueIssuer : public Issuer {
       stream_.synchronize();
     } catch (...) {  // was reported when it happened
     }
-    const std::lock_guard lock(state_->mutex);
+    State::Lock lock(state_->mutex);
     state_->queues.erase(number_);
+    if (!state_->turns.follows()) {
+      state_->steps.restart();
+    } else if (state_->queues.empty() && state_->rank == 0) {
+      state_->end_as_last();
+    } else if (state_->queues.empty()) {
+      state_->tell_first({kGone, state_->turns.taken()});
+    }
+    state_->flush(lock);
+    state_->changed.notify_all();
+    // What it said is on its way before the engine may go.
+    state_->changed.wait(lock, [this] { return !state_->sending; });
   }
   QueueIssuer(const QueueIssuer&) = delete;
   QueueIssuer& operator=(const QueueIssuer&) = delete;
@@ -406,7 +632,8 @@ class IssueOrder::QueueIssuer : public Issuer {
     queue_->push({.task = std::move(task.run),
                   .skipped = std::move(task.skipped),
                   .place = task.place,
-                  .may_skip_later = task.may_skip_later});
+                  .may_skip_later = task.may_skip_later,
+                  .ends_step = task.ends_step});
   }
   [[nodiscard]] Stream& stream() override { return stream_; }
   [[nodiscard]] std::shared_ptr<void> open() override {
@@ -491,6 +718,11 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
   return entry.order;
 }
 
+void IssueOrder::record_turns(bool on, std::chrono::microseconds its_patience) {
+  records_turns() = on;
+  patience = its_patience;
+}
+
 void IssueOrder::let_tasks_go_first(const comm::Control& control) {
   if (is_issuing) return;
   std::vector<std::shared_ptr<State>> of_world;
@@ -508,13 +740,23 @@ void IssueOrder::let_tasks_go_first(const comm::Control& control) {
 
 // The first of several lanes has issued more on one rank than on another: all ranks issue without
 // asking what the furthest of them has issued so far, and nobody issues while they find that out.
+// Of a record that they follow nobody takes a turn meanwhile.
 std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   State& state = *state_;
   auto queue = std::make_shared<State::Queue>();
   std::string mine;
   {
-    const std::lock_guard lock(state.mutex);
-    mine = (state.queues.empty() ? "0 " : "1 ") + std::to_string(state.issued_alone);
+    std::unique_lock lock(state.mutex);
+    state.changed.wait(lock, [&] { return !state.stopping || state.failed; });
+    state.adding = true;
+    if (state.several) {
+      state.turns.freeze();
+    } else {
+      state.turns = {};
+      ++state.generation;
+    }
+    mine = (state.queues.empty() ? "0 " : "1 ") +
+           std::to_string(state.several ? state.turns.taken() : state.issued_alone);
     queue->number = state.next_number++;
     queue->heard.assign(state.members.size(), 0);
     queue->heard.front() = kAll;          // the first rank knows its own
@@ -536,8 +778,15 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
     error = std::current_exception();
   }
   {
-    const std::lock_guard lock(state.mutex);
-    state.paused = false;
+    std::unique_lock lock(state.mutex);
+    state.paused = state.adding = false;
+    if (error) {
+      state.failed = true;  // nobody knows any more how far the others are
+    } else if (state.rank == 0 && state.several) {
+      state.steps.restart();
+      state.end_record(furthest);
+      state.tell_others({{kEnd, furthest}});
+    }
     if (error) {
       state.queues.erase(queue->number);
     } else if (!others) {
@@ -550,6 +799,7 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
         if (older->unasked == kAll) older->unasked = older->chosen = furthest;
       }
     }
+    state.flush(lock);
   }
   state.changed.notify_all();
   if (error) std::rethrow_exception(error);

@@ -5,7 +5,9 @@
 // another order on another rank can block each other for good. With one lane the order is that of
 // the lane, and nothing is sent. With several, the ranks tell the mesh's first one how many tasks
 // of each lane they have ready, and it chooses among those that are ready on every rank: the lowest
-// place, then the oldest lane.
+// place, then the oldest lane. With HSDP_RECORD_TURNS=1 it goes step by step, and when steps repeat
+// themselves, all repeat the order of the last one and send nothing, until a rank's next task does
+// not come [Note: recorded turns].
 //
 // Tasks of a lane run in order. Ordered tasks must be the same on every rank; local ones run when
 // they come to the front, without asking anybody. A task that another rank does not have is a wait
@@ -13,6 +15,7 @@
 // more: the tasks run and find out themselves. Thread-safe.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -38,6 +41,7 @@ class IssueOrder {
     // task, which does nothing.
     std::function<bool()> skipped;
     bool may_skip_later = false;  // it changes what later tasks' `skipped` answers
+    bool ends_step = false;       // what comes next is likely to be what came in this step
   };
 
   class Issuer {
@@ -55,6 +59,12 @@ class IssueOrder {
   ~IssueOrder();
   IssueOrder(const IssueOrder&) = delete;
   IssueOrder& operator=(const IssueOrder&) = delete;
+
+  // Whether steps are recorded, and how long a task that is ready waits for the recorded turn of
+  // another lane: in this process, from now on. HSDP_RECORD_TURNS=1 in the environment says yes.
+  // The first rank's word counts.
+  static void record_turns(bool on,
+                           std::chrono::microseconds patience = std::chrono::milliseconds(100));
 
   // Before a thread issues a collective itself: waits until all tasks so far of the world's lanes
   // are issued, which are the same on all ranks. Returns at once on the thread that issues them,

@@ -253,7 +253,8 @@ void BucketPipeline::end(const Ending& ending) {
     setting_.outcome.guard(step, [&] { run_end(ending); });
   };
   // After all buckets: of several Reducers the others' buckets come first.
-  shard_lane_->issue({.run = end_it, .step = step, .may_drop = true});
+  const bool ends_step = ending.plan->ends_step();
+  shard_lane_->issue({.run = end_it, .step = step, .may_drop = true, .ends_step = ends_step});
 }
 
 // [Note: dropped step]

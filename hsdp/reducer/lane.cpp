@@ -82,7 +82,8 @@ void Lane::issue(Task task) {
   issuer_->run_ordered({.run = std::move(run),
                         .place = task.place,
                         .skipped = [this, step = task.step] { return outcome_.skips(step); },
-                        .may_skip_later = task.may_drop});
+                        .may_skip_later = task.may_drop,
+                        .ends_step = task.ends_step});
 }
 
 void Lane::follow(const Lane& other) {

@@ -29,6 +29,7 @@ class Lane {
     std::int64_t step = kNoStep;
     int place = IssueOrder::kAfterBuckets;
     bool may_drop = false;  // it may drop the step, and with it tasks that come later
+    bool ends_step = false;
   };
   void issue(Task task);
   // Later tasks, and the work they enqueue, come after all of the other lane so far.

@@ -9,10 +9,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <latch>
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <random>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -48,17 +50,18 @@ class Lanes {
   void remove(std::size_t lane) { lanes_[lane].reset(); }
   [[nodiscard]] IssueOrder::Issuer& operator[](std::size_t lane) { return *lanes_[lane]; }
 
-  void push(std::size_t lane, int place) {
+  void push(std::size_t lane, int place, bool ends_step = false) {
     const auto run = [this, name = name_of(lane, place)] {
       const std::lock_guard lock(mutex_);
       issued_.push_back(name);
       changed_.notify_all();
     };
-    lanes_[lane]->run_ordered({.run = run, .place = place, .skipped = never});
+    lanes_[lane]->run_ordered(
+        {.run = run, .place = place, .skipped = never, .ends_step = ends_step});
   }
   static std::string name_of(std::size_t lane, int place) {
     const std::string number = place == IssueOrder::kAfterBuckets ? "end" : std::to_string(place);
-    return std::array{"first ", "second ", "third "}[lane] + number;
+    return std::array{"first ", "second ", "third ", "fourth "}[lane] + number;
   }
   // Waits until there are so many, and forgets them.
   std::vector<std::string> take(std::size_t count) {
@@ -265,6 +268,194 @@ TEST(IssueOrder, TasksThatAreSkippedCountOnNoRank) {
     }
     return lanes.take(40);
   });
+}
+
+// Gathers of the second lane beside buckets of the first.
+void push_step(Lanes& lanes, int buckets) {
+  for (int unit = 0; unit < 3; ++unit) lanes.push(1, IssueOrder::kAfterBuckets);
+  for (int bucket = 0; bucket < buckets; ++bucket) lanes.push(0, bucket);
+  lanes.push(0, IssueOrder::kAfterBuckets, true);
+}
+
+TEST(IssueOrder, StepsThatRepeatThemselvesSendNothing) {
+  IssueOrder::record_turns(true);
+  constexpr int kSize = 3;
+  const auto controls = comm::in_process_control(kSize, std::chrono::seconds(30));
+  std::array<std::atomic<int>, kSize> counts{};
+  std::array<std::array<int, 2>, kSize> sent{};  // until step 200, and until the end
+  std::latch done(kSize);
+  run_each(kSize, [&](std::size_t r) {
+    Communicator world = comm::host_world(std::make_shared<CountingControl>(controls[r], counts[r]),
+                                          TransportChoice::kAuto);
+    Lanes lanes(world, 2);
+    for (int step = 0; step < 400; ++step) {
+      push_step(lanes, 5);
+      lanes.take(9);
+      if (step == 200) sent[r][0] = counts[r];
+    }
+    sent[r][1] = counts[r];
+    done.arrive_and_wait();  // a rank whose lanes go says so
+  });
+  for (const auto& [early, late] : sent) EXPECT_EQ(early, late);
+  IssueOrder::record_turns(false);
+}
+
+// By holes, by a lane that comes, and by one that goes.
+TEST(IssueOrder, ARecordEndsOnAllRanksWhereItDoesNotHold) {
+  IssueOrder::record_turns(true);
+  expect_one_order(3, [](Communicator& world) {
+    Lanes lanes(world, 2);
+    std::size_t count = 0;
+    for (int step = 0; step < 40; ++step) {
+      const int buckets = step == 12 ? 2 : 5;
+      push_step(lanes, buckets);
+      count += static_cast<std::size_t>(buckets) + 4;
+      if (step == 20) lanes.add(2);
+      if (step == 30) lanes.remove(2);
+      if (step >= 20 && step < 30) {
+        lanes.push(2, 1);
+        ++count;
+      }
+      if (step % 2 == world.rank() % 2) lanes[0].stream().synchronize();
+    }
+    return lanes.take(count);
+  });
+  IssueOrder::record_turns(false);
+}
+
+// One rank alone waits for the end of a step that leaves a lane out. The others are far ahead then:
+// that lane's tasks of the next step must not be taken for those of this one.
+TEST(IssueOrder, AStepThatLeavesALaneOutEndsBeforeTheNextOne) {
+  IssueOrder::record_turns(true);
+  expect_one_order(3, [](Communicator& world) {
+    Lanes lanes(world, 2);
+    std::vector<std::string> all;
+    std::size_t pending = 0;
+    const auto take_all = [&] {
+      for (std::string& name : lanes.take(std::exchange(pending, 0)))
+        all.push_back(std::move(name));
+    };
+    for (int step = 0; step < 30; ++step) {
+      for (int bucket = 0; bucket < 3; ++bucket) lanes.push(0, bucket);
+      if (step % 10 != 9) lanes.push(1, 3);
+      lanes.push(0, IssueOrder::kAfterBuckets, true);
+      pending += step % 10 != 9 ? 5 : 4;
+      if (world.rank() == step / 10 && step % 10 > 6) take_all();
+    }
+    take_all();
+    return all;
+  });
+  IssueOrder::record_turns(false);
+}
+
+// Two lanes that end steps, one after the other, as two Reducers do. Now and then one rank alone
+// waits for either end.
+TEST(IssueOrder, ARankMayWaitForEitherEndOfAStep) {
+  IssueOrder::record_turns(true);
+  expect_one_order(3, [](Communicator& world) {
+    Lanes lanes(world, 2);
+    std::vector<std::string> all;
+    std::size_t pending = 0;
+    for (int step = 0; step < 60; ++step) {
+      for (const std::size_t lane : {0U, 1U}) {
+        for (int bucket = 0; bucket < 2; ++bucket) lanes.push(lane, bucket);
+        lanes.push(lane, IssueOrder::kAfterBuckets, true);
+        pending += 3;
+        const bool waits = step % 10 == 5 + static_cast<int>(lane) && world.rank() == step / 10 % 3;
+        if (!waits) continue;
+        for (std::string& name : lanes.take(std::exchange(pending, 0))) {
+          all.push_back(std::move(name));
+        }
+      }
+    }
+    for (std::string& name : lanes.take(pending)) all.push_back(std::move(name));
+    return all;
+  });
+  IssueOrder::record_turns(false);
+}
+
+// A program that repeats itself and now and then changes on all ranks. What it pushes after a wait
+// may depend on what was issued before; for the end of a step some ranks wait, and others do not.
+std::vector<std::string> run_program(Communicator& world, std::uint64_t seed) {
+  std::mt19937 common(static_cast<unsigned>(seed));
+  std::mt19937 own(static_cast<unsigned>(seed * 7 + static_cast<std::uint64_t>(world.rank())));
+  const auto below = [](std::mt19937& random, int limit) {
+    return static_cast<int>(random() % static_cast<unsigned>(limit));
+  };
+  struct Push {
+    std::size_t lane = 0;
+    int place = 0;
+  };
+  std::vector<std::vector<Push>> phases;
+  std::vector<std::string> all;
+  int lane_count = 1 + below(common, 4);
+  Lanes lanes(world, lane_count);
+  std::size_t pending = 0;
+  const auto wait = [&] {
+    for (std::string& name : lanes.take(std::exchange(pending, 0))) all.push_back(std::move(name));
+  };
+  for (int step = 0; step < 16; ++step) {
+    const bool changes = step == 0 || below(common, 8) == 0;
+    if (changes && step > 0 && below(common, 2) == 0) {
+      wait();
+      if (lane_count > 1 && below(common, 2) == 0) {
+        lanes.remove(static_cast<std::size_t>(--lane_count));
+      }
+      if (lane_count < 4 && below(common, 2) == 0) {
+        lanes.add(static_cast<std::size_t>(lane_count++));
+      }
+      phases.clear();
+    }
+    if (changes) {
+      phases.clear();
+      for (int n = 1 + below(common, 3); n > 0; --n) {
+        std::vector<Push>& phase = phases.emplace_back();
+        for (int p = below(common, 6); p > 0; --p) {
+          phase.push_back({static_cast<std::size_t>(below(common, lane_count)), below(common, 4)});
+        }
+      }
+    }
+    const bool has_holes = below(common, 8) == 0;
+    const auto left_out = static_cast<std::size_t>(below(common, 4 * lane_count));
+    const bool waits = below(common, 2) == 0;
+    for (const std::vector<Push>& phase : phases) {
+      std::vector<std::vector<Push>> by_lane(static_cast<std::size_t>(lane_count));
+      for (const Push& push : phase) {
+        if (push.lane == left_out || (has_holes && below(common, 3) == 0)) continue;
+        by_lane[push.lane].push_back(push);
+        ++pending;
+      }
+      // Lanes in another order on each rank.
+      const std::size_t first = own() % by_lane.size();
+      for (std::size_t i = 0; i < by_lane.size(); ++i) {
+        for (const Push& push : by_lane[(first + i) % by_lane.size()]) {
+          lanes.push(push.lane, push.place);
+        }
+        if (below(own, 4) == 0) std::this_thread::yield();
+      }
+      if (waits) wait();
+    }
+    lanes.push(0, IssueOrder::kAfterBuckets, true);
+    ++pending;
+    if (below(own, 3) == 0) wait();
+  }
+  wait();
+  return all;
+}
+
+// With and without a patience that is too short: then ranks stop when others are ahead of them.
+TEST(IssueOrder, RandomProgramsHaveOneOrder) {
+  const int count =
+      std::getenv("HSDP_SEEDS") != nullptr ? std::atoi(std::getenv("HSDP_SEEDS")) : 300;
+  for (int seed = 0; seed < count; ++seed) {
+    IssueOrder::record_turns(true,
+                             std::chrono::microseconds(seed % 20 == 0 ? 100'000 : seed % 3 * 50));
+    SCOPED_TRACE(seed);
+    expect_one_order(3, [seed](Communicator& world) {
+      return run_program(world, static_cast<std::uint64_t>(seed));
+    });
+  }
+  IssueOrder::record_turns(false);
 }
 
 TEST(IssueOrder, ATaskThatARankNeverHasIsATimeoutThatNamesThatRank) {

@@ -18,11 +18,14 @@
 #include <vector>
 
 #include "gpu_rank.h"
+#include "hsdp/comm/issue_order.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer.h"
 #include "nccl_ranks.h"
 #include "quant/loco_hop.h"
+#include "zero/parameter_gather.h"
+#include "zero/unit_gather.h"
 
 namespace hsdp::test {
 namespace {
@@ -185,6 +188,84 @@ TEST(NcclPlanned, AStepSendsAsMuchForManyBucketsAsForFew) {
     EXPECT_THAT(messages[4], ::testing::Each(3)) << "a word for each microbatch, one bit";
     messages.clear();
   }
+}
+
+// Two Reducers, one with LoCo, and gathers of parameters and of units beside them: as many messages
+// in a step, whatever the number of buckets and units. A rank that is held up for long asks again.
+std::vector<std::int64_t> messages_beside_gathers(const Mesh& mesh, int count) {
+  ReducerOptions options{.reduce_dtype = Dtype::kF32, .bucket_bytes = 256};
+  Reducer first(mesh, options);
+  options.replica_hop = std::make_shared<quant::LocoHop>();
+  Reducer second(mesh, options);
+  Stream stream = Stream::create(mesh.device(), "caller");
+  std::vector<Buffer> memory;
+  const auto array = [&](std::int64_t elements) {
+    memory.emplace_back(mesh.device(), elements * 4);
+    return memory.back().view(Dtype::kF32);
+  };
+  for (int p = 0; p < count; ++p) {
+    for (Reducer* const reducer : {&first, &second}) {
+      reducer->register_parameter({.name = "w" + std::to_string(p), .shape = {64}});
+    }
+  }
+  first.prepare();
+  std::vector<zero::GatheredParameter> gathered;
+  std::vector<zero::ParameterUnit> units;
+  std::vector<TensorView> wholes;
+  for (int p = 0; p < count; ++p) {
+    const std::string name = "w" + std::to_string(p);
+    gathered.push_back({.name = name, .array = array(64)});
+    const TensorView stored = array(first.slice(name).count);
+    units.push_back({.name = name, .parameters = {{name, Dtype::kF32, 64, stored}}});
+    wholes.push_back(array(64));
+  }
+  zero::ParameterGather gather(first, gathered, 256);
+  zero::UnitGather unit_gather(first, units);
+  const std::vector<float> gradient(64, 1.0F);
+  std::vector<std::int64_t> after;
+  for (int step = 0; step < 12; ++step) {
+    gather.start_all(stream.record());
+    for (const bool last : {false, true}) {
+      for (int u = 0; u < count; ++u) {
+        unit_gather.gather(u, {wholes[static_cast<std::size_t>(u)]}, stream.record());
+        unit_gather.wait(u, stream);
+      }
+      for (Reducer* const reducer : {&first, &second}) {
+        Microbatch open(*reducer, {.last = last});
+        for (int p = 0; p < count; ++p) {
+          reducer->gradient_ready(p, {gradient.data(), Dtype::kF32, mesh.device(), {64}, {}});
+        }
+        open.end();
+      }
+      unit_gather.end();
+    }
+    EXPECT_FALSE(first.found_inf());
+    EXPECT_FALSE(second.found_inf());
+    stream.wait(unit_gather.begin_update());
+    gather.wait_all();
+    after.push_back(first.stats().control_message_count);
+  }
+  std::vector<std::int64_t> sent;
+  for (std::size_t step = 6; step < after.size(); ++step) {
+    sent.push_back(after[step] - after[step - 1]);
+  }
+  return sent;
+}
+
+TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAndUnitsAsForFew) {
+  IssueOrder::record_turns(true);
+  std::map<int, std::vector<std::int64_t>> messages;  // by number of buckets
+  std::mutex mutex;
+  for (const int count : {4, 40}) {
+    run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+      const std::int64_t least = std::ranges::min(messages_beside_gathers(mesh, count));
+      const std::lock_guard lock(mutex);
+      messages[count].push_back(least);
+    });
+  }
+  EXPECT_EQ(messages[4], messages[40]);
+  EXPECT_THAT(messages[4], ::testing::Each(11)) << "4 words, 2 bits, 4 of passes, one update";
+  IssueOrder::record_turns(false);
 }
 
 // One replica reduces the second bucket before the first one, and both are of one size: without a

@@ -127,6 +127,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
         world_end.failure = {
             FailureKind::kAborted, std::string("control: internal error: ") + error.what(), {0}};
         hub_->end(world_end);
+        end_is_due_ = true;  // for those that were not called any more
       }
     }
   }

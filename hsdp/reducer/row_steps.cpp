@@ -13,6 +13,7 @@ WordNames row_names(const std::vector<std::string>& groups) {
   WordNames names;
   names.component = "replica_hook";
   names.microbatch = "backward";
+  names.waiting = "end of a backward";
   names.remedy =
       "call set_requires_all_reduce with the same flags once before each backward, and finish() "
       "after the last, on every rank";

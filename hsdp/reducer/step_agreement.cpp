@@ -21,10 +21,7 @@ StepAgreement::Words decode(const std::vector<std::string>& messages) {
 }  // namespace
 
 StepAgreement::StepAgreement(Communicator world, std::string id, WordNames names)
-    : world_(std::move(world)),
-      id_(std::move(id)),
-      names_(std::move(names)),
-      operation_("end of a " + names_.microbatch) {}
+    : world_(std::move(world)), id_(std::move(id)), names_(std::move(names)) {}
 
 std::string StepAgreement::key(std::string_view kind, std::int64_t number) const {
   return id_ + "/" + std::string(kind) + "/" + std::to_string(number);
@@ -101,14 +98,14 @@ std::int64_t StepAgreement::post(const StatusWord& word) {
 }
 
 StepAgreement::Words StepAgreement::collect(std::int64_t number) {
-  return decode(world_.collect(key("word", number), operation_));
+  return decode(world_.collect(key("word", number), names_.waiting));
 }
 
 std::optional<StepAgreement::Words> StepAgreement::collect_patiently(std::int64_t number) {
   constexpr std::chrono::milliseconds kBetweenLooks{100};  // at whether to give up
   while (std::chrono::steady_clock::now() < give_up_.load()) {
     if (const auto messages =
-            world_.collect_within(key("word", number), operation_, kBetweenLooks)) {
+            world_.collect_within(key("word", number), names_.waiting, kBetweenLooks)) {
       return decode(*messages);
     }
   }
@@ -165,7 +162,7 @@ comm::Failure StepAgreement::explain(Mismatch mismatch, Words words, const WordN
     const std::string name =
         key("details", any.step) + "/" + std::to_string(any.microbatch) + "/" + any.call;
     world_.post(name, details);
-    if (const auto all = world_.collect_within(name, operation_, kPatience)) {
+    if (const auto all = world_.collect_within(name, names_.waiting, kPatience)) {
       show_details(words, place, *all);
       if (auto found = find_mismatch(words, world_.world_ranks(), names)) return found->failure;
     }

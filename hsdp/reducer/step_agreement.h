@@ -96,7 +96,6 @@ class StepAgreement {
   Communicator world_;
   std::string id_;
   WordNames names_;
-  std::string operation_;  // that waits for words, in errors
   mutable std::mutex mutex_;
   std::vector<Party> parties_;
   std::atomic<std::int64_t> ended_steps_{0};

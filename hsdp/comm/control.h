@@ -39,7 +39,7 @@ void require_other_rank(int peer, int rank, int size);
 
 // What a rank is doing, for the judgement who is at fault and for messages.
 struct WaitState {
-  std::string_view operation;  // static text: "reduce_scatter", "all_reduce", "status", ...
+  std::string_view operation;  // "reduce_scatter", "all_reduce", "status", ...
   int bucket = -1;
   int peer = -1;  // world rank waited for, -1: several or none
 };
@@ -106,7 +106,7 @@ class Control {
   [[nodiscard]] virtual std::vector<ControlLinkStats> links() const = 0;
 
   // Published with each heartbeat. Several threads of a rank may wait at once; `begin_wait` returns
-  // the slot that `end_wait` frees. Cheap (atomics), but call it only before a real sleep.
+  // the slot that `end_wait` frees. Call it only before a real sleep.
   [[nodiscard]] virtual int begin_wait(WaitState state) = 0;
   virtual void end_wait(int slot) = 0;
 

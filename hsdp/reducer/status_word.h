@@ -52,7 +52,7 @@ constexpr std::size_t kMaxReasonBytes = 1024;
 struct WordNames {
   std::string component = "reducer";
   std::string microbatch = "microbatch";
-  // What a rank does that waits for words: static text, which other threads read.
+  // What a rank does that waits for words.
   std::string_view waiting = "end of a microbatch";
   std::string remedy = "make the same calls with the same arguments on every rank";
   std::vector<std::string> groups{};  // where they have names

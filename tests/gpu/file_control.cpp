@@ -125,7 +125,7 @@ std::vector<comm::UniqueFd> FileControl::exchange_descriptors(std::string_view /
 
 int FileControl::begin_wait(comm::WaitState state) {
   const std::lock_guard lock(mutex_);
-  waits_[next_slot_] = {state, Clock::now()};
+  waits_[next_slot_] = {comm::operation_text(state.operation, state.bucket), Clock::now()};
   return next_slot_++;
 }
 
@@ -188,8 +188,7 @@ void FileControl::look() {
     for (const auto& [_, wait] : waits_) {
       if (Clock::now() - wait.since < timeout_) continue;
       late = {comm::FailureKind::kTimeout,
-              comm::operation_text(wait.state.operation, wait.state.bucket) +
-                  ": timed out on rank " + std::to_string(rank_),
+              wait.operation + ": timed out on rank " + std::to_string(rank_),
               {}};
     }
   }

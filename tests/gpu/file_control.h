@@ -60,7 +60,7 @@ class FileControl : public comm::Control {
  private:
   using Clock = std::chrono::steady_clock;
   struct Wait {
-    comm::WaitState state;
+    std::string operation;  // with its bucket
     Clock::time_point since;
   };
   struct Callbacks {

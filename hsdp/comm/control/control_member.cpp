@@ -76,8 +76,8 @@ void ControlMember::hub_closed(const std::string& reason) {
 BeatFrame ControlMember::beat() const {
   BeatFrame beat;
   for (const ActiveWait& wait : state_->active_waits()) {
-    beat.waits.push_back({wait.id, std::string(wait.state.operation), wait.state.bucket,
-                          wait.state.peer, wait.exchange, wait.age});
+    beat.waits.push_back(
+        {wait.id, wait.operation, wait.bucket, wait.peer, wait.exchange, wait.age});
   }
   return beat;
 }
@@ -98,16 +98,15 @@ void ControlMember::tick() {
   const Millis since_left = state_->clock().now() - hub_left_at_;
   for (const ActiveWait& wait : state_->active_waits()) {
     // Without rank 0 no exchange is ever answered.
-    const bool for_hub =
-        wait.exchange != 0 ||
-        (wait.state.peer == 0 && std::min(wait.age, since_left) >= kPatienceWithClosed);
+    const bool for_hub = wait.exchange != 0 ||
+                         (wait.peer == 0 && std::min(wait.age, since_left) >= kPatienceWithClosed);
     if (hub_left_ && for_hub) return fail(end_by_loss(0, size_, "it closed its world"));
     if (wait.age < timeout_ + kAfterHub) continue;
     WorldEnd world_end;
     world_end.failure.kind = FailureKind::kTimeout;
     world_end.bare = true;
     if (!welcomed_) world_end.failure.ranks = missing_;
-    if (wait.state.peer >= 0) world_end.failure.ranks = {wait.state.peer};
+    if (wait.peer >= 0) world_end.failure.ranks = {wait.peer};
     world_end.failure.message =
         (world_end.failure.ranks.empty()
              ? "no answer"

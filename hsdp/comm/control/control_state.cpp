@@ -136,7 +136,7 @@ Failure ControlState::describe(const std::optional<WaitState>& doing) const {
     if (!waits.empty()) wait = waits.front();
   }
   if (wait) {
-    operation = operation_text(wait->state.operation, wait->state.bucket);
+    operation = operation_text(wait->operation, wait->bucket);
     after = " after " + seconds_text(wait->age);
   } else if (doing) {
     operation = operation_text(doing->operation, doing->bucket);

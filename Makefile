@@ -88,11 +88,13 @@ docs: docs-dependencies venv  ## build the documentation site, strictly: no link
 	@NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 build/venv/bin/mkdocs build --strict
 	@echo "make: built the site; to read it, open build/site/index.html in a browser"
 
-fuzz: build/asan/build.ninja  ## feed hostile files to the snapshot reader for FUZZ_SECONDS
-	@cmake --build --preset asan -j $(JOBS) --target snapshot_fuzzer
-	@mkdir -p build/asan/corpus
+fuzz: build/asan/build.ninja  ## feed hostile files to the snapshot reader, and messages to the control plane, for FUZZ_SECONDS each
+	@cmake --build --preset asan -j $(JOBS) --target snapshot_fuzzer control_fuzzer
+	@mkdir -p build/asan/corpus build/asan/control_corpus
 	@build/asan/tests/fuzz/snapshot_fuzzer -max_total_time=$(FUZZ_SECONDS) \
 	  -print_final_stats=1 -artifact_prefix=build/asan/ build/asan/corpus
+	@build/asan/tests/fuzz/control_fuzzer -max_total_time=$(FUZZ_SECONDS) \
+	  -print_final_stats=1 -artifact_prefix=build/asan/ build/asan/control_corpus
 
 format: lint-dependencies  ## lay out all sources
 	@$(SOURCES) | xargs -0 clang-format -i

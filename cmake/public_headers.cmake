@@ -2,6 +2,7 @@
 # a header that is missing here (tests/structure checks it).
 set(HSDP_PUBLIC_HEADERS
   hsdp/bucket_layout.h
+  hsdp/comm/agreement.h
   hsdp/comm/communicator.h
   hsdp/comm/control.h
   hsdp/comm/control_link_stats.h

@@ -219,10 +219,10 @@ std::vector<Said> UnitGather::Parts::round(const Said& own, std::span<const Tens
   const std::string key = group.next_exchange_key();
   Said mine = own;
   mine.calls = group.call_hash();
-  group.post(key, text_of(mine));
+  group.post(key, comm::message_to_all(text_of(mine)));
   std::vector<Said> said;
   std::vector<int> words;
-  for (const std::string& text : group.collect(key, act)) {
+  for (const std::string& text : group.collect(key, act).messages(group.world_ranks())) {
     said.push_back(said_in(text));
     words.push_back(said.back().wants);
   }

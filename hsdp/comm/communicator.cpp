@@ -32,18 +32,6 @@ std::vector<int> ascending(std::vector<int> members) {
   return members;
 }
 
-// What Control gave for the members, which it wants `sorted`.
-std::vector<std::string> in_rank_order(const std::vector<int>& members,
-                                       const std::vector<int>& sorted,
-                                       std::vector<std::string> messages) {
-  std::vector<std::string> result;
-  for (const int member : members) {
-    const auto place = std::ranges::lower_bound(sorted, member) - sorted.begin();
-    result.push_back(std::move(messages[static_cast<std::size_t>(place)]));
-  }
-  return result;
-}
-
 void check_reduction(Reduction reduction, const Communicator::Engine& engine) {
   if (reduction == Reduction::kExact || engine.name() == "nccl") return;
   throw UsageError({.where = "communicator: native reduction",
@@ -185,42 +173,38 @@ void Communicator::barrier(Stream stream) {
 
 std::vector<std::string> Communicator::exchange(std::string_view message, std::string_view act) {
   const std::string key = next_exchange_key();
-  post(key, std::string(act).append("\n").append(message));
-  std::vector<std::string> all = collect(key, act);
-  const auto act_of = [](std::string_view text) { return text.substr(0, text.find('\n')); };
-  const std::string_view first = act_of(all.front());
-  const auto other =
-      std::ranges::find_if(all, [&](std::string_view theirs) { return act_of(theirs) != first; });
-  if (other != all.end()) {
-    const auto rank = static_cast<int>(other - all.begin());
+  post(key, {.equal = {std::string(act), std::string(message)}, .keeps_all = true});
+  const comm::Agreement all = collect(key, act);
+  if (all.places.at(0).said.size() > 1) {
+    const std::vector<std::string> acts = all.messages(world_ranks());
+    const auto other = std::ranges::find_if(
+        acts, [&](const std::string& theirs) { return theirs != acts.front(); });
+    const auto rank = static_cast<int>(other - acts.begin());
     throw MismatchError(
         {.where = "communicator",
-         .expected = "'" + std::string(first) + "' on every rank",
-         .got = "'" + std::string(act_of(*other)) + "' on " + comm::ranks_text({rank}, size()),
+         .expected = "'" + acts.front() + "' on every rank",
+         .got = "'" + *other + "' on " + comm::ranks_text({rank}, size()),
          .remedy = "make the same calls in the same order on every rank, and the same Reducers, "
                    "hooks and optimizers"},
         {world_rank(rank)});
   }
-  for (std::string& text : all) text.erase(0, text.find('\n') + 1);
-  return all;
+  return all.messages(world_ranks(), 1);
 }
 
-void Communicator::post(const std::string& key, std::string_view message) {
-  require(engine_).control().post(key, ascending(world_ranks()), message);
+void Communicator::post(const std::string& key, const comm::Saying& mine) {
+  require(engine_).control().post(key, ascending(world_ranks()), mine);
 }
 
-std::vector<std::string> Communicator::collect(const std::string& key, std::string_view operation) {
-  const std::vector<int> sorted = ascending(world_ranks());
-  return in_rank_order(world_ranks(), sorted,
-                       engine_->control().collect(key, sorted, {.operation = operation}));
+comm::Agreement Communicator::collect(const std::string& key, std::string_view operation) {
+  return require(engine_).control().collect(key, ascending(world_ranks()),
+                                            {.operation = operation});
 }
 
-std::optional<std::vector<std::string>> Communicator::collect_within(
-    const std::string& key, std::string_view operation, std::chrono::milliseconds time) {
-  const std::vector<int> sorted = ascending(world_ranks());
-  auto messages = engine_->control().collect_within(key, sorted, {.operation = operation}, time);
-  if (!messages) return std::nullopt;
-  return in_rank_order(world_ranks(), sorted, std::move(*messages));
+std::optional<comm::Agreement> Communicator::collect_within(const std::string& key,
+                                                            std::string_view operation,
+                                                            std::chrono::milliseconds time) {
+  return require(engine_).control().collect_within(key, ascending(world_ranks()),
+                                                   {.operation = operation}, time);
 }
 
 std::uint64_t Communicator::call_hash() const {

@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "hsdp/comm/agreement.h"
 #include "hsdp/device/stream.h"
 #include "hsdp/dtype.h"
 #include "hsdp/row_cut.h"
@@ -163,14 +164,15 @@ class Communicator {
   // makes other calls, two of different kinds meet. All ranks get a MismatchError that names two
   // acts then, and are in step after it.
   [[nodiscard]] std::vector<std::string> exchange(std::string_view message, std::string_view act);
-  // The same in two halves, for words that are read later: post() never blocks. A key is used once.
-  void post(const std::string& key, std::string_view message);
-  [[nodiscard]] std::vector<std::string> collect(const std::string& key,
-                                                 std::string_view operation);
+  // What all members say, merged, in two halves: post() never blocks. A key is used once. Ranks in
+  // the agreement are the world's.
+  void post(const std::string& key, const comm::Saying& mine);
+  [[nodiscard]] comm::Agreement collect(const std::string& key, std::string_view operation);
   // As collect(), but nothing when a word has not come after `time`, less than the timeout: nobody
   // is at fault then, and it may be called again.
-  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
-      const std::string& key, std::string_view operation, std::chrono::milliseconds time);
+  [[nodiscard]] std::optional<comm::Agreement> collect_within(const std::string& key,
+                                                              std::string_view operation,
+                                                              std::chrono::milliseconds time);
   // Of all planned calls so far: the same on every member, between calls. 0 where the engine
   // compares each of them anyway.
   [[nodiscard]] std::uint64_t call_hash() const;

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/agreement.h"
 #include "hsdp/comm/control_link_stats.h"
 #include "hsdp/comm/unique_fd.h"
 
@@ -60,26 +61,26 @@ class Control {
   // Proves both ends of a fresh TCP data connection; empty when no secret is needed (one host).
   [[nodiscard]] virtual const std::string& secret() const = 0;
 
-  // One message from every member to every member, in rank order. `post` never blocks; `collect`
-  // waits for all members' messages. `members` are ascending world ranks and hold this rank; `key`
-  // names the exchange and is used once per member list (group id + sequence number). The
-  // `waiting` text appears in errors.
-  virtual void post(std::string_view key, std::span<const int> members,
-                    std::string_view message) = 0;
-  [[nodiscard]] virtual std::vector<std::string> collect(std::string_view key,
-                                                         std::span<const int> members,
-                                                         WaitState waiting) = 0;
+  // What every member says, merged for all of them. `post` never blocks; `collect` waits until all
+  // have posted. `members` are ascending world ranks and hold this rank; `key` names the exchange
+  // and is used once per member list (group id + sequence number). The `waiting` text appears in
+  // errors.
+  virtual void post(std::string_view key, std::span<const int> members, const Saying& mine) = 0;
+  [[nodiscard]] virtual Agreement collect(std::string_view key, std::span<const int> members,
+                                          WaitState waiting) = 0;
   // As collect(), but it gives up after `time`, less than the timeout, and may be called again: for
-  // messages that may be late though no rank is at fault. A member that has closed its world, or is
+  // words that may be late though no rank is at fault. A member that has closed its world, or is
   // lost, ends it as any wait.
-  [[nodiscard]] virtual std::optional<std::vector<std::string>> collect_within(
-      std::string_view key, std::span<const int> members, WaitState waiting,
-      std::chrono::milliseconds time) = 0;
+  [[nodiscard]] virtual std::optional<Agreement> collect_within(std::string_view key,
+                                                                std::span<const int> members,
+                                                                WaitState waiting,
+                                                                std::chrono::milliseconds time) = 0;
+  // One message from every member to every member, in rank order.
   [[nodiscard]] std::vector<std::string> exchange(std::string_view key,
                                                   std::span<const int> members,
                                                   std::string_view message, WaitState waiting) {
-    post(key, members, message);
-    return collect(key, members, waiting);
+    post(key, members, message_to_all(std::string(message)));
+    return collect(key, members, waiting).messages(members);
   }
 
   // As exchange among all ranks of the world; nothing when one of them has closed it, which is so

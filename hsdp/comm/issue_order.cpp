@@ -744,7 +744,7 @@ void IssueOrder::let_tasks_go_first(const comm::Control& control) {
 std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   State& state = *state_;
   auto queue = std::make_shared<State::Queue>();
-  std::string mine;
+  comm::Saying mine;
   {
     std::unique_lock lock(state.mutex);
     state.changed.wait(lock, [&] { return !state.stopping || state.failed; });
@@ -755,8 +755,8 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
       state.turns = {};
       ++state.generation;
     }
-    mine = (state.queues.empty() ? "0 " : "1 ") +
-           std::to_string(state.several ? state.turns.taken() : state.issued_alone);
+    mine.any = {state.queues.empty() ? '\0' : '\1'};
+    mine.most = {state.several ? state.turns.taken() : state.issued_alone};
     queue->number = state.next_number++;
     queue->heard.assign(state.members.size(), 0);
     queue->heard.front() = kAll;          // the first rank knows its own
@@ -770,10 +770,9 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   try {
     Communicator world(state.engine.lock());
     world.post(key, mine);
-    for (const std::string& text : world.collect(key, "set-up")) {
-      others = others || text.front() == '1';
-      furthest = std::max<std::int64_t>(furthest, std::stoll(text.substr(2)));
-    }
+    const comm::Agreement all = world.collect(key, "set-up");
+    others = all.any.front() != '\0';
+    furthest = all.most.front();
   } catch (...) {
     error = std::current_exception();
   }

@@ -1,6 +1,7 @@
 #include "hsdp/reducer/bucket_pipeline.h"
 
 #include <array>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -199,15 +200,12 @@ void BucketPipeline::divide(int bucket, double divisor, const MicrobatchPlan& pl
 }
 
 // What all ranks have counted is known with their words, which are here.
-void BucketPipeline::count(const MicrobatchPlan& plan, const StepAgreement::Words& words) {
+void BucketPipeline::count(const MicrobatchPlan& plan, const Words& words) {
   StepResult& result = *plan.result;
-  const int shard_size = setting_.groups.shard.size();
-  const int replica = setting_.groups.world.rank() / shard_size;
-  for (int r = 0; r < static_cast<int>(words.size()); ++r) {
-    const std::int64_t theirs = words[static_cast<std::size_t>(r)].count;
-    result.world_count += theirs;
-    if (r / shard_size == replica) result.shard_count += theirs;
-  }
+  const auto replica = static_cast<std::size_t>(setting_.groups.replica());
+  const std::vector<std::int64_t>& counts = words.counts();
+  result.world_count = std::accumulate(counts.begin(), counts.end(), result.world_count);
+  if (replica < counts.size()) result.shard_count += counts[replica];
   if (!plan.ends_step() || plan.count_by == CountBy::kNothing) return;
   result.divide_factor = counted_divide_factor(result.world_count, plan.summed_microbatches);
   if (!plan.divides_late()) return;
@@ -270,12 +268,11 @@ void BucketPipeline::end_drop(const Ending& ending) {
 }
 
 // By the counts of the rank that has most, as the others do.
-void BucketPipeline::send_zeros(const StepAgreement::Words& words, const MicrobatchPlan& dropped) {
-  const StatusWord* const sent = find_sender(words);
-  if (sent == nullptr) return;
+void BucketPipeline::send_zeros(const Words& words, const MicrobatchPlan& dropped) {
+  const std::optional<StatusWord> sent = words.sent();
+  if (!sent) return;
   auto plan = std::make_shared<MicrobatchPlan>(dropped);
   plan->set_groups(sent->groups);
-  for (const StatusWord& word : words) plan->raise_counts(word.groups);
   plan->set_divisor(sent->divide_factor == 0 ? std::nullopt : std::optional(sent->divide_factor),
                     sent->loss_scale);
   plan->result = std::make_shared<StepResult>();
@@ -291,7 +288,7 @@ void BucketPipeline::send_zeros(const StepAgreement::Words& words, const Microba
 void BucketPipeline::run_end(const Ending& ending) {
   const MicrobatchPlan& plan = *ending.plan;
   if (plan.result) hold(plan.result->nonfinite);
-  const StepAgreement::Words words =
+  const Words words =
       ending.words ? *ending.words : setting_.agreement.collect(ending.word);
   StepAgreement::Judgement judgement = setting_.agreement.judge(words);
   if (judgement.mismatch) setting_.agreement.end_world(*judgement.mismatch);

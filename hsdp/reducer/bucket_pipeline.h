@@ -69,7 +69,7 @@ class BucketPipeline {
     std::int64_t word = 0;  // of the StepAgreement
     Plan plan;
     bool discards_step = false;
-    std::optional<StepAgreement::Words> words{};  // where they are known already
+    std::optional<Words> words{};  // where they are known already
   };
   void end(const Ending& ending);
   // The end of a step that this rank dropped while it sent nothing: a thread of its own finds out
@@ -112,7 +112,7 @@ class BucketPipeline {
   void shard_hop(const Launch& launch);
   [[nodiscard]] Event replica_hop(const Launch& launch);
   void divide(int bucket, double divisor, const MicrobatchPlan& plan, const Stream& stream);
-  void count(const MicrobatchPlan& plan, const StepAgreement::Words& words);
+  void count(const MicrobatchPlan& plan, const Words& words);
   void after_hops(const Launch& launch);
   void finish_hops();
   void run_end(const Ending& ending);
@@ -120,7 +120,7 @@ class BucketPipeline {
   [[nodiscard]] std::string calls() const;
   void require_same_calls(std::int64_t step, const std::vector<std::string>& calls);
   void settle(const Ending& ending, const std::string& calls);
-  void send_zeros(const StepAgreement::Words& words, const MicrobatchPlan& dropped);
+  void send_zeros(const Words& words, const MicrobatchPlan& dropped);
   // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,
   // and nobody waits; on the host it is now. Not skipped when the step is dropped meanwhile: peers
   // may count on it.

@@ -18,6 +18,8 @@ struct Groups {
   Communicator shard;
   Communicator replicate;
 
+  // Which copy of the model this rank's shard group holds.
+  [[nodiscard]] int replica() const { return world.rank() / shard.size(); }
   [[nodiscard]] bool on_host() const { return device.type == DeviceType::kHost; }
 };
 

@@ -170,16 +170,14 @@ RowSteps::Posted RowSteps::post(StatusWord word) {
 
 // Throws where the ranks do not agree, or one has dropped the step: nobody has it any more then.
 void RowSteps::judge(const Posted& posted) {
-  const StepAgreement::Words words = agreement_.collect(posted.number);
+  const Words words = agreement_.collect(posted.number);
   const bool last_is_cut = is_behind(words, posted.step);
   if (!last_is_cut) settle(posted.step - 1);
   StepAgreement::Judgement judgement = agreement_.judge(words);
   if (!judgement.mismatch && !judgement.dropped) {
+    const StatusWord sent = words.sent().value();
     for (std::size_t g = 0; g < groups_.size(); ++g) {
-      groups_[g].most_rows = 0;
-      for (const StatusWord& word : words) {
-        groups_[g].most_rows = std::max(groups_[g].most_rows, word.groups[g].carry_count);
-      }
+      groups_[g].most_rows = sent.groups[g].carry_count;
     }
     return;
   }
@@ -206,9 +204,8 @@ void RowSteps::judge_own_drop() {
   own_drop_.reset();
 }
 
-bool RowSteps::is_behind(const StepAgreement::Words& words, std::int64_t step) const {
-  return agreement_.ended_steps() < step &&
-         std::ranges::any_of(words, [&](const StatusWord& word) { return word.step < step; });
+bool RowSteps::is_behind(const Words& words, std::int64_t step) const {
+  return agreement_.ended_steps() < step && words.least_step() < step;
 }
 
 // The last word of a step is how it came out, which comes with the first of the next.

@@ -92,7 +92,7 @@ class RowSteps {
   void judge(const Posted& posted);
   void judge_own_drop();
   // A rank has not ended the step before that one, and will not any more.
-  [[nodiscard]] bool is_behind(const StepAgreement::Words& words, std::int64_t step) const;
+  [[nodiscard]] bool is_behind(const Words& words, std::int64_t step) const;
   void settle(std::int64_t step);
   void end_dropped(std::int64_t step, const std::string& cause);
   void drop(std::string_view reason);

@@ -4,7 +4,6 @@
 #include <array>
 #include <charconv>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <sstream>
 #include <utility>
@@ -44,27 +43,6 @@ std::string sync_text(const StatusWord& word) {
   return text;
 }
 
-std::string groups_text(const std::vector<GroupPlan>& groups) {
-  std::ostringstream text;
-  for (const GroupPlan& group : groups) {
-    text << static_cast<int>(group.sync) << ' ' << group.local_count << ' ' << group.carry_count
-         << ' ' << group.has_carry << ' ' << group.has_total << ' ';
-  }
-  return text.str();
-}
-
-std::vector<GroupPlan> parse_groups(const std::string& text) {
-  std::vector<GroupPlan> groups;
-  std::istringstream numbers(text);
-  int sync = 0;
-  for (GroupPlan group; numbers >> sync >> group.local_count >> group.carry_count >>
-                        group.has_carry >> group.has_total;) {
-    group.sync = static_cast<Sync>(sync);
-    groups.push_back(group);
-  }
-  return groups;
-}
-
 std::string hexadecimal(std::string_view bytes) {
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string text;
@@ -73,32 +51,6 @@ std::string hexadecimal(std::string_view bytes) {
     text += {kDigits[byte >> 4U], kDigits[byte & 15U]};
   }
   return text;
-}
-
-// They may hold any bytes: "41 " for "A", " " for an empty one, "- " for none.
-std::string sections_text(const Sections& sections) {
-  std::string text;
-  for (const auto& section : sections) text += (section ? hexadecimal(*section) : "-") + ' ';
-  return text;
-}
-
-Sections parse_sections(std::string_view text) {
-  Sections sections;
-  while (!text.empty()) {
-    const std::size_t end = std::min(text.find(' '), text.size());
-    if (text.starts_with('-')) {
-      sections.emplace_back();
-    } else {
-      std::string& section = sections.emplace_back(std::string()).value();
-      for (std::size_t i = 0; i + 1 < end; i += 2) {
-        unsigned byte = 0;
-        std::from_chars(text.data() + i, text.data() + i + 2, byte, 16);
-        section += static_cast<char>(byte);
-      }
-    }
-    text.remove_prefix(std::min(end + 1, text.size()));
-  }
-  return sections;
 }
 
 std::string printable(const std::string& value) {
@@ -147,61 +99,93 @@ std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
   return all;
 }
 
-// Whether no field and no section differs.
-bool agree(const StatusWord& a, const StatusWord& b) {
-  return a.call == b.call && a.step == b.step && a.microbatch == b.microbatch && a.sums == b.sums &&
-         a.divide_factor == b.divide_factor && a.loss_scale == b.loss_scale &&
-         a.count_by == b.count_by && a.sections == b.sections &&
-         std::ranges::equal(a.groups, b.groups, {}, &GroupPlan::sync, &GroupPlan::sync);
+// Places of a Saying. Sections come last.
+constexpr std::size_t kFieldsPlace = 0;
+constexpr std::size_t kSectionCountPlace = 1;
+constexpr std::size_t kFirstSectionPlace = 2;
+
+// And of its largest numbers: the earliest step, as -step, then kGroupNumbers of each group.
+constexpr std::size_t kFirstGroupNumber = 1;
+constexpr std::size_t kGroupNumbers = 4;
+
+// All that is compared but the sections, a line each.
+std::string fields_text(const StatusWord& word) {
+  std::string syncs;
+  for (const GroupPlan& group : word.groups) syncs += std::to_string(static_cast<int>(group.sync));
+  std::string lines;
+  for (const std::string& field :
+       {word.call, std::to_string(word.step), std::to_string(word.microbatch), syncs, word.sums,
+        number_text(word.divide_factor), number_text(word.loss_scale),
+        std::to_string(static_cast<int>(word.count_by))}) {
+    lines += field + '\n';
+  }
+  return lines;
 }
 
-// The value that most ranks hold; among equals the lowest rank's.
-std::string majority(const std::vector<std::string>& values) {
-  std::map<std::string, int> votes;
-  for (const std::string& value : values) ++votes[value];
-  std::string best = values.front();
-  for (const std::string& value : values) {
-    if (votes[value] > votes[best]) best = value;
-  }
-  return best;
+StatusWord parse_fields(const std::string& text) {
+  std::istringstream stream(text);
+  const auto line = [&stream] {
+    std::string field;
+    std::getline(stream, field);
+    return field;
+  };
+  StatusWord word;
+  word.call = line();
+  word.step = std::stoll(line());
+  word.microbatch = std::stoll(line());
+  for (const char sync : line()) word.groups.push_back({.sync = static_cast<Sync>(sync - '0')});
+  word.sums = line();
+  word.divide_factor = number(line());
+  word.loss_scale = number(line());
+  word.count_by = static_cast<CountBy>(std::stoi(line()));
+  return word;
+}
+
+const comm::Agreement::Place& place_of(const comm::Agreement& words, std::size_t place) {
+  static const comm::Agreement::Place kNobody{};
+  return place < words.places.size() ? words.places[place] : kNobody;
 }
 
 struct Comparison {
-  std::span<const StatusWord> words;
+  StatusWord first;  // of the lowest rank
   std::span<const int> ranks;
   const WordNames& names;
 
-  // The failure of those `members` among the ranks whose field is not that of most.
+  // The failure of the ranks whose value is not that of most; `values` belong to what was said.
   [[nodiscard]] std::optional<comm::Failure> of(const Field& field,
-                                                std::span<const std::size_t> members) const;
+                                                std::span<const comm::Agreement::Said> said,
+                                                const std::vector<std::string>& values) const;
 };
 
 std::optional<comm::Failure> Comparison::of(const Field& field,
-                                            std::span<const std::size_t> members) const {
-  if (members.empty()) return std::nullopt;
-  std::vector<std::string> values;
-  values.reserve(members.size());
-  for (const std::size_t r : members) values.push_back(field.text(words[r]));
-  const std::string expected = majority(values);
+                                            std::span<const comm::Agreement::Said> said,
+                                            const std::vector<std::string>& values) const {
+  if (std::ranges::adjacent_find(values, std::not_equal_to()) == values.end()) return std::nullopt;
+  std::map<std::string, int> votes;
+  for (std::size_t i = 0; i < said.size(); ++i) votes[values[i]] += said[i].count;
+  // Among equals the lowest rank's.
+  const std::string& expected = *std::ranges::max_element(
+      values, {}, [&](const std::string& value) { return votes.at(value); });
   comm::Failure failure{comm::FailureKind::kMismatch, {}, {}};
-  std::string got;
-  for (std::size_t i = 0; i < members.size(); ++i) {
+  std::map<std::ptrdiff_t, std::string> others;  // by place in the group
+  for (std::size_t i = 0; i < said.size(); ++i) {
     if (values[i] == expected) continue;
-    if (failure.ranks.empty()) {
-      got = "'" + printable(values[i]) + "' on rank " + std::to_string(members[i]) + " of " +
-            std::to_string(words.size());
+    for (const int rank : said[i].ranks) {
+      others[std::ranges::find(ranks, rank) - ranks.begin()] = values[i];
     }
-    failure.ranks.push_back(ranks[members[i]]);
   }
-  if (failure.ranks.empty()) return std::nullopt;
-  const StatusWord& first = words[members.front()];
-  const Message message{.where = names.component + ": end of " + names.microbatch + " " +
-                                 std::to_string(first.microbatch) + " of step " +
-                                 std::to_string(first.step),
-                        .expected = field.name + " '" + printable(expected) + "' on every rank",
-                        .got = got,
-                        .remedy = field.remedy.empty() ? names.remedy : field.remedy};
-  failure.message = message.text();
+  for (const auto& [place, value] : others) {
+    failure.ranks.push_back(ranks[static_cast<std::size_t>(place)]);
+  }
+  const auto& [place, value] = *others.begin();
+  failure.message =
+      Message{.where = names.component + ": end of " + names.microbatch + " " +
+                       std::to_string(first.microbatch) + " of step " + std::to_string(first.step),
+              .expected = field.name + " '" + printable(expected) + "' on every rank",
+              .got = "'" + printable(value) + "' on rank " + std::to_string(place) + " of " +
+                     std::to_string(ranks.size()),
+              .remedy = field.remedy.empty() ? names.remedy : field.remedy}
+          .text();
   return failure;
 }
 
@@ -215,119 +199,112 @@ std::string cut_text(const std::string& text, std::size_t max_bytes) {
 
 }  // namespace
 
-// A line for each field, the reason last: it may have several.
-std::string StatusWord::encode() const {
-  std::string lines;
-  for (const std::string& field :
-       {call, std::to_string(step), std::to_string(microbatch), groups_text(groups), sums,
-        number_text(divide_factor), number_text(loss_scale),
-        std::to_string(static_cast<int>(count_by)), sections_text(sections), std::to_string(count),
-        std::to_string(static_cast<int>(dropped))}) {
-    lines += field + '\n';
+comm::Saying StatusWord::saying() const {
+  comm::Saying mine;
+  mine.any = {dropped ? '\1' : '\0'};
+  mine.most = {-step};
+  if (call != kDropCall) mine.equal.emplace_back(fields_text(*this));
+  if (dropped) {
+    mine.note = std::to_string(microbatch) + '\n' + cut_text(reason, kMaxReasonBytes);
+  } else {
+    mine.equal.emplace_back(std::to_string(sections.size()));
+    mine.equal.insert(mine.equal.end(), sections.begin(), sections.end());
   }
-  return lines + cut_text(reason, kMaxReasonBytes);
+  for (const GroupPlan& group : groups) {
+    for (const std::int64_t number :
+         {group.local_count, group.carry_count, static_cast<std::int64_t>(group.has_carry),
+          static_cast<std::int64_t>(group.has_total)}) {
+      mine.most.push_back(number);
+    }
+  }
+  if (count != 0) {
+    mine.sum.resize(static_cast<std::size_t>(replica) + 1);
+    mine.sum.back() = count;
+  }
+  return mine;
 }
 
-StatusWord StatusWord::decode(const std::string& bytes) {
-  std::istringstream stream(bytes);
-  const auto line = [&stream] {
-    std::string text;
-    std::getline(stream, text);
-    return text;
-  };
-  StatusWord word;
-  word.call = line();
-  word.step = std::stoll(line());
-  word.microbatch = std::stoll(line());
-  word.groups = parse_groups(line());
-  word.sums = line();
-  word.divide_factor = number(line());
-  word.loss_scale = number(line());
-  word.count_by = static_cast<CountBy>(std::stoi(line()));
-  word.sections = parse_sections(line());
-  word.count = std::stoll(line());
-  word.dropped = line() == "1";
-  word.reason.assign(std::istreambuf_iterator<char>(stream), {});
-  return word;
+std::optional<DropWord> Words::drop() const {
+  if (all.note_rank < 0) return std::nullopt;
+  const std::size_t line = all.note.find('\n');
+  return DropWord{.rank = all.note_rank,
+                  .microbatch = std::stoll(all.note.substr(0, line)),
+                  .reason = all.note.substr(line + 1)};
 }
 
-bool has_digest(std::span<const StatusWord> words, std::size_t party) {
-  return std::ranges::any_of(words, [party](const StatusWord& word) {
-    const bool is_there = party < word.sections.size() && word.sections[party];
-    return is_there && word.sections[party]->find('#') != std::string::npos;
-  });
-}
+std::int64_t Words::least_step() const { return -all.most.front(); }
 
-std::optional<int> find_drop(std::span<const StatusWord> words) {
-  const auto drop = std::ranges::find(words, true, &StatusWord::dropped);
-  if (drop == words.end()) return std::nullopt;
-  return static_cast<int>(drop - words.begin());
-}
-
-std::optional<Mismatch> find_mismatch(std::span<const StatusWord> words, std::span<const int> ranks,
-                                      const WordNames& names) {
-  const Comparison comparison{words, ranks, names};
-  std::vector<std::size_t> members;  // those that are compared
-  for (std::size_t r = 0; r < words.size(); ++r) {
-    if (words[r].call != kDropCall) members.push_back(r);
-  }
-  if (members.empty()) return std::nullopt;
-  const StatusWord& first = words[members.front()];
-  if (std::ranges::all_of(members, [&](std::size_t r) { return agree(words[r], first); })) {
-    return std::nullopt;
-  }
-  for (const Field& field : fields(names, first.groups.size())) {
-    if (auto failure = comparison.of(field, members)) return Mismatch{*failure};
-  }
-  std::erase_if(members, [&](std::size_t r) { return words[r].dropped; });
-  if (members.empty()) return std::nullopt;
-  const Field count{"number of optimizers and replica hops",
-                    [](const StatusWord& w) { return std::to_string(w.sections.size()); },
-                    "make the same ones for this Reducer on every rank"};
-  if (auto failure = comparison.of(count, members)) return Mismatch{*failure};
-  for (std::size_t i = 0; i < words[members.front()].sections.size(); ++i) {
-    const bool is_named = i < names.parties.size();
-    const Field section{is_named ? names.parties[i] : kUnnamedParty,
-                        [i](const StatusWord& w) { return w.sections[i].value(); },
-                        has_digest(words, i) ? kDigestRemedy : kPartyRemedy};
-    std::vector<std::size_t> present;
-    std::ranges::copy_if(members, std::back_inserter(present),
-                         [&](std::size_t r) { return words[r].sections[i].has_value(); });
-    if (auto failure = comparison.of(section, present)) return Mismatch{*failure, i};
+std::optional<StatusWord> Words::sent() const {
+  for (const auto& said : place_of(all, kFieldsPlace).said) {
+    StatusWord word = parse_fields(said.text);
+    if (word.groups.empty()) continue;
+    for (std::size_t g = 0; g < word.groups.size(); ++g) {
+      const std::int64_t* const most = &all.most.at(kFirstGroupNumber + g * kGroupNumbers);
+      word.groups[g] = {.sync = word.groups[g].sync,
+                        .local_count = most[0],
+                        .carry_count = most[1],
+                        .has_carry = most[2] != 0,
+                        .has_total = most[3] != 0};
+    }
+    return word;
   }
   return std::nullopt;
 }
 
-void show_details(std::vector<StatusWord>& words, std::size_t party,
-                  std::span<const std::string> details) {
-  struct Told {
-    std::optional<std::string>* section;
-    std::istringstream text;
-    std::string line{};
-  };
-  std::vector<Told> told;
-  for (std::size_t r = 0; r < words.size(); ++r) {
-    Sections& sections = words[r].sections;
-    if (words[r].dropped || party >= sections.size() || !sections[party]) continue;
-    told.push_back({&sections[party], std::istringstream(details[r])});
-  }
-  const auto talks = [](const Told& one) { return !one.text.view().empty(); };
-  const auto silent = std::stable_partition(told.begin(), told.end(), talks);
-  const std::span talking(told.begin(), silent);
-  while (std::ranges::any_of(talking, [](const Told& one) { return !one.text.eof(); })) {
-    for (Told& one : talking) std::getline(one.text, one.line = {});
-    const auto is_first = [&](const Told& one) { return one.line == talking.front().line; };
-    if (std::ranges::all_of(talking, is_first)) continue;
-    for (const Told& one : talking) *one.section = one.line;
-    for (const Told& one : std::span(silent, told.end())) one.section->reset();
-    return;
-  }
+bool Words::is_gone(std::size_t party) const {
+  return all.any.front() == '\0' && place_of(all, kFirstSectionPlace + party).said.empty();
 }
 
-const StatusWord* find_sender(std::span<const StatusWord> words) {
-  const auto sender =
-      std::ranges::find_if(words, [](const StatusWord& word) { return !word.groups.empty(); });
-  return sender == words.end() ? nullptr : &*sender;
+bool has_digest(const comm::Agreement& words, std::size_t party) {
+  return std::ranges::any_of(place_of(words, kFirstSectionPlace + party).said, [](const auto& said) {
+    return said.text.find('#') != std::string::npos;
+  });
+}
+
+std::optional<Mismatch> find_mismatch(const comm::Agreement& words, std::span<const int> ranks,
+                                      const WordNames& names) {
+  const auto& said = place_of(words, kFieldsPlace).said;
+  if (said.empty()) return std::nullopt;
+  const bool agree = std::ranges::all_of(
+      words.places, [](const comm::Agreement::Place& place) { return place.said.size() < 2; });
+  if (agree) return std::nullopt;
+  std::vector<StatusWord> of_said;
+  for (const auto& one : said) of_said.push_back(parse_fields(one.text));
+  const Comparison comparison{of_said.front(), ranks, names};
+  for (const Field& field : fields(names, of_said.front().groups.size())) {
+    std::vector<std::string> values;
+    for (const StatusWord& word : of_said) values.push_back(field.text(word));
+    if (auto failure = comparison.of(field, said, values)) return Mismatch{*failure};
+  }
+  for (std::size_t place = kSectionCountPlace; place < words.places.size(); ++place) {
+    Field field{"number of optimizers and replica hops", {},
+                "make the same ones for this Reducer on every rank"};
+    std::optional<std::size_t> party;
+    if (place >= kFirstSectionPlace) {
+      party = place - kFirstSectionPlace;
+      field.name = *party < names.parties.size() ? names.parties[*party] : kUnnamedParty;
+      field.remedy = has_digest(words, *party) ? kDigestRemedy : kPartyRemedy;
+    }
+    const auto& sections = words.places[place].said;
+    std::vector<std::string> values;
+    for (const auto& one : sections) values.push_back(one.text);
+    if (auto failure = comparison.of(field, sections, values)) return Mismatch{*failure, party};
+  }
+  return std::nullopt;
+}
+
+void show_details(comm::Agreement& words, std::size_t party, const comm::Agreement& details) {
+  const auto& told = place_of(details, 0).said;
+  std::vector<std::istringstream> texts;
+  for (const auto& one : told) texts.emplace_back(one.text);
+  std::vector<std::string> lines(texts.size());
+  while (!std::ranges::all_of(texts, [](const auto& text) { return text.eof(); })) {
+    for (std::size_t i = 0; i < texts.size(); ++i) std::getline(texts[i], lines[i] = {});
+    if (std::ranges::adjacent_find(lines, std::not_equal_to()) == lines.end()) continue;
+    auto& said = words.places.at(kFirstSectionPlace + party).said = told;
+    for (std::size_t i = 0; i < said.size(); ++i) said[i].text = lines[i];
+    return;
+  }
 }
 
 }  // namespace hsdp::reducer

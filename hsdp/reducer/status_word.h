@@ -6,8 +6,10 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "hsdp/comm/agreement.h"
 #include "hsdp/comm/control.h"
 #include "hsdp/reducer/microbatch_plan.h"
 
@@ -28,7 +30,7 @@ struct StatusWord {
   std::string call;
   std::int64_t step = 0;
   std::int64_t microbatch = 0;
-  std::vector<GroupPlan> groups;  // what is sent; none where nothing is. Their sync is compared
+  std::vector<GroupPlan> groups;  // what is sent, none where nothing is: sync alone is compared
   std::string sums = "one";       // gradients of a parameter; "several": counts differ by rank
   double divide_factor = 0;       // 0: the default rule
   double loss_scale = 1;
@@ -36,17 +38,35 @@ struct StatusWord {
   Sections sections;
   // This rank's own.
   std::int64_t count = 0;  // of tokens or batches, since its last word
+  int replica = 0;         // where it is added
   bool dropped = false;
-  std::string reason;  // names the parameter at fault; at most kMaxReasonBytes travel
+  std::string reason;  // of a drop: names the parameter at fault; at most kMaxReasonBytes travel
 
-  [[nodiscard]] std::string encode() const;
-  [[nodiscard]] static StatusWord decode(const std::string& bytes);
+  [[nodiscard]] comm::Saying saying() const;
 };
 
 constexpr std::size_t kMaxReasonBytes = 1024;
 
-// The first rank that dropped the step, as an index into `words`.
-[[nodiscard]] std::optional<int> find_drop(std::span<const StatusWord> words);
+struct DropWord {
+  int rank = 0;  // the lowest that dropped the step, in the world
+  std::int64_t microbatch = 0;
+  std::string reason;
+};
+
+// What the words of all ranks come to.
+struct Words {
+  StatusWord own;
+  comm::Agreement all;
+
+  [[nodiscard]] std::optional<DropWord> drop() const;
+  [[nodiscard]] std::int64_t least_step() const;
+  // By replica, as far as any was counted.
+  [[nodiscard]] const std::vector<std::int64_t>& counts() const { return all.sum; }
+  // What is sent, with the counts of the rank that has most; none when nobody sends.
+  [[nodiscard]] std::optional<StatusWord> sent() const;
+  // No rank has that party any more, nor dropped the step.
+  [[nodiscard]] bool is_gone(std::size_t party) const;
+};
 
 // How errors speak of a word.
 struct WordNames {
@@ -60,7 +80,7 @@ struct WordNames {
 };
 
 // Whether a rank's word of that party has "#" and a digest in it.
-[[nodiscard]] bool has_digest(std::span<const StatusWord> words, std::size_t party);
+[[nodiscard]] bool has_digest(const comm::Agreement& words, std::size_t party);
 
 struct Mismatch {
   comm::Failure failure;
@@ -69,19 +89,14 @@ struct Mismatch {
 
 // The first disagreement between the ranks, as a failure of the world; nothing when they agree.
 // Who dropped the step while it sent nothing is not asked, nor are the parties of any who dropped
-// it; a party is compared among the ranks that still have it. `ranks` are the world ranks behind
-// the words.
-[[nodiscard]] std::optional<Mismatch> find_mismatch(std::span<const StatusWord> words,
+// it; a party is compared among the ranks that still have it. `ranks` are the world ranks of the
+// group, in its order.
+[[nodiscard]] std::optional<Mismatch> find_mismatch(const comm::Agreement& words,
                                                     std::span<const int> ranks,
                                                     const WordNames& names = {});
 
-// A party's word may be a digest. Given the text behind each rank's, replaces these digests by the
-// first lines that differ. Ranks that dropped the step or have no text are left out; where no line
-// differs, the words stay.
-void show_details(std::vector<StatusWord>& words, std::size_t party,
-                  std::span<const std::string> details);
-
-// A word that says what is sent, of whichever rank sends; none when nobody does.
-[[nodiscard]] const StatusWord* find_sender(std::span<const StatusWord> words);
+// A party's word may be a digest. Given the texts behind it that ranks have told, replaces what they
+// said in its place by the first lines that differ; where no line does, the words stay.
+void show_details(comm::Agreement& words, std::size_t party, const comm::Agreement& details);
 
 }  // namespace hsdp::reducer

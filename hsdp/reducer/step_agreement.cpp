@@ -9,17 +9,6 @@
 #include "hsdp/error.h"
 
 namespace hsdp::reducer {
-namespace {
-
-StepAgreement::Words decode(const std::vector<std::string>& messages) {
-  StepAgreement::Words words;
-  words.reserve(messages.size());
-  for (const std::string& message : messages) words.push_back(StatusWord::decode(message));
-  return words;
-}
-
-}  // namespace
-
 StepAgreement::StepAgreement(Communicator world, std::string id, WordNames names)
     : world_(std::move(world)), id_(std::move(id)), names_(std::move(names)) {}
 
@@ -83,31 +72,35 @@ bool StepAgreement::has_state() const {
 void StepAgreement::forget_gone(const Words& words) {
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = parties_.size(); i-- > 0;) {
-    const bool is_gone = std::ranges::all_of(words, [i](const StatusWord& word) {
-      return i < word.sections.size() && !word.sections[i];
-    });
-    if (is_gone) parties_.erase(parties_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (words.is_gone(i)) parties_.erase(parties_.begin() + static_cast<std::ptrdiff_t>(i));
   }
 }
 
-std::int64_t StepAgreement::post(const StatusWord& word) {
+std::int64_t StepAgreement::post(StatusWord word) {
   const std::int64_t number = posted_ + 1;
-  world_.post(key("word", number), word.encode());
+  world_.post(key("word", number), word.saying());
+  {
+    const std::scoped_lock lock(mutex_);
+    own_[number] = std::move(word);
+  }
   posted_ = number;  // it is under way from here on
   return number;
 }
 
-StepAgreement::Words StepAgreement::collect(std::int64_t number) {
-  return decode(world_.collect(key("word", number), names_.waiting));
+Words StepAgreement::words_of(std::int64_t number, comm::Agreement all) {
+  const std::scoped_lock lock(mutex_);
+  return {.own = std::move(own_.extract(number).mapped()), .all = std::move(all)};
 }
 
-std::optional<StepAgreement::Words> StepAgreement::collect_patiently(std::int64_t number) {
+Words StepAgreement::collect(std::int64_t number) {
+  return words_of(number, world_.collect(key("word", number), names_.waiting));
+}
+
+std::optional<Words> StepAgreement::collect_patiently(std::int64_t number) {
   constexpr std::chrono::milliseconds kBetweenLooks{100};  // at whether to give up
   while (std::chrono::steady_clock::now() < give_up_.load()) {
-    if (const auto messages =
-            world_.collect_within(key("word", number), names_.waiting, kBetweenLooks)) {
-      return decode(*messages);
-    }
+    auto all = world_.collect_within(key("word", number), names_.waiting, kBetweenLooks);
+    if (all) return words_of(number, std::move(*all));
   }
   return std::nullopt;
 }
@@ -122,49 +115,52 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
     names.parties.push_back(present.party ? present.party->owner() : "an optimizer or replica hop");
   }
   Judgement judgement;
-  if (auto mismatch = find_mismatch(words, world_.world_ranks(), names)) {
+  if (auto mismatch = find_mismatch(words.all, world_.world_ranks(), names)) {
     judgement.mismatch = explain(std::move(*mismatch), words, names);
     return judgement;
   }
   forget_gone(words);
-  const std::optional<int> dropper = find_drop(words);
-  if (!dropper) return judgement;
-  const StatusWord& own = words[static_cast<std::size_t>(world_.rank())];
-  const StatusWord& theirs = words[static_cast<std::size_t>(*dropper)];
+  const std::optional<DropWord> drop = words.drop();
+  if (!drop) return judgement;
   judgement.dropped = true;
-  judgement.cause = theirs.reason;
-  if (own.dropped || own.call == kDiscardCall) return judgement;
-  const std::string rank = comm::ranks_text({*dropper}, world_.size());
-  judgement.drop =
-      Drop{names_.component + ": step " + std::to_string(own.step) + " was dropped by " + rank +
-               " in " + names_.microbatch + " " + std::to_string(theirs.microbatch) + ": " +
-               theirs.reason + "; begin a new step on every rank",
-           {world_.world_rank(*dropper)},
-           rank + ": " + theirs.reason};
+  judgement.cause = drop->reason;
+  if (words.own.dropped || words.own.call == kDiscardCall) return judgement;
+  const std::vector<int> ranks = world_.world_ranks();
+  const auto place = static_cast<int>(std::ranges::find(ranks, drop->rank) - ranks.begin());
+  const std::string rank = comm::ranks_text({place}, world_.size());
+  judgement.drop = Drop{names_.component + ": step " + std::to_string(words.own.step) +
+                            " was dropped by " + rank + " in " + names_.microbatch + " " +
+                            std::to_string(drop->microbatch) + ": " + drop->reason +
+                            "; begin a new step on every rank",
+                        {drop->rank},
+                        rank + ": " + drop->reason};
   return judgement;
 }
 
 // All ranks judge the same words, so all of them ask each other here, but for one that dropped the
 // step and does not look at words yet: for it nobody waits long.
-comm::Failure StepAgreement::explain(Mismatch mismatch, Words words, const WordNames& names) {
+comm::Failure StepAgreement::explain(Mismatch mismatch, const Words& words,
+                                     const WordNames& names) {
   constexpr std::chrono::seconds kPatience{5};
   constexpr std::size_t kMaxBytes = std::size_t{16} << 10;
-  if (!mismatch.party || !has_digest(words, *mismatch.party)) return mismatch.failure;
+  if (!mismatch.party || !has_digest(words.all, *mismatch.party)) return mismatch.failure;
   const std::size_t place = *mismatch.party;
   const std::vector<Present> present = parties();
-  const Sections& said = words[static_cast<std::size_t>(world_.rank())].sections;
-  std::string details;
+  const Sections& said = words.own.sections;
+  std::optional<std::string> details;
   if (place < present.size() && present[place].party && place < said.size() && said[place]) {
     details = present[place].party->details(*said[place]).substr(0, kMaxBytes);
+    if (details->empty()) details.reset();
   }
   try {
-    const StatusWord& any = *std::ranges::find_if_not(words, &StatusWord::dropped);
+    const StatusWord any = words.sent().value_or(words.own);
     const std::string name =
         key("details", any.step) + "/" + std::to_string(any.microbatch) + "/" + any.call;
-    world_.post(name, details);
+    world_.post(name, {.equal = {details}});
     if (const auto all = world_.collect_within(name, names_.waiting, kPatience)) {
-      show_details(words, place, *all);
-      if (auto found = find_mismatch(words, world_.world_ranks(), names)) return found->failure;
+      comm::Agreement shown = words.all;
+      show_details(shown, place, *all);
+      if (auto found = find_mismatch(shown, world_.world_ranks(), names)) return found->failure;
     }
   } catch (const Error&) {  // the mismatch matters more
   }
@@ -176,26 +172,20 @@ void StepAgreement::end_world(const comm::Failure& mismatch) {
   comm::throw_failure(mismatch);
 }
 
-std::string StepAgreement::join_present(std::int64_t step, std::string present) {
-  world_.post(key("present", step), present);
-  for (const std::string& theirs : world_.collect(key("present", step), "unused parameters")) {
-    for (std::size_t p = 0; p < std::min(present.size(), theirs.size()); ++p) {
-      if (theirs[p] == '1') present[p] = '1';
-    }
-  }
-  return present;
+std::string StepAgreement::join_present(std::int64_t step, const std::string& present) {
+  world_.post(key("present", step), {.any = present});
+  return world_.collect(key("present", step), "unused parameters").any;
 }
 
 void StepAgreement::post_nonfinite(std::int64_t step, bool here, const std::string& calls) {
-  world_.post(key("nonfinite", step), (here ? "1" : "0") + calls);
+  world_.post(key("nonfinite", step),
+              {.equal = {calls}, .any = {here ? '\1' : '\0'}, .keeps_all = true});
 }
 
 bool StepAgreement::settle(std::int64_t step, const LookAtCalls& look) {
-  std::vector<std::string> words = world_.collect(key("nonfinite", step), "found_inf");
-  const bool overflow =
-      std::ranges::any_of(words, [](const std::string& word) { return word.front() == '1'; });
-  for (std::string& word : words) word.erase(0, 1);
-  if (look) look(words);
+  const comm::Agreement all = world_.collect(key("nonfinite", step), "found_inf");
+  const bool overflow = all.any.front() != '\0';
+  if (look && all.places.front().said.size() > 1) look(all.messages(world_.world_ranks()));
   end_step({step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
   return overflow;
 }

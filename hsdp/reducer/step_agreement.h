@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,11 +44,11 @@ class StepAgreement {
   [[nodiscard]] bool has_state() const;
 
   // Tells the others; never blocks. Which word it is, for collect() and the like.
-  [[nodiscard]] std::int64_t post(const StatusWord& word);
+  [[nodiscard]] std::int64_t post(StatusWord word);
   // A word was posted that is not judged yet.
   [[nodiscard]] bool under_way() const { return judged_ < posted_; }
 
-  using Words = std::vector<StatusWord>;  // of all ranks
+  // Each word once.
   [[nodiscard]] Words collect(std::int64_t number);
   // As long as the others live: after a drop they may first learn of it in a later microbatch.
   // Nothing when stop_waiting() ran out.
@@ -68,11 +69,11 @@ class StepAgreement {
 
   // By parameter, '1' where this rank had a gradient in that step, else '0'; returns where any rank
   // had one. Waits for the others.
-  [[nodiscard]] std::string join_present(std::int64_t step, std::string present);
+  [[nodiscard]] std::string join_present(std::int64_t step, const std::string& present);
 
   // Whether this rank met a non-finite value in that step, and a word on the calls that it made:
   // each says it once, and then settles the step: waits for the others, looks at their words on
-  // calls, and ends it. Returns whether any rank met one.
+  // calls where these are not all the same, and ends it. Returns whether any rank met one.
   void post_nonfinite(std::int64_t step, bool here, const std::string& calls = {});
   using LookAtCalls = std::function<void(const std::vector<std::string>& calls)>;
   bool settle(std::int64_t step, const LookAtCalls& look = {});
@@ -91,13 +92,16 @@ class StepAgreement {
   [[nodiscard]] std::vector<Present> parties() const;
   void forget_gone(const Words& words);
   // Of the first difference between parties, its own text where they have one.
-  [[nodiscard]] comm::Failure explain(Mismatch mismatch, Words words, const WordNames& names);
+  [[nodiscard]] comm::Failure explain(Mismatch mismatch, const Words& words,
+                                      const WordNames& names);
+  [[nodiscard]] Words words_of(std::int64_t number, comm::Agreement all);
 
   Communicator world_;
   std::string id_;
   WordNames names_;
   mutable std::mutex mutex_;
   std::vector<Party> parties_;
+  std::map<std::int64_t, StatusWord> own_;  // posted and not collected, by number
   std::atomic<std::int64_t> ended_steps_{0};
   std::atomic<std::int64_t> posted_{0};
   std::atomic<std::int64_t> judged_{0};

@@ -586,9 +586,9 @@ void Steps::count_backwards(std::int64_t backwards) {
 
 // Ranks may count differently, and an f16 wire needs the exponents of the rank that counts most: it
 // waits for their words. What does not agree in them is found when the step ends.
-std::optional<StepAgreement::Words> Steps::raise_counts(std::int64_t word) {
+std::optional<Words> Steps::raise_counts(std::int64_t word) {
   if (!plan_->packs_late) return std::nullopt;
-  StepAgreement::Words words;
+  std::optional<Words> words;
   try {
     words = agreement_.collect(word);
   } catch (...) {
@@ -597,10 +597,8 @@ std::optional<StepAgreement::Words> Steps::raise_counts(std::int64_t word) {
   }
   auto plan = std::make_shared<MicrobatchPlan>(*plan_);
   std::int64_t count = result_->world_count;
-  for (const StatusWord& theirs : words) {
-    plan->raise_counts(theirs.groups);
-    count += theirs.count;
-  }
+  if (const auto sent = words->sent()) plan->raise_counts(sent->groups);
+  for (const std::int64_t theirs : words->counts()) count += theirs;
   if (plan->count_by != CountBy::kNothing) {
     plan->set_counted_factor(counted_divide_factor(count, plan->summed_microbatches));
   }
@@ -621,7 +619,7 @@ void Steps::close_and_send(const char* call, std::int64_t backwards) {
   // this rank still waits for them.
   count_backwards(backwards);
   const std::int64_t word = post(word_of(call, *plan_));
-  const std::optional<StepAgreement::Words> words = raise_counts(word);
+  const std::optional<Words> words = raise_counts(word);
   collector.fill_holes();
   collector.pack_until([&] { return collector.all_packed() || outcome_.failed(); });
   raise_failure("end_microbatch");
@@ -641,6 +639,7 @@ StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {
   word.loss_scale = plan.loss_scale();
   word.count_by = plan.count_by;
   word.count = plan.count;
+  word.replica = groups_.replica();
   return word;
 }
 

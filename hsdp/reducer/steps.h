@@ -107,7 +107,7 @@ class Steps {
   void order_packs();
   void close_local(std::int64_t backwards);
   void count_backwards(std::int64_t backwards);
-  [[nodiscard]] std::optional<StepAgreement::Words> raise_counts(std::int64_t word);
+  [[nodiscard]] std::optional<Words> raise_counts(std::int64_t word);
   void close_and_send(const char* call, std::int64_t backwards);
   // Tells all ranks that this one drops the step, and sends what they still wait for.
   void drop(const std::string& reason);

@@ -2,7 +2,7 @@
 // and the roofline: the same reads and writes on private memory, without any synchronisation.
 //
 //   ours_collectives [--system=ours_shared|ours_private|roofline] [--engine=host|mpi] [--idle]
-//                    CASE...
+//                    [--words] CASE...
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -138,6 +138,21 @@ void measure_idle(Communicator& world, const Group& group) {
   if (group.rank == 0) std::printf("value idle_rank_cpu_percent %.3f\n", most_percent);
 }
 
+// All ranks say the same, as in a status word, and hear the others.
+void measure_words(Communicator& world, const Group& group) {
+  constexpr int kWords = 300;
+  const std::string word(60, 'w');
+  const auto say = [&] { static_cast<void>(world.exchange(word, "measure words")); };
+  for (int i = 0; i < kWords / 10; ++i) say();
+  const double cpu_s = process_cpu_s();
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < kWords; ++i) say();
+  const std::chrono::duration<double> wall = std::chrono::steady_clock::now() - start;
+  if (group.rank != 0) return;
+  std::printf("value word_us %.1f\n", wall.count() * 1e6 / kWords);
+  std::printf("value word_rank_0_cpu_us %.1f\n", (process_cpu_s() - cpu_s) * 1e6 / kWords);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -147,6 +162,7 @@ int main(int argc, char** argv) {
   const Group group = hsdp::bench::group_of(world, system);
   hsdp::bench::pin_to_core(group.rank);
   if (arguments.has("--idle")) measure_idle(world, group);
+  if (arguments.has("--words")) measure_words(world, group);
   for (const Case& what : arguments.cases) {
     if (system == "roofline") {
       measure_roofline(group, what);

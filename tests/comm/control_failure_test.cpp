@@ -224,7 +224,7 @@ TEST_F(ControlTest, AForkedChildMayNotUseItAndHarmsNobody) {
     const pid_t child = ::fork();
     if (child == 0) {
       const bool refuses =
-          is_refused([&] { control->post("key", everyone(2), ""); }) &&
+          is_refused([&] { control->post("key", everyone(2), {}); }) &&
           is_refused([&] { static_cast<void>(control->collect("key", everyone(2), {"test"})); }) &&
           is_refused([&] { control->throw_if_failed(); }) && is_refused([&] {
             static_cast<void>(control->exchange_descriptors("f", everyone(2), 0));

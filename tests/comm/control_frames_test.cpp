@@ -3,9 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
+
+#include "hsdp/comm/control/wire_text.h"
 
 namespace hsdp::comm {
 namespace {
@@ -33,12 +37,29 @@ WorldEnd world_end() {
           .bucket = 4};
 }
 
+Saying saying() {
+  return {.equal = {"text", std::nullopt, ""},
+          .any = std::string("\1\0", 2),
+          .sum = {-3, 5},
+          .most = {7},
+          .note = "why",
+          .keeps_all = true};
+}
+
+Agreement agreement() {
+  Agreement all;
+  for (const int rank : {3, 0, 1, 9}) all.add(rank, saying());
+  all.add(5, {.equal = {"another"}});
+  all.close(true);
+  return all;
+}
+
 // True for the frames that decode at all.
 std::vector<bool> decode_as_everything(const std::string& bytes) {
   return {JoinFrame::decode(bytes).has_value(), WelcomeFrame::decode(bytes).has_value(),
           PostFrame::decode(bytes).has_value(), AnswerFrame::decode(bytes).has_value(),
           BeatFrame::decode(bytes).has_value(), WorldEnd::decode(bytes).has_value(),
-          TellFrame::decode(bytes).has_value()};
+          TellFrame::decode(bytes).has_value(), GroupFrame::decode(bytes).has_value()};
 }
 
 // No field has the value of another. Those that nobody writes would be missed between processes.
@@ -54,11 +75,12 @@ TEST(ControlFramesTest, WholeBodiesAreDecodedAndNoOthers) {
   const std::vector<std::string> bodies{
       decoded_and_encoded(join_frame()),
       decoded_and_encoded(WelcomeFrame{"secret", {"a", "b"}}),
-      decoded_and_encoded(PostFrame{"key", {0, 1}, "message", true}),
-      decoded_and_encoded(AnswerFrame{"name", {"a", "", "c"}}),
+      decoded_and_encoded(PostFrame{77, "key", saying(), true}),
+      decoded_and_encoded(AnswerFrame{"name", agreement()}),
       decoded_and_encoded(beat_frame()),
       decoded_and_encoded(world_end()),
-      decoded_and_encoded(TellFrame{5, "topic", std::string("\0x", 2)})};
+      decoded_and_encoded(TellFrame{5, "topic", std::string("\0x", 2)}),
+      decoded_and_encoded(GroupFrame{{0, 1, 2, 3, 7, 11, 12, 40}})};
   for (std::size_t kind = 0; kind < bodies.size(); ++kind) {
     for (std::size_t size = 0; size < bodies[kind].size(); ++size) {
       EXPECT_FALSE(decode_as_everything(bodies[kind].substr(0, size))[kind]) << kind << " " << size;
@@ -73,7 +95,10 @@ TEST(ControlFramesTest, WholeBodiesAreDecodedAndNoOthers) {
 TEST(ControlFramesTest, AnyBytesAreSafe) {
   std::mt19937 random(7);  // fixed: the same bytes every time
   const std::vector<std::string> seeds{join_frame().encode(), beat_frame().encode(),
-                                       world_end().encode(), std::string(64, '\0')};
+                                       world_end().encode(), std::string(64, '\0'),
+                                       PostFrame{77, "key", saying(), false}.encode(),
+                                       AnswerFrame{"name", agreement()}.encode(),
+                                       GroupFrame{{0, 8, 16, 17}}.encode()};
   for (int round = 0; round < 20'000; ++round) {
     std::string bytes = seeds[static_cast<std::size_t>(round) % seeds.size()];
     for (int flips = 0; flips < 3; ++flips) {
@@ -84,12 +109,25 @@ TEST(ControlFramesTest, AnyBytesAreSafe) {
 }
 
 TEST(ControlFramesTest, ExchangesAreToldApart) {
-  const std::vector<int> pair{0, 1};
-  const std::vector<int> three{0, 1, 2};
+  const std::uint64_t pair = group_id(std::vector<int>{0, 1});
+  const std::uint64_t three = group_id(std::vector<int>{0, 1, 2});
   EXPECT_NE(exchange_name("a", pair), exchange_name("a", three));
   EXPECT_NE(exchange_name("a", pair), exchange_name("b", pair));
   EXPECT_NE(exchange_hash(exchange_name("a", pair)), exchange_hash(exchange_name("b", pair)));
   EXPECT_NE(exchange_hash(""), 0U);
+}
+
+// The groups of a mesh are one run each.
+TEST(ControlFramesTest, MembersOfALargeGroupTakeFewBytes) {
+  std::vector<int> shards;
+  for (int rank = 5; rank < 4'096; rank += 8) shards.push_back(rank);
+  const std::string bytes = GroupFrame{shards}.encode();
+  EXPECT_LE(bytes.size(), 16U);
+  EXPECT_EQ(GroupFrame::decode(bytes)->members, shards);
+  // However many there are said to be.
+  WireWriter out;
+  for (const std::uint64_t number : {1U, 0U, 1U, 0xffffffffU}) out.number(number);
+  EXPECT_FALSE(GroupFrame::decode(out.take()));
 }
 
 }  // namespace

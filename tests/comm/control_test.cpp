@@ -41,9 +41,9 @@ TEST_F(ControlTest, GroupsWithoutRankZeroExchangeToo) {
     const std::vector<int> group = rank % 2 == 0 ? std::vector<int>{0, 2} : std::vector<int>{1, 3};
     // Posted long before it is collected, and a message of some size with zero bytes in it.
     const std::string message(1 << 20, '\0');
-    control->post("late", group, message + std::to_string(rank));
+    control->post("late", group, message_to_all(message + std::to_string(rank)));
     const auto early = control->exchange("early", group, std::to_string(rank), {"test"});
-    const auto late = control->collect("late", group, {"test"});
+    const auto late = control->collect("late", group, {"test"}).messages(group);
     const auto peer = static_cast<std::size_t>(rank < 2 ? 1 : 0);
     const std::string expected = std::to_string(rank < 2 ? rank + 2 : rank - 2);
     return early[peer] == expected && late[peer] == message + expected ? 0 : 1;
@@ -166,13 +166,13 @@ TEST_F(ControlTest, MisuseIsAnErrorAtOnce) {
     const auto control = connect(milliseconds(100'000));
     const std::vector<std::vector<int>> wrong_groups{{}, {1 - rank}, {0, 1, 2}, {0, 0, 1}};
     for (const auto& group : wrong_groups) {
-      if (!is_refused([&] { control->post("key", group, ""); })) return 1;
+      if (!is_refused([&] { control->post("key", group, {}); })) return 1;
       if (!is_refused([&] { static_cast<void>(control->collect("key", group, {"test"})); })) {
         return 2;
       }
     }
     const std::string huge(33U << 20U, 'x');
-    if (!is_refused([&] { control->post("huge", everyone(2), huge); })) return 3;
+    if (!is_refused([&] { control->post("huge", everyone(2), message_to_all(huge)); })) return 3;
     // The largest that fits, after all that.
     const std::string large(30U << 20U, 'x');
     const auto answers = control->exchange("large", everyone(2), large, {"test"});

@@ -43,10 +43,10 @@ TEST(LastLook, AWaitReturnsWhatCameBeforeTheEnd) {
 TEST(LastLook, AnExchangeBetweenThreadsReturnsWhatCameBeforeTheEnd) {
   const auto controls = in_process_control(2, kTimeout);
   const std::vector<int> both{0, 1};
-  for (const auto& control : controls) control->post("word", both, "said");
+  for (const auto& control : controls) control->post("word", both, message_to_all("said"));
   controls[0]->fail(kLost);
   for (const auto& control : controls) {
-    EXPECT_EQ(control->collect("word", both, {.operation = "status"}),
+    EXPECT_EQ(control->collect("word", both, {.operation = "status"}).messages(both),
               std::vector<std::string>(2, "said"));
     EXPECT_THROW(static_cast<void>(control->collect("next", both, {.operation = "status"})),
                  PeerLostError);
@@ -56,13 +56,15 @@ TEST(LastLook, AnExchangeBetweenThreadsReturnsWhatCameBeforeTheEnd) {
 TEST(LastLook, AnExchangeBetweenProcessesReturnsWhatCameBeforeTheEnd) {
   ControlState state;
   state.welcome({});
-  state.deliver("word", {"said", "said"});
+  const std::vector<int> both{0, 1};
+  Agreement said;
+  for (const int rank : both) said.add(rank, message_to_all("said"));
+  state.deliver("word", said);
   state.deliver_descriptor("memory", 1, {});
   EXPECT_TRUE(state.end({.failure = kLost}));
   const WaitState waiting{.operation = "status"};
   EXPECT_NO_THROW(static_cast<void>(state.await_welcome()));
-  EXPECT_EQ(state.take("word", waiting), std::vector<std::string>(2, "said"));
-  const std::vector<int> both{0, 1};
+  EXPECT_EQ(state.take("word", waiting).messages(both), std::vector<std::string>(2, "said"));
   EXPECT_EQ(state.take_descriptors("memory", both, 0, waiting).size(), 2U);
   EXPECT_THROW(static_cast<void>(state.take("word", waiting)), PeerLostError);
 }

@@ -41,22 +41,23 @@ class StageControl : public comm::Control {
   }
   [[nodiscard]] std::string address() const override { return inner_->address(); }
   [[nodiscard]] const std::string& secret() const override { return stage_.secret; }
-  void post(std::string_view key, std::span<const int> members, std::string_view message) override {
-    if (stage_.on_address && key.ends_with("/tcp")) stage_.on_address(std::string(message));
-    if (stage_.told_address && key.ends_with("/tcp")) {
-      return inner_->post(key, members, stage_.told_address(rank(), std::string(message)));
-    }
-    inner_->post(key, members, message);
+  void post(std::string_view key, std::span<const int> members,
+            const comm::Saying& mine) override {
+    if (!key.ends_with("/tcp")) return inner_->post(key, members, mine);
+    std::string address = mine.equal.at(0).value();
+    if (stage_.on_address) stage_.on_address(address);
+    if (stage_.told_address) address = stage_.told_address(rank(), address);
+    inner_->post(key, members, comm::message_to_all(std::move(address)));
   }
-  [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
-                                                 comm::WaitState waiting) override {
-    auto messages = inner_->collect(key, members, waiting);
+  [[nodiscard]] comm::Agreement collect(std::string_view key, std::span<const int> members,
+                                        comm::WaitState waiting) override {
+    comm::Agreement all = inner_->collect(key, members, waiting);
     if (stage_.before_connecting && key.ends_with("/tcp")) {
-      stage_.before_connecting(rank(), messages);
+      stage_.before_connecting(rank(), all.messages(members));
     }
-    return messages;
+    return all;
   }
-  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
+  [[nodiscard]] std::optional<comm::Agreement> collect_within(
       std::string_view key, std::span<const int> members, comm::WaitState waiting,
       std::chrono::milliseconds time) override {
     return inner_->collect_within(key, members, waiting, time);

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 
@@ -50,26 +51,30 @@ void FileControl::write(const std::filesystem::path& path, std::string_view text
 }
 
 void FileControl::post(std::string_view key, std::span<const int> members,
-                       std::string_view message) {
-  write(file(key, members, rank_), message);
+                       const comm::Saying& mine) {
+  comm::WireWriter out;
+  mine.encode(out);
+  write(file(key, members, rank_), out.take());
 }
 
-std::vector<std::string> FileControl::collect(std::string_view key, std::span<const int> members,
-                                              comm::WaitState waiting) {
+comm::Agreement FileControl::collect(std::string_view key, std::span<const int> members,
+                                     comm::WaitState waiting) {
   return *collect_until(key, members, waiting, Clock::time_point::max());
 }
 
-std::optional<std::vector<std::string>> FileControl::collect_within(
-    std::string_view key, std::span<const int> members, comm::WaitState waiting,
-    std::chrono::milliseconds time) {
+std::optional<comm::Agreement> FileControl::collect_within(std::string_view key,
+                                                           std::span<const int> members,
+                                                           comm::WaitState waiting,
+                                                           std::chrono::milliseconds time) {
   return collect_until(key, members, waiting, Clock::now() + time);
 }
 
-std::optional<std::vector<std::string>> FileControl::collect_until(std::string_view key,
-                                                                   std::span<const int> members,
-                                                                   comm::WaitState waiting,
-                                                                   Clock::time_point end) {
-  std::vector<std::string> messages;
+std::optional<comm::Agreement> FileControl::collect_until(std::string_view key,
+                                                          std::span<const int> members,
+                                                          comm::WaitState waiting,
+                                                          Clock::time_point end) {
+  comm::Agreement all;
+  bool keeps_all = false;
   for (const int member : members) {
     waiting.peer = member;
     const int slot = begin_wait(waiting);
@@ -83,9 +88,13 @@ std::optional<std::vector<std::string>> FileControl::collect_until(std::string_v
       throw_if_failed();
       return std::nullopt;
     }
-    messages.push_back(std::move(*message));
+    comm::WireReader in(*message);
+    const comm::Saying said = comm::Saying::decode(in);
+    keeps_all = keeps_all || said.keeps_all;
+    all.add(member, said);
   }
-  return messages;
+  all.close(keeps_all);
+  return all;
 }
 
 void FileControl::tell(int peer, std::string_view topic, std::string_view message) {

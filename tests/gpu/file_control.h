@@ -38,10 +38,11 @@ class FileControl : public comm::Control {
   [[nodiscard]] std::string address() const override { return "127.0.0.1"; }
   [[nodiscard]] const std::string& secret() const override { return secret_; }
 
-  void post(std::string_view key, std::span<const int> members, std::string_view message) override;
-  [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
-                                                 comm::WaitState waiting) override;
-  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
+  void post(std::string_view key, std::span<const int> members,
+            const comm::Saying& mine) override;
+  [[nodiscard]] comm::Agreement collect(std::string_view key, std::span<const int> members,
+                                        comm::WaitState waiting) override;
+  [[nodiscard]] std::optional<comm::Agreement> collect_within(
       std::string_view key, std::span<const int> members, comm::WaitState waiting,
       std::chrono::milliseconds time) override;
   void tell(int peer, std::string_view topic, std::string_view message) override;
@@ -72,10 +73,10 @@ class FileControl : public comm::Control {
   [[nodiscard]] std::filesystem::path file(std::string_view key, std::span<const int> members,
                                            int rank) const;
   void write(const std::filesystem::path& path, std::string_view text) const;
-  [[nodiscard]] std::optional<std::vector<std::string>> collect_until(std::string_view key,
-                                                                      std::span<const int> members,
-                                                                      comm::WaitState waiting,
-                                                                      Clock::time_point end);
+  [[nodiscard]] std::optional<comm::Agreement> collect_until(std::string_view key,
+                                                             std::span<const int> members,
+                                                             comm::WaitState waiting,
+                                                             Clock::time_point end);
   void watch();
   void look();
   void look_for_messages();

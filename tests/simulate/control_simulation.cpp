@@ -7,7 +7,9 @@
 #include <typeinfo>
 #include <utility>
 
+#include "hsdp/comm/control/wire_text.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/status_word.h"
 
 namespace hsdp::simulate {
 
@@ -24,7 +26,16 @@ constexpr std::int64_t kPromisedUs = 2'000'000;
 constexpr std::int64_t kSeenAfterUs = 1'000;
 constexpr comm::WaitState kWaiting{.operation = "status"};
 
-std::string word_key(int word) { return "word " + std::to_string(word); }
+std::string word_key(int word) { return "reducer/word/" + std::to_string(word); }
+
+// As a Reducer with an optimizer says it.
+reducer::StatusWord word_of(int rank, int word, bool equal) {
+  return {.call = reducer::kMicrobatchCall,
+          .step = word,
+          .groups = {{.sync = Sync::kAll}},
+          .loss_scale = equal ? 65'536.0 : 1.0 + rank,
+          .sections = {"#0123456789abcdef"}};
+}
 
 }  // namespace
 
@@ -59,16 +70,16 @@ ControlSimulation::ControlSimulation(Options options)
   const int size = options_.size();
   everyone_.resize(static_cast<std::size_t>(size));
   std::iota(everyone_.begin(), everyone_.end(), 0);
+  world_id_ = comm::group_id(everyone_);
   outcome_.ends.resize(static_cast<std::size_t>(size));
   for (int rank = 0; rank < size; ++rank) {
     auto made = std::make_unique<Node>();
     made->state = std::make_shared<ControlState>(now_ms, this);
-    const auto to_hub = [this, rank](FrameType type, const std::string& body) {
-      if (rank == 0) return hub_->handle(0, type, body);
-      send(rank, 0, comm::make_frame(type, body));
-    };
-    made->member = std::make_unique<ControlMember>(made->state, rank, size, options_.timeout,
-                                                   ControlMember::Handlers{to_hub, [] {}});
+    made->member = std::make_unique<ControlMember>(
+        made->state, rank, size, options_.timeout,
+        ControlMember::Handlers{
+            [this, rank](FrameType type, const std::string& body) { to_hub(rank, type, body); },
+            [] {}});
     nodes_.push_back(std::move(made));
   }
   comm::JoinFrame own{.size = size, .host = "0"};
@@ -81,7 +92,10 @@ ControlSimulation::ControlSimulation(Options options)
     hub_->join(std::make_shared<HubLink>(*this, own.rank), own);
   }
   hub_->welcome_if_complete();
-  outcome_.links.clear();  // the welcome is no word's
+  for (int rank = 0; rank < size; ++rank) {
+    to_hub(rank, FrameType::kGroup, comm::GroupFrame{everyone_}.encode());
+  }
+  outcome_.links.clear();  // what came before the words
   for (int rank = 0; rank < size; ++rank) {
     at(up_to_twice(kTickUs) - kTickUs, [this, rank] { tick(rank); });
     at(up_to_twice(options_.compute_us), [this, rank] { post(rank); });
@@ -92,7 +106,7 @@ ControlSimulation::~ControlSimulation() = default;
 
 const std::string& ControlSimulation::word_name(int word) {
   auto& name = names_[word];
-  if (name.empty()) name = comm::exchange_name(word_key(word), everyone_);
+  if (name.empty()) name = comm::exchange_name(word_key(word), world_id_);
   return name;
 }
 
@@ -127,6 +141,11 @@ void ControlSimulation::send(int from, int to, FrameBytes frame) {
   });
 }
 
+void ControlSimulation::to_hub(int rank, FrameType type, const std::string& body) {
+  if (rank == 0) return hub_->handle(0, type, body);
+  send(rank, 0, comm::make_frame(type, body));
+}
+
 void ControlSimulation::receive(int from, int to, const FrameBytes& frame) {
   if (!node(to).lives) return;
   const FrameType type = comm::type_of(*frame);
@@ -145,13 +164,8 @@ void ControlSimulation::tick(int rank) {
   if (!own.lives) return;
   own.state->clock().tick();
   const std::string beat = own.member->beat().encode();
-  if (rank == 0) {
-    hub_->handle(0, FrameType::kBeat, beat);
-    hub_->tick();
-  } else {
-    send(rank, 0, comm::make_frame(FrameType::kBeat, beat));
-    own.member->tick();
-  }
+  to_hub(rank, FrameType::kBeat, beat);
+  rank == 0 ? hub_->tick() : own.member->tick();
   look(rank);
   at(now_us_ + kTickUs, [this, rank] { tick(rank); });
 }
@@ -159,18 +173,13 @@ void ControlSimulation::tick(int rank) {
 void ControlSimulation::post(int rank) {
   Node& own = node(rank);
   if (!own.lives || own.state->failed() || own.words == options_.words) return;
-  comm::PostFrame frame{.key = word_key(own.words), .members = everyone_, .message = {}};
-  frame.message = options_.equal_words ? "" : std::to_string(rank);
-  frame.message.resize(static_cast<std::size_t>(options_.word_bytes), ' ');
+  const comm::PostFrame frame{.group = world_id_,
+                              .key = word_key(own.words),
+                              .saying = word_of(rank, own.words, options_.equal_words).saying()};
   own.slot = own.state->begin_wait(kWaiting, comm::exchange_hash(word_name(own.words)));
   own.waits = true;
   posted_us_[static_cast<std::size_t>(own.words)] = now_us_;
-  const std::string body = frame.encode();
-  if (rank == 0) {
-    hub_->handle(0, FrameType::kPost, body);
-  } else {
-    send(rank, 0, comm::make_frame(FrameType::kPost, body));
-  }
+  to_hub(rank, FrameType::kPost, frame.encode());
   look(rank);
 }
 
@@ -184,8 +193,9 @@ void ControlSimulation::look(int rank) {
     const auto answer =
         own.state->take_within(word_name(own.words), kWaiting, std::chrono::milliseconds(0));
     if (!answer) return;
-    std::string all;
-    for (const std::string& message : *answer) all += message + "\n";
+    comm::WireWriter said;
+    answer->encode(said);
+    const std::string all = said.take();
     const auto& first = answers_.try_emplace(own.words, all).first->second;
     if (first != all) second_answers_.push_back(word_key(own.words) + " has two answers");
     const auto word = static_cast<std::size_t>(own.words);

@@ -26,7 +26,6 @@ struct Options {
   int hosts = 1;
   int ranks_per_host = 8;
   int words = 10;
-  int word_bytes = 30;
   bool equal_words = true;  // else each rank says something else
   std::int64_t message_us = 5;
   std::int64_t bytes_per_us = 1'500;
@@ -99,6 +98,7 @@ class ControlSimulation {
   [[nodiscard]] std::int64_t up_to_twice(std::int64_t us);
   [[nodiscard]] Node& node(int rank) { return *nodes_[static_cast<std::size_t>(rank)]; }
   void send(int from, int to, comm::FrameBytes frame);
+  void to_hub(int rank, comm::FrameType type, const std::string& body);
   void receive(int from, int to, const comm::FrameBytes& frame);
   void tick(int rank);
   void post(int rank);
@@ -116,6 +116,7 @@ class ControlSimulation {
   std::unique_ptr<comm::ControlHub> hub_;
   std::map<std::pair<int, int>, std::int64_t> last_arrival_us_;
   std::vector<int> everyone_;
+  std::uint64_t world_id_ = 0;  // of the group of everyone
   std::map<int, std::string> names_;    // of words' exchanges
   std::map<int, std::string> answers_;  // the first to each word
   std::vector<std::string> second_answers_;

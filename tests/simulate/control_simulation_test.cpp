@@ -41,6 +41,19 @@ TEST(ControlSimulation, EveryLinkCarriesOneMessageEachWayAWord) {
   }
 }
 
+TEST(ControlSimulation, WhatALinkCarriesForAWordIsBoundedForAnyNumberOfRanks) {
+  for (const int hosts : {1, 8, 64, 512}) {
+    for (const bool equal : {true, false}) {
+      const Options options{.hosts = hosts, .words = 2, .equal_words = equal};
+      const std::int64_t most = options.words * (equal ? 256 : 8'192);
+      for (const auto& [rank, link] : run(options).links) {
+        EXPECT_LE(link.bytes_out, most) << "to rank " << rank << " of " << options.size();
+        EXPECT_LE(link.bytes_in, options.words * 256) << "from rank " << rank;
+      }
+    }
+  }
+}
+
 TEST(ControlSimulation, ASeedGivesOneRunAndAnotherAnother) {
   const auto times = [](std::uint64_t seed) { return run({.hosts = 3, .seed = seed}).word_us; };
   EXPECT_EQ(times(1), times(1));

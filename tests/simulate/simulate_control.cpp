@@ -43,7 +43,7 @@ Row measured(const Options& options, const Outcome& outcome) {
 }
 
 void print_table(const std::vector<Row>& rows) {
-  std::printf("one word, 30 B a rank; bytes of links are those of the busiest one\n\n");
+  std::printf("one status word of all ranks; bytes of links are those of the busiest one\n\n");
   std::printf("%6s %6s %10s %12s %12s %14s %14s %9s\n", "hosts", "ranks", "messages", "link out B",
               "link in B", "rank 0 out B", "rank 0 in B", "ms");
   for (const Row& row : rows) {

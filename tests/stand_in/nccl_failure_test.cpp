@@ -534,11 +534,15 @@ INSTANTIATE_TEST_SUITE_P(Variables, WithSharedGpu,
 class OlderControl : public StageControl {
  public:
   using StageControl::StageControl;
-  void post(std::string_view key, std::span<const int> members, std::string_view message) override {
-    std::string text(message);
-    const std::size_t place = key.ends_with("/seats") ? text.find("2.28.9") : std::string::npos;
-    if (place != std::string::npos) text.replace(place, 6, "2.20.5");
-    StageControl::post(key, members, text);
+  void post(std::string_view key, std::span<const int> members,
+            const comm::Saying& mine) override {
+    comm::Saying said = mine;
+    if (key.ends_with("/seats")) {
+      std::string& text = said.equal.at(0).value();
+      const std::size_t place = text.find("2.28.9");
+      if (place != std::string::npos) text.replace(place, 6, "2.20.5");
+    }
+    StageControl::post(key, members, said);
   }
 };
 

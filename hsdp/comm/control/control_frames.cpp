@@ -81,11 +81,24 @@ std::optional<WelcomeFrame> WelcomeFrame::decode(std::string_view body) {
   return checked(in, std::move(frame));
 }
 
+std::string GroupFrame::encode() const {
+  WireWriter out;
+  out.runs(members);
+  return out.take();
+}
+
+std::optional<GroupFrame> GroupFrame::decode(std::string_view body) {
+  WireReader in(body);
+  GroupFrame frame;
+  frame.members = in.runs();
+  return checked(in, std::move(frame));
+}
+
 std::string PostFrame::encode() const {
   WireWriter out;
+  out.u64(group);
   out.text(key);
-  out.ranks(members);
-  out.text(message);
+  saying.encode(out);
   out.u32(while_open ? 1 : 0);
   return out.take();
 }
@@ -93,9 +106,9 @@ std::string PostFrame::encode() const {
 std::optional<PostFrame> PostFrame::decode(std::string_view body) {
   WireReader in(body);
   PostFrame frame;
+  frame.group = in.u64();
   frame.key = in.text();
-  frame.members = in.ranks();
-  frame.message = in.text();
+  frame.saying = Saying::decode(in);
   frame.while_open = in.u32() != 0;
   return checked(in, std::move(frame));
 }
@@ -103,7 +116,8 @@ std::optional<PostFrame> PostFrame::decode(std::string_view body) {
 std::string AnswerFrame::encode() const {
   WireWriter out;
   out.text(exchange);
-  write_texts(out, messages);
+  out.u32(agreement ? 1 : 0);
+  if (agreement) agreement->encode(out);
   return out.take();
 }
 
@@ -111,7 +125,7 @@ std::optional<AnswerFrame> AnswerFrame::decode(std::string_view body) {
   WireReader in(body);
   AnswerFrame frame;
   frame.exchange = in.text();
-  frame.messages = read_texts(in);
+  if (in.u32() != 0) frame.agreement = Agreement::decode(in);
   return checked(in, std::move(frame));
 }
 
@@ -188,11 +202,16 @@ std::optional<WorldEnd> WorldEnd::decode(std::string_view body) {
   return checked(in, std::move(world_end));
 }
 
-std::string exchange_name(std::string_view key, std::span<const int> members) {
+std::uint64_t group_id(std::span<const int> members) {
   WireWriter out;
-  out.text(key);
-  out.ranks({members.begin(), members.end()});
-  return out.take();
+  out.runs(members);
+  return exchange_hash(out.take());
+}
+
+std::string exchange_name(std::string_view key, std::uint64_t group) {
+  WireWriter out;
+  out.u64(group);
+  return out.take().append(key);
 }
 
 std::uint64_t exchange_hash(std::string_view exchange) {

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/agreement.h"
 #include "hsdp/comm/control.h"
 
 namespace hsdp::comm {
@@ -20,19 +21,20 @@ enum class FrameType : std::uint8_t {
   kJoin = 1,        // rank -> hub: who am I
   kWelcome = 2,     // hub -> rank: all have joined
   kRefuse = 3,      // hub -> rank: you cannot join; body: why
-  kPost = 4,        // rank -> hub: my message of an exchange
-  kAnswer = 5,      // hub -> rank: all messages of an exchange
+  kPost = 4,        // rank -> hub: what I say in an exchange
+  kAnswer = 5,      // hub -> rank: what came of an exchange
   kBeat = 6,        // both ways
   kFail = 7,        // both ways: the world ended
   kGoodbye = 8,     // both ways: I leave in order; no body
   kProcessEnd = 9,  // rank -> hub: a process of my host ended; body: its rank
   kTell = 10,       // both ways: one rank's message to another
+  kGroup = 11,      // rank -> hub: who is in a group of mine, before its first exchange
 };
 
 constexpr std::size_t kFrameHeaderBytes = 5;
 constexpr std::size_t kMaxFrameBytes = 64U << 20U;
 constexpr std::size_t kMaxJoinBytes = 8U << 10U;  // all that a peer may send before it has joined
-constexpr std::uint32_t kProtocolVersion = 2;
+constexpr std::uint32_t kProtocolVersion = 3;
 
 // Header and body, ready to send and shared by all receivers.
 using FrameBytes = std::shared_ptr<const std::string>;
@@ -61,18 +63,25 @@ struct WelcomeFrame {
   [[nodiscard]] static std::optional<WelcomeFrame> decode(std::string_view body);
 };
 
-struct PostFrame {
-  std::string key;
+// Ascending world ranks. Its id is group_id() of them.
+struct GroupFrame {
   std::vector<int> members;
-  std::string message;
-  bool while_open = false;  // answered without messages when a member has closed its world
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<GroupFrame> decode(std::string_view body);
+};
+
+struct PostFrame {
+  std::uint64_t group = 0;
+  std::string key;
+  Saying saying;
+  bool while_open = false;  // answered with nothing when a member has closed its world
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<PostFrame> decode(std::string_view body);
 };
 
 struct AnswerFrame {
-  std::string exchange;               // exchange_name()
-  std::vector<std::string> messages;  // none: a member closed, and the post was `while_open`
+  std::string exchange;                // exchange_name()
+  std::optional<Agreement> agreement;  // none: a member closed, and the post was `while_open`
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<AnswerFrame> decode(std::string_view body);
 };
@@ -113,7 +122,8 @@ struct WorldEnd {
   [[nodiscard]] static std::optional<WorldEnd> decode(std::string_view body);
 };
 
-[[nodiscard]] std::string exchange_name(std::string_view key, std::span<const int> members);
+[[nodiscard]] std::uint64_t group_id(std::span<const int> members);
+[[nodiscard]] std::string exchange_name(std::string_view key, std::uint64_t group);
 [[nodiscard]] std::uint64_t exchange_hash(std::string_view exchange);  // never 0
 
 }  // namespace hsdp::comm

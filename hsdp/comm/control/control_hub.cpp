@@ -33,12 +33,6 @@ std::string_view slurm_step(std::string_view job) {
   return step.substr(step.rfind('.') + 1);
 }
 
-FrameBytes unanswered(const std::string& exchange) {
-  AnswerFrame answer;
-  answer.exchange = exchange;
-  return make_frame(FrameType::kAnswer, answer.encode());
-}
-
 WorldEnd mismatch(int rank, const std::string& message) {
   WorldEnd world_end;
   world_end.failure = {FailureKind::kMismatch, message, {rank}};
@@ -194,6 +188,8 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
   heard(rank);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   switch (type) {
+    case FrameType::kGroup:
+      return add_group(rank, body);
     case FrameType::kPost:
       return post(rank, body);
     case FrameType::kTell:
@@ -225,61 +221,79 @@ void ControlHub::close(int rank) {
   if (peer.link) peer.link->finish_sending();
   std::erase_if(exchanges_, [&](const auto& entry) {
     const auto& [name, exchange] = entry;
-    const auto& members = exchange.members;
-    if (!exchange.while_open || !std::binary_search(members.begin(), members.end(), rank)) {
+    if (!exchange.while_open || !std::ranges::binary_search(groups_.at(exchange.group), rank)) {
       return false;
     }
-    for (std::size_t i = 0; i < members.size(); ++i) {
-      if (exchange.messages[i]) send(members[i], unanswered(name));
-    }
+    answer(exchange, name, std::nullopt);
     exchange_names_.erase(exchange.hash);
     return true;
   });
 }
 
+void ControlHub::add_group(int rank, std::string_view body) {
+  if (ended_) return;
+  auto frame = GroupFrame::decode(body);
+  if (!frame || !is_valid_group(frame->members, rank, options_.own.size)) {
+    return end(mismatch(rank, "control: malformed group from rank " + std::to_string(rank)));
+  }
+  const std::uint64_t id = group_id(frame->members);
+  const auto [known, is_new] = groups_.try_emplace(id, frame->members);
+  if (known->second != frame->members) {
+    end(mismatch(rank, "control: two groups of one id; set up the mesh in another order"));
+  }
+}
+
 void ControlHub::post(int rank, std::string_view body) {
   if (ended_) return;
-  auto frame = PostFrame::decode(body);
+  const auto frame = PostFrame::decode(body);
   const std::string from = "rank " + std::to_string(rank);
-  if (!frame || !is_valid_group(frame->members, rank, options_.own.size)) {
+  const auto group = frame ? groups_.find(frame->group) : groups_.end();
+  if (group == groups_.end() || !std::ranges::binary_search(group->second, rank)) {
     return end(mismatch(rank, "control: malformed exchange from " + from));
   }
-  const std::string name = exchange_name(frame->key, frame->members);
-  const auto is_closed = [this](int member) {
-    return peers_[static_cast<std::size_t>(member)].phase == Phase::kClosed;
-  };
-  if (frame->while_open && std::ranges::any_of(frame->members, is_closed)) {
-    return send(rank, unanswered(name));
-  }
+  const std::vector<int>& members = group->second;
+  const std::string name = exchange_name(frame->key, frame->group);
   auto [place, is_new] = exchanges_.try_emplace(name);
   Exchange& exchange = place->second;
   if (is_new) {
     exchange.hash = exchange_hash(name);
     exchange_names_[exchange.hash] = name;
-    exchange.members = frame->members;
-    exchange.messages.resize(exchange.members.size());
-    exchange.missing_count = exchange.members.size();
+    exchange.group = frame->group;
+    exchange.came.resize(members.size());
+    exchange.missing_count = members.size();
     exchange.while_open = frame->while_open;
   }
-  const auto member = std::lower_bound(exchange.members.begin(), exchange.members.end(), rank);
-  auto& message = exchange.messages[static_cast<std::size_t>(member - exchange.members.begin())];
-  if (message) {
+  const auto member =
+      static_cast<std::size_t>(std::ranges::lower_bound(members, rank) - members.begin());
+  if (exchange.came[member]) {
     return end(mismatch(rank, "control: " + from + " used the key '" + frame->key + "' twice"));
   }
-  message = std::move(frame->message);
-  if (--exchange.missing_count > 0) return;
-  AnswerFrame answer;
-  answer.exchange = name;
-  for (auto& text : exchange.messages) answer.messages.push_back(std::move(*text));
-  const FrameBytes bytes = make_frame(FrameType::kAnswer, answer.encode());
-  const std::vector<int> members = std::move(exchange.members);
-  exchange_names_.erase(exchange.hash);
+  exchange.came[member] = true;
+  exchange.keeps_all = exchange.keeps_all || frame->saying.keeps_all;
+  exchange.agreement.add(rank, frame->saying);
+  const bool is_cut = exchange.while_open && std::ranges::any_of(members, [this](int other) {
+                        return peers_[static_cast<std::size_t>(other)].phase == Phase::kClosed;
+                      });
+  if (--exchange.missing_count > 0 && !is_cut) return;
+  const Exchange over = std::move(exchange);
+  exchange_names_.erase(over.hash);
   exchanges_.erase(place);
-  for (const int receiver : members) {
-    if (receiver != 0) send(receiver, bytes);
+  if (is_cut) return answer(over, name, std::nullopt);
+  Agreement agreement = over.agreement;
+  agreement.close(over.keeps_all);
+  answer(over, name, std::move(agreement));
+}
+
+// To those who have said something. This process's own last: when its caller goes on, all other
+// answers are on their way.
+void ControlHub::answer(const Exchange& exchange, std::string name,
+                        std::optional<Agreement> agreement) {
+  const AnswerFrame frame{std::move(name), std::move(agreement)};
+  const FrameBytes bytes = make_frame(FrameType::kAnswer, frame.encode());
+  const std::vector<int>& members = groups_.at(exchange.group);
+  for (std::size_t i = members.size(); i-- > 0;) {
+    if (exchange.came[i]) send(members[i], bytes);
   }
-  // This process's own last: when its caller goes on, all other answers are on their way.
-  if (members.front() == 0) send(0, bytes);
 }
 
 void ControlHub::link_broke(int rank, const std::string& reason) {

@@ -76,16 +76,20 @@ class ControlHub {
   };
   struct Exchange {
     std::uint64_t hash = 0;
-    std::vector<int> members;
-    std::vector<std::optional<std::string>> messages;
+    std::uint64_t group = 0;
+    std::vector<bool> came;  // by member
     std::size_t missing_count = 0;
+    Agreement agreement;
     bool while_open = false;
+    bool keeps_all = false;
   };
 
   [[nodiscard]] std::optional<WorldEnd> objection(const JoinFrame& join) const;
   [[nodiscard]] bool is_of_this_job(const JoinFrame& join) const;
   void refuse(std::shared_ptr<FrameLink> link, const WorldEnd& problem);
+  void add_group(int rank, std::string_view body);
   void post(int rank, std::string_view body);
+  void answer(const Exchange& exchange, std::string name, std::optional<Agreement> agreement);
   void close(int rank);
   void pass_on(int rank, std::string_view body);
   void send(int rank, const FrameBytes& frame);
@@ -106,6 +110,7 @@ class ControlHub {
   std::vector<Peer> peers_;
   std::deque<std::shared_ptr<FrameLink>> refused_;  // until they have read why
   std::string other_job_;
+  std::map<std::uint64_t, std::vector<int>> groups_;  // ascending members, by id
   std::map<std::string, Exchange, std::less<>> exchanges_;
   std::map<std::uint64_t, std::string> exchange_names_;  // by hash
   // (waiting rank, wait id) -> since which of its beats it has waited for a rank that said goodbye.

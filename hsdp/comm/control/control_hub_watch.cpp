@@ -58,8 +58,9 @@ void ControlHub::send_beats() {
 
 std::vector<int> ControlHub::missing_in(const Exchange& exchange) const {
   std::vector<int> ranks;
-  for (std::size_t i = 0; i < exchange.members.size(); ++i) {
-    if (!exchange.messages[i]) ranks.push_back(exchange.members[i]);
+  const std::vector<int>& members = groups_.at(exchange.group);
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (!exchange.came[i]) ranks.push_back(members[i]);
   }
   return ranks;
 }

@@ -32,7 +32,7 @@ void ControlMember::frame(FrameType type, std::string_view body) {
       return;
     case FrameType::kAnswer:
       if (auto answer = AnswerFrame::decode(body)) {
-        state_->deliver(answer->exchange, std::move(answer->messages));
+        state_->deliver(answer->exchange, std::move(answer->agreement));
       }
       return;
     case FrameType::kTell:

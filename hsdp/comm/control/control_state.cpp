@@ -8,9 +8,9 @@
 
 namespace hsdp::comm {
 
-void ControlState::deliver(const std::string& exchange, std::vector<std::string> messages) {
+void ControlState::deliver(const std::string& exchange, std::optional<Agreement> agreement) {
   const std::lock_guard lock(mutex_);
-  answers_[exchange] = std::move(messages);
+  answers_[exchange] = std::move(agreement);
   changed_.notify_all();
 }
 
@@ -51,13 +51,13 @@ void ControlState::wait_until(Lock& lock, WaitState waiting, std::uint64_t excha
   throw_failure_of(waiting);
 }
 
-std::vector<std::string> ControlState::take(const std::string& exchange, WaitState waiting) {
+Agreement ControlState::take(const std::string& exchange, WaitState waiting) {
   Lock lock(mutex_);
   wait_until(lock, waiting, exchange_hash(exchange), [&] { return answers_.contains(exchange); });
-  return std::move(answers_.extract(exchange).mapped());
+  return std::move(answers_.extract(exchange).mapped()).value();
 }
 
-std::optional<std::vector<std::string>> ControlState::take_within(const std::string& exchange,
+std::optional<Agreement> ControlState::take_within(const std::string& exchange,
                                                                   WaitState waiting,
                                                                   std::chrono::milliseconds time) {
   Lock lock(mutex_);
@@ -87,14 +87,13 @@ std::vector<UniqueFd> ControlState::take_descriptors(const std::string& exchange
   return result;
 }
 
-std::optional<std::vector<std::string>> ControlState::take_while_open(const std::string& exchange,
+std::optional<Agreement> ControlState::take_while_open(const std::string& exchange,
                                                                       WaitState waiting) {
   Lock lock(mutex_);
   // Rank 0 may have left before it could answer: no exchange of which it is told as awaited.
   wait_until(lock, waiting, 0, [&] { return hub_left_ || answers_.contains(exchange); });
   auto answer = answers_.extract(exchange);
-  if (answer.empty() || answer.mapped().empty()) return std::nullopt;
-  return std::move(answer.mapped());
+  return answer.empty() ? std::nullopt : std::move(answer.mapped());
 }
 
 WelcomeFrame ControlState::await_welcome() {

@@ -41,7 +41,7 @@ class ControlState {
   void end_wait(int slot) { slots_.end(slot); }
 
   // By whoever brings what came.
-  void deliver(const std::string& exchange, std::vector<std::string> messages);
+  void deliver(const std::string& exchange, std::optional<Agreement> agreement);
   void deliver_descriptor(const std::string& exchange, int from, UniqueFd fd);
   void welcome(WelcomeFrame frame);
   void hub_left();
@@ -55,19 +55,18 @@ class ControlState {
 
   // By callers: each waits for what it names, or throws what ended the world. What has come counts,
   // though the world ended since.
-  [[nodiscard]] std::vector<std::string> take(const std::string& exchange, WaitState waiting);
+  [[nodiscard]] Agreement take(const std::string& exchange, WaitState waiting);
   // Nothing when it has not come after `time`. A wait like the others meanwhile, but a young one.
-  [[nodiscard]] std::optional<std::vector<std::string>> take_within(const std::string& exchange,
-                                                                    WaitState waiting,
-                                                                    std::chrono::milliseconds time);
+  [[nodiscard]] std::optional<Agreement> take_within(const std::string& exchange, WaitState waiting,
+                                                     std::chrono::milliseconds time);
   // One from each member but `own_rank`, in the order of the members.
   [[nodiscard]] std::vector<UniqueFd> take_descriptors(const std::string& exchange,
                                                        std::span<const int> members, int own_rank,
                                                        WaitState waiting);
   [[nodiscard]] WelcomeFrame await_welcome();
   // As take(); nothing when a member has closed its world.
-  [[nodiscard]] std::optional<std::vector<std::string>> take_while_open(const std::string& exchange,
-                                                                        WaitState waiting);
+  [[nodiscard]] std::optional<Agreement> take_while_open(const std::string& exchange,
+                                                         WaitState waiting);
 
   [[nodiscard]] std::shared_ptr<void> listen(std::string_view topic, Control::Hear hear) {
     return listeners_.add(topic, std::move(hear));
@@ -107,7 +106,7 @@ class ControlState {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<std::string, std::vector<std::string>> answers_;
+  std::map<std::string, std::optional<Agreement>> answers_;
   std::map<std::string, std::map<int, UniqueFd>> descriptors_;
   std::optional<WelcomeFrame> welcome_;
   bool hub_left_ = false;

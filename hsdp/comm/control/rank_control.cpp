@@ -27,55 +27,60 @@ void RankControl::require_member(std::span<const int> members) const {
   }
 }
 
-void RankControl::post(std::string_view key, std::span<const int> members,
-                       std::string_view message) {
+void RankControl::post(std::string_view key, std::span<const int> members, const Saying& mine) {
   require_usable();
   require_member(members);
-  send_post({.key = std::string(key),
-             .members = {members.begin(), members.end()},
-             .message = std::string(message)});
+  send_post(members, {.key = std::string(key), .saying = mine});
 }
 
-void RankControl::send_post(const PostFrame& frame) {
-  // An answer holds all messages and must fit into one frame.
+void RankControl::send_post(std::span<const int> members, PostFrame frame) {
+  frame.group = group_id(members);
+  std::string body = frame.encode();
+  // An answer may hold all messages, and must fit into one frame.
   constexpr std::size_t kOverheadBytes = 64U << 10U;
-  const std::size_t limit =
-      (kMaxFrameBytes - kOverheadBytes) / frame.members.size() - 2 * frame.key.size();
-  if (frame.message.size() > limit) {
-    throw UsageError("control: message of an exchange among " +
-                     std::to_string(frame.members.size()) + " ranks: expected at most " +
-                     std::to_string(limit) + " bytes, got " + std::to_string(frame.message.size()));
+  const std::size_t limit = (kMaxFrameBytes - kOverheadBytes) / members.size();
+  if (body.size() > limit) {
+    throw UsageError("control: message of an exchange among " + std::to_string(members.size()) +
+                     " ranks: expected at most " + std::to_string(limit) + " bytes, got " +
+                     std::to_string(body.size()));
   }
   if (failed()) return;  // collect() tells, and knows what the caller was doing
-  send(FrameType::kPost, frame.encode());
+  {
+    const std::lock_guard lock(mutex_);
+    if (named_groups_.insert(frame.group).second) {
+      send(FrameType::kGroup, GroupFrame{{members.begin(), members.end()}}.encode());
+    }
+  }
+  send(FrameType::kPost, std::move(body));
 }
 
 std::optional<std::vector<std::string>> RankControl::exchange_while_open(std::string_view key,
                                                                          std::string_view message,
                                                                          WaitState waiting) {
   require_usable();
-  PostFrame frame{.key = std::string(key),
-                  .members = std::vector<int>(static_cast<std::size_t>(size_)),
-                  .message = std::string(message),
-                  .while_open = true};
-  std::iota(frame.members.begin(), frame.members.end(), 0);
-  send_post(frame);
-  return state_->take_while_open(exchange_name(key, frame.members), waiting);
+  std::vector<int> everyone(static_cast<std::size_t>(size_));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  send_post(everyone, {.key = std::string(key),
+                       .saying = message_to_all(std::string(message)),
+                       .while_open = true});
+  const auto all = state_->take_while_open(exchange_name(key, group_id(everyone)), waiting);
+  return all ? std::optional(all->messages(everyone)) : std::nullopt;
 }
 
-std::vector<std::string> RankControl::collect(std::string_view key, std::span<const int> members,
-                                              WaitState waiting) {
+Agreement RankControl::collect(std::string_view key, std::span<const int> members,
+                               WaitState waiting) {
   require_usable();
   require_member(members);
-  return state_->take(exchange_name(key, members), waiting);
+  return state_->take(exchange_name(key, group_id(members)), waiting);
 }
 
-std::optional<std::vector<std::string>> RankControl::collect_within(
-    std::string_view key, std::span<const int> members, WaitState waiting,
-    std::chrono::milliseconds time) {
+std::optional<Agreement> RankControl::collect_within(std::string_view key,
+                                                     std::span<const int> members,
+                                                     WaitState waiting,
+                                                     std::chrono::milliseconds time) {
   require_usable();
   require_member(members);
-  return state_->take_within(exchange_name(key, members), waiting, time);
+  return state_->take_within(exchange_name(key, group_id(members)), waiting, time);
 }
 
 void RankControl::tell(int peer, std::string_view topic, std::string_view message) {

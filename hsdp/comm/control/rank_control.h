@@ -3,7 +3,10 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,12 +25,13 @@ class RankControl : public Control {
   [[nodiscard]] int size() const final { return size_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const final { return timeout_; }
 
-  void post(std::string_view key, std::span<const int> members, std::string_view message) final;
-  [[nodiscard]] std::vector<std::string> collect(std::string_view key, std::span<const int> members,
-                                                 WaitState waiting) final;
-  [[nodiscard]] std::optional<std::vector<std::string>> collect_within(
-      std::string_view key, std::span<const int> members, WaitState waiting,
-      std::chrono::milliseconds time) final;
+  void post(std::string_view key, std::span<const int> members, const Saying& mine) final;
+  [[nodiscard]] Agreement collect(std::string_view key, std::span<const int> members,
+                                  WaitState waiting) final;
+  [[nodiscard]] std::optional<Agreement> collect_within(std::string_view key,
+                                                        std::span<const int> members,
+                                                        WaitState waiting,
+                                                        std::chrono::milliseconds time) final;
   [[nodiscard]] std::optional<std::vector<std::string>> exchange_while_open(
       std::string_view key, std::string_view message, WaitState waiting) final;
   void tell(int peer, std::string_view topic, std::string_view message) final;
@@ -58,12 +62,15 @@ class RankControl : public Control {
   void set_state(std::shared_ptr<ControlState> state) { state_ = std::move(state); }
 
  private:
-  void send_post(const PostFrame& frame);
+  // The group is named before its first exchange.
+  void send_post(std::span<const int> members, PostFrame frame);
 
   int rank_;
   int size_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<ControlState> state_;
+  std::mutex mutex_;  // of the next
+  std::set<std::uint64_t> named_groups_;
 };
 
 }  // namespace hsdp::comm

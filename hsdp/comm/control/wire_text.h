@@ -1,15 +1,20 @@
-// Bounded encoding of control messages: little-endian integers and length-prefixed strings.
+// Bounded encoding of control messages: little-endian integers, length-prefixed strings, and ranks in
+// runs.
 //
-// The reader never reads past its input and never allocates more than the input holds; after the
-// first bad field ok() is false and every further field reads as zero or empty.
+// The reader never reads past its input and never allocates more than the input holds and kMostInRuns
+// ranks; after the first bad field ok() is false and every further field reads as zero or empty.
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace hsdp::comm {
+
+constexpr std::size_t kMostInRuns = std::size_t{1} << 20U;
 
 class WireWriter {
  public:
@@ -23,6 +28,32 @@ class WireWriter {
   void ranks(const std::vector<int>& values) {
     u32(static_cast<std::uint32_t>(values.size()));
     for (const int value : values) i32(value);
+  }
+  // In as many bytes as it needs, seven bits each: for what is mostly small.
+  void number(std::uint64_t value) {
+    for (; value > 0x7f; value >>= 7U) bytes_ += static_cast<char>((value & 0x7fU) | 0x80U);
+    bytes_ += static_cast<char>(value);
+  }
+  void signed_number(std::int64_t value) {
+    const auto bits = static_cast<std::uint64_t>(value);
+    number(value < 0 ? (~bits << 1U) | 1U : bits << 1U);
+  }
+  void short_text(std::string_view value) {
+    number(value.size());
+    bytes_.append(value);
+  }
+  // Ascending, as (first, stride, count) each: a mesh's groups are one run, whatever their size.
+  void runs(std::span<const int> ranks) {
+    std::vector<int> numbers;
+    for (std::size_t i = 0; i < ranks.size();) {
+      const int stride = i + 1 < ranks.size() ? ranks[i + 1] - ranks[i] : 0;
+      std::size_t end = i + 1;
+      while (end < ranks.size() && ranks[end] - ranks[end - 1] == stride) ++end;
+      numbers.insert(numbers.end(), {ranks[i], stride, static_cast<int>(end - i)});
+      i = end;
+    }
+    number(numbers.size() / 3);
+    for (const int part : numbers) number(static_cast<std::uint64_t>(part));
   }
   [[nodiscard]] std::string take() { return std::move(bytes_); }
 
@@ -45,6 +76,47 @@ class WireReader {
     std::vector<int> values(count(4));
     for (int& value : values) value = i32();
     return values;
+  }
+  std::uint64_t number() {
+    std::uint64_t value = 0;
+    for (unsigned shift = 0; shift < 64; shift += 7) {
+      const std::uint64_t byte = integer(1);
+      value |= (byte & 0x7fU) << shift;
+      if (byte <= 0x7f) return value;
+    }
+    ok_ = false;
+    return 0;
+  }
+  std::int64_t signed_number() {
+    const std::uint64_t bits = number();
+    return static_cast<std::int64_t>((bits & 1U) != 0 ? ~(bits >> 1U) : bits >> 1U);
+  }
+  std::string_view short_text() { return take(number()); }
+  // A number of items of at least a byte each that can still follow.
+  std::size_t short_count() {
+    const std::uint64_t n = number();
+    if (n <= bytes_.size()) return n;
+    ok_ = false;
+    return 0;
+  }
+  std::vector<int> runs() {  // ascending
+    constexpr std::uint64_t kMostRank = std::numeric_limits<int>::max();
+    std::vector<int> ranks;
+    for (std::size_t left = short_count(); left > 0; --left) {
+      const std::uint64_t first = number();
+      const std::uint64_t stride = number();
+      const std::uint64_t length = number();
+      const bool ascends = (length == 1 || stride > 0) &&
+                           (ranks.empty() || first > static_cast<std::uint64_t>(ranks.back()));
+      ok_ = ok_ && ascends && length > 0 && length <= ranks_left_ && first <= kMostRank &&
+            stride <= kMostRank && first + stride * (length - 1) <= kMostRank;
+      if (!ok_) return {};
+      ranks_left_ -= length;
+      for (std::uint64_t i = 0; i < length; ++i) {
+        ranks.push_back(static_cast<int>(first + i * stride));
+      }
+    }
+    return ranks;
   }
   // A number of items of at least `item_bytes` each that can still follow.
   std::uint32_t count(std::size_t item_bytes) {
@@ -78,6 +150,7 @@ class WireReader {
   }
 
   std::string_view bytes_;
+  std::uint64_t ranks_left_ = kMostInRuns;
   bool ok_ = true;
 };
 

@@ -1,0 +1,162 @@
+#include "hsdp/comm/agreement.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "hsdp/comm/control/wire_text.h"
+#include "hsdp/error.h"
+
+namespace hsdp::comm {
+namespace {
+
+void write_numbers(WireWriter& out, const std::vector<std::int64_t>& numbers) {
+  out.number(numbers.size());
+  for (const std::int64_t number : numbers) out.signed_number(number);
+}
+
+std::vector<std::int64_t> read_numbers(WireReader& in) {
+  std::vector<std::int64_t> numbers(in.short_count());
+  for (std::int64_t& number : numbers) number = in.signed_number();
+  return numbers;
+}
+
+}  // namespace
+
+Saying message_to_all(std::string message) {
+  return {.equal = {std::move(message)}, .keeps_all = true};
+}
+
+void Saying::encode(WireWriter& out) const {
+  out.number(keeps_all ? 1 : 0);
+  out.number(equal.size());
+  for (const auto& text : equal) {
+    out.number(text ? 1 : 0);
+    if (text) out.short_text(*text);
+  }
+  out.short_text(any);
+  write_numbers(out, sum);
+  write_numbers(out, most);
+  out.short_text(note);
+}
+
+Saying Saying::decode(WireReader& in) {
+  Saying saying;
+  saying.keeps_all = in.number() != 0;
+  saying.equal.resize(in.short_count());
+  for (auto& text : saying.equal) {
+    if (in.number() != 0) text = in.short_text();
+  }
+  saying.any = in.short_text();
+  saying.sum = read_numbers(in);
+  saying.most = read_numbers(in);
+  saying.note = in.short_text();
+  return saying;
+}
+
+void Agreement::add(int rank, const Saying& saying) {
+  places.resize(std::max(places.size(), saying.equal.size()));
+  for (std::size_t i = 0; i < saying.equal.size(); ++i) {
+    if (!saying.equal[i]) continue;
+    auto& all = places[i].said;
+    auto said = std::ranges::find(all, *saying.equal[i], &Said::text);
+    if (said == all.end()) said = all.insert(all.end(), {.text = *saying.equal[i]});
+    ++said->count;
+    said->ranks.push_back(rank);
+  }
+  any.resize(std::max(any.size(), saying.any.size()));
+  for (std::size_t i = 0; i < saying.any.size(); ++i) {
+    any[i] = static_cast<char>(static_cast<unsigned char>(any[i]) |
+                               static_cast<unsigned char>(saying.any[i]));
+  }
+  sum.resize(std::max(sum.size(), saying.sum.size()));
+  for (std::size_t i = 0; i < saying.sum.size(); ++i) {  // unsigned: it may wrap
+    sum[i] = static_cast<std::int64_t>(static_cast<std::uint64_t>(sum[i]) +
+                                       static_cast<std::uint64_t>(saying.sum[i]));
+  }
+  for (std::size_t i = 0; i < saying.most.size(); ++i) {
+    if (i == most.size()) most.push_back(saying.most[i]);
+    most[i] = std::max(most[i], saying.most[i]);
+  }
+  if (!saying.note.empty() && (note_rank < 0 || rank < note_rank)) {
+    note = saying.note;
+    note_rank = rank;
+  }
+}
+
+void Agreement::close(bool keeps_all) {
+  for (Place& place : places) {
+    auto& all = place.said;
+    for (Said& said : all) std::ranges::sort(said.ranks);
+    if (!keeps_all && all.size() > kMostTexts) {
+      std::ranges::sort(all, {}, [](const Said& said) {
+        return std::tuple(-said.count, said.ranks.front());
+      });
+      for (std::size_t i = kMostTexts; i < all.size(); ++i) place.unheard_count += all[i].count;
+      all.resize(kMostTexts);
+    }
+    std::ranges::sort(all, {}, [](const Said& said) { return said.ranks.front(); });
+    if (keeps_all) continue;
+    for (Said& said : all) said.ranks.resize(std::min(said.ranks.size(), kMostRanks));
+  }
+}
+
+std::vector<std::string> Agreement::messages(std::span<const int> ranks,
+                                             std::size_t place) const {
+  std::vector<std::pair<int, const std::string*>> by_rank;
+  for (const Said& said : places.at(place).said) {
+    for (const int rank : said.ranks) by_rank.emplace_back(rank, &said.text);
+  }
+  std::ranges::sort(by_rank);
+  std::vector<std::string> messages;
+  messages.reserve(ranks.size());
+  for (const int rank : ranks) {
+    const auto said =
+        std::ranges::lower_bound(by_rank, rank, {}, &std::pair<int, const std::string*>::first);
+    if (said == by_rank.end() || said->first != rank) {
+      throw Error("control: an answer without a message of rank " + std::to_string(rank));
+    }
+    messages.push_back(*said->second);
+  }
+  return messages;
+}
+
+void Agreement::encode(WireWriter& out) const {
+  out.number(places.size());
+  for (const Place& place : places) {
+    out.signed_number(place.unheard_count);
+    out.number(place.said.size());
+    for (const Said& said : place.said) {
+      out.short_text(said.text);
+      out.signed_number(said.count);
+      out.runs(said.ranks);
+    }
+  }
+  out.short_text(any);
+  write_numbers(out, sum);
+  write_numbers(out, most);
+  out.signed_number(note_rank);
+  out.short_text(note);
+}
+
+Agreement Agreement::decode(WireReader& in) {
+  Agreement agreement;
+  agreement.places.resize(in.short_count());
+  for (Place& place : agreement.places) {
+    place.unheard_count = static_cast<int>(in.signed_number());
+    place.said.resize(in.short_count());
+    for (Said& said : place.said) {
+      said.text = in.short_text();
+      said.count = static_cast<int>(in.signed_number());
+      said.ranks = in.runs();
+    }
+  }
+  agreement.any = in.short_text();
+  agreement.sum = read_numbers(in);
+  agreement.most = read_numbers(in);
+  agreement.note_rank = static_cast<int>(in.signed_number());
+  agreement.note = in.short_text();
+  return agreement;
+}
+
+}  // namespace hsdp::comm

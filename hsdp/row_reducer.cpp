@@ -103,7 +103,8 @@ struct RowReducer::Parts {
         hop(std::move(its_hop)),
         outcome(ranks.world),
         sums(ranks, its_groups.size(), outcome),
-        steps(ranks, group_names(its_groups), outcome, sums) {
+        steps(ranks, group_names(its_groups), outcome, sums,
+              [this] { return owner ? &*owner : nullptr; }) {
     content->set(its_groups);
     for (RowGroup& group : its_groups) groups.push_back({.of = std::move(group)});
   }
@@ -222,6 +223,7 @@ void RowReducer::Parts::over_replicas(int number, const Row& row, const TensorVi
                                       .means = rows.means})
                           .replica;
   bucket.nonfinite = sums.nonfinite();
+  bucket.planned = true;
   sums.follow(hop->reduce(bucket, stream), stream);
   ++reduce_count;
 }

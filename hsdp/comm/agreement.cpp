@@ -10,6 +10,8 @@
 namespace hsdp::comm {
 namespace {
 
+constexpr std::size_t kMostPlaces = std::size_t{1} << 16U;
+
 void write_numbers(WireWriter& out, const std::vector<std::int64_t>& numbers) {
   out.number(numbers.size());
   for (const std::int64_t number : numbers) out.signed_number(number);
@@ -43,7 +45,7 @@ void Saying::encode(WireWriter& out) const {
 Saying Saying::decode(WireReader& in) {
   Saying saying;
   saying.keeps_all = in.number() != 0;
-  saying.equal.resize(in.short_count());
+  saying.equal.resize(in.short_count(kMostPlaces));
   for (auto& text : saying.equal) {
     if (in.number() != 0) text = in.short_text();
   }
@@ -89,10 +91,8 @@ void Agreement::close(bool keeps_all) {
     auto& all = place.said;
     for (Said& said : all) std::ranges::sort(said.ranks);
     if (!keeps_all && all.size() > kMostTexts) {
-      std::ranges::sort(all, {}, [](const Said& said) {
-        return std::tuple(-said.count, said.ranks.front());
-      });
-      for (std::size_t i = kMostTexts; i < all.size(); ++i) place.unheard_count += all[i].count;
+      std::ranges::sort(
+          all, {}, [](const Said& said) { return std::tuple(-said.count, said.ranks.front()); });
       all.resize(kMostTexts);
     }
     std::ranges::sort(all, {}, [](const Said& said) { return said.ranks.front(); });
@@ -101,8 +101,7 @@ void Agreement::close(bool keeps_all) {
   }
 }
 
-std::vector<std::string> Agreement::messages(std::span<const int> ranks,
-                                             std::size_t place) const {
+std::vector<std::string> Agreement::messages(std::span<const int> ranks, std::size_t place) const {
   std::vector<std::pair<int, const std::string*>> by_rank;
   for (const Said& said : places.at(place).said) {
     for (const int rank : said.ranks) by_rank.emplace_back(rank, &said.text);
@@ -124,7 +123,6 @@ std::vector<std::string> Agreement::messages(std::span<const int> ranks,
 void Agreement::encode(WireWriter& out) const {
   out.number(places.size());
   for (const Place& place : places) {
-    out.signed_number(place.unheard_count);
     out.number(place.said.size());
     for (const Said& said : place.said) {
       out.short_text(said.text);
@@ -141,14 +139,14 @@ void Agreement::encode(WireWriter& out) const {
 
 Agreement Agreement::decode(WireReader& in) {
   Agreement agreement;
-  agreement.places.resize(in.short_count());
+  agreement.places.resize(in.short_count(kMostPlaces));
   for (Place& place : agreement.places) {
-    place.unheard_count = static_cast<int>(in.signed_number());
-    place.said.resize(in.short_count());
-    for (Said& said : place.said) {
+    for (std::size_t left = in.short_count(); left > 0 && in.ok(); --left) {
+      Said& said = place.said.emplace_back();
       said.text = in.short_text();
       said.count = static_cast<int>(in.signed_number());
       said.ranks = in.runs();
+      if (said.ranks.empty()) in.fail();  // and so there are no more texts than ranks
     }
   }
   agreement.any = in.short_text();

@@ -1,7 +1,7 @@
 // What the ranks of a group say to each other in one exchange, and what comes of it.
 //
-// Rank 0 merges it as it comes, so an answer is as long as one rank's words where all agree, however
-// many they are. Without I/O.
+// Rank 0 merges it as it comes, so where all agree an answer is as long as one rank's words.
+// Without I/O.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,12 @@ class WireWriter;
 struct Saying {
   // Texts that ought to be the same on all ranks, by place. A rank may say nothing in a place.
   std::vector<std::optional<std::string>> equal{};
-  std::string any{};                // bits, joined by OR
-  std::vector<std::int64_t> sum{};  // added up by place
+  std::string any{};                 // bits, joined by OR
+  std::vector<std::int64_t> sum{};   // added up by place
   std::vector<std::int64_t> most{};  // of each place the largest
-  std::string note{};  // of those that are not empty, the lowest rank's reaches all
-  // Every text reaches all, with everybody who said it; otherwise the few that most have said.
+  std::string note{};                // of those that are not empty, the lowest rank's reaches all
+  // Every text reaches all, with everybody who said it; otherwise the few that most have said, with
+  // the first who did.
   bool keeps_all = false;
 
   void encode(WireWriter& out) const;
@@ -44,7 +45,6 @@ struct Agreement {
   };
   struct Place {
     std::vector<Said> said;  // each text once, in the order of their first ranks
-    int unheard_count = 0;   // of ranks that said something else again
   };
 
   std::vector<Place> places;

@@ -10,6 +10,7 @@
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/kernels/sum_rows.h"
 #include "hsdp/reducer/collector.h"
+#include "hsdp/reducer/same_calls.h"
 
 namespace hsdp::reducer {
 
@@ -288,8 +289,7 @@ void BucketPipeline::send_zeros(const Words& words, const MicrobatchPlan& droppe
 void BucketPipeline::run_end(const Ending& ending) {
   const MicrobatchPlan& plan = *ending.plan;
   if (plan.result) hold(plan.result->nonfinite);
-  const Words words =
-      ending.words ? *ending.words : setting_.agreement.collect(ending.word);
+  const Words words = ending.words ? *ending.words : setting_.agreement.collect(ending.word);
   StepAgreement::Judgement judgement = setting_.agreement.judge(words);
   if (judgement.mismatch) setting_.agreement.end_world(*judgement.mismatch);
   if (judgement.dropped) {
@@ -304,7 +304,8 @@ void BucketPipeline::run_end(const Ending& ending) {
     }
     // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
     if (!on_host() && plan.ends_step()) plan.result->progress = StepResult::Progress::kAgreed;
-    run_when_done([this, ending, calls = calls(), packs = collector_->record_packs()] {
+    run_when_done([this, ending, calls = calls_of(setting_.groups, setting_.hop_owner),
+                   packs = collector_->record_packs()] {
       settle(ending, calls);
       collector_->let_go_of_read(packs);
     });
@@ -312,38 +313,6 @@ void BucketPipeline::run_end(const Ending& ending) {
   if (!on_host() && setting_.agreement.has_state()) watcher_.synchronize();
   setting_.agreement.set_judged(ending.word);
   collector_->notify();
-}
-
-std::string BucketPipeline::calls() const {
-  const std::string of_hop =
-      setting_.hop_owner == nullptr ? std::string() : setting_.hop_owner->calls();
-  return calls_text(setting_.groups.shard) + "/" + of_hop;
-}
-
-// Before the step's result is known to be one. Planned calls of buckets are compared nowhere else.
-void BucketPipeline::require_same_calls(std::int64_t step, const std::vector<std::string>& calls) {
-  const auto shard_size = static_cast<std::size_t>(setting_.groups.shard.size());
-  const auto own = static_cast<std::size_t>(setting_.groups.world.rank());
-  const auto part = [&](std::size_t rank, bool of_hop) {
-    const std::string_view text = calls[rank];
-    return of_hop ? text.substr(text.find('/') + 1) : text.substr(0, text.find('/'));
-  };
-  bool shard_differs = false;
-  bool hop_differs = false;
-  for (std::size_t r = 0; r < calls.size(); ++r) {
-    if (r / shard_size == own / shard_size) shard_differs |= part(r, false) != part(own, false);
-    if (r % shard_size == own % shard_size) hop_differs |= part(r, true) != part(own, true);
-  }
-  const std::string key = std::to_string(step);
-  if (shard_differs) setting_.groups.shard.compare_calls(key);
-  if (hop_differs) setting_.hop_owner->compare_calls(key);
-  if (!shard_differs && !hop_differs) return;
-  // The first difference is of so long ago that it is not kept, or of the last calls.
-  setting_.agreement.end_world(
-      {.kind = comm::FailureKind::kMismatch,
-       .message = "reducer: expected the same collectives of its buckets on every rank in step " +
-                  key + ", got other ones; a replica hop has to make the same calls on all ranks",
-       .ranks = {}});
 }
 
 // When the device is done, at the step's end: tells the others whether this rank met a non-finite
@@ -356,8 +325,9 @@ void BucketPipeline::settle(const Ending& ending, const std::string& calls) {
   if (!ending.plan->ends_step()) return;
   StepResult& result = *ending.plan->result;
   setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0, calls);
-  if (setting_.agreement.settle(
-          step, [&](const auto& of_ranks) { require_same_calls(step, of_ranks); })) {
+  if (setting_.agreement.settle(step, [&](const auto& of_ranks) {
+        require_same_calls(setting_.groups, setting_.hop_owner, setting_.agreement, step, of_ranks);
+      })) {
     if (on_host()) result.nonfinite->store(1);  // for found_inf(out); a GPU may be reading it
     result.found_inf = true;
   }

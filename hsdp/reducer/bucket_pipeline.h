@@ -117,8 +117,6 @@ class BucketPipeline {
   void finish_hops();
   void run_end(const Ending& ending);
   // What this rank has called in its groups, in their order on every rank.
-  [[nodiscard]] std::string calls() const;
-  void require_same_calls(std::int64_t step, const std::vector<std::string>& calls);
   void settle(const Ending& ending, const std::string& calls);
   void send_zeros(const Words& words, const MicrobatchPlan& dropped);
   // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,

@@ -5,6 +5,7 @@
 
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
+#include "hsdp/reducer/same_calls.h"
 
 namespace hsdp::reducer {
 namespace {
@@ -24,10 +25,11 @@ WordNames row_names(const std::vector<std::string>& groups) {
 }  // namespace
 
 RowSteps::RowSteps(const Groups& ranks, std::vector<std::string> group_names, Outcome& outcome,
-                   RowSums& sums)
-    : replicate_size_(ranks.replicate.size()),
+                   RowSums& sums, std::function<HopOwner*()> hop)
+    : ranks_(ranks),
       outcome_(outcome),
       sums_(sums),
+      hop_(std::move(hop)),
       agreement_(ranks.world, Communicator(ranks.world).next_exchange_key(),
                  row_names(group_names)) {
   for (std::string& name : group_names) groups_.push_back({.name = std::move(name)});
@@ -133,7 +135,7 @@ void RowSteps::end_finish() {
   const std::int64_t step = step_;
   next_step();
   if (is_alone()) return;
-  agreement_.post_nonfinite(step, sums_.take_nonfinite());
+  post_end(step);
   settle(step);
 }
 
@@ -162,9 +164,7 @@ RowSteps::Posted RowSteps::post(StatusWord word) {
       throw;
     }
   }
-  if (agreement_.ended_steps() < step_ && !own_drop_) {
-    agreement_.post_nonfinite(step_ - 1, sums_.take_nonfinite());
-  }
+  if (agreement_.ended_steps() < step_ && !own_drop_) post_end(step_ - 1);
   return {agreement_.post(word), step_};
 }
 
@@ -175,9 +175,9 @@ void RowSteps::judge(const Posted& posted) {
   if (!last_is_cut) settle(posted.step - 1);
   StepAgreement::Judgement judgement = agreement_.judge(words);
   if (!judgement.mismatch && !judgement.dropped) {
-    const StatusWord sent = words.sent().value();
+    const StatusWord agreed = words.fields();
     for (std::size_t g = 0; g < groups_.size(); ++g) {
-      groups_[g].most_rows = sent.groups[g].carry_count;
+      groups_[g].most_rows = agreed.groups[g].carry_count;
     }
     return;
   }
@@ -208,10 +208,17 @@ bool RowSteps::is_behind(const Words& words, std::int64_t step) const {
   return agreement_.ended_steps() < step && words.least_step() < step;
 }
 
+void RowSteps::post_end(std::int64_t step) {
+  agreement_.post_nonfinite(step, sums_.take_nonfinite(), calls_of(ranks_, hop_()));
+}
+
 // The last word of a step is how it came out, which comes with the first of the next.
 void RowSteps::settle(std::int64_t step) {
   if (agreement_.ended_steps() > step) return;
-  outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step)); });
+  const auto look = [&](const std::vector<std::string>& calls) {
+    require_same_calls(ranks_, hop_(), agreement_, step, calls);
+  };
+  outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step, look)); });
   outcome_.rethrow_failure("end of a step");
 }
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/row_sums.h"
 #include "hsdp/reducer/status_word.h"
@@ -26,7 +28,7 @@ class RowSteps {
  public:
   // What it refers to outlives it.
   RowSteps(const Groups& ranks, std::vector<std::string> group_names, Outcome& outcome,
-           RowSums& sums);
+           RowSums& sums, std::function<HopOwner*()> hop);
 
   // Told how each step ends, and asked for a word in each status word.
   void add_party(std::weak_ptr<StepParty> party) { agreement_.add_party(std::move(party), 0); }
@@ -83,7 +85,7 @@ class RowSteps {
     std::int64_t step = 0;
   };
 
-  [[nodiscard]] bool is_alone() const { return replicate_size_ == 1; }
+  [[nodiscard]] bool is_alone() const { return ranks_.replicate.size() == 1; }
   [[nodiscard]] bool begun() const { return call_count_ > 0 || row_count_ > 0; }
   [[nodiscard]] bool is_complete() const;
   void close_backward(std::string_view call);
@@ -98,10 +100,13 @@ class RowSteps {
   void drop(std::string_view reason);
   void next_step();
 
-  int replicate_size_;
+  void post_end(std::int64_t step);
+
+  const Groups& ranks_;
   std::vector<Group> groups_;
   Outcome& outcome_;
   RowSums& sums_;
+  std::function<HopOwner*()> hop_;  // null: none any more
   StepAgreement agreement_;
 
   std::int64_t step_ = 0;

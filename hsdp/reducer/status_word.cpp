@@ -15,8 +15,8 @@ namespace {
 
 struct Field {
   std::string name;
-  std::function<std::string(const StatusWord&)> text;
-  std::string remedy{};  // where it is not that of all fields
+  std::string remedy{};                                       // where it is not that of all fields
+  std::function<std::string(const std::string&)> shown = {};  // of what was said
 };
 
 constexpr const char* kPartyRemedy =
@@ -30,16 +30,16 @@ constexpr const char* kSyncRemedy =
     "rank; ranks with different numbers of batches need hsdp.uneven, or has_batch in C++";
 constexpr const char* kUnnamedParty = "an optimizer or replica hop";
 
-std::string sync_text(Sync sync) {
-  return sync == Sync::kNone ? "none" : sync == Sync::kShard ? "shard" : "all";
+std::string sync_text(char sync) {
+  return sync == '0' + static_cast<int>(Sync::kNone)    ? "none"
+         : sync == '0' + static_cast<int>(Sync::kShard) ? "shard"
+                                                        : "all";
 }
 
 // "shard all none": one word a group.
-std::string sync_text(const StatusWord& word) {
+std::string syncs_text(const std::string& syncs) {
   std::string text;
-  for (const GroupPlan& group : word.groups) {
-    text += (text.empty() ? "" : " ") + sync_text(group.sync);
-  }
+  for (const char sync : syncs) text += (text.empty() ? "" : " ") + sync_text(sync);
   return text;
 }
 
@@ -71,95 +71,58 @@ double number(const std::string& text) {
   return value;
 }
 
-std::string factor_text(double factor) { return factor == 0 ? "the default" : number_text(factor); }
-
-std::string count_text(CountBy count_by) {
-  return count_by == CountBy::kNothing   ? "nothing"
-         : count_by == CountBy::kBatches ? "batches"
-                                         : "tokens";
+std::string factor_text(const std::string& factor) {
+  return number(factor) == 0 ? "the default" : factor;
 }
 
-// What all must say alike, but for the parties.
-std::vector<Field> fields(const WordNames& names, std::size_t group_count) {
-  std::vector<Field> all{
-      {"call", [](const StatusWord& w) { return w.call; }},
-      {"step", [](const StatusWord& w) { return std::to_string(w.step); }},
-      {names.microbatch, [](const StatusWord& w) { return std::to_string(w.microbatch); }},
-      {"gradients per parameter", [](const StatusWord& w) { return w.sums; }},
-      {"gradient divide factor", [](const StatusWord& w) { return factor_text(w.divide_factor); }},
-      {"loss scale", [](const StatusWord& w) { return number_text(w.loss_scale); }},
-      {"divide factor counted in", [](const StatusWord& w) { return count_text(w.count_by); }},
-  };
-  for (std::size_t g = 0; g < std::min(group_count, names.groups.size()); ++g) {
-    all.push_back({"sync of " + names.groups[g], [g](const StatusWord& w) {
-                     return g < w.groups.size() ? sync_text(w.groups[g].sync) : "nothing";
-                   }});
-  }
-  all.push_back({"sync", [](const StatusWord& w) { return sync_text(w); }, kSyncRemedy});
-  return all;
+std::string count_text(const std::string& count_by) {
+  const auto by = static_cast<CountBy>(std::stoi(count_by));
+  return by == CountBy::kNothing ? "nothing" : by == CountBy::kBatches ? "batches" : "tokens";
 }
 
 // Places of a Saying. Sections come last.
-constexpr std::size_t kFieldsPlace = 0;
-constexpr std::size_t kSectionCountPlace = 1;
-constexpr std::size_t kFirstSectionPlace = 2;
+enum Place : std::size_t {
+  kCall,
+  kStep,
+  kMicrobatch,
+  kSums,
+  kDivideFactor,
+  kLossScale,
+  kCountBy,
+  kSyncs,  // a digit for each group
+  kSectionCount,
+  kFirstSection,
+};
 
 // And of its largest numbers: the earliest step, as -step, then kGroupNumbers of each group.
 constexpr std::size_t kFirstGroupNumber = 1;
 constexpr std::size_t kGroupNumbers = 4;
-
-// All that is compared but the sections, a line each.
-std::string fields_text(const StatusWord& word) {
-  std::string syncs;
-  for (const GroupPlan& group : word.groups) syncs += std::to_string(static_cast<int>(group.sync));
-  std::string lines;
-  for (const std::string& field :
-       {word.call, std::to_string(word.step), std::to_string(word.microbatch), syncs, word.sums,
-        number_text(word.divide_factor), number_text(word.loss_scale),
-        std::to_string(static_cast<int>(word.count_by))}) {
-    lines += field + '\n';
-  }
-  return lines;
-}
-
-StatusWord parse_fields(const std::string& text) {
-  std::istringstream stream(text);
-  const auto line = [&stream] {
-    std::string field;
-    std::getline(stream, field);
-    return field;
-  };
-  StatusWord word;
-  word.call = line();
-  word.step = std::stoll(line());
-  word.microbatch = std::stoll(line());
-  for (const char sync : line()) word.groups.push_back({.sync = static_cast<Sync>(sync - '0')});
-  word.sums = line();
-  word.divide_factor = number(line());
-  word.loss_scale = number(line());
-  word.count_by = static_cast<CountBy>(std::stoi(line()));
-  return word;
-}
 
 const comm::Agreement::Place& place_of(const comm::Agreement& words, std::size_t place) {
   static const comm::Agreement::Place kNobody{};
   return place < words.places.size() ? words.places[place] : kNobody;
 }
 
+// What the lowest rank that says something there says.
+const std::string& first_in(const comm::Agreement& words, std::size_t place) {
+  return words.places.at(place).said.front().text;
+}
+
 struct Comparison {
-  StatusWord first;  // of the lowest rank
+  const comm::Agreement& words;
   std::span<const int> ranks;
   const WordNames& names;
 
-  // The failure of the ranks whose value is not that of most; `values` belong to what was said.
-  [[nodiscard]] std::optional<comm::Failure> of(const Field& field,
-                                                std::span<const comm::Agreement::Said> said,
-                                                const std::vector<std::string>& values) const;
+  // The failure of the ranks whose value in that place is not that of most.
+  [[nodiscard]] std::optional<comm::Failure> of(const Field& field, std::size_t place) const;
+  [[nodiscard]] std::optional<comm::Failure> of_syncs() const;
+  [[nodiscard]] std::optional<comm::Failure> of_fields() const;
 };
 
-std::optional<comm::Failure> Comparison::of(const Field& field,
-                                            std::span<const comm::Agreement::Said> said,
-                                            const std::vector<std::string>& values) const {
+std::optional<comm::Failure> Comparison::of(const Field& field, std::size_t place) const {
+  const auto& said = place_of(words, place).said;
+  std::vector<std::string> values;
+  for (const auto& one : said) values.push_back(field.shown ? field.shown(one.text) : one.text);
   if (std::ranges::adjacent_find(values, std::not_equal_to()) == values.end()) return std::nullopt;
   std::map<std::string, int> votes;
   for (std::size_t i = 0; i < said.size(); ++i) votes[values[i]] += said[i].count;
@@ -174,19 +137,43 @@ std::optional<comm::Failure> Comparison::of(const Field& field,
       others[std::ranges::find(ranks, rank) - ranks.begin()] = values[i];
     }
   }
-  for (const auto& [place, value] : others) {
-    failure.ranks.push_back(ranks[static_cast<std::size_t>(place)]);
+  for (const auto& [at, value] : others) {
+    failure.ranks.push_back(ranks[static_cast<std::size_t>(at)]);
   }
-  const auto& [place, value] = *others.begin();
+  const auto& [at, value] = *others.begin();
   failure.message =
       Message{.where = names.component + ": end of " + names.microbatch + " " +
-                       std::to_string(first.microbatch) + " of step " + std::to_string(first.step),
+                       first_in(words, kMicrobatch) + " of step " + first_in(words, kStep),
               .expected = field.name + " '" + printable(expected) + "' on every rank",
-              .got = "'" + printable(value) + "' on rank " + std::to_string(place) + " of " +
+              .got = "'" + printable(value) + "' on rank " + std::to_string(at) + " of " +
                      std::to_string(ranks.size()),
               .remedy = field.remedy.empty() ? names.remedy : field.remedy}
           .text();
   return failure;
+}
+
+std::optional<comm::Failure> Comparison::of_syncs() const {
+  for (std::size_t g = 0; g < names.groups.size(); ++g) {
+    const auto of_group = [g](const std::string& syncs) {
+      return g < syncs.size() ? sync_text(syncs[g]) : "nothing";
+    };
+    if (auto failure = of({"sync of " + names.groups[g], {}, of_group}, kSyncs)) return failure;
+  }
+  return of({"sync", kSyncRemedy, syncs_text}, kSyncs);
+}
+
+std::optional<comm::Failure> Comparison::of_fields() const {
+  const Field fields[] = {{"call"},
+                          {"step"},
+                          {names.microbatch},
+                          {"gradients per parameter"},
+                          {"gradient divide factor", {}, factor_text},
+                          {"loss scale"},
+                          {"divide factor counted in", {}, count_text}};
+  for (std::size_t place = kCall; place < kSyncs; ++place) {
+    if (auto failure = of(fields[place], place)) return failure;
+  }
+  return of_syncs();
 }
 
 // At most that many bytes, without half a character of UTF-8 at the end.
@@ -203,7 +190,20 @@ comm::Saying StatusWord::saying() const {
   comm::Saying mine;
   mine.any = {dropped ? '\1' : '\0'};
   mine.most = {-step};
-  if (call != kDropCall) mine.equal.emplace_back(fields_text(*this));
+  if (call != kDropCall) {
+    std::string syncs;
+    for (const GroupPlan& group : groups) {
+      syncs += static_cast<char>('0' + static_cast<int>(group.sync));
+    }
+    mine.equal = {call,
+                  std::to_string(step),
+                  std::to_string(microbatch),
+                  sums,
+                  number_text(divide_factor),
+                  number_text(loss_scale),
+                  std::to_string(static_cast<int>(count_by)),
+                  syncs};
+  }
   if (dropped) {
     mine.note = std::to_string(microbatch) + '\n' + cut_text(reason, kMaxReasonBytes);
   } else {
@@ -234,61 +234,61 @@ std::optional<DropWord> Words::drop() const {
 
 std::int64_t Words::least_step() const { return -all.most.front(); }
 
-std::optional<StatusWord> Words::sent() const {
-  for (const auto& said : place_of(all, kFieldsPlace).said) {
-    StatusWord word = parse_fields(said.text);
-    if (word.groups.empty()) continue;
-    for (std::size_t g = 0; g < word.groups.size(); ++g) {
-      const std::int64_t* const most = &all.most.at(kFirstGroupNumber + g * kGroupNumbers);
-      word.groups[g] = {.sync = word.groups[g].sync,
-                        .local_count = most[0],
-                        .carry_count = most[1],
-                        .has_carry = most[2] != 0,
-                        .has_total = most[3] != 0};
-    }
-    return word;
+StatusWord Words::fields() const {
+  StatusWord word;
+  word.call = first_in(all, kCall);
+  word.step = std::stoll(first_in(all, kStep));
+  word.microbatch = std::stoll(first_in(all, kMicrobatch));
+  word.sums = first_in(all, kSums);
+  word.divide_factor = number(first_in(all, kDivideFactor));
+  word.loss_scale = number(first_in(all, kLossScale));
+  word.count_by = static_cast<CountBy>(std::stoi(first_in(all, kCountBy)));
+  // Where some rank sends nothing, of one that does.
+  std::string syncs;
+  for (const auto& said : all.places[kSyncs].said) {
+    if (syncs.empty()) syncs = said.text;
   }
-  return std::nullopt;
+  for (std::size_t g = 0; g < syncs.size(); ++g) {
+    const std::int64_t* const most = &all.most.at(kFirstGroupNumber + g * kGroupNumbers);
+    word.groups.push_back({.sync = static_cast<Sync>(syncs[g] - '0'),
+                           .local_count = most[0],
+                           .carry_count = most[1],
+                           .has_carry = most[2] != 0,
+                           .has_total = most[3] != 0});
+  }
+  return word;
+}
+
+std::optional<StatusWord> Words::sent() const {
+  if (place_of(all, kCall).said.empty()) return std::nullopt;
+  StatusWord word = fields();
+  return word.groups.empty() ? std::nullopt : std::optional(std::move(word));
 }
 
 bool Words::is_gone(std::size_t party) const {
-  return all.any.front() == '\0' && place_of(all, kFirstSectionPlace + party).said.empty();
+  const std::size_t place = kFirstSection + party;
+  return all.any.front() == '\0' && place < all.places.size() && all.places[place].said.empty();
 }
 
 bool has_digest(const comm::Agreement& words, std::size_t party) {
-  return std::ranges::any_of(place_of(words, kFirstSectionPlace + party).said, [](const auto& said) {
+  return std::ranges::any_of(place_of(words, kFirstSection + party).said, [](const auto& said) {
     return said.text.find('#') != std::string::npos;
   });
 }
 
 std::optional<Mismatch> find_mismatch(const comm::Agreement& words, std::span<const int> ranks,
                                       const WordNames& names) {
-  const auto& said = place_of(words, kFieldsPlace).said;
-  if (said.empty()) return std::nullopt;
-  const bool agree = std::ranges::all_of(
-      words.places, [](const comm::Agreement::Place& place) { return place.said.size() < 2; });
-  if (agree) return std::nullopt;
-  std::vector<StatusWord> of_said;
-  for (const auto& one : said) of_said.push_back(parse_fields(one.text));
-  const Comparison comparison{of_said.front(), ranks, names};
-  for (const Field& field : fields(names, of_said.front().groups.size())) {
-    std::vector<std::string> values;
-    for (const StatusWord& word : of_said) values.push_back(field.text(word));
-    if (auto failure = comparison.of(field, said, values)) return Mismatch{*failure};
-  }
-  for (std::size_t place = kSectionCountPlace; place < words.places.size(); ++place) {
-    Field field{"number of optimizers and replica hops", {},
-                "make the same ones for this Reducer on every rank"};
-    std::optional<std::size_t> party;
-    if (place >= kFirstSectionPlace) {
-      party = place - kFirstSectionPlace;
-      field.name = *party < names.parties.size() ? names.parties[*party] : kUnnamedParty;
-      field.remedy = has_digest(words, *party) ? kDigestRemedy : kPartyRemedy;
+  const Comparison comparison{words, ranks, names};
+  if (auto failure = comparison.of_fields()) return Mismatch{*failure};
+  const Field count{"number of optimizers and replica hops",
+                    "make the same ones for this Reducer on every rank"};
+  if (auto failure = comparison.of(count, kSectionCount)) return Mismatch{*failure};
+  for (std::size_t party = 0; kFirstSection + party < words.places.size(); ++party) {
+    const Field section{party < names.parties.size() ? names.parties[party] : kUnnamedParty,
+                        has_digest(words, party) ? kDigestRemedy : kPartyRemedy};
+    if (auto failure = comparison.of(section, kFirstSection + party)) {
+      return Mismatch{*failure, party};
     }
-    const auto& sections = words.places[place].said;
-    std::vector<std::string> values;
-    for (const auto& one : sections) values.push_back(one.text);
-    if (auto failure = comparison.of(field, sections, values)) return Mismatch{*failure, party};
   }
   return std::nullopt;
 }
@@ -301,7 +301,7 @@ void show_details(comm::Agreement& words, std::size_t party, const comm::Agreeme
   while (!std::ranges::all_of(texts, [](const auto& text) { return text.eof(); })) {
     for (std::size_t i = 0; i < texts.size(); ++i) std::getline(texts[i], lines[i] = {});
     if (std::ranges::adjacent_find(lines, std::not_equal_to()) == lines.end()) continue;
-    auto& said = words.places.at(kFirstSectionPlace + party).said = told;
+    auto& said = words.places.at(kFirstSection + party).said = told;
     for (std::size_t i = 0; i < said.size(); ++i) said[i].text = lines[i];
     return;
   }

@@ -62,9 +62,11 @@ struct Words {
   [[nodiscard]] std::int64_t least_step() const;
   // By replica, as far as any was counted.
   [[nodiscard]] const std::vector<std::int64_t>& counts() const { return all.sum; }
-  // What is sent, with the counts of the rank that has most; none when nobody sends.
+  // What is compared, of the lowest ranks that say it, with the counts of the rank that has most.
+  [[nodiscard]] StatusWord fields() const;
+  // Likewise, what is sent; none when nobody sends.
   [[nodiscard]] std::optional<StatusWord> sent() const;
-  // No rank has that party any more, nor dropped the step.
+  // The words were of that party, too; no rank has it any more, nor dropped the step.
   [[nodiscard]] bool is_gone(std::size_t party) const;
 };
 
@@ -95,8 +97,8 @@ struct Mismatch {
                                                     std::span<const int> ranks,
                                                     const WordNames& names = {});
 
-// A party's word may be a digest. Given the texts behind it that ranks have told, replaces what they
-// said in its place by the first lines that differ; where no line does, the words stay.
+// A party's word may be a digest. Given the texts behind it that ranks have told, replaces what
+// they said in its place by the first lines that differ; where no line does, the words stay.
 void show_details(comm::Agreement& words, std::size_t party, const comm::Agreement& details);
 
 }  // namespace hsdp::reducer

@@ -78,11 +78,12 @@ void StepAgreement::forget_gone(const Words& words) {
 
 std::int64_t StepAgreement::post(StatusWord word) {
   const std::int64_t number = posted_ + 1;
-  world_.post(key("word", number), word.saying());
+  const comm::Saying saying = word.saying();
   {
     const std::scoped_lock lock(mutex_);
     own_[number] = std::move(word);
   }
+  world_.post(key("word", number), saying);
   posted_ = number;  // it is under way from here on
   return number;
 }
@@ -128,12 +129,12 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   const std::vector<int> ranks = world_.world_ranks();
   const auto place = static_cast<int>(std::ranges::find(ranks, drop->rank) - ranks.begin());
   const std::string rank = comm::ranks_text({place}, world_.size());
-  judgement.drop = Drop{names_.component + ": step " + std::to_string(words.own.step) +
-                            " was dropped by " + rank + " in " + names_.microbatch + " " +
-                            std::to_string(drop->microbatch) + ": " + drop->reason +
-                            "; begin a new step on every rank",
-                        {drop->rank},
-                        rank + ": " + drop->reason};
+  judgement.drop =
+      Drop{names_.component + ": step " + std::to_string(words.own.step) + " was dropped by " +
+               rank + " in " + names_.microbatch + " " + std::to_string(drop->microbatch) + ": " +
+               drop->reason + "; begin a new step on every rank",
+           {drop->rank},
+           rank + ": " + drop->reason};
   return judgement;
 }
 
@@ -153,9 +154,9 @@ comm::Failure StepAgreement::explain(Mismatch mismatch, const Words& words,
     if (details->empty()) details.reset();
   }
   try {
-    const StatusWord any = words.sent().value_or(words.own);
+    const StatusWord agreed = words.fields();  // by all whose parties were compared
     const std::string name =
-        key("details", any.step) + "/" + std::to_string(any.microbatch) + "/" + any.call;
+        key("details", agreed.step) + "/" + std::to_string(agreed.microbatch) + "/" + agreed.call;
     world_.post(name, {.equal = {details}});
     if (const auto all = world_.collect_within(name, names_.waiting, kPatience)) {
       comm::Agreement shown = words.all;

@@ -138,7 +138,7 @@ void measure_idle(Communicator& world, const Group& group) {
   if (group.rank == 0) std::printf("value idle_rank_cpu_percent %.3f\n", most_percent);
 }
 
-// All ranks say the same, as in a status word, and hear the others.
+// All ranks say the same to each other, over the control connection.
 void measure_words(Communicator& world, const Group& group) {
   constexpr int kWords = 300;
   const std::string word(60, 'w');

@@ -95,8 +95,7 @@ class CountingControl : public StageControl {
  public:
   CountingControl(std::shared_ptr<comm::Control> inner, std::atomic<int>& count)
       : StageControl(std::move(inner), {}), count_(count) {}
-  void post(std::string_view key, std::span<const int> members,
-            const comm::Saying& mine) override {
+  void post(std::string_view key, std::span<const int> members, const comm::Saying& mine) override {
     const bool agrees = key.find("/issue/") != std::string_view::npos;
     if (agrees && key.find("/issue/lane/") == std::string_view::npos) ++count_;
     StageControl::post(key, members, mine);

@@ -41,8 +41,7 @@ class StageControl : public comm::Control {
   }
   [[nodiscard]] std::string address() const override { return inner_->address(); }
   [[nodiscard]] const std::string& secret() const override { return stage_.secret; }
-  void post(std::string_view key, std::span<const int> members,
-            const comm::Saying& mine) override {
+  void post(std::string_view key, std::span<const int> members, const comm::Saying& mine) override {
     if (!key.ends_with("/tcp")) return inner_->post(key, members, mine);
     std::string address = mine.equal.at(0).value();
     if (stage_.on_address) stage_.on_address(address);

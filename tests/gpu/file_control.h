@@ -38,8 +38,7 @@ class FileControl : public comm::Control {
   [[nodiscard]] std::string address() const override { return "127.0.0.1"; }
   [[nodiscard]] const std::string& secret() const override { return secret_; }
 
-  void post(std::string_view key, std::span<const int> members,
-            const comm::Saying& mine) override;
+  void post(std::string_view key, std::span<const int> members, const comm::Saying& mine) override;
   [[nodiscard]] comm::Agreement collect(std::string_view key, std::span<const int> members,
                                         comm::WaitState waiting) override;
   [[nodiscard]] std::optional<comm::Agreement> collect_within(

@@ -116,7 +116,7 @@ class ControlSimulation {
   std::unique_ptr<comm::ControlHub> hub_;
   std::map<std::pair<int, int>, std::int64_t> last_arrival_us_;
   std::vector<int> everyone_;
-  std::uint64_t world_id_ = 0;  // of the group of everyone
+  std::uint64_t world_id_ = 0;          // of the group of everyone
   std::map<int, std::string> names_;    // of words' exchanges
   std::map<int, std::string> answers_;  // the first to each word
   std::vector<std::string> second_answers_;

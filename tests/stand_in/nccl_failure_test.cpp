@@ -534,8 +534,7 @@ INSTANTIATE_TEST_SUITE_P(Variables, WithSharedGpu,
 class OlderControl : public StageControl {
  public:
   using StageControl::StageControl;
-  void post(std::string_view key, std::span<const int> members,
-            const comm::Saying& mine) override {
+  void post(std::string_view key, std::span<const int> members, const comm::Saying& mine) override {
     comm::Saying said = mine;
     if (key.ends_with("/seats")) {
       std::string& text = said.equal.at(0).value();

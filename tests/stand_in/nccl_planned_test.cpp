@@ -22,6 +22,7 @@
 #include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer.h"
+#include "hsdp/row_reducer.h"
 #include "nccl_ranks.h"
 #include "quant/loco_hop.h"
 #include "zero/parameter_gather.h"
@@ -327,6 +328,86 @@ TEST(NcclPlanned, BucketsInAnotherOrderAreFoundAtTheStepsEnd) {
       EXPECT_THAT(mismatch.what(),
                   AllOf(HasSubstr("expected all_reduce of 64 f32 of bucket 0 (rank 0)"),
                         HasSubstr("got all_reduce of 64 f32 of bucket 1 (rank 1)")));
+    }
+  }
+}
+
+// Rows of modules of one size; each step ends with finish() or without.
+struct Rows {
+  Rows(const Mesh& mesh, int count, std::shared_ptr<ReplicaHop> hop = {})
+      : memory(mesh.device(), 64 * sizeof(float)), stream(Stream::create(mesh.device(), "caller")) {
+    std::vector<RowGroup> groups;
+    for (int g = 0; g < count; ++g) {
+      const std::string name = "module " + std::to_string(g);
+      groups.push_back({.name = name,
+                        .parameters = {{.name = name, .shape = {64}}},
+                        .ranges = {{.count = 64}},
+                        .count = 64});
+    }
+    reducer.emplace(mesh, std::move(groups), std::move(hop));
+  }
+  void reduce(int group) {
+    const TensorView row = memory.view(Dtype::kF32);
+    reducer->reduce(group, {.values = row, .shard_size = 2}, row, stream);
+  }
+
+  Buffer memory;
+  Stream stream;
+  std::optional<RowReducer> reducer;
+};
+
+TEST(NcclPlanned, RowsSendAsMuchForManyModulesAsForFew) {
+  std::map<int, std::vector<std::int64_t>> messages;  // by number of modules
+  for (const bool quantizes : {false, true}) {
+    for (const int count : {2, 60}) {
+      std::mutex mutex;
+      run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+        Rows rows(mesh, count, quantizes ? std::make_shared<quant::LocoHop>() : nullptr);
+        std::vector<std::int64_t> after;
+        for (int step = 0; step < 4; ++step) {
+          for (int group = 0; group < count; ++group) rows.reduce(group);
+          rows.reducer->end_backward();
+          after.push_back(messages_of(mesh.world()));
+        }
+        const std::lock_guard lock(mutex);
+        messages[count].push_back(std::min(after[2] - after[1], after[3] - after[2]));
+      });
+    }
+    EXPECT_EQ(messages[2], messages[60]);
+    EXPECT_THAT(messages[2], ::testing::Each(2)) << "a word and a bit";
+    messages.clear();
+  }
+}
+
+TEST(NcclPlanned, RowsInAnotherOrderAreFoundWithTheNextWord) {
+  for (const bool finishes : {false, true}) {
+    const auto errors = try_nccl_ranks(2,
+                                       [finishes](Communicator& world) {
+                                         Rows rows(mesh_of(world, {2, 1}), 2);
+                                         const auto step = [&](int first) {
+                                           rows.reduce(first);
+                                           rows.reduce(1 - first);
+                                           rows.reducer->end_backward();
+                                           if (!finishes) return;
+                                           EXPECT_TRUE(rows.reducer->begin_finish().empty());
+                                           rows.reducer->end_finish();
+                                         };
+                                         step(0);
+                                         step(0);
+                                         step(world.rank());
+                                         if (finishes) ADD_FAILURE() << "it is known with finish()";
+                                         step(0);
+                                       },
+                                       {.timeout = milliseconds(60'000)});
+    for (const std::exception_ptr& error : errors) {
+      ASSERT_TRUE(error);
+      try {
+        std::rethrow_exception(error);
+      } catch (const MismatchError& mismatch) {
+        EXPECT_THAT(mismatch.what(),
+                    AllOf(HasSubstr("expected all_reduce of 64 f32 of bucket 0 (rank 0)"),
+                          HasSubstr("got all_reduce of 64 f32 of bucket 1 (rank 1)")));
+      }
     }
   }
 }

@@ -1,5 +1,7 @@
 #include "hsdp/comm/control/control_frames.h"
 
+#include <algorithm>
+#include <map>
 #include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
@@ -7,17 +9,30 @@
 namespace hsdp::comm {
 namespace {
 
-constexpr std::size_t kMinTextBytes = 4;
 constexpr std::size_t kMinWaitBytes = 28;
 
+// Each text once, with the places that have it.
 void write_texts(WireWriter& out, const std::vector<std::string>& texts) {
-  out.u32(static_cast<std::uint32_t>(texts.size()));
-  for (const std::string& text : texts) out.text(text);
+  std::map<std::string_view, std::vector<int>> places;
+  for (std::size_t i = 0; i < texts.size(); ++i) places[texts[i]].push_back(static_cast<int>(i));
+  out.number(places.size());
+  for (const auto& [text, at] : places) {
+    out.short_text(text);
+    out.runs(at);
+  }
 }
 
 std::vector<std::string> read_texts(WireReader& in) {
-  std::vector<std::string> texts(in.count(kMinTextBytes));
-  for (std::string& text : texts) text = in.text();
+  std::vector<std::string> texts;
+  for (std::size_t left = in.short_count(); left > 0; --left) {
+    const std::string_view text = in.short_text();
+    for (const int place : in.runs()) {
+      const auto at = static_cast<std::size_t>(place);
+      if (at >= kMostInRuns) return {};
+      texts.resize(std::max(texts.size(), at + 1));
+      texts[at] = text;
+    }
+  }
   return texts;
 }
 

@@ -239,7 +239,7 @@ void ControlHub::add_group(int rank, std::string_view body) {
   const std::uint64_t id = group_id(frame->members);
   const auto [known, is_new] = groups_.try_emplace(id, frame->members);
   if (known->second != frame->members) {
-    end(mismatch(rank, "control: two groups of one id; set up the mesh in another order"));
+    end(mismatch(rank, "control: two groups of ranks have one id; use other ones"));
   }
 }
 
@@ -275,12 +275,12 @@ void ControlHub::post(int rank, std::string_view body) {
                         return peers_[static_cast<std::size_t>(other)].phase == Phase::kClosed;
                       });
   if (--exchange.missing_count > 0 && !is_cut) return;
-  const Exchange over = std::move(exchange);
+  Exchange over = std::move(exchange);
   exchange_names_.erase(over.hash);
   exchanges_.erase(place);
   if (is_cut) return answer(over, name, std::nullopt);
-  Agreement agreement = over.agreement;
-  agreement.close(over.keeps_all);
+  over.agreement.close(over.keeps_all);
+  Agreement agreement = std::move(over.agreement);
   answer(over, name, std::move(agreement));
 }
 

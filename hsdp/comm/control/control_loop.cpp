@@ -134,11 +134,7 @@ void ControlLoop::run() {
       io_.run();
       return;
     } catch (const std::exception& error) {
-      WorldEnd world_end;
-      world_end.failure = {FailureKind::kAborted,
-                           std::string("control: internal error: ") + error.what(),
-                           {own_.rank}};
-      member_.end(world_end);
+      member_.end(end_by_error(own_.rank, error));
     }
   }
 }

@@ -57,9 +57,8 @@ Agreement ControlState::take(const std::string& exchange, WaitState waiting) {
   return std::move(answers_.extract(exchange).mapped()).value();
 }
 
-std::optional<Agreement> ControlState::take_within(const std::string& exchange,
-                                                                  WaitState waiting,
-                                                                  std::chrono::milliseconds time) {
+std::optional<Agreement> ControlState::take_within(const std::string& exchange, WaitState waiting,
+                                                   std::chrono::milliseconds time) {
   Lock lock(mutex_);
   const auto came = [&] { return answers_.contains(exchange); };
   const int slot = begin_wait(waiting, exchange_hash(exchange));
@@ -88,7 +87,7 @@ std::vector<UniqueFd> ControlState::take_descriptors(const std::string& exchange
 }
 
 std::optional<Agreement> ControlState::take_while_open(const std::string& exchange,
-                                                                      WaitState waiting) {
+                                                       WaitState waiting) {
   Lock lock(mutex_);
   // Rank 0 may have left before it could answer: no exchange of which it is told as awaited.
   wait_until(lock, waiting, 0, [&] { return hub_left_ || answers_.contains(exchange); });

@@ -121,11 +121,18 @@ void DescriptorBroker::greet(const std::shared_ptr<DescriptorChannel>& channel,
   listener_.close(ignored);
 }
 
+std::string DescriptorBroker::name(std::string_view key, std::span<const int> members) {
+  WireWriter out;
+  out.short_text(key);
+  out.runs(members);
+  return out.take();
+}
+
 void DescriptorBroker::post(int rank, const std::string& exchange, UniqueFd fd) {
-  WireReader name(exchange);
-  static_cast<void>(name.text());
-  const std::vector<int> members = name.ranks();
-  if (!name.complete() || !std::is_sorted(members.begin(), members.end()) ||
+  WireReader in(exchange);
+  static_cast<void>(in.short_text());
+  const std::vector<int> members = in.runs();
+  if (!in.complete() ||
       !std::includes(local_ranks_.begin(), local_ranks_.end(), members.begin(), members.end()) ||
       !std::binary_search(members.begin(), members.end(), rank)) {
     return;

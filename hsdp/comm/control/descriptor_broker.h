@@ -10,7 +10,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "hsdp/comm/control/descriptor_channel.h"
@@ -39,6 +41,8 @@ class DescriptorBroker {
   // A descriptor of `rank` for the exchange of that name.
   void post(int rank, const std::string& exchange, UniqueFd fd);
 
+  // Of an exchange, and of whom it is.
+  [[nodiscard]] static std::string name(std::string_view key, std::span<const int> members);
   // What a rank sends first, and what it gets with each descriptor.
   [[nodiscard]] static std::string hello(int rank);
   [[nodiscard]] static std::string envelope(const std::string& exchange, int from);

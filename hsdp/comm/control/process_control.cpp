@@ -35,7 +35,7 @@ std::vector<UniqueFd> ProcessControl::exchange_descriptors(std::string_view key,
     throw UsageError("control: exchange of descriptors: rank " + std::to_string(member) +
                      " cannot be passed any (rank " + std::to_string(rank()) + ")");
   }
-  const std::string exchange = exchange_name(key, group_id(members));
+  const std::string exchange = DescriptorBroker::name(key, members);
   if (exchange.size() > DescriptorChannel::kMaxTextBytes / 2) {
     throw UsageError("control: exchange of descriptors: key or group too large");
   }

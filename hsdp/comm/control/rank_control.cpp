@@ -36,9 +36,10 @@ void RankControl::post(std::string_view key, std::span<const int> members, const
 void RankControl::send_post(std::span<const int> members, PostFrame frame) {
   frame.group = group_id(members);
   std::string body = frame.encode();
-  // An answer may hold all messages, and must fit into one frame.
+  // An answer holds all messages, or a few, and must fit into one frame.
   constexpr std::size_t kOverheadBytes = 64U << 10U;
-  const std::size_t limit = (kMaxFrameBytes - kOverheadBytes) / members.size();
+  const std::size_t kept = frame.saying.keeps_all ? members.size() : Agreement::kMostTexts;
+  const std::size_t limit = (kMaxFrameBytes - kOverheadBytes) / std::min(members.size(), kept);
   if (body.size() > limit) {
     throw UsageError("control: message of an exchange among " + std::to_string(members.size()) +
                      " ranks: expected at most " + std::to_string(limit) + " bytes, got " +
@@ -47,8 +48,9 @@ void RankControl::send_post(std::span<const int> members, PostFrame frame) {
   if (failed()) return;  // collect() tells, and knows what the caller was doing
   {
     const std::lock_guard lock(mutex_);
-    if (named_groups_.insert(frame.group).second) {
+    if (!named_groups_.contains(frame.group)) {
       send(FrameType::kGroup, GroupFrame{{members.begin(), members.end()}}.encode());
+      named_groups_.insert(frame.group);
     }
   }
   send(FrameType::kPost, std::move(body));

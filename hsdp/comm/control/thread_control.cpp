@@ -123,10 +123,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
         work(lock);
       } catch (const std::exception& error) {
         if (!lock) lock.lock();
-        WorldEnd world_end;
-        world_end.failure = {
-            FailureKind::kAborted, std::string("control: internal error: ") + error.what(), {0}};
-        hub_->end(world_end);
+        hub_->end(end_by_error(0, error));
         end_is_due_ = true;  // for those that were not called any more
       }
     }

@@ -1,8 +1,9 @@
-// Bounded encoding of control messages: little-endian integers, length-prefixed strings, and ranks in
-// runs.
+// Bounded encoding of control messages: little-endian integers, length-prefixed strings, and ranks
+// in runs.
 //
-// The reader never reads past its input and never allocates more than the input holds and kMostInRuns
-// ranks; after the first bad field ok() is false and every further field reads as zero or empty.
+// The reader never reads past its input and never makes more than kMostInRuns ranks of it, or items
+// of one kind; after the first bad field ok() is false and every further field reads as zero or
+// empty.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@
 
 namespace hsdp::comm {
 
-constexpr std::size_t kMostInRuns = std::size_t{1} << 20U;
+constexpr std::size_t kMostInRuns = std::size_t{1} << 20U;  // of one message
 
 class WireWriter {
  public:
@@ -82,7 +83,8 @@ class WireReader {
     for (unsigned shift = 0; shift < 64; shift += 7) {
       const std::uint64_t byte = integer(1);
       value |= (byte & 0x7fU) << shift;
-      if (byte <= 0x7f) return value;
+      if (shift == 63 && byte > 1) break;  // more than 64 bits
+      if (byte <= 0x7f) return ok_ ? value : 0;
     }
     ok_ = false;
     return 0;
@@ -92,10 +94,10 @@ class WireReader {
     return static_cast<std::int64_t>((bits & 1U) != 0 ? ~(bits >> 1U) : bits >> 1U);
   }
   std::string_view short_text() { return take(number()); }
-  // A number of items of at least a byte each that can still follow.
-  std::size_t short_count() {
+  // A number of items of at least a byte each that can still follow, and no more than `most`.
+  std::size_t short_count(std::size_t most = kMostInRuns) {
     const std::uint64_t n = number();
-    if (n <= bytes_.size()) return n;
+    if (n <= bytes_.size() && n <= most) return n;
     ok_ = false;
     return 0;
   }
@@ -125,6 +127,7 @@ class WireReader {
     ok_ = false;
     return 0;
   }
+  void fail() { ok_ = false; }
   // All fields were there and nothing is left over.
   [[nodiscard]] bool complete() const { return ok_ && bytes_.empty(); }
   [[nodiscard]] bool ok() const { return ok_; }

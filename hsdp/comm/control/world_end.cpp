@@ -125,4 +125,10 @@ WorldEnd end_by_loss(int rank, int size, const std::string& reason) {
   return world_end;
 }
 
+WorldEnd end_by_error(int rank, const std::exception& error) {
+  return {.failure = {FailureKind::kAborted,
+                      std::string("control: internal error: ") + error.what(),
+                      {rank}}};
+}
+
 }  // namespace hsdp::comm

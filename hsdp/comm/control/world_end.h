@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <optional>
 #include <string>
 #include <vector>
@@ -32,5 +33,7 @@ struct RankReport {
 [[nodiscard]] std::string operation_text(std::string_view operation, int bucket);
 
 [[nodiscard]] WorldEnd end_by_loss(int rank, int size, const std::string& reason);
+// The control plane's own error on that rank.
+[[nodiscard]] WorldEnd end_by_error(int rank, const std::exception& error);
 
 }  // namespace hsdp::comm

@@ -1,0 +1,121 @@
+// Rank 0's relay by itself: what it answers, and what it takes from nobody.
+#include "hsdp/comm/control/control_hub.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace hsdp::comm {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::SizeIs;
+
+// What the hub sent to one rank.
+class Sent final : public FrameLink {
+ public:
+  void send(FrameBytes frame) override { frames.push_back(std::move(frame)); }
+  [[nodiscard]] bool idle() const override { return false; }
+  [[nodiscard]] bool open() const override { return true; }
+  void finish_sending() override {}
+  void close() override {}
+
+  std::vector<FrameBytes> frames;
+};
+
+class ControlHubTest : public testing::Test {
+ protected:
+  static constexpr int kSize = 3;
+
+  ControlHubTest()
+      : hub_(clock_, {{.size = kSize}, "", std::chrono::seconds(20), [] { return std::string(); }},
+             [this](FrameType type, std::string_view body) { own_.send(make_frame(type, body)); }) {
+    for (int rank = 1; rank < kSize; ++rank) {
+      links_.push_back(std::make_shared<Sent>());
+      hub_.join(links_.back(), {.rank = rank, .size = kSize});
+    }
+    own_.frames.clear();  // the welcome
+    for (const auto& link : links_) link->frames.clear();
+  }
+
+  void name(int rank, const std::vector<int>& members) {
+    hub_.handle(rank, FrameType::kGroup, GroupFrame{members}.encode());
+  }
+  void say(int rank, const std::vector<int>& members, const std::string& text) {
+    const PostFrame frame{group_id(members), "key", message_to_all(text)};
+    hub_.handle(rank, FrameType::kPost, frame.encode());
+  }
+  // Why the world ended, as that rank was told.
+  [[nodiscard]] static WorldEnd end_in(const Sent& sent) {
+    if (sent.frames.size() != 1 || type_of(*sent.frames[0]) != FrameType::kFail) return {};
+    return WorldEnd::decode(std::string_view(*sent.frames[0]).substr(kFrameHeaderBytes)).value();
+  }
+  void expect_end_by(int rank, const std::string& text) {
+    for (const Sent* const sent : {&own_, links_[0].get(), links_[1].get()}) {
+      const WorldEnd end = end_in(*sent);
+      EXPECT_EQ(end.failure.kind, FailureKind::kMismatch);
+      EXPECT_THAT(end.failure.ranks, ElementsAre(rank));
+      EXPECT_THAT(end.failure.message, HasSubstr(text));
+    }
+  }
+
+  OwnClock clock_{OwnClock::steady_ms, nullptr};
+  Sent own_;
+  std::vector<std::shared_ptr<Sent>> links_;
+  ControlHub hub_;
+};
+
+TEST_F(ControlHubTest, AnswersTheMembersOnce) {
+  const std::vector<int> pair{0, 2};
+  for (const int rank : {0, 2, 2}) name(rank, pair);
+  say(2, pair, "two");
+  EXPECT_THAT(own_.frames, SizeIs(0));
+  say(0, pair, "none");
+  EXPECT_THAT(links_[0]->frames, SizeIs(0)) << "rank 1 is no member";
+  for (const Sent* const sent : {&own_, links_[1].get()}) {
+    ASSERT_THAT(sent->frames, SizeIs(1));
+    ASSERT_EQ(type_of(*sent->frames[0]), FrameType::kAnswer);
+    const auto answer =
+        AnswerFrame::decode(std::string_view(*sent->frames[0]).substr(kFrameHeaderBytes));
+    ASSERT_TRUE(answer && answer->agreement);
+    EXPECT_THAT(answer->agreement->messages(pair), ElementsAre("none", "two"));
+  }
+}
+
+TEST_F(ControlHubTest, TakesNoWordInAGroupThatNobodyNamed) {
+  say(1, {0, 1}, "hello");
+  expect_end_by(1, "malformed exchange from rank 1");
+}
+
+TEST_F(ControlHubTest, TakesNoWordOfOneWhoIsNoMember) {
+  name(2, {0, 2});
+  say(1, {0, 2}, "hello");
+  expect_end_by(1, "malformed exchange from rank 1");
+}
+
+TEST_F(ControlHubTest, TakesNoGroupThatCannotBe) {
+  name(2, {1, 2, 3});  // there is no rank 3
+  expect_end_by(2, "malformed group from rank 2");
+}
+
+TEST_F(ControlHubTest, TakesNoGroupOfOthers) {
+  name(1, {0, 2});
+  expect_end_by(1, "malformed group from rank 1");
+}
+
+TEST_F(ControlHubTest, TakesOneWordOfEachRank) {
+  name(1, {0, 1});
+  say(1, {0, 1}, "hello");
+  say(1, {0, 1}, "again");
+  expect_end_by(1, "rank 1 used the key 'key' twice");
+}
+
+}  // namespace
+}  // namespace hsdp::comm

@@ -122,6 +122,7 @@ struct Comparison {
 std::optional<comm::Failure> Comparison::of(const Field& field, std::size_t place) const {
   const auto& said = place_of(words, place).said;
   std::vector<std::string> values;
+  values.reserve(said.size());
   for (const auto& one : said) values.push_back(field.shown ? field.shown(one.text) : one.text);
   if (std::ranges::adjacent_find(values, std::not_equal_to()) == values.end()) return std::nullopt;
   std::map<std::string, int> votes;
@@ -296,6 +297,7 @@ std::optional<Mismatch> find_mismatch(const comm::Agreement& words, std::span<co
 void show_details(comm::Agreement& words, std::size_t party, const comm::Agreement& details) {
   const auto& told = place_of(details, 0).said;
   std::vector<std::istringstream> texts;
+  texts.reserve(told.size());
   for (const auto& one : told) texts.emplace_back(one.text);
   std::vector<std::string> lines(texts.size());
   while (!std::ranges::all_of(texts, [](const auto& text) { return text.eof(); })) {

@@ -224,6 +224,7 @@ void RowReducer::Parts::over_replicas(int number, const Row& row, const TensorVi
                           .replica;
   bucket.nonfinite = sums.nonfinite();
   bucket.planned = true;
+  steps.note_row(number, row.shard_size);
   sums.follow(hop->reduce(bucket, stream), stream);
   ++reduce_count;
 }

@@ -19,13 +19,14 @@
 //   rows.end_finish();
 //
 // Threads: one call at a time. Collective: construction, set_requires_all_reduce, begin_finish,
-// end_finish and, in one order on all ranks, reduce.
+// end_finish, end_backward of a step's last backward and, in one order on all ranks, reduce.
 // Streams: rows are read and totals written in the order of the `stream` of the call, which waits
 // for what earlier calls have put on others; on the host they are when the call returns.
 // Errors: ranks that are not in the same backward, or have other flags, get a MismatchError before
-// anything is summed, and the step is dropped. A rank drops a step between backwards, or before it
-// has reduced anything in one; the others get a StepAbortedError at their next reduce. After that
-// what goes wrong in a backward ends the world.
+// anything is summed, and the step is dropped. Rows in another order, or of sums of other ranks,
+// are a MismatchError at the end of the step's last backward, and end the world. A rank drops a
+// step between backwards, or before it has reduced anything in one; the others get a
+// StepAbortedError at their next reduce. After that what goes wrong in a backward ends the world.
 #pragma once
 
 #include <cstdint>
@@ -83,7 +84,8 @@ class RowReducer {
   void reduce(int group, const Row& row, TensorView total, Stream& stream);
   // A row came that cannot be given to reduce(): the step is dropped, or the world ends.
   void reject(std::string_view message);
-  // A backward that reduced something is over.
+  // A backward that reduced something is over. In the step's last one, ranks see whether all have
+  // reduced the same rows.
   void end_backward();
 
   // Ends a step. Returns the groups of which some rank has kept rows, as they did not run in the

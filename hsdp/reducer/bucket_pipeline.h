@@ -116,7 +116,6 @@ class BucketPipeline {
   void after_hops(const Launch& launch);
   void finish_hops();
   void run_end(const Ending& ending);
-  // What this rank has called in its groups, in their order on every rank.
   void settle(const Ending& ending, const std::string& calls);
   void send_zeros(const Words& words, const MicrobatchPlan& dropped);
   // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "hsdp/comm/host/host_call.h"
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
 #include "hsdp/reducer/same_calls.h"
@@ -92,6 +93,14 @@ void RowSteps::begin_reduce() {
   ++row_count_;
 }
 
+void RowSteps::note_row(int group, int shard_size) {
+  row_terms_ = comm::TermsHash()
+                   .add(row_terms_)
+                   .add(static_cast<std::uint64_t>(group))
+                   .add(static_cast<std::uint64_t>(shard_size))
+                   .value();
+}
+
 void RowSteps::agree() {
   if (backward_ == Backward::kAgreed) return;
   if (!is_alone()) judge(post(word_of(kBackwardCall)));
@@ -114,7 +123,18 @@ void RowSteps::reject(const std::string& message) {
 }
 
 void RowSteps::end_backward() {
-  if (backward_ == Backward::kAgreed) backward_ = Backward::kOver;
+  if (backward_ != Backward::kAgreed) return;
+  backward_ = Backward::kOver;
+  if (!is_alone() && std::ranges::all_of(groups_, &Group::all_reduce)) compare_calls();
+}
+
+void RowSteps::compare_calls() {
+  const std::string mine = calls_of(ranks_, hop_()) + std::to_string(row_terms_);
+  outcome_.guard(kNoStep, [&] {
+    const auto all = agreement_.exchange_calls(++look_count_, mine);
+    if (all) require_same_calls(ranks_, hop_(), agreement_, step_, *all);
+  });
+  outcome_.rethrow_failure("end of a backward");
 }
 
 std::vector<int> RowSteps::begin_finish() {
@@ -135,7 +155,8 @@ void RowSteps::end_finish() {
   const std::int64_t step = step_;
   next_step();
   if (is_alone()) return;
-  post_end(step);
+  compare_calls();
+  agreement_.post_nonfinite(step, sums_.take_nonfinite());
   settle(step);
 }
 
@@ -164,7 +185,9 @@ RowSteps::Posted RowSteps::post(StatusWord word) {
       throw;
     }
   }
-  if (agreement_.ended_steps() < step_ && !own_drop_) post_end(step_ - 1);
+  if (agreement_.ended_steps() < step_ && !own_drop_) {
+    agreement_.post_nonfinite(step_ - 1, sums_.take_nonfinite());
+  }
   return {agreement_.post(word), step_};
 }
 
@@ -208,17 +231,10 @@ bool RowSteps::is_behind(const Words& words, std::int64_t step) const {
   return agreement_.ended_steps() < step && words.least_step() < step;
 }
 
-void RowSteps::post_end(std::int64_t step) {
-  agreement_.post_nonfinite(step, sums_.take_nonfinite(), calls_of(ranks_, hop_()));
-}
-
 // The last word of a step is how it came out, which comes with the first of the next.
 void RowSteps::settle(std::int64_t step) {
   if (agreement_.ended_steps() > step) return;
-  const auto look = [&](const std::vector<std::string>& calls) {
-    require_same_calls(ranks_, hop_(), agreement_, step, calls);
-  };
-  outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step, look)); });
+  outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step)); });
   outcome_.rethrow_failure("end of a step");
 }
 

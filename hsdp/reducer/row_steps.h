@@ -59,6 +59,8 @@ class RowSteps {
 
   // A row is to be reduced.
   void begin_reduce();
+  // It was, with those terms, which all ranks must have.
+  void note_row(int group, int shard_size);
   // Before anything is summed, all ranks must be in the same backward of the same step: ranks that
   // count differently would add sums of different microbatches.
   void agree();
@@ -100,18 +102,21 @@ class RowSteps {
   void drop(std::string_view reason);
   void next_step();
 
-  void post_end(std::int64_t step);
+  // Before anybody uses the totals.
+  void compare_calls();
 
   const Groups& ranks_;
   std::vector<Group> groups_;
   Outcome& outcome_;
   RowSums& sums_;
-  std::function<HopOwner*()> hop_;  // null: none any more
+  std::function<HopOwner*()> hop_;  // null: this rank is alone, or let go of it
   StepAgreement agreement_;
 
   std::int64_t step_ = 0;
   std::int64_t call_count_ = 0;  // of set_requires_all_reduce in this step
   std::int64_t row_count_ = 0;   // in this step
+  std::uint64_t row_terms_ = 0;  // a hash of all rows that were reduced
+  std::int64_t look_count_ = 0;  // how often calls were compared
   Backward backward_ = Backward::kNothingReduced;
   std::optional<Posted> own_drop_;  // not judged yet
   bool is_closed_ = false;

@@ -62,7 +62,8 @@ struct Words {
   [[nodiscard]] std::int64_t least_step() const;
   // By replica, as far as any was counted.
   [[nodiscard]] const std::vector<std::int64_t>& counts() const { return all.sum; }
-  // What is compared, of the lowest ranks that say it, with the counts of the rank that has most.
+  // What is compared, where anybody says it, of the lowest ranks that do, with the counts of the
+  // rank that has most.
   [[nodiscard]] StatusWord fields() const;
   // Likewise, what is sent; none when nobody sends.
   [[nodiscard]] std::optional<StatusWord> sent() const;

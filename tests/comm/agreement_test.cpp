@@ -68,7 +68,7 @@ TEST(Agreement, AddsJoinsAndTakesTheLargest) {
   EXPECT_EQ(all.note_rank, -1);
 }
 
-TEST(Agreement, KeepsTheFourTextsOfMostRanksAndCountsTheOthers) {
+TEST(Agreement, KeepsTheFourTextsOfMostRanks) {
   Agreement all;
   for (int rank = 0; rank < 4'096; ++rank) {
     all.add(rank, {.equal = {rank < 100 ? std::to_string(rank) : "most"}});

@@ -74,7 +74,7 @@ std::string decoded_and_encoded(const Frame& frame) {
 TEST(ControlFramesTest, WholeBodiesAreDecodedAndNoOthers) {
   const std::vector<std::string> bodies{
       decoded_and_encoded(join_frame()),
-      decoded_and_encoded(WelcomeFrame{"secret", {"a", "b"}}),
+      decoded_and_encoded(WelcomeFrame{"secret", {"a", "b", "a", "a"}}),
       decoded_and_encoded(PostFrame{77, "key", saying(), true}),
       decoded_and_encoded(AnswerFrame{"name", agreement()}),
       decoded_and_encoded(beat_frame()),
@@ -98,6 +98,7 @@ TEST(ControlFramesTest, AnyBytesAreSafe) {
                                        beat_frame().encode(),
                                        world_end().encode(),
                                        std::string(64, '\0'),
+                                       WelcomeFrame{"secret", {"a", "b", "a"}}.encode(),
                                        PostFrame{77, "key", saying(), false}.encode(),
                                        AnswerFrame{"name", agreement()}.encode(),
                                        GroupFrame{{0, 8, 16, 17}}.encode()};

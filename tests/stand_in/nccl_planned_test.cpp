@@ -332,7 +332,7 @@ TEST(NcclPlanned, BucketsInAnotherOrderAreFoundAtTheStepsEnd) {
   }
 }
 
-// Rows of modules of one size; each step ends with finish() or without.
+// Rows of modules of one size.
 struct Rows {
   Rows(const Mesh& mesh, int count, std::shared_ptr<ReplicaHop> hop = {})
       : memory(mesh.device(), 64 * sizeof(float)), stream(Stream::create(mesh.device(), "caller")) {
@@ -346,9 +346,9 @@ struct Rows {
     }
     reducer.emplace(mesh, std::move(groups), std::move(hop));
   }
-  void reduce(int group) {
+  void reduce(int group, int shard_size = 2) {
     const TensorView row = memory.view(Dtype::kF32);
-    reducer->reduce(group, {.values = row, .shard_size = 2}, row, stream);
+    reducer->reduce(group, {.values = row, .shard_size = shard_size}, row, stream);
   }
 
   Buffer memory;
@@ -374,41 +374,83 @@ TEST(NcclPlanned, RowsSendAsMuchForManyModulesAsForFew) {
       });
     }
     EXPECT_EQ(messages[2], messages[60]);
-    EXPECT_THAT(messages[2], ::testing::Each(2)) << "a word and a bit";
+    EXPECT_THAT(messages[2], ::testing::Each(3)) << "a word, what was called, and a bit";
     messages.clear();
   }
 }
 
-TEST(NcclPlanned, RowsInAnotherOrderAreFoundWithTheNextWord) {
-  for (const bool finishes : {false, true}) {
-    const auto errors = try_nccl_ranks(2,
-                                       [finishes](Communicator& world) {
-                                         Rows rows(mesh_of(world, {2, 1}), 2);
-                                         const auto step = [&](int first) {
-                                           rows.reduce(first);
-                                           rows.reduce(1 - first);
-                                           rows.reducer->end_backward();
-                                           if (!finishes) return;
-                                           EXPECT_TRUE(rows.reducer->begin_finish().empty());
-                                           rows.reducer->end_finish();
-                                         };
-                                         step(0);
-                                         step(0);
-                                         step(world.rank());
-                                         if (finishes) ADD_FAILURE() << "it is known with finish()";
-                                         step(0);
-                                       },
-                                       {.timeout = milliseconds(60'000)});
-    for (const std::exception_ptr& error : errors) {
-      ASSERT_TRUE(error);
-      try {
-        std::rethrow_exception(error);
-      } catch (const MismatchError& mismatch) {
-        EXPECT_THAT(mismatch.what(),
-                    AllOf(HasSubstr("expected all_reduce of 64 f32 of bucket 0 (rank 0)"),
-                          HasSubstr("got all_reduce of 64 f32 of bucket 1 (rank 1)")));
-      }
+// Both ranks are told at the end of a backward that differs on rank 1.
+void expect_mismatch_of_rows(const std::function<void(Rows&, int rank)>& backward,
+                             const testing::Matcher<std::string>& message) {
+  const auto errors = try_nccl_ranks(2,
+                                     [&](Communicator& world) {
+                                       Rows rows(mesh_of(world, {2, 1}), 2);
+                                       for (const int rank : {0, 0, world.rank()}) {
+                                         backward(rows, rank);
+                                         rows.reducer->end_backward();
+                                       }
+                                       EXPECT_EQ(world.rank(), 0) << "goes on";
+                                     },
+                                     {.timeout = milliseconds(60'000)});
+  for (const std::exception_ptr& error : errors) {
+    ASSERT_TRUE(error);
+    try {
+      std::rethrow_exception(error);
+    } catch (const MismatchError& mismatch) {
+      EXPECT_THAT(mismatch.what(), message);
     }
+  }
+}
+
+TEST(NcclPlanned, RowsInAnotherOrderAreFoundAtTheBackwardsEnd) {
+  expect_mismatch_of_rows(
+      [](Rows& rows, int rank) {
+        rows.reduce(rank);
+        rows.reduce(1 - rank);
+      },
+      AllOf(HasSubstr("expected all_reduce of 64 f32 of bucket 0 (rank 0)"),
+            HasSubstr("got all_reduce of 64 f32 of bucket 1 (rank 1)")));
+}
+
+TEST(NcclPlanned, RowsOfOtherSumsAreFoundAtTheBackwardsEnd) {
+  expect_mismatch_of_rows([](Rows& rows, int rank) { rows.reduce(0, rank == 0 ? 2 : 1); },
+                          HasSubstr("expected the same collectives of its buckets or rows"));
+}
+
+// Drops, what finish() reduces and other parameters leave the ranks' calls equal.
+TEST(NcclPlanned, RowsGoOnAfterDropsFinishesAndOtherParameters) {
+  for (const bool quantizes : {false, true}) {
+    run_nccl_mesh({2, 1}, [&](const Mesh& mesh) {
+      Rows rows(mesh, 3, quantizes ? std::make_shared<quant::LocoHop>() : nullptr);
+      RowReducer& reducer = *rows.reducer;
+      const auto step = [&] {
+        for (const int group : {0, 1, 2}) rows.reduce(group);
+        reducer.end_backward();
+      };
+      const std::vector<int> all{0, 1, 2};
+      for (int round = 0; round < 3; ++round) {
+        step();
+        reducer.set_requires_all_reduce(false, all);
+        if (mesh.world().rank() == 0) {  // the other one has no gradient of that module
+          reducer.keep(1, {.values = rows.memory.view(Dtype::kF32)}, rows.stream);
+        }
+        reducer.set_requires_all_reduce(true, all);
+        for (const int group : {0, 2}) rows.reduce(group);
+        reducer.end_backward();
+        for (const int group : reducer.begin_finish()) {
+          const TensorView total = rows.memory.view(Dtype::kF32);
+          reducer.reduce(group, {}, total, rows.stream);
+        }
+        reducer.end_finish();
+        if (mesh.world().rank() == 1) {
+          reducer.keep(0, {.values = rows.memory.view(Dtype::kF32)}, rows.stream);
+          reducer.abandon_step("for once");
+        } else {
+          EXPECT_THROW(rows.reduce(0), StepAbortedError);
+        }
+        step();
+      }
+    });
   }
 }
 

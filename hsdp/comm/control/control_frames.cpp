@@ -28,7 +28,10 @@ std::vector<std::string> read_texts(WireReader& in) {
     const std::string_view text = in.short_text();
     for (const int place : in.runs()) {
       const auto at = static_cast<std::size_t>(place);
-      if (at >= kMostInRuns) return {};
+      if (at >= kMostInRuns) {
+        in.fail();
+        return {};
+      }
       texts.resize(std::max(texts.size(), at + 1));
       texts[at] = text;
     }

@@ -42,7 +42,10 @@ void ControlMember::frame(FrameType type, std::string_view body) {
       return;
     case FrameType::kWelcome:
       welcomed_ = true;
-      if (auto welcome = WelcomeFrame::decode(body)) state_->welcome(std::move(*welcome));
+      if (auto welcome = WelcomeFrame::decode(body);
+          welcome && std::ssize(welcome->hosts) == size_) {
+        state_->welcome(std::move(*welcome));
+      }
       return;
     case FrameType::kFail:
       if (auto world_end = WorldEnd::decode(body)) end(*world_end);

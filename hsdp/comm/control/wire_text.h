@@ -1,9 +1,8 @@
 // Bounded encoding of control messages: little-endian integers, length-prefixed strings, and ranks
 // in runs.
 //
-// The reader never reads past its input and never makes more than kMostInRuns ranks of it, or items
-// of one kind; after the first bad field ok() is false and every further field reads as zero or
-// empty.
+// The reader never reads past its input, and makes no more than kMostInRuns ranks of the runs in
+// it; after the first bad field ok() is false and every further field reads as zero or empty.
 #pragma once
 
 #include <cstdint>

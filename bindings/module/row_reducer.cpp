@@ -107,7 +107,9 @@ class RowReducerHandle {
   void reject(const std::string& message) {
     call([message](RowReducer& rows) { rows.reject(message); });
   }
-  void end_backward() { rows().end_backward(); }
+  void end_backward() {
+    call([](RowReducer& rows) { rows.end_backward(); });
+  }
 
   std::vector<int> begin_finish() {
     return call([](RowReducer& rows) { return rows.begin_finish(); });

@@ -135,7 +135,6 @@ class ReplicaHookHandle:
         the rest of it.
         """
         self._require_open()
-        self._end_backward()
         self._rows.abandon_step(reason)
 
     def close(self) -> None:
@@ -144,7 +143,6 @@ class ReplicaHookHandle:
         """
         if self._closed:
             return
-        self._end_backward()
         self._rows.close()
         self._closed = True
         for group in self._groups:

@@ -316,6 +316,8 @@ void RowReducer::reject(std::string_view message) { parts_->steps.reject(std::st
 
 void RowReducer::end_backward() { parts_->steps.end_backward(); }
 
+void RowReducer::leave_backward() { parts_->steps.leave_backward(); }
+
 std::vector<int> RowReducer::begin_finish() {
   parts_->outcome.rethrow_failure("finish");
   std::vector<int> left = parts_->steps.begin_finish();

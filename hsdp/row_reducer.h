@@ -87,6 +87,8 @@ class RowReducer {
   // A backward that reduced something is over. In the step's last one, ranks see whether all have
   // reduced the same rows.
   void end_backward();
+  // The same, before abandon_step() or close() where the backward may be over: waits for nobody.
+  void leave_backward();
 
   // Ends a step. Returns the groups of which some rank has kept rows, as they did not run in the
   // last backward: they are to be reduced now, without a fresh gradient. Then end_finish().

@@ -110,6 +110,9 @@ class RowReducerHandle {
   void end_backward() {
     call([](RowReducer& rows) { rows.end_backward(); });
   }
+  void leave_backward() {
+    call([](RowReducer& rows) { rows.leave_backward(); });
+  }
 
   std::vector<int> begin_finish() {
     return call([](RowReducer& rows) { return rows.begin_finish(); });
@@ -178,6 +181,7 @@ void bind_row_reducer(py::module_& module) {
       .def("reduce", &RowReducerHandle::reduce)
       .def("reject", &RowReducerHandle::reject)
       .def("end_backward", &RowReducerHandle::end_backward)
+      .def("leave_backward", &RowReducerHandle::leave_backward)
       .def("begin_finish", &RowReducerHandle::begin_finish)
       .def("end_finish", &RowReducerHandle::end_finish)
       .def("abandon_step", &RowReducerHandle::abandon_step)

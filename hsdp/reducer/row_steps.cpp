@@ -122,19 +122,31 @@ void RowSteps::reject(const std::string& message) {
   abandon(message);
 }
 
-void RowSteps::end_backward() {
-  if (backward_ != Backward::kAgreed) return;
+bool RowSteps::end_last_backward() {
+  if (backward_ != Backward::kAgreed) return false;
   backward_ = Backward::kOver;
-  if (!is_alone() && std::ranges::all_of(groups_, &Group::all_reduce)) compare_calls();
+  return !is_alone() && std::ranges::all_of(groups_, &Group::all_reduce);
 }
 
-void RowSteps::compare_calls() {
-  const std::string mine = calls_of(ranks_, hop_()) + std::to_string(row_terms_);
+void RowSteps::end_backward() {
+  if (end_last_backward()) compare_calls(step_, "end of a backward");
+}
+
+void RowSteps::leave_backward() {
+  if (end_last_backward() && !outcome_.failed()) post_calls();
+}
+
+void RowSteps::post_calls() {
+  agreement_.post_calls(++look_count_, calls_of(ranks_, hop_()) + std::to_string(row_terms_));
+}
+
+void RowSteps::compare_calls(std::int64_t step, std::string_view act) {
   outcome_.guard(kNoStep, [&] {
-    const auto all = agreement_.exchange_calls(++look_count_, mine);
-    if (all) require_same_calls(ranks_, hop_(), agreement_, step_, *all);
+    post_calls();
+    const auto all = agreement_.collect_calls(look_count_);
+    if (all) require_same_calls(ranks_, hop_(), agreement_, step, *all);
   });
-  outcome_.rethrow_failure("end of a backward");
+  outcome_.rethrow_failure(act);
 }
 
 std::vector<int> RowSteps::begin_finish() {
@@ -155,7 +167,7 @@ void RowSteps::end_finish() {
   const std::int64_t step = step_;
   next_step();
   if (is_alone()) return;
-  compare_calls();
+  compare_calls(step, "finish");
   agreement_.post_nonfinite(step, sums_.take_nonfinite());
   settle(step);
 }

@@ -40,6 +40,8 @@ class RowSteps {
   }
   void reject(const std::string& message);
   void end_backward();
+  // The same, for who closes or drops the step next: waits for nobody.
+  void leave_backward();
   [[nodiscard]] std::vector<int> begin_finish();
   void end_finish();
   void abandon(std::string_view reason) noexcept;
@@ -102,8 +104,11 @@ class RowSteps {
   void drop(std::string_view reason);
   void next_step();
 
+  // Whether a step's last backward is over with this call.
+  [[nodiscard]] bool end_last_backward();
+  void post_calls();
   // Before anybody uses the totals.
-  void compare_calls();
+  void compare_calls(std::int64_t step, std::string_view act);
 
   const Groups& ranks_;
   std::vector<Group> groups_;

@@ -178,9 +178,11 @@ std::string StepAgreement::join_present(std::int64_t step, const std::string& pr
   return world_.collect(key("present", step), "unused parameters").any;
 }
 
-std::optional<std::vector<std::string>> StepAgreement::exchange_calls(std::int64_t number,
-                                                                      const std::string& calls) {
+void StepAgreement::post_calls(std::int64_t number, const std::string& calls) {
   world_.post(key("calls", number), comm::message_to_all(calls));
+}
+
+std::optional<std::vector<std::string>> StepAgreement::collect_calls(std::int64_t number) {
   const comm::Agreement all = world_.collect(key("calls", number), names_.waiting);
   if (all.places.front().said.size() == 1) return std::nullopt;
   return all.messages(world_.world_ranks());

@@ -71,10 +71,10 @@ class StepAgreement {
   // had one. Waits for the others.
   [[nodiscard]] std::string join_present(std::int64_t step, const std::string& present);
 
-  // What all ranks have called by now, in rank order; nothing where that is the same. A number is
-  // used once.
-  [[nodiscard]] std::optional<std::vector<std::string>> exchange_calls(std::int64_t number,
-                                                                       const std::string& calls);
+  // What this rank has called by now; a number is used once. And that of all ranks, in their order;
+  // nothing where it is the same.
+  void post_calls(std::int64_t number, const std::string& calls);
+  [[nodiscard]] std::optional<std::vector<std::string>> collect_calls(std::int64_t number);
 
   // Whether this rank met a non-finite value in that step, and a word on the calls that it made:
   // each says it once, and then settles the step: waits for the others, looks at their words on

@@ -290,6 +290,27 @@ TEST(RowReducer, WhoGoesAfterADropDropsTheNextStepToo) {
   }
 }
 
+// A rank that gives up after its last row, before it has heard of the others, waits for nobody.
+TEST(RowReducer, WhoLeavesABackwardAndDropsTheStepLetsTheOthersEndIt) {
+  run_two([](const Mesh& mesh) {
+    Modules modules(mesh);
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      modules.set_last(true);
+      for (const int module : {kLate, kEarly}) modules.give(module, row_of(0, module, mesh.rank()));
+      if (mesh.rank() == 0) {
+        modules.rows.leave_backward();
+        modules.rows.abandon_step("it is enough");
+      } else {
+        modules.rows.end_backward();
+        EXPECT_THAT(caught<StepAbortedError>([&] { modules.step({1}); }),
+                    says(HasSubstr("it is enough")));
+      }
+      modules.step({2, 4});
+      modules.expect({2, 4}, "the next one");
+    }
+  });
+}
+
 TEST(RowReducer, AFinishThatOneRankRefusesDropsTheStep) {
   run_two([](const Mesh& mesh) {
     FakeHop::Options options;

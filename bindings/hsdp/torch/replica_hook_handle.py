@@ -135,6 +135,7 @@ class ReplicaHookHandle:
         the rest of it.
         """
         self._require_open()
+        self._leave_backward()
         self._rows.abandon_step(reason)
 
     def close(self) -> None:
@@ -143,6 +144,7 @@ class ReplicaHookHandle:
         """
         if self._closed:
             return
+        self._leave_backward()
         self._rows.close()
         self._closed = True
         for group in self._groups:
@@ -184,8 +186,16 @@ class ReplicaHookHandle:
 
     # Called at the end of each backward, and of those within it that reentrant checkpointing runs.
     def _end_backward(self) -> None:
-        if not any(group.in_backward for group in self._groups):
+        if not self._backward_runs():
             self._rows.end_backward()
+
+    # Before the step is dropped, which waits for no other rank.
+    def _leave_backward(self) -> None:
+        if not self._backward_runs():
+            self._rows.leave_backward()
+
+    def _backward_runs(self) -> bool:
+        return any(group.in_backward for group in self._groups)
 
     # Parameters may be frozen between two steps.
     def _follow_frozen_parameters(self) -> None:

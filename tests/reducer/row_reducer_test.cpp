@@ -97,7 +97,7 @@ class Modules {
     gradients[static_cast<std::size_t>(module)] = std::move(row);
   }
   std::vector<int> finish() {
-    const std::vector<int> left = rows.begin_finish();
+    std::vector<int> left = rows.begin_finish();
     for (const int module : left) {
       Values total(two_modules()[static_cast<std::size_t>(module)].count, 99);
       rows.reduce(module, {}, view(total), stream_);

@@ -57,36 +57,52 @@ Saying Saying::decode(WireReader& in) {
 }
 
 void Agreement::add(int rank, const Saying& saying) {
-  places.resize(std::max(places.size(), saying.equal.size()));
-  for (std::size_t i = 0; i < saying.equal.size(); ++i) {
-    if (!saying.equal[i]) continue;
-    auto& all = places[i].said;
-    auto said = std::ranges::find(all, *saying.equal[i], &Said::text);
-    if (said == all.end()) said = all.insert(all.end(), {.text = *saying.equal[i]});
-    ++said->count;
-    said->ranks.push_back(rank);
+  Agreement own{.any = saying.any,
+                .sum = saying.sum,
+                .most = saying.most,
+                .note = saying.note,
+                .note_rank = saying.note.empty() ? -1 : rank,
+                .keeps_all = saying.keeps_all};
+  for (const auto& text : saying.equal) {
+    Place& place = own.places.emplace_back();
+    if (text) place.said.push_back({.text = *text, .count = 1, .ranks = {rank}});
   }
-  any.resize(std::max(any.size(), saying.any.size()));
-  for (std::size_t i = 0; i < saying.any.size(); ++i) {
-    any[i] = static_cast<char>(static_cast<unsigned char>(any[i]) |
-                               static_cast<unsigned char>(saying.any[i]));
-  }
-  sum.resize(std::max(sum.size(), saying.sum.size()));
-  for (std::size_t i = 0; i < saying.sum.size(); ++i) {  // unsigned: it may wrap
-    sum[i] = static_cast<std::int64_t>(static_cast<std::uint64_t>(sum[i]) +
-                                       static_cast<std::uint64_t>(saying.sum[i]));
-  }
-  for (std::size_t i = 0; i < saying.most.size(); ++i) {
-    if (i == most.size()) most.push_back(saying.most[i]);
-    most[i] = std::max(most[i], saying.most[i]);
-  }
-  if (!saying.note.empty() && (note_rank < 0 || rank < note_rank)) {
-    note = saying.note;
-    note_rank = rank;
-  }
+  merge(own);
 }
 
-void Agreement::close(bool keeps_all) {
+void Agreement::merge(const Agreement& other) {
+  places.resize(std::max(places.size(), other.places.size()));
+  for (std::size_t i = 0; i < other.places.size(); ++i) {
+    auto& all = places[i].said;
+    for (const Said& one : other.places[i].said) {
+      auto said = std::ranges::find(all, one.text, &Said::text);
+      if (said == all.end()) said = all.insert(all.end(), {.text = one.text});
+      said->count += one.count;
+      said->ranks.insert(said->ranks.end(), one.ranks.begin(), one.ranks.end());
+    }
+  }
+  any.resize(std::max(any.size(), other.any.size()));
+  for (std::size_t i = 0; i < other.any.size(); ++i) {
+    any[i] = static_cast<char>(static_cast<unsigned char>(any[i]) |
+                               static_cast<unsigned char>(other.any[i]));
+  }
+  sum.resize(std::max(sum.size(), other.sum.size()));
+  for (std::size_t i = 0; i < other.sum.size(); ++i) {  // unsigned: it may wrap
+    sum[i] = static_cast<std::int64_t>(static_cast<std::uint64_t>(sum[i]) +
+                                       static_cast<std::uint64_t>(other.sum[i]));
+  }
+  for (std::size_t i = 0; i < other.most.size(); ++i) {
+    if (i == most.size()) most.push_back(other.most[i]);
+    most[i] = std::max(most[i], other.most[i]);
+  }
+  if (other.note_rank >= 0 && (note_rank < 0 || other.note_rank < note_rank)) {
+    note = other.note;
+    note_rank = other.note_rank;
+  }
+  keeps_all = keeps_all || other.keeps_all;
+}
+
+void Agreement::close() {
   for (Place& place : places) {
     auto& all = place.said;
     for (Said& said : all) std::ranges::sort(said.ranks);
@@ -121,6 +137,7 @@ std::vector<std::string> Agreement::messages(std::span<const int> ranks, std::si
 }
 
 void Agreement::encode(WireWriter& out) const {
+  out.number(keeps_all ? 1 : 0);
   out.number(places.size());
   for (const Place& place : places) {
     out.number(place.said.size());
@@ -139,6 +156,7 @@ void Agreement::encode(WireWriter& out) const {
 
 Agreement Agreement::decode(WireReader& in) {
   Agreement agreement;
+  agreement.keeps_all = in.number() != 0;
   agreement.places.resize(in.short_count(kMostPlaces));
   for (Place& place : agreement.places) {
     for (std::size_t left = in.short_count(); left > 0 && in.ok(); --left) {

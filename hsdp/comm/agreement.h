@@ -1,6 +1,6 @@
 // What the ranks of a group say to each other in one exchange, and what comes of it.
 //
-// Rank 0 merges it as it comes, so where all agree an answer is as long as one rank's words.
+// Whoever passes it on merges it as it comes, so where all agree it is as long as one rank's words.
 // Without I/O.
 #pragma once
 
@@ -53,11 +53,14 @@ struct Agreement {
   std::vector<std::int64_t> most;
   std::string note;
   int note_rank = -1;  // a world rank; -1: nobody had one
+  bool keeps_all = false;
 
   // Ranks may come in any order, each once.
   void add(int rank, const Saying& saying);
-  // Leaves out what does not reach all, and puts the rest in order: once all are added.
-  void close(bool keeps_all);
+  void merge(const Agreement& other);
+  // Leaves out what does not reach all, and puts the rest in order: once all are added, or before
+  // it goes on as a part.
+  void close();
 
   // Where all is kept: what these ranks said in that place, in their order.
   [[nodiscard]] std::vector<std::string> messages(std::span<const int> ranks,

@@ -29,9 +29,11 @@ TEST(Agreement, OfEqualTextsIsAsLongForAFewRanksAsForThousands) {
     for (const int size : {1, 16, 4'096}) {
       Agreement all;
       for (int rank = 0; rank < size; ++rank) {
-        all.add(rank, {.equal = {std::string(100, 'x')}, .any = "\1", .most = {7}});
+        all.add(
+            rank,
+            {.equal = {std::string(100, 'x')}, .any = "\1", .most = {7}, .keeps_all = keeps_all});
       }
-      all.close(keeps_all);
+      all.close();
       ASSERT_THAT(all.places.at(0).said, SizeIs(1));
       EXPECT_EQ(all.places[0].said[0].count, size);
       EXPECT_LT(encoded_size(all), 120U);
@@ -44,7 +46,7 @@ TEST(Agreement, NamesTheLowestRanksWhoeverComesFirst) {
   for (const int rank : {7, 2, 9, 4, 0}) {
     all.add(rank, {.equal = {rank % 2 == 0 ? "even" : "odd"}, .note = rank > 0 ? "mine" : ""});
   }
-  all.close(false);
+  all.close();
   const auto& said = all.places.at(0).said;
   ASSERT_THAT(said, SizeIs(2));
   EXPECT_EQ(said[0].text, "even");
@@ -58,7 +60,7 @@ TEST(Agreement, AddsJoinsAndTakesTheLargest) {
   all.add(0, {.equal = {std::nullopt, "b"}, .any = std::string("\1\0", 2), .sum = {1}});
   all.add(1, {.equal = {"a"}, .any = "\4", .sum = {2, -5}, .most = {-9}});
   all.add(2, {.most = {-12, 3}});
-  all.close(false);
+  all.close();
   EXPECT_THAT(all.places, SizeIs(2));
   EXPECT_THAT(all.places[0].said.at(0).ranks, ElementsAre(1));
   EXPECT_THAT(all.places[1].said.at(0).ranks, ElementsAre(0));
@@ -73,7 +75,7 @@ TEST(Agreement, KeepsTheFourTextsOfMostRanks) {
   for (int rank = 0; rank < 4'096; ++rank) {
     all.add(rank, {.equal = {rank < 100 ? std::to_string(rank) : "most"}});
   }
-  all.close(false);
+  all.close();
   const auto& place = all.places.at(0);
   ASSERT_THAT(place.said, SizeIs(Agreement::kMostTexts));
   EXPECT_EQ(place.said.back().text, "most");
@@ -83,10 +85,44 @@ TEST(Agreement, KeepsTheFourTextsOfMostRanks) {
   EXPECT_LT(encoded_size(all), 400U);
 }
 
+// As by a tree of ranks, each of which merges those below it and passes on the sum.
+TEST(Agreement, ComesOutTheSameHoweverItsPartsAreMerged) {
+  const auto said_by = [](int rank) {
+    return Saying{.equal = {"same", rank % 3 == 0 ? "third" : "other"},
+                  .any = rank == 5 ? "\2" : "",
+                  .sum = {rank},
+                  .most = {rank % 7},
+                  .note = rank > 10 ? "why " + std::to_string(rank) : ""};
+  };
+  Agreement whole;
+  Agreement merged;
+  for (const int first : {64, 0, 32, 96}) {
+    Agreement part;
+    for (int rank = first; rank < first + 32; ++rank) {
+      whole.add(rank, said_by(rank));
+      part.add(rank, said_by(rank));
+    }
+    part.close();
+    WireWriter out;
+    part.encode(out);
+    const std::string bytes = out.take();
+    WireReader in(bytes);
+    merged.merge(Agreement::decode(in));
+    EXPECT_TRUE(in.complete());
+  }
+  WireWriter all_at_once;
+  WireWriter by_parts;
+  whole.close();
+  merged.close();
+  whole.encode(all_at_once);
+  merged.encode(by_parts);
+  EXPECT_EQ(all_at_once.take(), by_parts.take());
+}
+
 TEST(Agreement, GivesEveryMessageToAllWhoAskForThat) {
   Agreement all;
   for (const int rank : {3, 1, 2, 0}) all.add(rank, message_to_all(std::to_string(rank / 2)));
-  all.close(true);
+  all.close();
   EXPECT_THAT(all.messages(std::vector<int>{0, 1, 2, 3}), ElementsAre("0", "0", "1", "1"));
   EXPECT_THAT(all.messages(std::vector<int>{3, 0}), ElementsAre("1", "0"));
   EXPECT_THAT(all.messages(std::vector<int>{}), IsEmpty());

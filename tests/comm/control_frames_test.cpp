@@ -50,16 +50,18 @@ Agreement agreement() {
   Agreement all;
   for (const int rank : {3, 0, 1, 9}) all.add(rank, saying());
   all.add(5, {.equal = {"another"}});
-  all.close(true);
+  all.close();
   return all;
 }
 
 // True for the frames that decode at all.
 std::vector<bool> decode_as_everything(const std::string& bytes) {
-  return {JoinFrame::decode(bytes).has_value(), WelcomeFrame::decode(bytes).has_value(),
-          PostFrame::decode(bytes).has_value(), AnswerFrame::decode(bytes).has_value(),
-          BeatFrame::decode(bytes).has_value(), WorldEnd::decode(bytes).has_value(),
-          TellFrame::decode(bytes).has_value(), GroupFrame::decode(bytes).has_value()};
+  return {JoinFrame::decode(bytes).has_value(),   WelcomeFrame::decode(bytes).has_value(),
+          PostFrame::decode(bytes).has_value(),   AnswerFrame::decode(bytes).has_value(),
+          BeatFrame::decode(bytes).has_value(),   WorldEnd::decode(bytes).has_value(),
+          TellFrame::decode(bytes).has_value(),   GroupFrame::decode(bytes).has_value(),
+          MergedFrame::decode(bytes).has_value(), BeatsFrame::decode(bytes).has_value(),
+          RelayedFrame::decode(bytes).has_value()};
 }
 
 // No field has the value of another. Those that nobody writes would be missed between processes.
@@ -80,7 +82,10 @@ TEST(ControlFramesTest, WholeBodiesAreDecodedAndNoOthers) {
       decoded_and_encoded(beat_frame()),
       decoded_and_encoded(world_end()),
       decoded_and_encoded(TellFrame{5, "topic", std::string("\0x", 2)}),
-      decoded_and_encoded(GroupFrame{{0, 1, 2, 3, 7, 11, 12, 40}})};
+      decoded_and_encoded(GroupFrame{{0, 1, 2, 3, 7, 11, 12, 40}}),
+      decoded_and_encoded(MergedFrame{77, "key", true, {0, 1, 3, 5, 9}, agreement()}),
+      decoded_and_encoded(BeatsFrame{{{4, beat_frame()}, {6, {}}}}),
+      decoded_and_encoded(RelayedFrame{3, FrameType::kTell, "body"})};
   for (std::size_t kind = 0; kind < bodies.size(); ++kind) {
     for (std::size_t size = 0; size < bodies[kind].size(); ++size) {
       EXPECT_FALSE(decode_as_everything(bodies[kind].substr(0, size))[kind]) << kind << " " << size;
@@ -101,7 +106,9 @@ TEST(ControlFramesTest, AnyBytesAreSafe) {
                                        WelcomeFrame{"secret", {"a", "b", "a"}}.encode(),
                                        PostFrame{77, "key", saying(), false}.encode(),
                                        AnswerFrame{"name", agreement()}.encode(),
-                                       GroupFrame{{0, 8, 16, 17}}.encode()};
+                                       GroupFrame{{0, 8, 16, 17}}.encode(),
+                                       MergedFrame{7, "k", false, {1, 2}, agreement()}.encode(),
+                                       BeatsFrame{{{4, beat_frame()}}}.encode()};
   for (int round = 0; round < 20'000; ++round) {
     std::string bytes = seeds[static_cast<std::size_t>(round) % seeds.size()];
     for (int flips = 0; flips < 3; ++flips) {

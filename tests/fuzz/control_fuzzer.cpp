@@ -31,5 +31,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   decode<hsdp::comm::BeatFrame>(bytes);
   decode<hsdp::comm::WorldEnd>(bytes);
   decode<hsdp::comm::TellFrame>(bytes);
+  decode<hsdp::comm::MergedFrame>(bytes);
+  decode<hsdp::comm::BeatsFrame>(bytes);
+  decode<hsdp::comm::RelayedFrame>(bytes);
   return 0;
 }

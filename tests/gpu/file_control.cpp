@@ -74,7 +74,6 @@ std::optional<comm::Agreement> FileControl::collect_until(std::string_view key,
                                                           comm::WaitState waiting,
                                                           Clock::time_point end) {
   comm::Agreement all;
-  bool keeps_all = false;
   for (const int member : members) {
     waiting.peer = member;
     const int slot = begin_wait(waiting);
@@ -89,11 +88,9 @@ std::optional<comm::Agreement> FileControl::collect_until(std::string_view key,
       return std::nullopt;
     }
     comm::WireReader in(*message);
-    const comm::Saying said = comm::Saying::decode(in);
-    keeps_all = keeps_all || said.keeps_all;
-    all.add(member, said);
+    all.add(member, comm::Saying::decode(in));
   }
-  all.close(keeps_all);
+  all.close();
   return all;
 }
 

@@ -26,7 +26,7 @@ const std::vector<int> kRanks{4, 5, 6};  // of the job
 Words join(std::span<const StatusWord> words) {
   Words joined{.own = words.front(), .all = {}};
   for (std::size_t i = words.size(); i-- > 0;) joined.all.add(kRanks[i], words[i].saying());
-  joined.all.close(false);
+  joined.all.close();
   return joined;
 }
 
@@ -157,7 +157,7 @@ TEST(StatusWord, OfManyRanksMostAreRightAndTheFirstOthersAreNamed) {
     }
     all.add(rank, word.saying());
   }
-  all.close(false);
+  all.close();
   const auto found = find_mismatch(all, ranks);
   ASSERT_TRUE(found);
   EXPECT_THAT(found->failure.ranks, ElementsAre(1, 31, 61, 91, 121, 151, 181, 211));
@@ -185,7 +185,7 @@ comm::Agreement told(std::span<const std::string> details) {
   for (std::size_t i = 0; i < details.size(); ++i) {
     if (!details[i].empty()) all.add(kRanks[i], {.equal = {details[i]}});
   }
-  all.close(false);
+  all.close();
   return all;
 }
 

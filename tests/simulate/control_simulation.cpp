@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "hsdp/comm/control/wire_text.h"
+#include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/status_word.h"
 
@@ -42,6 +43,7 @@ reducer::StatusWord word_of(int rank, int word, bool equal) {
 struct ControlSimulation::Node {
   std::shared_ptr<ControlState> state;
   std::unique_ptr<ControlMember> member;
+  std::unique_ptr<comm::ControlRelay> relay;
   bool lives = true;
   std::int64_t busy_until_us = 0;
   int words = 0;  // answered
@@ -49,18 +51,20 @@ struct ControlSimulation::Node {
   bool waits = false;
 };
 
-class ControlSimulation::HubLink final : public comm::FrameLink {
+class ControlSimulation::ChildLink final : public comm::FrameLink {
  public:
-  HubLink(ControlSimulation& simulation, int rank) : simulation_(simulation), rank_(rank) {}
-  void send(FrameBytes frame) override { simulation_.send(0, rank_, std::move(frame)); }
+  ChildLink(ControlSimulation& simulation, int parent, int child)
+      : simulation_(simulation), parent_(parent), child_(child) {}
+  void send(FrameBytes frame) override { simulation_.send(parent_, child_, std::move(frame)); }
   [[nodiscard]] bool idle() const override { return true; }
-  [[nodiscard]] bool open() const override { return simulation_.node(rank_).lives; }
+  [[nodiscard]] bool open() const override { return simulation_.node(child_).lives; }
   void finish_sending() override {}
   void close() override {}
 
  private:
   ControlSimulation& simulation_;
-  int rank_;
+  int parent_;
+  int child_;
 };
 
 ControlSimulation::ControlSimulation(Options options)
@@ -72,6 +76,9 @@ ControlSimulation::ControlSimulation(Options options)
   std::iota(everyone_.begin(), everyone_.end(), 0);
   world_id_ = comm::group_id(everyone_);
   outcome_.ends.resize(static_cast<std::size_t>(size));
+  std::vector<std::string> hosts;
+  for (const int rank : everyone_) hosts.push_back(std::to_string(rank / options_.ranks_per_host));
+  tree_ = comm::ControlTree(hosts, options_.fan_out);
   for (int rank = 0; rank < size; ++rank) {
     auto made = std::make_unique<Node>();
     made->state = std::make_shared<ControlState>(now_ms, this);
@@ -79,7 +86,10 @@ ControlSimulation::ControlSimulation(Options options)
         made->state, rank, size, options_.timeout,
         ControlMember::Handlers{
             [this, rank](FrameType type, const std::string& body) { to_hub(rank, type, body); },
-            [] {}});
+            [] {},
+            [node = made.get()](const comm::WorldEnd& world_end) {
+              if (node->relay) node->relay->end(world_end);
+            }});
     nodes_.push_back(std::move(made));
   }
   comm::JoinFrame own{.size = size, .host = "0"};
@@ -88,14 +98,19 @@ ControlSimulation::ControlSimulation(Options options)
       comm::ControlHub::Options{own, "", options_.timeout, [] { return std::string(); }},
       [this](FrameType type, std::string_view body) { node(0).member->frame(type, body); });
   for (own.rank = 1; own.rank < size; ++own.rank) {
-    own.host = std::to_string(own.rank / options_.ranks_per_host);
-    hub_->join(std::make_shared<HubLink>(*this, own.rank), own);
+    own.host = hosts[static_cast<std::size_t>(own.rank)];
+    hub_->join(std::make_shared<ChildLink>(*this, 0, own.rank), own);
   }
-  hub_->welcome_if_complete();
+  enter_tree();
   for (int rank = 0; rank < size; ++rank) {
     to_hub(rank, FrameType::kGroup, comm::GroupFrame{everyone_}.encode());
   }
-  outcome_.links.clear();  // what came before the words
+  setting_up_ = false;
+  for (int rank = 1; rank < size; ++rank) {
+    const int parent = tree_.parent(rank);
+    outcome_.links[rank] = {.parent = parent,
+                            .depth = parent == 0 ? 1 : outcome_.links.at(parent).depth + 1};
+  }
   for (int rank = 0; rank < size; ++rank) {
     at(up_to_twice(kTickUs) - kTickUs, [this, rank] { tick(rank); });
     at(up_to_twice(options_.compute_us), [this, rank] { post(rank); });
@@ -103,6 +118,31 @@ ControlSimulation::ControlSimulation(Options options)
 }
 
 ControlSimulation::~ControlSimulation() = default;
+
+void ControlSimulation::enter_tree() {
+  for (int rank = 1; rank < options_.size(); ++rank) {
+    const std::vector<int> children = tree_.children(rank);
+    if (!children.empty()) {
+      node(rank).relay = std::make_unique<comm::ControlRelay>(
+          rank, options_.size(),
+          comm::ControlRelay::Handlers{[this, rank](FrameType type, const std::string& body) {
+                                         send(rank, tree_.parent(rank),
+                                              comm::make_frame(type, body));
+                                       },
+                                       [this, rank](FrameType type, std::string_view body) {
+                                         node(rank).member->frame(type, body);
+                                       }});
+      for (const int child : children) {
+        node(rank).relay->add(child, std::make_shared<ChildLink>(*this, rank, child));
+      }
+      node(rank).relay->enter(tree_);
+    }
+    const int parent = tree_.parent(rank);
+    if (parent == 0) continue;
+    hub_->handle(rank, FrameType::kMoved, comm::rank_body(parent));
+    node(rank).member->set_parent(parent);
+  }
+}
 
 const std::string& ControlSimulation::word_name(int word) {
   auto& name = names_[word];
@@ -119,12 +159,14 @@ std::int64_t ControlSimulation::up_to_twice(std::int64_t us) {
 }
 
 void ControlSimulation::send(int from, int to, FrameBytes frame) {
+  if (setting_up_) return receive(from, to, frame);
   if (!node(from).lives) return;
-  const bool is_beat = comm::type_of(*frame) == FrameType::kBeat;
-  if (!is_beat) {
-    LinkLoad& link = outcome_.links[from == 0 ? to : from];
-    ++(from == 0 ? link.messages_out : link.messages_in);
-    (from == 0 ? link.bytes_out : link.bytes_in) += static_cast<std::int64_t>(frame->size());
+  const FrameType type = comm::type_of(*frame);
+  if (type != FrameType::kBeat && type != FrameType::kBeats) {
+    const bool is_down = tree_.parent(to) == from;
+    LinkLoad& link = outcome_.links[is_down ? to : from];
+    ++(is_down ? link.messages_out : link.messages_in);
+    (is_down ? link.bytes_out : link.bytes_in) += static_cast<std::int64_t>(frame->size());
   }
   const std::int64_t takes =
       options_.message_us + static_cast<std::int64_t>(frame->size()) / options_.bytes_per_us;
@@ -143,19 +185,23 @@ void ControlSimulation::send(int from, int to, FrameBytes frame) {
 
 void ControlSimulation::to_hub(int rank, FrameType type, const std::string& body) {
   if (rank == 0) return hub_->handle(0, type, body);
-  send(rank, 0, comm::make_frame(type, body));
+  if (node(rank).relay) return node(rank).relay->handle(rank, type, body);
+  send(rank, tree_.parent(rank), comm::make_frame(type, body));
 }
 
 void ControlSimulation::receive(int from, int to, const FrameBytes& frame) {
   if (!node(to).lives) return;
   const FrameType type = comm::type_of(*frame);
   const std::string_view body = std::string_view(*frame).substr(comm::kFrameHeaderBytes);
+  Node& own = node(to);
   if (to == 0) {
     hub_->handle(from, type, body);
-    return look(0);
+  } else if (own.relay && from != tree_.parent(to)) {
+    own.relay->handle(from, type, body);
+  } else if (type != FrameType::kFail || to != options_.untold) {
+    own.member->heard();
+    own.relay ? own.relay->handle_from_parent(type, body) : own.member->frame(type, body);
   }
-  if (type == FrameType::kFail && to == options_.untold) return;
-  node(to).member->frame(type, body);
   look(to);
 }
 
@@ -165,6 +211,7 @@ void ControlSimulation::tick(int rank) {
   own.state->clock().tick();
   const std::string beat = own.member->beat().encode();
   to_hub(rank, FrameType::kBeat, beat);
+  if (own.relay) own.relay->tick(true);
   rank == 0 ? hub_->tick() : own.member->tick();
   look(rank);
   at(now_us_ + kTickUs, [this, rank] { tick(rank); });
@@ -207,32 +254,62 @@ void ControlSimulation::look(int rank) {
     at(now_us_ + up_to_twice(options_.compute_us), [this, rank] { post(rank); });
   } catch (const RankError& error) {
     end = RankEnd{now_us_, typeid(error).name(), error.what(), error.ranks()};
+    at(now_us_ + up_to_twice(kSeenAfterUs), [this, rank] { leave(rank); });
   }
+}
+
+// Its data links break.
+void ControlSimulation::leave(int rank) {
+  for (const int peer :
+       {rank - options_.ranks_per_host, (rank + options_.ranks_per_host) % options_.size()}) {
+    const int at_peer = peer < 0 ? peer + options_.size() : peer;
+    if (at_peer == rank) continue;
+    at(now_us_ + up_to_twice(options_.hop_us),
+       [this, at_peer, rank] { data_link_broke(at_peer, rank); });
+  }
+}
+
+void ControlSimulation::data_link_broke(int rank, int peer) {
+  at(now_us_ + 1'000 * options_.patience.count(), [this, rank, peer] {
+    Node& own = node(rank);
+    if (!own.lives || own.state->failed() || own.words == options_.words) return;
+    own.member->fail(comm::end_by_loss(peer, options_.size(), "it closed the connection"));
+    look(rank);
+  });
 }
 
 void ControlSimulation::kill() {
   outcome_.killed_us = now_us_;
   for (const int rank : options_.killed) node(rank).lives = false;
   for (const int rank : options_.killed) {
-    const bool on_host_0 = rank < options_.ranks_per_host;
-    if (rank != 0) {
-      at(now_us_ + up_to_twice(kSeenAfterUs), [this, rank, on_host_0] {
-        if (!node(0).lives) return;
-        on_host_0 ? hub_->process_ended(rank) : hub_->link_broke(rank, "end of file");
-        look(0);
-      });
-      continue;
+    leave(rank);
+    const int parent = tree_.parent(rank);
+    if (parent >= 0) {
+      at(now_us_ + up_to_twice(kSeenAfterUs), [this, parent, rank] { child_closed(parent, rank); });
     }
-    for (int peer = 1; peer < options_.size(); ++peer) {
-      at(now_us_ + up_to_twice(kSeenAfterUs), [this, peer] {
-        if (!node(peer).lives) return;
-        node(peer).member->hub_closed(peer < options_.ranks_per_host
-                                          ? "its process ended"
-                                          : "its connection ended: end of file");
-        look(peer);
-      });
+    for (const int child : tree_.children(rank)) {
+      at(now_us_ + up_to_twice(kSeenAfterUs), [this, rank, child] { parent_closed(child, rank); });
     }
   }
+}
+
+void ControlSimulation::child_closed(int parent, int child) {
+  if (!node(parent).lives) return;
+  if (parent != 0) {
+    node(parent).relay->child_ended(child);
+  } else if (same_host(parent, child)) {
+    hub_->process_ended(child);
+  } else {
+    hub_->link_broke(child, "end of file");
+  }
+  look(parent);
+}
+
+void ControlSimulation::parent_closed(int rank, int parent) {
+  if (!node(rank).lives) return;
+  node(rank).member->parent_closed(same_host(rank, parent) ? "its process ended"
+                                                           : "its connection ended: end of file");
+  look(rank);
 }
 
 bool ControlSimulation::is_over() const {
@@ -260,8 +337,14 @@ Outcome ControlSimulation::run() {
   return outcome_;
 }
 
-// Every survivor raises within 2 s, all the same kind of error for the same ranks; only the dead
-// are named; a word has one answer.
+// One between it and rank 0 has died, or rank 0 itself.
+bool ControlSimulation::is_cut_off(int rank) const {
+  while (rank > 0 && nodes_[static_cast<std::size_t>(rank)]->lives) rank = tree_.parent(rank);
+  return !nodes_[static_cast<std::size_t>(rank)]->lives;
+}
+
+// Every survivor raises within 2 s, those joined to rank 0 all the same kind of error for the same
+// ranks; only the dead are named; a word has one answer.
 std::vector<std::string> ControlSimulation::broken_promises() const {
   std::vector<std::string> broken = second_answers_;
   const RankEnd* first = nullptr;
@@ -280,6 +363,7 @@ std::vector<std::string> ControlSimulation::broken_promises() const {
       }
     }
     if (end->ranks.empty()) broken.push_back(who + " names nobody");
+    if (is_cut_off(static_cast<int>(rank))) continue;
     if (first == nullptr) first = &*end;
     if (end->ranks != first->ranks || end->kind != first->kind) {
       broken.push_back(who + " raises another error than others do");

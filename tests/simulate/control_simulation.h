@@ -1,5 +1,7 @@
-// A world of any size in one thread and virtual time: the control plane's own hub and members, with
-// links whose messages take time, ranks that meet in words, and processes that are killed.
+// A world of any size in one thread and virtual time: the control plane's own hub, relays and
+// members, with links whose messages take time, ranks that meet in words, and processes that are
+// killed. Each rank also has a data link to one of the next host: it breaks with either process,
+// and a rank whose world has ended leaves.
 //
 // A message takes its sender and its receiver `message_us` each, and a microsecond more for each
 // `bytes_per_us`, one message after the other, and `hop_us` between them, up to twice that by the
@@ -19,6 +21,8 @@
 
 #include "hsdp/comm/control/control_hub.h"
 #include "hsdp/comm/control/control_member.h"
+#include "hsdp/comm/control/control_relay.h"
+#include "hsdp/comm/control/control_tree.h"
 
 namespace hsdp::simulate {
 
@@ -27,11 +31,14 @@ struct Options {
   int ranks_per_host = 8;
   int words = 10;
   bool equal_words = true;  // else each rank says something else
+  int fan_out = comm::ControlTree::kFanOut;
   std::int64_t message_us = 5;
   std::int64_t bytes_per_us = 1'500;
   std::int64_t hop_us = 20;
   std::int64_t compute_us = 2'000;  // of a rank between two words, up to twice that
   std::chrono::milliseconds timeout{30'000};
+  // How long a rank waits for the reason when a data link breaks, as TcpChannel does.
+  std::chrono::milliseconds patience{1'000};
   std::uint64_t seed = 1;
   // Before the event of that number, these ranks' processes end.
   std::int64_t kill_at = -1;
@@ -42,8 +49,10 @@ struct Options {
   [[nodiscard]] int size() const { return hosts * ranks_per_host; }
 };
 
-// What one link carried, from rank 0's side; beats are left out.
+// What the link of a rank to its parent carried, from the parent's side; beats are left out.
 struct LinkLoad {
+  int parent = 0;
+  int depth = 1;  // of the rank: 1 speaks to rank 0 itself
   std::int64_t messages_out = 0;
   std::int64_t bytes_out = 0;
   std::int64_t messages_in = 0;
@@ -61,7 +70,7 @@ struct Outcome {
   std::int64_t events = 0;
   std::int64_t end_us = 0;
   std::int64_t killed_us = -1;
-  std::map<int, LinkLoad> links;             // by the rank at the other end from rank 0
+  std::map<int, LinkLoad> links;             // by rank
   std::vector<std::int64_t> word_us;         // from the last rank's post to the last one's answer
   std::vector<std::optional<RankEnd>> ends;  // by rank: how its world ended, if it did
   std::vector<std::string> broken_promises;  // of those in docs/scale.md
@@ -78,7 +87,7 @@ class ControlSimulation {
   [[nodiscard]] Outcome run();
 
  private:
-  class HubLink;
+  class ChildLink;
   struct Node;
   struct Event {
     std::int64_t at_us;
@@ -94,12 +103,21 @@ class ControlSimulation {
   }
   // Of its exchange.
   [[nodiscard]] const std::string& word_name(int word);
+  void enter_tree();
   void at(std::int64_t us, std::function<void()> act);
   [[nodiscard]] std::int64_t up_to_twice(std::int64_t us);
   [[nodiscard]] Node& node(int rank) { return *nodes_[static_cast<std::size_t>(rank)]; }
   void send(int from, int to, comm::FrameBytes frame);
   void to_hub(int rank, comm::FrameType type, const std::string& body);
   void receive(int from, int to, const comm::FrameBytes& frame);
+  void parent_closed(int rank, int parent);
+  void child_closed(int parent, int child);
+  void leave(int rank);
+  void data_link_broke(int rank, int peer);
+  [[nodiscard]] bool same_host(int a, int b) const {
+    return a / options_.ranks_per_host == b / options_.ranks_per_host;
+  }
+  [[nodiscard]] bool is_cut_off(int rank) const;
   void tick(int rank);
   void post(int rank);
   void look(int rank);
@@ -111,8 +129,10 @@ class ControlSimulation {
   std::mt19937_64 random_;
   std::int64_t now_us_ = 0;
   std::int64_t made_ = 0;
+  bool setting_up_ = true;
   std::priority_queue<Event> events_;
   std::vector<std::unique_ptr<Node>> nodes_;
+  comm::ControlTree tree_;
   std::unique_ptr<comm::ControlHub> hub_;
   std::map<std::pair<int, int>, std::int64_t> last_arrival_us_;
   std::vector<int> everyone_;

@@ -1,10 +1,12 @@
 // What the control plane sends and how long a word takes it, by the number of ranks.
-// Usage: simulate_control [--hosts N] [--ranks-per-host N] [--words N] [--seed N] [--kill RANK...]
+// Usage: simulate_control [--hosts N] [--ranks-per-host N] [--words N] [--seed N] [--fan-out N]
+//        [--kill RANK...]
 // Exit status: 0, 1 when a promise is broken, 2 on bad usage.
 #include <algorithm>
 #include <boost/program_options.hpp>
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -18,6 +20,7 @@ constexpr int kBarWidth = 40;
 struct Row {
   int hosts = 0;
   int ranks = 0;
+  int links = 0;        // of rank 0
   double messages = 0;  // of rank 0, a word, both ways
   double most_out = 0;  // bytes of the busiest link, a word
   double most_in = 0;
@@ -30,9 +33,11 @@ Row measured(const Options& options, const Outcome& outcome) {
   Row row{.hosts = options.hosts, .ranks = options.size()};
   const auto words = static_cast<double>(options.words);
   for (const auto& [rank, link] : outcome.links) {
-    row.messages += static_cast<double>(link.messages_out + link.messages_in) / words;
     row.most_out = std::max(row.most_out, static_cast<double>(link.bytes_out) / words);
     row.most_in = std::max(row.most_in, static_cast<double>(link.bytes_in) / words);
+    if (link.parent != 0) continue;
+    ++row.links;
+    row.messages += static_cast<double>(link.messages_out + link.messages_in) / words;
     row.all_out += static_cast<double>(link.bytes_out) / words;
     row.all_in += static_cast<double>(link.bytes_in) / words;
   }
@@ -44,11 +49,35 @@ Row measured(const Options& options, const Outcome& outcome) {
 
 void print_table(const std::vector<Row>& rows) {
   std::printf("one status word of all ranks; bytes of links are those of the busiest one\n\n");
-  std::printf("%6s %6s %10s %12s %12s %14s %14s %9s\n", "hosts", "ranks", "messages", "link out B",
-              "link in B", "rank 0 out B", "rank 0 in B", "ms");
+  std::printf("%6s %6s %6s %10s %10s %10s %13s %13s %8s\n", "hosts", "ranks", "links", "messages",
+              "down B", "up B", "rank 0 out B", "rank 0 in B", "ms");
   for (const Row& row : rows) {
-    std::printf("%6d %6d %10.0f %12.0f %12.0f %14.0f %14.0f %9.2f\n", row.hosts, row.ranks,
-                row.messages, row.most_out, row.most_in, row.all_out, row.all_in, row.ms);
+    std::printf("%6d %6d %6d %10.0f %10.0f %10.0f %13.0f %13.0f %8.2f\n", row.hosts, row.ranks,
+                row.links, row.messages, row.most_out, row.most_in, row.all_out, row.all_in,
+                row.ms);
+  }
+}
+
+// Of the last row.
+void print_levels(const Options& options, const Outcome& outcome) {
+  struct Level {
+    int links = 0;
+    double messages = 0;
+    double bytes = 0;
+  };
+  std::map<int, Level> levels;
+  for (const auto& [rank, link] : outcome.links) {
+    Level& level = levels[link.depth];
+    ++level.links;
+    level.messages += static_cast<double>(link.messages_out + link.messages_in);
+    level.bytes += static_cast<double>(link.bytes_out + link.bytes_in);
+  }
+  std::printf("\n%d ranks by level: 1 speaks to rank 0, 2 to a rank of level 1\n\n",
+              options.size());
+  std::printf("%6s %6s %10s %12s\n", "level", "links", "messages", "bytes");
+  for (const auto& [depth, level] : levels) {
+    std::printf("%6d %6d %10.0f %12.0f\n", depth, level.links, level.messages / options.words,
+                level.bytes / options.words);
   }
 }
 
@@ -73,6 +102,7 @@ std::vector<int> host_counts(int most) {
 
 int run(Options options) {
   std::vector<Row> rows;
+  Outcome last_outcome;
   bool kept = true;
   const int most = options.hosts;
   for (const int hosts : options.killed.empty() ? host_counts(most) : std::vector<int>{most}) {
@@ -86,7 +116,10 @@ int run(Options options) {
     for (const std::string& broken : outcome.broken_promises) std::printf("%s\n", broken.c_str());
     kept = kept && outcome.broken_promises.empty();
     rows.push_back(measured(options, outcome));
-    if (options.killed.empty()) continue;
+    if (options.killed.empty()) {
+      last_outcome = outcome;
+      continue;
+    }
     std::int64_t last = 0;
     std::string message;
     for (const auto& end : outcome.ends) {
@@ -98,6 +131,7 @@ int run(Options options) {
   }
   if (options.killed.empty()) {
     print_table(rows);
+    print_levels(options, last_outcome);
     print_bars("ms a word", rows, &Row::ms);
     print_bars("bytes that rank 0 sends a word", rows, &Row::all_out);
   }
@@ -118,6 +152,8 @@ int main(int count, char** arguments) {
       "words", number(&options.words), "words that all ranks say one after the other")(
       "seed", po::value<std::uint64_t>(&options.seed)->default_value(options.seed),
       "of the order in which messages come")(
+      "fan-out", number(&options.fan_out),
+      "ranks that speak to rank 0 before there is a tree, and ranks of a host through one")(
       "kill", po::value<std::vector<int>>(&options.killed)->multitoken(),
       "ranks whose processes end amid the words");
   try {
@@ -139,6 +175,9 @@ int main(int count, char** arguments) {
                       std::to_string(options.hosts) + " hosts with " +
                       std::to_string(options.ranks_per_host) + " ranks and " +
                       std::to_string(options.words) + " words");
+    }
+    if (options.fan_out < 1) {
+      throw po::error("--fan-out: expected at least 1, got " + std::to_string(options.fan_out));
     }
     for (const int rank : options.killed) {
       if (rank >= 0 && rank < options.size()) continue;

@@ -131,6 +131,27 @@ std::optional<PostFrame> PostFrame::decode(std::string_view body) {
   return checked(in, std::move(frame));
 }
 
+std::string MergedFrame::encode() const {
+  WireWriter out;
+  out.u64(group);
+  out.short_text(key);
+  out.number(while_open ? 1 : 0);
+  out.runs(ranks);
+  agreement.encode(out);
+  return out.take();
+}
+
+std::optional<MergedFrame> MergedFrame::decode(std::string_view body) {
+  WireReader in(body);
+  MergedFrame frame;
+  frame.group = in.u64();
+  frame.key = in.short_text();
+  frame.while_open = in.number() != 0;
+  frame.ranks = in.runs();
+  frame.agreement = Agreement::decode(in);
+  return checked(in, std::move(frame));
+}
+
 std::string AnswerFrame::encode() const {
   WireWriter out;
   out.text(exchange);
@@ -145,6 +166,11 @@ std::optional<AnswerFrame> AnswerFrame::decode(std::string_view body) {
   frame.exchange = in.text();
   if (in.u32() != 0) frame.agreement = Agreement::decode(in);
   return checked(in, std::move(frame));
+}
+
+std::string AnswerFrame::exchange_of(std::string_view body) {
+  WireReader in(body);
+  return std::string(in.text());
 }
 
 std::string TellFrame::encode() const {
@@ -193,6 +219,57 @@ std::optional<BeatFrame> BeatFrame::decode(std::string_view body) {
   }
   frame.missing = in.ranks();
   return checked(in, std::move(frame));
+}
+
+std::string BeatsFrame::encode() const {
+  WireWriter out;
+  out.number(beats.size());
+  for (const auto& [rank, beat] : beats) {
+    out.i32(rank);
+    out.short_text(beat.encode());
+  }
+  return out.take();
+}
+
+std::optional<BeatsFrame> BeatsFrame::decode(std::string_view body) {
+  WireReader in(body);
+  BeatsFrame frame;
+  for (std::size_t left = in.short_count(); left > 0; --left) {
+    const int rank = in.i32();
+    auto beat = BeatFrame::decode(in.short_text());
+    if (!beat) return std::nullopt;
+    frame.beats.emplace_back(rank, std::move(*beat));
+  }
+  return checked(in, std::move(frame));
+}
+
+std::string RelayedFrame::encode() const {
+  WireWriter out;
+  out.i32(rank);
+  out.number(static_cast<std::uint64_t>(type));
+  out.short_text(body);
+  return out.take();
+}
+
+std::optional<RelayedFrame> RelayedFrame::decode(std::string_view body) {
+  WireReader in(body);
+  RelayedFrame frame;
+  frame.rank = in.i32();
+  frame.type = static_cast<FrameType>(in.number());
+  frame.body = in.short_text();
+  return checked(in, std::move(frame));
+}
+
+std::string rank_body(int rank) {
+  WireWriter out;
+  out.i32(rank);
+  return out.take();
+}
+
+std::optional<int> rank_in(std::string_view body) {
+  WireReader in(body);
+  const int rank = in.i32();
+  return in.complete() ? std::optional(rank) : std::nullopt;
 }
 
 std::string WorldEnd::encode() const {

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "hsdp/comm/agreement.h"
@@ -25,16 +26,20 @@ enum class FrameType : std::uint8_t {
   kAnswer = 5,      // hub -> rank: what came of an exchange
   kBeat = 6,        // both ways
   kFail = 7,        // both ways: the world ended
-  kGoodbye = 8,     // both ways: I leave in order; no body
+  kGoodbye = 8,     // both ways: I leave in order; from a parent with the rank that leaves
   kProcessEnd = 9,  // rank -> hub: a process of my host ended; body: its rank
   kTell = 10,       // both ways: one rank's message to another
   kGroup = 11,      // rank -> hub: who is in a group of mine, before its first exchange
+  kMoved = 12,      // rank -> hub: from now on I speak through another rank; body: which
+  kMerged = 13,     // relay -> parent: what several ranks say in an exchange
+  kBeats = 14,      // relay -> parent: the beats of several ranks
+  kRelayed = 15,    // relay -> parent: a rank's frame; parent -> relay: a frame for a rank
 };
 
 constexpr std::size_t kFrameHeaderBytes = 5;
 constexpr std::size_t kMaxFrameBytes = 64U << 20U;
 constexpr std::size_t kMaxJoinBytes = 8U << 10U;  // all that a peer may send before it has joined
-constexpr std::uint32_t kProtocolVersion = 3;
+constexpr std::uint32_t kProtocolVersion = 4;
 
 // Header and body, ready to send and shared by all receivers.
 using FrameBytes = std::shared_ptr<const std::string>;
@@ -79,11 +84,24 @@ struct PostFrame {
   [[nodiscard]] static std::optional<PostFrame> decode(std::string_view body);
 };
 
+// As kPost, of several ranks.
+struct MergedFrame {
+  std::uint64_t group = 0;
+  std::string key;
+  bool while_open = false;
+  std::vector<int> ranks;  // ascending
+  Agreement agreement;     // of these
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<MergedFrame> decode(std::string_view body);
+};
+
 struct AnswerFrame {
   std::string exchange;                // exchange_name()
   std::optional<Agreement> agreement;  // none: a member closed, and the post was `while_open`
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<AnswerFrame> decode(std::string_view body);
+  // Of an encoded one: all that a relay has to know.
+  [[nodiscard]] static std::string exchange_of(std::string_view body);
 };
 
 struct TellFrame {
@@ -110,6 +128,24 @@ struct BeatFrame {
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<BeatFrame> decode(std::string_view body);
 };
+
+struct BeatsFrame {
+  std::vector<std::pair<int, BeatFrame>> beats;  // by rank
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<BeatsFrame> decode(std::string_view body);
+};
+
+struct RelayedFrame {
+  int rank = 0;
+  FrameType type = FrameType::kTell;
+  std::string body;
+  [[nodiscard]] std::string encode() const;
+  [[nodiscard]] static std::optional<RelayedFrame> decode(std::string_view body);
+};
+
+// The body of a frame that is one rank: kProcessEnd, kMoved, kGoodbye of a parent.
+[[nodiscard]] std::string rank_body(int rank);
+[[nodiscard]] std::optional<int> rank_in(std::string_view body);
 
 // A failure, and what its first witness was doing. A bare message only says who is at fault: each
 // rank adds its own operation and the time it waited.

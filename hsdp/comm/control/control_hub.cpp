@@ -11,11 +11,10 @@
 namespace hsdp::comm {
 namespace {
 
-bool is_valid_group(const std::vector<int>& members, int rank, int size) {
+bool is_valid_group(const std::vector<int>& members, int size) {
   const bool ascending =
       std::adjacent_find(members.begin(), members.end(), std::greater_equal<>()) == members.end();
-  return !members.empty() && ascending && members.front() >= 0 && members.back() < size &&
-         std::binary_search(members.begin(), members.end(), rank);
+  return !members.empty() && ascending && members.front() >= 0 && members.back() < size;
 }
 
 // A job without a name is called after its parent process, which differs from host to host.
@@ -33,10 +32,8 @@ std::string_view slurm_step(std::string_view job) {
   return step.substr(step.rfind('.') + 1);
 }
 
-WorldEnd mismatch(int rank, const std::string& message) {
-  WorldEnd world_end;
-  world_end.failure = {FailureKind::kMismatch, message, {rank}};
-  return world_end;
+WorldEnd malformed(const std::string& what, int rank) {
+  return end_by_mismatch(rank, "control: malformed " + what + " from rank " + std::to_string(rank));
 }
 
 }  // namespace
@@ -65,9 +62,26 @@ bool ControlHub::all_gone() const {
 }
 
 bool ControlHub::all_closed() const {
-  return std::all_of(peers_.begin() + 1, peers_.end(), [](const Peer& peer) {
-    return peer.phase == Phase::kClosed || !peer.link || !peer.link->open();
-  });
+  for (int rank = 1; rank < options_.own.size; ++rank) {
+    const auto& link = peers_[static_cast<std::size_t>(highest_above(rank))].link;
+    const bool is_closed = peers_[static_cast<std::size_t>(rank)].phase == Phase::kClosed;
+    if (!is_closed && link && link->open()) return false;
+  }
+  return true;
+}
+
+// The rank through which this one speaks, in the end; itself, if through none.
+int ControlHub::highest_above(int rank) const {
+  for (;;) {
+    const int parent = peers_[static_cast<std::size_t>(rank)].parent;
+    if (parent == 0) return rank;
+    rank = parent;
+  }
+}
+
+bool ControlHub::speaks_through(int rank, int other) const {
+  while (rank > other) rank = peers_[static_cast<std::size_t>(rank)].parent;
+  return rank == other;
 }
 
 void ControlHub::refuse(std::shared_ptr<FrameLink> link, const WorldEnd& problem) {
@@ -93,11 +107,12 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   const JoinFrame& own = options_.own;
   const std::string who = " on " + ranks_text({join.rank}, own.size);
   if (join.version != own.version) {
-    return mismatch(join.rank, Message{.where = "rendezvous: protocol version",
-                                       .expected = std::to_string(own.version) + " on every rank",
-                                       .got = std::to_string(join.version) + who,
-                                       .remedy = "use one build of hsdp for all ranks"}
-                                   .text());
+    return end_by_mismatch(join.rank,
+                           Message{.where = "rendezvous: protocol version",
+                                   .expected = std::to_string(own.version) + " on every rank",
+                                   .got = std::to_string(join.version) + who,
+                                   .remedy = "use one build of hsdp for all ranks"}
+                               .text());
   }
   if (!is_of_this_job(join)) {
     // One name for two steps of Slurm would make one mesh of two programs.
@@ -105,7 +120,7 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
     const std::string_view own_step = slurm_step(own.job);
     const std::string_view its_step = slurm_step(join.job);
     const bool steps = !own_step.empty() && !its_step.empty() && own_step != its_step;
-    WorldEnd alone = mismatch(
+    WorldEnd alone = end_by_mismatch(
         join.rank,
         Message{.where = "rendezvous",
                 .expected = "job '" + own.job + "' restart " + std::to_string(own.restart_count) +
@@ -119,16 +134,17 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
     return alone;
   }
   if (join.size != own.size || join.rank < 1 || join.rank >= own.size) {
-    return mismatch(join.rank, Message{.where = "rendezvous: world size",
-                                       .expected = std::to_string(own.size) + " on every rank",
-                                       .got = std::to_string(join.size) + " on rank " +
-                                              std::to_string(join.rank),
-                                       .remedy = "start all ranks with one launcher"}
-                                   .text());
+    return end_by_mismatch(
+        join.rank,
+        Message{.where = "rendezvous: world size",
+                .expected = std::to_string(own.size) + " on every rank",
+                .got = std::to_string(join.size) + " on rank " + std::to_string(join.rank),
+                .remedy = "start all ranks with one launcher"}
+            .text());
   }
   const Peer& peer = peers_[static_cast<std::size_t>(join.rank)];
   if (peer.phase != Phase::kAwaited && (welcomed_ || peer.process != join.process)) {
-    WorldEnd alone = mismatch(
+    WorldEnd alone = end_by_mismatch(
         join.rank, Message{.where = "rendezvous",
                            .expected = "one process as " + ranks_text({join.rank}, own.size),
                            .got = "a second one",
@@ -186,39 +202,89 @@ void ControlHub::heard(int rank) {
 
 void ControlHub::handle(int rank, FrameType type, std::string_view body) {
   heard(rank);
-  Peer& peer = peers_[static_cast<std::size_t>(rank)];
   switch (type) {
     case FrameType::kGroup:
       return add_group(rank, body);
     case FrameType::kPost:
       return post(rank, body);
+    case FrameType::kMerged: {
+      const auto frame = MergedFrame::decode(body);
+      if (frame) return take(rank, *frame);
+      return end(malformed("exchange", rank));
+    }
     case FrameType::kTell:
       return pass_on(rank, body);
+    case FrameType::kRelayed:
+      return handle_relayed(rank, body);
+    case FrameType::kMoved:
+      return move(rank, body);
+    case FrameType::kBeats: {
+      auto all = BeatsFrame::decode(body);
+      if (!all) return;
+      for (auto& [of, beat] : all->beats) {
+        if (is_rank(of)) take_beat(of, std::move(beat));
+      }
+      return;
+    }
     case FrameType::kBeat:
-      ++peer.beat_count;
-      if (auto beat = BeatFrame::decode(body)) peer.waits = std::move(beat->waits);
+      if (auto beat = BeatFrame::decode(body)) take_beat(rank, std::move(*beat));
       return;
     case FrameType::kFail:
       if (auto world_end = WorldEnd::decode(body)) end(std::move(*world_end));
       return;
     case FrameType::kProcessEnd: {
-      WireReader in(body);
-      const int ended = in.i32();
-      if (in.complete() && ended >= 0 && ended < options_.own.size) process_ended(ended);
+      const auto ended = rank_in(body);
+      if (ended && is_rank(*ended)) process_ended(*ended);
       return;
     }
     case FrameType::kGoodbye:
       return close(rank);
     default:
-      return end(mismatch(rank, "control: unexpected message from rank " + std::to_string(rank)));
+      return end(
+          end_by_mismatch(rank, "control: unexpected message from rank " + std::to_string(rank)));
   }
+}
+
+void ControlHub::take_beat(int rank, BeatFrame beat) {
+  heard(rank);
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  ++peer.beat_count;
+  peer.waits = std::move(beat.waits);
+}
+
+// What a relay hands on as it came.
+void ControlHub::handle_relayed(int from, std::string_view body) {
+  const auto relayed = RelayedFrame::decode(body);
+  const bool may = relayed && is_rank(relayed->rank) &&
+                   (relayed->type == FrameType::kTell || relayed->type == FrameType::kGoodbye);
+  if (!may) return end(malformed("message", from));
+  handle(relayed->rank, relayed->type, relayed->body);
+}
+
+// Its last word on its own link: all that it was sent there it has read.
+void ControlHub::move(int rank, std::string_view body) {
+  const auto parent = rank_in(body);
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (!parent || *parent <= 0 || *parent >= rank || !peer.link) {
+    return end(malformed("message", rank));
+  }
+  peer.parent = *parent;
+  peer.link->close();
+  peer.link.reset();
 }
 
 void ControlHub::close(int rank) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   peer.phase = Phase::kClosed;
   peer.waits.clear();
-  if (peer.link) peer.link->finish_sending();
+  const int highest = highest_above(rank);
+  bool all_closed = true;
+  for (int other = highest; other < options_.own.size; ++other) {
+    const bool is_closed = peers_[static_cast<std::size_t>(other)].phase == Phase::kClosed;
+    all_closed = all_closed && (is_closed || !speaks_through(other, highest));
+  }
+  const auto& link = peers_[static_cast<std::size_t>(highest)].link;
+  if (all_closed && link) link->finish_sending();
   std::erase_if(exchanges_, [&](const auto& entry) {
     const auto& [name, exchange] = entry;
     if (!exchange.while_open || !std::ranges::binary_search(groups_.at(exchange.group), rank)) {
@@ -230,56 +296,75 @@ void ControlHub::close(int rank) {
   });
 }
 
+// It left, and nobody hears those any more who spoke through it.
+void ControlHub::close_below(int rank) {
+  for (int other = rank + 1; other < options_.own.size; ++other) {
+    const bool is_open = peers_[static_cast<std::size_t>(other)].phase != Phase::kClosed;
+    if (is_open && speaks_through(other, rank)) close(other);
+  }
+}
+
 void ControlHub::add_group(int rank, std::string_view body) {
   if (ended_) return;
   auto frame = GroupFrame::decode(body);
-  if (!frame || !is_valid_group(frame->members, rank, options_.own.size)) {
-    return end(mismatch(rank, "control: malformed group from rank " + std::to_string(rank)));
+  if (!frame || !is_valid_group(frame->members, options_.own.size)) {
+    return end(malformed("group", rank));
   }
   const std::uint64_t id = group_id(frame->members);
   const auto [known, is_new] = groups_.try_emplace(id, frame->members);
   if (known->second != frame->members) {
-    end(mismatch(rank, "control: two groups of ranks have one id; use other ones"));
+    end(end_by_mismatch(rank, "control: two groups of ranks have one id; use other ones"));
   }
 }
 
 void ControlHub::post(int rank, std::string_view body) {
+  auto post = PostFrame::decode(body);
+  if (!post) return end(malformed("exchange", rank));
+  MergedFrame merged{post->group, std::move(post->key), post->while_open, {rank}, {}};
+  merged.agreement.add(rank, post->saying);
+  take(rank, merged);
+}
+
+void ControlHub::take(int from, const MergedFrame& frame) {
   if (ended_) return;
-  const auto frame = PostFrame::decode(body);
-  const std::string from = "rank " + std::to_string(rank);
-  const auto group = frame ? groups_.find(frame->group) : groups_.end();
-  if (group == groups_.end() || !std::ranges::binary_search(group->second, rank)) {
-    return end(mismatch(rank, "control: malformed exchange from " + from));
+  const auto group = groups_.find(frame.group);
+  if (group == groups_.end() || frame.ranks.empty() ||
+      !std::ranges::includes(group->second, frame.ranks)) {
+    return end(malformed("exchange", from));
   }
   const std::vector<int>& members = group->second;
-  const std::string name = exchange_name(frame->key, frame->group);
+  const std::string name = exchange_name(frame.key, frame.group);
   auto [place, is_new] = exchanges_.try_emplace(name);
   Exchange& exchange = place->second;
   if (is_new) {
     exchange.hash = exchange_hash(name);
     exchange_names_[exchange.hash] = name;
-    exchange.group = frame->group;
+    exchange.group = frame.group;
     exchange.came.resize(members.size());
     exchange.missing_count = members.size();
-    exchange.while_open = frame->while_open;
+    exchange.while_open = frame.while_open;
   }
-  const auto member =
-      static_cast<std::size_t>(std::ranges::lower_bound(members, rank) - members.begin());
-  if (exchange.came[member]) {
-    return end(mismatch(rank, "control: " + from + " used the key '" + frame->key + "' twice"));
+  for (const int rank : frame.ranks) {
+    const auto member =
+        static_cast<std::size_t>(std::ranges::lower_bound(members, rank) - members.begin());
+    if (exchange.came[member]) {
+      return end(end_by_mismatch(rank, "control: rank " + std::to_string(rank) + " used the key '" +
+                                           frame.key + "' twice"));
+    }
+    exchange.came[member] = true;
+    --exchange.missing_count;
   }
-  exchange.came[member] = true;
-  exchange.keeps_all = exchange.keeps_all || frame->saying.keeps_all;
-  exchange.agreement.add(rank, frame->saying);
+  exchange.from.insert(from);
+  exchange.agreement.merge(frame.agreement);
   const bool is_cut = exchange.while_open && std::ranges::any_of(members, [this](int other) {
                         return peers_[static_cast<std::size_t>(other)].phase == Phase::kClosed;
                       });
-  if (--exchange.missing_count > 0 && !is_cut) return;
+  if (exchange.missing_count > 0 && !is_cut) return;
   Exchange over = std::move(exchange);
   exchange_names_.erase(over.hash);
   exchanges_.erase(place);
   if (is_cut) return answer(over, name, std::nullopt);
-  over.agreement.close(over.keeps_all);
+  over.agreement.close();
   Agreement agreement = std::move(over.agreement);
   answer(over, name, std::move(agreement));
 }
@@ -290,10 +375,7 @@ void ControlHub::answer(const Exchange& exchange, std::string name,
                         std::optional<Agreement> agreement) {
   const AnswerFrame frame{std::move(name), std::move(agreement)};
   const FrameBytes bytes = make_frame(FrameType::kAnswer, frame.encode());
-  const std::vector<int>& members = groups_.at(exchange.group);
-  for (std::size_t i = members.size(); i-- > 0;) {
-    if (exchange.came[i]) send(members[i], bytes);
-  }
+  for (const int rank : exchange.from) send(rank, bytes);
 }
 
 void ControlHub::link_broke(int rank, const std::string& reason) {
@@ -308,15 +390,17 @@ void ControlHub::link_broke(int rank, const std::string& reason) {
 void ControlHub::pass_on(int rank, std::string_view body) {
   if (ended_) return;
   auto frame = TellFrame::decode(body);
-  if (!frame || frame->peer < 0 || frame->peer >= options_.own.size) {
-    return end(mismatch(rank, "control: malformed message from rank " + std::to_string(rank)));
-  }
+  if (!frame || !is_rank(frame->peer)) return end(malformed("message", rank));
   const int receiver = std::exchange(frame->peer, rank);
-  send(receiver, make_frame(FrameType::kTell, frame->encode()));
+  const int highest = highest_above(receiver);
+  if (highest == receiver) return send(receiver, make_frame(FrameType::kTell, frame->encode()));
+  const RelayedFrame relayed{receiver, FrameType::kTell, frame->encode()};
+  send(highest, make_frame(FrameType::kRelayed, relayed.encode()));
 }
 
 void ControlHub::lost(int rank, const std::string& reason) {
-  if (ended_ || left_ || peers_[static_cast<std::size_t>(rank)].phase == Phase::kClosed) return;
+  if (ended_ || left_) return;
+  if (peers_[static_cast<std::size_t>(rank)].phase == Phase::kClosed) return close_below(rank);
   WorldEnd world_end = end_by_loss(rank, options_.own.size, reason);
   std::chrono::milliseconds oldest{-1};
   for (const Peer& peer : peers_) {
@@ -340,7 +424,7 @@ void ControlHub::end(WorldEnd world_end) {
 void ControlHub::leave() {
   if (ended_ || left_) return;
   left_ = true;
-  const FrameBytes goodbye = make_frame(FrameType::kGoodbye, {});
+  const FrameBytes goodbye = make_frame(FrameType::kGoodbye, rank_body(0));
   for (int rank = 1; rank < options_.own.size; ++rank) send(rank, goodbye);
 }
 

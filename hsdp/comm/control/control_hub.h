@@ -1,5 +1,6 @@
-// Rank 0's relay: holds one link to every other rank, matches exchanges, and judges failures for
-// the whole world.
+// Rank 0's end of all control links: matches exchanges, and judges failures for the whole world.
+// Ranks speak to it themselves or, in large worlds, through each other [Note: a tree of control
+// links].
 //
 // It does no I/O and has no thread: who owns it brings what came and the time, one call at a time,
 // and it sends by links. Rank 0 itself is a peer without a link: its frames come by handle(0, ..)
@@ -12,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -66,7 +68,8 @@ class ControlHub {
   enum class Phase : std::uint8_t { kAwaited, kJoined, kClosed };
   struct Peer {
     Phase phase = Phase::kAwaited;
-    std::shared_ptr<FrameLink> link;
+    std::shared_ptr<FrameLink> link;  // none: it speaks through its parent
+    int parent = 0;
     std::string host;
     std::string process;
     std::string vanished;  // why its connection ended before the welcome, if it has not come again
@@ -79,9 +82,10 @@ class ControlHub {
     std::uint64_t group = 0;
     std::vector<bool> came;  // by member
     std::size_t missing_count = 0;
+    // Who spoke for them, whom to answer, this process last.
+    std::set<int, std::greater<>> from;
     Agreement agreement;
     bool while_open = false;
-    bool keeps_all = false;
   };
 
   [[nodiscard]] std::optional<WorldEnd> objection(const JoinFrame& join) const;
@@ -89,9 +93,17 @@ class ControlHub {
   void refuse(std::shared_ptr<FrameLink> link, const WorldEnd& problem);
   void add_group(int rank, std::string_view body);
   void post(int rank, std::string_view body);
+  void take(int from, const MergedFrame& frame);
   void answer(const Exchange& exchange, std::string name, std::optional<Agreement> agreement);
+  void move(int rank, std::string_view body);
   void close(int rank);
+  void close_below(int rank);
   void pass_on(int rank, std::string_view body);
+  void take_beat(int rank, BeatFrame beat);
+  void handle_relayed(int from, std::string_view body);
+  [[nodiscard]] int highest_above(int rank) const;
+  [[nodiscard]] bool speaks_through(int rank, int other) const;
+  [[nodiscard]] bool is_rank(int rank) const { return rank >= 0 && rank < options_.own.size; }
   void send(int rank, const FrameBytes& frame);
   void send_beats();
   void lost(int rank, const std::string& reason);

@@ -71,6 +71,7 @@ std::vector<RankReport> ControlHub::reports() const {
     const Peer& peer = peers_[rank];
     RankReport& report = all[rank];
     report.closed = peer.phase == Phase::kClosed;
+    report.parent = peer.parent;
     if (rank != 0) report.silent = clock_.now() - peer.last_heard;
     for (const BeatWait& wait : peer.waits) {
       std::vector<int> awaited;

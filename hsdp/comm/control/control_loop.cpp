@@ -2,13 +2,13 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <boost/asio/post.hpp>
 #include <csignal>
 #include <exception>
 #include <future>
 #include <utility>
 
-#include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/tcp_rendezvous.h"
 
@@ -24,7 +24,10 @@ ControlLoop::ControlLoop(std::shared_ptr<ControlState> state, JoinFrame own, Mil
       stop_timer_(io_),
       member_(state_, own_.rank, own_.size, timeout_,
               {[this](FrameType type, const std::string& body) { to_hub(type, body); },
-               [this] { state_->run_callbacks(); }}) {}
+               [this] { state_->run_callbacks(); },
+               [this](const WorldEnd& world_end) {
+                 if (relay_) relay_->end(world_end);
+               }}) {}
 
 ControlLoop::~ControlLoop() { stop(); }
 
@@ -59,8 +62,12 @@ void ControlLoop::admit(const std::shared_ptr<ControlLink>& link, const JoinFram
   link->bound_dead_link(timeout_);
   link->count_in(state_->traffic(), rank);
   ControlLink::Handlers handlers;
-  handlers.on_frame = [this, rank](FrameType type, std::string_view body) {
+  handlers.on_frame = [this, rank, weak = std::weak_ptr(link)](FrameType type,
+                                                               std::string_view body) {
     hub_->handle(rank, type, body);
+    if (type != FrameType::kMoved) return;
+    watches_.erase(rank);
+    if (const auto moved = weak.lock()) moved->set_handlers({});
   };
   handlers.on_closed = [this, rank, is_unix = link->is_unix()](const std::string& reason) {
     is_unix ? hub_->process_ended(rank) : hub_->link_broke(rank, reason);
@@ -101,19 +108,120 @@ void ControlLoop::start_as_rank(UniqueFd socket) {
   link_->bound_dead_link(timeout_);
   link_->count_in(state_->traffic(), 0);
   member_.heard();
-  if (const auto pid = link_->peer_pid()) {
-    hub_watch_ =
-        std::make_unique<ProcessWatch>(io_, *pid, [this] { hub_closed("its process ended"); });
-  }
   ControlLink::Handlers handlers;
-  handlers.on_frame = [this](FrameType type, std::string_view body) { member_.frame(type, body); };
-  handlers.on_closed = [this](const std::string& reason) {
-    hub_closed(link_->is_unix() ? "its process ended" : "its connection ended: " + reason);
-  };
-  handlers.on_progress = [this] { member_.heard(); };
+  handlers.on_frame = [this](FrameType type, std::string_view body) { from_parent(type, body); };
   link_->start(std::move(handlers), kMaxFrameBytes);
+  watch_parent(*link_);
   link_->send(make_frame(FrameType::kJoin, own_.encode()));
   start_thread();
+}
+
+void ControlLoop::watch_parent(ControlLink& link) {
+  parent_watch_.reset();
+  if (const auto pid = link.peer_pid()) {
+    parent_watch_ =
+        std::make_unique<ProcessWatch>(io_, *pid, [this] { parent_closed("its process ended"); });
+  }
+  ControlLink::Handlers handlers;
+  handlers.on_frame = [this](FrameType type, std::string_view body) { from_parent(type, body); };
+  handlers.on_closed = [this, is_unix = link.is_unix()](const std::string& reason) {
+    parent_closed(is_unix ? "its process ended" : "its connection ended: " + reason);
+  };
+  handlers.on_progress = [this] { member_.heard(); };
+  link.set_handlers(std::move(handlers));
+}
+
+void ControlLoop::from_parent(FrameType type, std::string_view body) {
+  member_.heard();
+  relay_ ? relay_->handle_from_parent(type, body) : member_.frame(type, body);
+}
+
+void ControlLoop::lead_children(UniqueFd listener, std::vector<int> children) {
+  asio::post(io_, [this, listener = std::make_shared<UniqueFd>(std::move(listener)),
+                   children = std::move(children)] {
+    relay_ = std::make_unique<ControlRelay>(
+        own_.rank, own_.size,
+        ControlRelay::Handlers{
+            [this](FrameType type, const std::string& body) {
+              link_->send(make_frame(type, body));
+            },
+            [this](FrameType type, std::string_view body) { member_.frame(type, body); }});
+    children_door_ = std::move(*listener);
+    JoinListener::Options options{"", timeout_, static_cast<int>(children.size())};
+    JoinListener::Handlers handlers;
+    handlers.on_join = [this, children](const std::shared_ptr<ControlLink>& link,
+                                        const JoinFrame& join) {
+      take_child(link, join, children);
+    };
+    handlers.on_limit = [this] { state_->note_descriptor_limit(); };
+    listener_ = std::make_unique<JoinListener>(io_, children_door_.get(), std::move(options),
+                                               std::move(handlers));
+  });
+}
+
+void ControlLoop::take_child(const std::shared_ptr<ControlLink>& link, const JoinFrame& join,
+                             const std::vector<int>& expected) {
+  const int child = join.rank;
+  const bool fits = join.version == own_.version && join.job == own_.job &&
+                    std::ranges::binary_search(expected, child) && !watches_.contains(child);
+  if (!fits) return link->close();
+  link->set_max_body_bytes(kMaxFrameBytes);
+  link->count_in(state_->traffic(), child);
+  ControlLink::Handlers handlers;
+  handlers.on_frame = [this, child](FrameType type, std::string_view body) {
+    relay_->handle(child, type, body);
+  };
+  handlers.on_closed = [this, child](const std::string&) { relay_->child_ended(child); };
+  link->set_handlers(std::move(handlers));
+  relay_->add(child, link);
+  link->send(make_frame(FrameType::kBeat, BeatFrame{}.encode()));  // it is taken
+  if (const auto pid = link->peer_pid()) {
+    watches_.try_emplace(child, io_, *pid, [this, child] { relay_->child_ended(child); });
+  }
+}
+
+bool ControlLoop::follow_parent(UniqueFd socket, int parent,
+                                std::chrono::steady_clock::time_point end) {
+  auto taken = std::make_shared<std::promise<bool>>();
+  auto told = std::make_shared<bool>(false);
+  std::future<bool> is_taken = taken->get_future();
+  const auto tell = [taken, told](bool yes) {
+    if (!std::exchange(*told, true)) taken->set_value(yes);
+  };
+  asio::post(io_, [this, tell, parent, socket = std::make_shared<UniqueFd>(std::move(socket))] {
+    next_link_ = std::make_shared<ControlLink>(io_, std::move(*socket));
+    next_link_->count_in(state_->traffic(), parent);
+    ControlLink::Handlers handlers;
+    handlers.on_frame = [tell](FrameType, std::string_view) { tell(true); };
+    handlers.on_closed = [tell](const std::string&) { tell(false); };
+    next_link_->start(std::move(handlers), kMaxFrameBytes);
+    next_link_->send(make_frame(FrameType::kJoin, own_.encode()));
+  });
+  return is_taken.wait_until(end) == std::future_status::ready && is_taken.get();
+}
+
+void ControlLoop::enter_tree(const ControlTree& tree) {
+  asio::post(io_, [this, tree] {
+    if (relay_) {
+      listener_.reset();
+      children_door_.reset();
+      relay_->enter(tree);
+    }
+    const int parent = tree.parent(own_.rank);
+    if (parent <= 0) {
+      if (next_link_) next_link_->close();
+      return next_link_.reset();
+    }
+    // What rank 0 still sends to the old link is read until it closes that.
+    ControlLink::Handlers handlers;
+    handlers.on_frame = [this](FrameType type, std::string_view body) { from_parent(type, body); };
+    link_->set_handlers(std::move(handlers));
+    link_->send(make_frame(FrameType::kMoved, rank_body(parent)));
+    link_ = std::move(next_link_);
+    member_.set_parent(parent);
+    watch_parent(*link_);
+    if (!link_->open()) parent_closed("its process ended");
+  });
 }
 
 void ControlLoop::start_thread() {
@@ -165,21 +273,28 @@ void ControlLoop::run_callbacks_soon() {
 void ControlLoop::to_hub(FrameType type, const std::string& body) {
   if (hub_) {
     hub_->handle(0, type, body);
+  } else if (relay_ && relay_->entered()) {
+    relay_->handle(own_.rank, type, body);
   } else {
     link_->send(make_frame(type, body));
   }
 }
 
-void ControlLoop::hub_closed(const std::string& reason) {
-  if (member_.hub_left() || stop_ != Stop::kNo) return;
-  lost_hub_ = true;
-  member_.hub_closed(reason);
+// While this rank leaves, those may still be there that speak through it.
+void ControlLoop::parent_closed(const std::string& reason) {
+  if (member_.is_left() || (stop_ != Stop::kNo && !relay_)) return;
+  lost_hub_ = stop_ == Stop::kNo;
+  member_.parent_closed(reason);
 }
 
-void ControlLoop::tell_process_end(int rank) {
-  WireWriter out;
-  out.i32(rank);
-  to_hub(FrameType::kProcessEnd, out.take());
+void ControlLoop::tell_process_end(int rank) { to_hub(FrameType::kProcessEnd, rank_body(rank)); }
+
+void ControlLoop::leader_ended(int leader) {
+  if (leader != 0) {
+    tell_process_end(leader);
+  } else if (member_.parent() == 0) {
+    parent_closed("its process ended");
+  }
 }
 
 void ControlLoop::lead_descriptors(UniqueFd listener, std::vector<int> local_ranks) {
@@ -211,15 +326,10 @@ void ControlLoop::follow_descriptors(UniqueFd socket, int leader) {
     handlers.on_limit = [this] { state_->note_descriptor_limit(); };
     descriptors_->start(std::move(handlers));
     descriptors_->send(DescriptorBroker::hello(own_.rank), nullptr);
-    if (leader == 0 && hub_watch_) return;
+    if (leader == 0 && parent_watch_) return;
     if (const auto pid = descriptors_->peer_pid()) {
-      leader_watch_ = std::make_unique<ProcessWatch>(io_, *pid, [this, leader] {
-        if (leader == 0) {
-          hub_closed("its process ended");
-        } else {
-          tell_process_end(leader);
-        }
-      });
+      leader_watch_ =
+          std::make_unique<ProcessWatch>(io_, *pid, [this, leader] { leader_ended(leader); });
     }
   });
 }

@@ -1,5 +1,6 @@
-// The I/O thread of one rank's control connection: the link to rank 0 or, on rank 0, the hub;
-// heartbeats; descriptor passing; and an orderly, bounded end.
+// The I/O thread of one rank's control connection: the hub, on rank 0, or the link to rank 0 or to
+// a rank between; links of ranks that speak through this one; heartbeats; descriptor passing; and
+// an orderly, bounded end.
 //
 // send(), fail(), stop() and the other public calls may come from any thread and never block, but
 // for stop(), which is bounded.
@@ -21,7 +22,9 @@
 #include "hsdp/comm/control/control_hub.h"
 #include "hsdp/comm/control/control_link.h"
 #include "hsdp/comm/control/control_member.h"
+#include "hsdp/comm/control/control_relay.h"
 #include "hsdp/comm/control/control_state.h"
+#include "hsdp/comm/control/control_tree.h"
 #include "hsdp/comm/control/descriptor_broker.h"
 #include "hsdp/comm/control/process_watch.h"
 #include "hsdp/comm/rendezvous/join_listener.h"
@@ -47,6 +50,13 @@ class ControlLoop {
   void send(FrameType type, std::string body);
   void fail(const WorldEnd& world_end);
   void run_callbacks_soon();
+  // The tree of control links [Note: a tree of control links]. Takes a listener for those that are
+  // to speak through this rank; then the socket to the one through which it will speak: whether
+  // that one has taken it is known before `end`. Then all ranks enter the same tree.
+  void lead_children(UniqueFd listener, std::vector<int> children);
+  [[nodiscard]] bool follow_parent(UniqueFd socket, int parent,
+                                   std::chrono::steady_clock::time_point end);
+  void enter_tree(const ControlTree& tree);
   // Descriptor passing: as the leader of `local_ranks`, or as one of the others.
   void lead_descriptors(UniqueFd listener, std::vector<int> local_ranks);
   void follow_descriptors(UniqueFd socket, int leader);
@@ -64,8 +74,13 @@ class ControlLoop {
   void arm_tick();
   void admit(const std::shared_ptr<ControlLink>& link, const JoinFrame& join);
   void to_hub(FrameType type, const std::string& body);
-  void hub_closed(const std::string& reason);
+  void from_parent(FrameType type, std::string_view body);
+  void parent_closed(const std::string& reason);
+  void watch_parent(ControlLink& link);
+  void take_child(const std::shared_ptr<ControlLink>& link, const JoinFrame& join,
+                  const std::vector<int>& expected);
   void tell_process_end(int rank);
+  void leader_ended(int leader);
   [[nodiscard]] std::string trouble_at_door() const;
   void begin_stop();
   void continue_stop();
@@ -82,13 +97,17 @@ class ControlLoop {
   ControlMember member_;
   // Rank 0.
   std::unique_ptr<ControlHub> hub_;
-  std::map<int, ProcessWatch> watches_;  // of ranks whose processes are seen from here
+  std::map<int, ProcessWatch> watches_;  // of ranks that speak to this one, on this host
   std::unique_ptr<JoinListener> listener_;
   bool door_is_tcp_ = false;
   // The others.
-  std::shared_ptr<ControlLink> link_;
-  std::unique_ptr<ProcessWatch> hub_watch_;
+  std::shared_ptr<ControlLink> link_;       // to the parent
+  std::shared_ptr<ControlLink> next_link_;  // to the one in the tree, until it is entered
+  std::unique_ptr<ProcessWatch> parent_watch_;
   std::atomic<bool> lost_hub_{false};
+  // Those through which others speak.
+  std::unique_ptr<ControlRelay> relay_;
+  UniqueFd children_door_;
 
   std::unique_ptr<DescriptorBroker> broker_;
   std::shared_ptr<DescriptorChannel> descriptors_;

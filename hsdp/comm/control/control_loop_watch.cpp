@@ -24,7 +24,11 @@ void ControlLoop::tick() {
     hub_->handle(0, FrameType::kBeat, member_.beat().encode());
     return hub_->tick();
   }
-  if (link_->open() && link_->idle()) {
+  const bool may_beat = link_->open() && link_->idle();
+  if (relay_ && relay_->entered()) {
+    relay_->handle(own_.rank, FrameType::kBeat, member_.beat().encode());
+    relay_->tick(may_beat);
+  } else if (may_beat) {
     link_->send(make_frame(FrameType::kBeat, member_.beat().encode()));
   }
   member_.tick();
@@ -36,7 +40,7 @@ void ControlLoop::stop() {
   thread_.join();
   // What handlers hold of this object goes before its members do.
   leader_watch_.reset();
-  hub_watch_.reset();
+  parent_watch_.reset();
   watches_.clear();
   broker_.reset();
   if (descriptors_) descriptors_->close();
@@ -51,19 +55,25 @@ void ControlLoop::begin_stop() {
   continue_stop();
 }
 
-// A rank may go at once. The hub stays while others may still need it: until they have said
-// goodbye, or, when the world ended during the rendezvous, until latecomers have been told; but not
-// for long.
+// A rank through which nobody speaks may go at once. The others stay while they may still be
+// needed: until those below have said goodbye, or know how the world ended; the hub, when it ended
+// during the rendezvous, until latecomers have been told; but not for long.
 bool ControlLoop::may_stop_sending() const {
-  if (!hub_) return true;
+  constexpr Millis kForVerdict{500};
   constexpr Millis kForLatecomers{1'000};
   constexpr Millis kForOthers{2'000};
   const auto waited = std::chrono::steady_clock::now() - stop_began_;
+  if (!hub_) {
+    if (!relay_ || relay_->all_closed() || relay_->ended()) return true;
+    return waited >= (state_->failed() ? kForVerdict : kForOthers);
+  }
   if (!hub_->ended()) return hub_->all_closed() || waited >= kForOthers;
   return hub_->all_joined() || hub_->missing().empty() || waited >= kForLatecomers;
 }
 
-bool ControlLoop::all_gone() const { return hub_ ? hub_->all_gone() : !link_->open(); }
+bool ControlLoop::all_gone() const {
+  return hub_ ? hub_->all_gone() : !link_->open() && (!relay_ || relay_->all_gone());
+}
 
 void ControlLoop::continue_stop() {
   constexpr Millis kForFlushing{500};
@@ -76,6 +86,11 @@ void ControlLoop::continue_stop() {
       hub_->leave();
       hub_->finish_sending();
     } else {
+      if (relay_) {
+        if (const auto world_end = state_->how_it_ended()) relay_->end(*world_end);
+        relay_->leave();
+        relay_->finish_sending();
+      }
       link_->finish_sending();
     }
   }

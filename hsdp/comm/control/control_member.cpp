@@ -22,7 +22,12 @@ ControlMember::ControlMember(std::shared_ptr<ControlState> state, int rank, int 
       size_(size),
       timeout_(timeout),
       handlers_(std::move(handlers)),
-      hub_heard_(state_->clock().now()) {}
+      parent_heard_(state_->clock().now()) {}
+
+void ControlMember::set_parent(int rank) {
+  parent_ = rank;
+  heard();
+}
 
 void ControlMember::frame(FrameType type, std::string_view body) {
   heard();
@@ -53,8 +58,8 @@ void ControlMember::frame(FrameType type, std::string_view body) {
     case FrameType::kRefuse:
       return end({.failure = {FailureKind::kMismatch, std::string(body), {rank_}}});
     case FrameType::kGoodbye:
-      hub_left_ = true;
-      hub_left_at_ = state_->clock().now();
+      who_left_ = rank_in(body).value_or(parent_);
+      left_at_ = state_->clock().now();
       return state_->hub_left();
     default:
       return end(
@@ -72,8 +77,11 @@ void ControlMember::fail(const WorldEnd& world_end) {
   handlers_.on_end();
 }
 
-void ControlMember::hub_closed(const std::string& reason) {
-  if (!hub_left_) end(end_by_loss(0, size_, reason));
+void ControlMember::parent_closed(const std::string& reason) {
+  if (who_left_) return;
+  const WorldEnd world_end = end_by_loss(parent_, size_, reason);
+  handlers_.on_cut_off(world_end);
+  end(world_end);
 }
 
 BeatFrame ControlMember::beat() const {
@@ -87,23 +95,26 @@ BeatFrame ControlMember::beat() const {
 
 void ControlMember::tick() {
   if (state_->failed()) return;
-  const Millis silent = state_->clock().now() - hub_heard_;
-  if (!hub_left_ && silent >= timeout_) {
+  const Millis silent = state_->clock().now() - parent_heard_;
+  if (!who_left_ && silent >= timeout_) {
     WorldEnd world_end;
     world_end.failure = {FailureKind::kTimeout,
-                         ranks_text({0}, size_) +
+                         ranks_text({parent_}, size_) +
                              " is stopped or unreachable: no sign of life for " +
                              seconds_text(silent),
-                         {0}};
+                         {parent_}};
     world_end.bare = true;
+    handlers_.on_cut_off(world_end);
     return fail(world_end);
   }
-  const Millis since_left = state_->clock().now() - hub_left_at_;
+  const Millis since_left = state_->clock().now() - left_at_;
   for (const ActiveWait& wait : state_->active_waits()) {
     // Without rank 0 no exchange is ever answered.
-    const bool for_hub = wait.exchange != 0 ||
-                         (wait.peer == 0 && std::min(wait.age, since_left) >= kPatienceWithClosed);
-    if (hub_left_ && for_hub) return fail(end_by_loss(0, size_, "it closed its world"));
+    const bool in_vain =
+        who_left_ &&
+        (wait.exchange != 0 ||
+         (wait.peer == *who_left_ && std::min(wait.age, since_left) >= kPatienceWithClosed));
+    if (in_vain) return fail(end_by_loss(*who_left_, size_, "it closed its world"));
     if (wait.age < timeout_ + kAfterHub) continue;
     WorldEnd world_end;
     world_end.failure.kind = FailureKind::kTimeout;

@@ -1,5 +1,6 @@
 // One rank's side of the control connection: takes what comes from rank 0, and judges by itself
-// where rank 0 cannot. Rank 0 has one, too.
+// where rank 0 cannot. Rank 0 has one, too. Its parent is the rank through which it speaks to rank
+// 0, or rank 0.
 //
 // It does no I/O and has no thread: who owns it brings what came and the time, one call at a time.
 #pragma once
@@ -7,6 +8,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,22 +24,26 @@ class ControlMember {
     std::function<void(FrameType type, const std::string& body)> to_hub;
     // The world has ended here: run_callbacks() is due.
     std::function<void()> on_end;
+    // As nothing comes from rank 0 any more. Before on_end.
+    std::function<void(const WorldEnd& world_end)> on_cut_off = [](const WorldEnd& /*end*/) {};
   };
 
   ControlMember(std::shared_ptr<ControlState> state, int rank, int size,
                 std::chrono::milliseconds timeout, Handlers handlers);
 
   void frame(FrameType type, std::string_view body);
-  void heard() { hub_heard_ = state_->clock().now(); }  // a sign of life of rank 0
-  void hub_closed(const std::string& reason);
-  // Watches over rank 0, until the world ends.
+  void heard() { parent_heard_ = state_->clock().now(); }  // a sign of life of the parent
+  void set_parent(int rank);
+  [[nodiscard]] int parent() const { return parent_; }
+  void parent_closed(const std::string& reason);
+  // Watches over the parent, until the world ends.
   void tick();
   [[nodiscard]] BeatFrame beat() const;
   // Ends the world on every rank.
   void fail(const WorldEnd& world_end);
   // On this rank alone.
   void end(const WorldEnd& world_end);
-  [[nodiscard]] bool hub_left() const { return hub_left_; }
+  [[nodiscard]] bool is_left() const { return who_left_.has_value(); }
 
  private:
   using Millis = std::chrono::milliseconds;
@@ -47,9 +53,10 @@ class ControlMember {
   int size_;
   Millis timeout_;
   Handlers handlers_;
-  Millis hub_heard_;
-  bool hub_left_ = false;
-  Millis hub_left_at_{0};
+  int parent_ = 0;
+  Millis parent_heard_;
+  std::optional<int> who_left_;  // rank 0, or one between: nothing reaches rank 0 any more
+  Millis left_at_{0};
   std::vector<int> missing_;  // as rank 0 last told
   bool welcomed_ = false;
 };

@@ -112,6 +112,11 @@ bool ControlState::end(const WorldEnd& world_end) {
   return true;
 }
 
+std::optional<WorldEnd> ControlState::how_it_ended() const {
+  const std::lock_guard lock(mutex_);
+  return end_;
+}
+
 void ControlState::throw_failure_of(const std::optional<WaitState>& doing) const {
   Failure failure;
   {

@@ -79,6 +79,7 @@ class ControlState {
   void throw_if_failed(const std::optional<WaitState>& doing = std::nullopt) const {
     if (failed()) throw_failure_of(doing);
   }
+  [[nodiscard]] std::optional<WorldEnd> how_it_ended() const;
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake);
   // Calls those that have not been called yet. By the I/O thread, after end().
   void run_callbacks();

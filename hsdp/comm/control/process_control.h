@@ -55,6 +55,7 @@ class ProcessControl final : public RankControl {
   void knock_until_welcomed(const LaunchEnvironment& launch, Time end);
   void connect_descriptors(const LaunchEnvironment& launch, const std::vector<std::string>& hosts,
                            Time end);
+  void enter_tree(const LaunchEnvironment& launch, ControlTree tree, Time end);
   [[nodiscard]] JoinFrame own_frame(const LaunchEnvironment& launch) const;
 
   std::uint32_t generation_;

@@ -56,6 +56,11 @@ void RankControl::send_post(std::span<const int> members, PostFrame frame) {
   send(FrameType::kPost, std::move(body));
 }
 
+void RankControl::forget_groups() {
+  const std::lock_guard lock(mutex_);
+  named_groups_.clear();
+}
+
 std::optional<std::vector<std::string>> RankControl::exchange_while_open(std::string_view key,
                                                                          std::string_view message,
                                                                          WaitState waiting) {

@@ -58,6 +58,8 @@ class RankControl : public Control {
   virtual void run_callbacks_soon() = 0;
 
   [[nodiscard]] const std::shared_ptr<ControlState>& state() const { return state_; }
+  // They are named again, to another rank.
+  void forget_groups();
   // Before the first call of a user.
   void set_state(std::shared_ptr<ControlState> state) { state_ = std::move(state); }
 

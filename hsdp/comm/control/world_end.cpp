@@ -10,6 +10,15 @@ namespace {
 // Four missed beats: a rank under load misses one or two.
 constexpr std::chrono::milliseconds kSilence{1'000};
 
+// Whoever speaks through a rank that is silent is silent, too: the highest such one.
+int silent_above(const std::vector<RankReport>& reports, int rank) {
+  for (;;) {
+    const int parent = reports[static_cast<std::size_t>(rank)].parent;
+    if (parent == 0 || reports[static_cast<std::size_t>(parent)].silent <= kSilence) return rank;
+    rank = parent;
+  }
+}
+
 // The ends of all chains of waits that start at `rank`: ranks that wait for nobody. In a ring of
 // waits the ranks of the ring.
 std::vector<int> chain_ends(const std::vector<RankReport>& reports, const std::vector<int>& first) {
@@ -17,9 +26,13 @@ std::vector<int> chain_ends(const std::vector<RankReport>& reports, const std::v
   std::set<int> seen;
   std::vector<int> open = first;
   while (!open.empty()) {
-    const int rank = open.back();
+    int rank = open.back();
     open.pop_back();
-    if (rank < 0 || rank >= static_cast<int>(reports.size()) || !seen.insert(rank).second) continue;
+    if (rank < 0 || rank >= static_cast<int>(reports.size())) continue;
+    if (reports[static_cast<std::size_t>(rank)].silent > kSilence) {
+      rank = silent_above(reports, rank);
+    }
+    if (!seen.insert(rank).second) continue;
     const RankReport& report = reports[static_cast<std::size_t>(rank)];
     const bool stopped = report.silent > kSilence;
     std::vector<int> next;
@@ -87,10 +100,11 @@ std::optional<WorldEnd> judge(const std::vector<RankReport>& reports,
   for (int rank = 0; rank < size; ++rank) {
     const RankReport& report = reports[static_cast<std::size_t>(rank)];
     if (report.closed || report.silent < timeout) continue;
-    world_end.failure.ranks = {rank};
-    world_end.failure.message = ranks_text({rank}, size) +
+    const int highest = silent_above(reports, rank);
+    world_end.failure.ranks = {highest};
+    world_end.failure.message = ranks_text({highest}, size) +
                                 " is stopped or unreachable: no sign of life for " +
-                                seconds_text(report.silent);
+                                seconds_text(reports[static_cast<std::size_t>(highest)].silent);
     return world_end;
   }
   const RankReport* oldest = nullptr;
@@ -123,6 +137,10 @@ WorldEnd end_by_loss(int rank, int size, const std::string& reason) {
   world_end.failure.message = ranks_text({rank}, size) + " was lost (" + reason + ")";
   world_end.bare = true;
   return world_end;
+}
+
+WorldEnd end_by_mismatch(int rank, const std::string& message) {
+  return {.failure = {FailureKind::kMismatch, message, {rank}}};
 }
 
 WorldEnd end_by_error(int rank, const std::exception& error) {

@@ -18,6 +18,7 @@ struct RankReport {
   // For each wait: the ranks that it waits for (its peer, or who is missing in its exchange).
   // Empty: unknown.
   std::vector<std::vector<int>> awaited;
+  int parent = 0;  // through which rank it speaks: 0, it does itself
 };
 
 // A rank that is silent for `timeout`, or the end of the chain of waits that starts at a wait older
@@ -33,6 +34,8 @@ struct RankReport {
 [[nodiscard]] std::string operation_text(std::string_view operation, int bucket);
 
 [[nodiscard]] WorldEnd end_by_loss(int rank, int size, const std::string& reason);
+// It said what it may not say.
+[[nodiscard]] WorldEnd end_by_mismatch(int rank, const std::string& message);
 // The control plane's own error on that rank.
 [[nodiscard]] WorldEnd end_by_error(int rank, const std::exception& error);
 

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <chrono>
 #include <exception>
+#include <numeric>
 #include <utility>
 
 #include "hsdp/comm/control/process_control.h"
@@ -42,9 +43,12 @@ Millis left_until(Clock::time_point end) {
 // The socket of the rank that brokers descriptors on its host.
 std::string leader_name(int rank) { return "leader" + std::to_string(rank); }
 
-std::optional<JobSocket> try_to_claim(const std::filesystem::path& path) {
+// That of a rank through which others speak to rank 0.
+std::string relay_name(int rank) { return "relay" + std::to_string(rank); }
+
+std::optional<JobSocket> try_to_claim(const std::filesystem::path& path, int socket_type) {
   try {
-    return JobSocket::claim(path, SOCK_SEQPACKET);
+    return JobSocket::claim(path, socket_type);
   } catch (const DescriptorLimitError&) {
     throw;
   } catch (const Error&) {  // no place for a socket: this host's ranks use TCP
@@ -53,9 +57,9 @@ std::optional<JobSocket> try_to_claim(const std::filesystem::path& path) {
 }
 
 // Empty where the leader's socket is not visible from here.
-UniqueFd try_to_follow(const std::filesystem::path& path, Millis patience) {
+UniqueFd try_to_follow(const std::filesystem::path& path, int socket_type, Millis patience) {
   try {
-    return connect_job_socket(path, SOCK_SEQPACKET, patience);
+    return connect_job_socket(path, socket_type, patience);
   } catch (const DescriptorLimitError&) {
     throw;
   } catch (const Error&) {
@@ -69,7 +73,10 @@ void sweep_dead_sockets(const LaunchEnvironment& launch) {
   constexpr Millis kPatience{500};
   const Clock::time_point end = Clock::now() + kPatience;
   std::vector<std::string> names{"rank0"};
-  for (int rank = 0; rank < launch.size; ++rank) names.push_back(leader_name(rank));
+  for (int rank = 0; rank < launch.size; ++rank) {
+    names.push_back(leader_name(rank));
+    names.push_back(relay_name(rank));
+  }
   for (const std::string& name : names) {
     const auto path = job_socket_path(launch, name);
     static_cast<void>(retry_until(end, [&] { return sweep_job_socket(path); }));
@@ -110,7 +117,9 @@ void ProcessControl::meet(const LaunchEnvironment& launch, Clock::time_point end
   }
   const WelcomeFrame welcome = state()->await_welcome();
   if (secret_.empty()) secret_ = welcome.secret;
-  if (size() > 1) connect_descriptors(launch, welcome.hosts, end);
+  if (size() == 1) return;
+  connect_descriptors(launch, welcome.hosts, end);
+  enter_tree(launch, ControlTree(welcome.hosts), end);
 }
 
 void ProcessControl::make_loop(const LaunchEnvironment& launch, Clock::time_point end) {
@@ -245,7 +254,8 @@ void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
   const WaitState waiting{"rendezvous"};
   const auto own_path = job_socket_path(launch, leader_name(rank()));
   std::optional<JobSocket> door =
-      leads ? wait_out_limit(end, [&] { return try_to_claim(own_path); }) : std::nullopt;
+      leads ? wait_out_limit(end, [&] { return try_to_claim(own_path, SOCK_SEQPACKET); })
+            : std::nullopt;
   // It accepts from now on: more ranks may come than its queue holds.
   if (door) loop_->lead_descriptors(door->take_listener(), local_ranks);
   const auto paths =
@@ -253,8 +263,8 @@ void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
   const std::string& leader_path = paths[static_cast<std::size_t>(leader)];
   bool reaches = door.has_value();
   if (!leads && !leader_path.empty()) {
-    UniqueFd socket =
-        wait_out_limit(end, [&] { return try_to_follow(leader_path, left_until(end)); });
+    UniqueFd socket = wait_out_limit(
+        end, [&] { return try_to_follow(leader_path, SOCK_SEQPACKET, left_until(end)); });
     reaches = static_cast<bool>(socket);
     if (reaches) loop_->follow_descriptors(std::move(socket), leader);
   }
@@ -263,6 +273,39 @@ void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
     const bool both = reaches && reached[static_cast<std::size_t>(rank)] == "yes";
     if (both) shares_[static_cast<std::size_t>(rank)] = true;
   }
+}
+
+// Ranks that cannot reach the one through which they would speak keep their own link to rank 0.
+void ProcessControl::enter_tree(const LaunchEnvironment& launch, ControlTree tree,
+                                Clock::time_point end) {
+  if (tree.is_flat()) return;
+  std::vector<int> everyone(static_cast<std::size_t>(size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const WaitState waiting{"rendezvous"};
+  const auto own_path = job_socket_path(launch, relay_name(rank()));
+  std::vector<int> children = tree.children(rank());
+  const bool leads = rank() != 0 && !children.empty();
+  std::optional<JobSocket> door =
+      leads ? wait_out_limit(end, [&] { return try_to_claim(own_path, SOCK_STREAM); })
+            : std::nullopt;
+  if (door) loop_->lead_children(door->take_listener(), std::move(children));
+  const auto paths = exchange("hsdp relay paths", everyone, door ? own_path.string() : "", waiting);
+  const int parent = tree.parent(rank());
+  bool follows = false;
+  if (parent > 0 && !paths[static_cast<std::size_t>(parent)].empty()) {
+    UniqueFd socket = wait_out_limit(end, [&] {
+      return try_to_follow(paths[static_cast<std::size_t>(parent)], SOCK_STREAM, left_until(end));
+    });
+    follows = socket && loop_->follow_parent(std::move(socket), parent, end);
+  }
+  const auto reached = exchange("hsdp relay reach", everyone, follows ? "yes" : "no", waiting);
+  for (int other = 1; other < size(); ++other) {
+    if (reached[static_cast<std::size_t>(other)] != "yes") tree.cut(other);
+  }
+  loop_->enter_tree(tree);
+  forget_groups();
+  // Nobody goes on before everybody is heard through the tree.
+  static_cast<void>(exchange("hsdp tree", everyone, "", waiting));
 }
 
 std::shared_ptr<Control> connect_control(const LaunchEnvironment& launch,

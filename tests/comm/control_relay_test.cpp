@@ -220,9 +220,9 @@ TEST_F(ControlRelayTest, TakesNothingThatCannotBe) {
   name(4, {3, 4});
   say(4, {3, 4});
   say(4, {3, 4});
-  EXPECT_THAT(last_end(), HasSubstr("the key 'key' was used twice"));
+  EXPECT_THAT(last_end(), HasSubstr("rank 4 used the key 'key' twice"));
   relay_.handle(4, FrameType::kWelcome, {});
-  EXPECT_THAT(last_end(), HasSubstr("unexpected message from rank 4"));
+  EXPECT_THAT(last_end(), HasSubstr("malformed message from rank 4"));
 }
 
 }  // namespace

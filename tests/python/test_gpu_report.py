@@ -421,8 +421,8 @@ LEFT_OUT = {
     "hsdp": "compare row_reducer snapshot validate",
     "hsdp/comm": "connect_world descriptor_limit no_mpi no_nccl retry",
     "hsdp/comm/control": "control_frames control_hub control_hub_watch control_link control_loop "
-                         "control_loop_watch control_member control_state descriptor_broker "
-                         "descriptor_channel process_control process_watch rank_control "
+                         "control_loop_watch control_member control_relay control_state control_tree "
+                         "descriptor_broker descriptor_channel process_control process_watch rank_control "
                          "thread_control wait_slots",
     "hsdp/comm/host": "control_reduce host_allocation host_board host_direct host_engine host_group "
                       "host_memory host_piped host_world multicast multicast_copy piped_copy piped_reduce "

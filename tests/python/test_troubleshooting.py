@@ -42,6 +42,8 @@ NOT_ON_THE_PAGE = {
     "!tcp: cannot listen at …: …": "`!` marks a failure in an exchange; the page has the rest",
     "hsdp leader paths": "a key",
     "hsdp leader reach": "a key",
+    "hsdp relay paths": "a key",
+    "hsdp relay reach": "a key",
     "loco … bit, groups of … …": "a hop's description",
     "'…' … … reduced in …, group '…'…": "a parameter's description",
     "the hop … sends …": "a hop's description",

@@ -32,10 +32,6 @@ std::string_view slurm_step(std::string_view job) {
   return step.substr(step.rfind('.') + 1);
 }
 
-WorldEnd malformed(const std::string& what, int rank) {
-  return end_by_mismatch(rank, "control: malformed " + what + " from rank " + std::to_string(rank));
-}
-
 }  // namespace
 
 ControlHub::ControlHub(const OwnClock& clock, Options options, FrameHandler to_own)
@@ -210,7 +206,7 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
     case FrameType::kMerged: {
       const auto frame = MergedFrame::decode(body);
       if (frame) return take(rank, *frame);
-      return end(malformed("exchange", rank));
+      return end(end_by_malformed("exchange", rank));
     }
     case FrameType::kTell:
       return pass_on(rank, body);
@@ -257,16 +253,17 @@ void ControlHub::handle_relayed(int from, std::string_view body) {
   const auto relayed = RelayedFrame::decode(body);
   const bool may = relayed && is_rank(relayed->rank) &&
                    (relayed->type == FrameType::kTell || relayed->type == FrameType::kGoodbye);
-  if (!may) return end(malformed("message", from));
+  if (!may) return end(end_by_malformed("message", from));
   handle(relayed->rank, relayed->type, relayed->body);
 }
 
 // Its last word on its own link: all that it was sent there it has read.
 void ControlHub::move(int rank, std::string_view body) {
+  if (ended_) return;  // it is told so on that link
   const auto parent = rank_in(body);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   if (!parent || *parent <= 0 || *parent >= rank || !peer.link) {
-    return end(malformed("message", rank));
+    return end(end_by_malformed("message", rank));
   }
   peer.parent = *parent;
   peer.link->close();
@@ -308,7 +305,7 @@ void ControlHub::add_group(int rank, std::string_view body) {
   if (ended_) return;
   auto frame = GroupFrame::decode(body);
   if (!frame || !is_valid_group(frame->members, options_.own.size)) {
-    return end(malformed("group", rank));
+    return end(end_by_malformed("group", rank));
   }
   const std::uint64_t id = group_id(frame->members);
   const auto [known, is_new] = groups_.try_emplace(id, frame->members);
@@ -319,7 +316,7 @@ void ControlHub::add_group(int rank, std::string_view body) {
 
 void ControlHub::post(int rank, std::string_view body) {
   auto post = PostFrame::decode(body);
-  if (!post) return end(malformed("exchange", rank));
+  if (!post) return end(end_by_malformed("exchange", rank));
   MergedFrame merged{post->group, std::move(post->key), post->while_open, {rank}, {}};
   merged.agreement.add(rank, post->saying);
   take(rank, merged);
@@ -330,7 +327,7 @@ void ControlHub::take(int from, const MergedFrame& frame) {
   const auto group = groups_.find(frame.group);
   if (group == groups_.end() || frame.ranks.empty() ||
       !std::ranges::includes(group->second, frame.ranks)) {
-    return end(malformed("exchange", from));
+    return end(end_by_malformed("exchange", from));
   }
   const std::vector<int>& members = group->second;
   const std::string name = exchange_name(frame.key, frame.group);
@@ -348,8 +345,7 @@ void ControlHub::take(int from, const MergedFrame& frame) {
     const auto member =
         static_cast<std::size_t>(std::ranges::lower_bound(members, rank) - members.begin());
     if (exchange.came[member]) {
-      return end(end_by_mismatch(rank, "control: rank " + std::to_string(rank) + " used the key '" +
-                                           frame.key + "' twice"));
+      return end(end_by_second_use(frame.key, rank));
     }
     exchange.came[member] = true;
     --exchange.missing_count;
@@ -390,7 +386,7 @@ void ControlHub::link_broke(int rank, const std::string& reason) {
 void ControlHub::pass_on(int rank, std::string_view body) {
   if (ended_) return;
   auto frame = TellFrame::decode(body);
-  if (!frame || !is_rank(frame->peer)) return end(malformed("message", rank));
+  if (!frame || !is_rank(frame->peer)) return end(end_by_malformed("message", rank));
   const int receiver = std::exchange(frame->peer, rank);
   const int highest = highest_above(receiver);
   if (highest == receiver) return send(receiver, make_frame(FrameType::kTell, frame->encode()));

@@ -38,14 +38,14 @@ void ControlRelay::handle(int from, FrameType type, std::string_view body) {
       return add_group(from, body);
     case FrameType::kPost: {
       auto post = PostFrame::decode(body);
-      if (!post) return fail(from, "control: malformed exchange");
+      if (!post) return fail(end_by_malformed("exchange", from));
       MergedFrame merged{post->group, std::move(post->key), post->while_open, {from}, {}};
       merged.agreement.add(from, post->saying);
       return take(from, std::move(merged));
     }
     case FrameType::kMerged: {
       auto merged = MergedFrame::decode(body);
-      return merged ? take(from, std::move(*merged)) : fail(from, "control: malformed exchange");
+      return merged ? take(from, std::move(*merged)) : fail(end_by_malformed("exchange", from));
     }
     case FrameType::kBeat:
       if (auto beat = BeatFrame::decode(body)) beats_[from] = std::move(*beat);
@@ -63,20 +63,20 @@ void ControlRelay::handle(int from, FrameType type, std::string_view body) {
       const auto relayed = RelayedFrame::decode(body);
       if (relayed && relayed->type == FrameType::kTell) return tell(relayed->rank, relayed->body);
       if (relayed && relayed->type == FrameType::kGoodbye) return close(relayed->rank);
-      return fail(from, "control: malformed message");
+      return fail(end_by_malformed("message", from));
     }
     case FrameType::kFail:
     case FrameType::kProcessEnd:
       return handlers_.up(type, std::string(body));
     default:
-      return fail(from, "control: unexpected message");
+      return fail(end_by_malformed("message", from));
   }
 }
 
 void ControlRelay::add_group(int from, std::string_view body) {
   auto frame = GroupFrame::decode(body);
   if (!frame || frame->members.empty() || frame->members.back() >= size_) {
-    return fail(from, "control: malformed group");
+    return fail(end_by_malformed("group", from));
   }
   const auto [place, is_new] = groups_.try_emplace(group_id(frame->members));
   if (!is_new) return;
@@ -93,7 +93,7 @@ void ControlRelay::take(int from, MergedFrame frame) {
   if (ended_) return;
   const auto group = groups_.find(frame.group);
   if (group == groups_.end() || !std::ranges::includes(group->second.members, frame.ranks)) {
-    return fail(from, "control: malformed exchange");
+    return fail(end_by_malformed("exchange", from));
   }
   const std::string name = exchange_name(frame.key, frame.group);
   Exchange& exchange = exchanges_[name];
@@ -101,7 +101,7 @@ void ControlRelay::take(int from, MergedFrame frame) {
   exchange.while_open = frame.while_open;
   for (const int rank : frame.ranks) {
     if (!exchange.came.insert(rank).second) {
-      return fail(rank, "control: the key '" + frame.key + "' was used twice");
+      return fail(end_by_second_use(frame.key, rank));
     }
     exchange.fresh.push_back(rank);
   }
@@ -158,7 +158,7 @@ void ControlRelay::answer(const Exchange& exchange, std::string_view body) {
 
 void ControlRelay::tell(int from, std::string_view body) {
   auto frame = TellFrame::decode(body);
-  if (!frame) return fail(from, "control: malformed message");
+  if (!frame) return fail(end_by_malformed("message", from));
   if (frame->peer != rank_ && !through_.contains(frame->peer)) {
     return handlers_.up(FrameType::kRelayed,
                         RelayedFrame{from, FrameType::kTell, std::string(body)}.encode());
@@ -249,9 +249,8 @@ void ControlRelay::tick(bool may_beat) {
   }
 }
 
-void ControlRelay::fail(int rank, const std::string& message) {
-  handlers_.up(FrameType::kFail,
-               end_by_mismatch(rank, message + " from rank " + std::to_string(rank)).encode());
+void ControlRelay::fail(const WorldEnd& world_end) {
+  handlers_.up(FrameType::kFail, world_end.encode());
 }
 
 void ControlRelay::end(const WorldEnd& world_end) {

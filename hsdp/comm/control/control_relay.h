@@ -83,7 +83,7 @@ class ControlRelay {
   void close(int rank);
   void send_to(int rank, FrameType type, std::string_view body);
   void send_to_all(FrameType type, std::string_view body);
-  void fail(int rank, const std::string& message);
+  void fail(const WorldEnd& world_end);
   [[nodiscard]] bool is_closed(int child) const;
 
   int rank_;

@@ -143,6 +143,15 @@ WorldEnd end_by_mismatch(int rank, const std::string& message) {
   return {.failure = {FailureKind::kMismatch, message, {rank}}};
 }
 
+WorldEnd end_by_malformed(const std::string& what, int rank) {
+  return end_by_mismatch(rank, "control: malformed " + what + " from rank " + std::to_string(rank));
+}
+
+WorldEnd end_by_second_use(const std::string& key, int rank) {
+  return end_by_mismatch(
+      rank, "control: rank " + std::to_string(rank) + " used the key '" + key + "' twice");
+}
+
 WorldEnd end_by_error(int rank, const std::exception& error) {
   return {.failure = {FailureKind::kAborted,
                       std::string("control: internal error: ") + error.what(),

@@ -36,6 +36,8 @@ struct RankReport {
 [[nodiscard]] WorldEnd end_by_loss(int rank, int size, const std::string& reason);
 // It said what it may not say.
 [[nodiscard]] WorldEnd end_by_mismatch(int rank, const std::string& message);
+[[nodiscard]] WorldEnd end_by_malformed(const std::string& what, int rank);
+[[nodiscard]] WorldEnd end_by_second_use(const std::string& key, int rank);
 // The control plane's own error on that rank.
 [[nodiscard]] WorldEnd end_by_error(int rank, const std::exception& error);
 

@@ -202,6 +202,8 @@ bool ControlLoop::follow_parent(UniqueFd socket, int parent,
 
 void ControlLoop::enter_tree(const ControlTree& tree) {
   asio::post(io_, [this, tree] {
+    tree_ = tree;
+    if (broker_) broker_->drop_needless_watches();  // parents watch their children
     if (relay_) {
       listener_.reset();
       children_door_.reset();
@@ -306,7 +308,9 @@ void ControlLoop::lead_descriptors(UniqueFd listener, std::vector<int> local_ran
     };
     handlers.on_limit = [this] { state_->note_descriptor_limit(); };
     handlers.on_process_end = [this](int rank) { tell_process_end(rank); };
-    handlers.is_watched = [this](int rank) { return watches_.contains(rank); };
+    handlers.is_watched = [this](int rank) {
+      return watches_.contains(rank) || (tree_.size() > 0 && tree_.parent(rank) > 0);
+    };
     broker_ = std::make_unique<DescriptorBroker>(io_, std::move(*listener), local_ranks,
                                                  std::move(handlers));
   });

@@ -108,6 +108,7 @@ class ControlLoop {
   // Those through which others speak.
   std::unique_ptr<ControlRelay> relay_;
   UniqueFd children_door_;
+  ControlTree tree_;  // once it is entered
 
   std::unique_ptr<DescriptorBroker> broker_;
   std::shared_ptr<DescriptorChannel> descriptors_;

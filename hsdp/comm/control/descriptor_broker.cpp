@@ -155,6 +155,10 @@ void DescriptorBroker::post(int rank, const std::string& exchange, UniqueFd fd) 
   deliver_own();
 }
 
+void DescriptorBroker::drop_needless_watches() {
+  std::erase_if(watches_, [this](const auto& watch) { return handlers_.is_watched(watch.first); });
+}
+
 void DescriptorBroker::deliver_own() {
   for (; !own_.empty(); own_.pop_front()) {
     const OwnDelivery& next = own_.front();

@@ -26,7 +26,7 @@ class DescriptorBroker {
   struct Handlers {
     std::function<void(const std::string& exchange, int from, UniqueFd fd)> to_own;
     std::function<void(int rank)> on_process_end;
-    std::function<bool(int rank)> is_watched;  // by somebody else in this process: once is enough
+    std::function<bool(int rank)> is_watched;  // by somebody else: once is enough
     std::function<void()> on_limit;  // a call for a descriptor met the limit; it is made again
   };
 
@@ -40,6 +40,8 @@ class DescriptorBroker {
 
   // A descriptor of `rank` for the exchange of that name.
   void post(int rank, const std::string& exchange, UniqueFd fd);
+  // Of processes that somebody else watches by now.
+  void drop_needless_watches();
 
   // Of an exchange, and of whom it is.
   [[nodiscard]] static std::string name(std::string_view key, std::span<const int> members);

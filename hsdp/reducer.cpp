@@ -194,8 +194,6 @@ std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name,
   reducer::together(parts_->groups.world, "make lane '" + name + "'", [&] {
     steps.check_usable("make_lane");
     steps.require_idle("make_lane");
-    // A GPU issues nothing while the lane joins: no rank may wait for what is not issued by then.
-    if (reducer::Frozen* const frozen = steps.frozen()) frozen->pipeline().wait_launched();
     if (prepare) lines = prepare();
   });
   return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name, lines));

@@ -740,10 +740,19 @@ void IssueOrder::let_tasks_go_first(const comm::Control& control) {
 
 // The first of several lanes has issued more on one rank than on another: all ranks issue without
 // asking what the furthest of them has issued so far, and nobody issues while they find that out.
-// Of a record that they follow nobody takes a turn meanwhile.
+// Of a record that they follow nobody takes a turn meanwhile. They meet before that: until then a
+// rank may have to issue for one that is not here yet.
 std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   State& state = *state_;
   auto queue = std::make_shared<State::Queue>();
+  {
+    const std::lock_guard lock(state.mutex);
+    queue->number = state.next_number++;
+  }
+  const std::string key = state.group_id + "/issue/lane/" + std::to_string(queue->number);
+  Communicator world(state.engine.lock());
+  world.post(key + "/meet", {});
+  static_cast<void>(world.collect(key + "/meet", "set-up"));
   comm::Saying mine;
   {
     std::unique_lock lock(state.mutex);
@@ -757,18 +766,15 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
     }
     mine.any = {state.queues.empty() ? '\0' : '\1'};
     mine.most = {state.several ? state.turns.taken() : state.issued_alone};
-    queue->number = state.next_number++;
     queue->heard.assign(state.members.size(), 0);
     queue->heard.front() = kAll;          // the first rank knows its own
     state.queues[queue->number] = queue;  // others may tell of it before this rank goes on
     state.paused = !state.several;
   }
-  const std::string key = state.group_id + "/issue/lane/" + std::to_string(queue->number);
   bool others = false;  // other lanes, on any rank
   std::int64_t furthest = 0;
   std::exception_ptr error;
   try {
-    Communicator world(state.engine.lock());
     world.post(key, mine);
     const comm::Agreement all = world.collect(key, "set-up");
     others = all.any.front() != '\0';

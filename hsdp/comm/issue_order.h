@@ -71,8 +71,7 @@ class IssueOrder {
   // while a lane is open, and after a failure.
   static void let_tasks_go_first(const comm::Control& control);
 
-  // Collective, in the same order on every rank, and while no rank waits for a task of another lane
-  // that is not issued yet. Throws the world's failure.
+  // Collective, in the same order on every rank. Throws the world's failure.
   [[nodiscard]] std::unique_ptr<Issuer> add_issuer();
 
  private:

@@ -143,6 +143,29 @@ TEST(IssueOrder, WhatAnotherRankIssuedComesBeforeANewLane) {
   });
 }
 
+// Rank 2 needs a task of all ranks, which the others have not issued yet when they add a lane,
+// before it does so itself.
+TEST(IssueOrder, ARankMayNeedTheOthersBeforeItAddsALane) {
+  for (const std::size_t lane_count : {1U, 2U}) {
+    std::latch together(3);
+    run_ranks(
+        3,
+        [&](Communicator& world) {
+          Lanes lanes(world, static_cast<int>(lane_count));
+          if (world.rank() != 2) {
+            lanes[0].stream().run(
+                [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); });
+          }
+          lanes[0].run_ordered({.run = [&] { together.arrive_and_wait(); }, .skipped = never});
+          if (world.rank() == 2) together.wait();
+          lanes.add(lane_count);
+          lanes.push(lane_count, 0);
+          lanes.take(1);
+        },
+        {.timeout = std::chrono::seconds(10)});
+  }
+}
+
 // Rank 1 asks what comes next when rank 0 has nothing yet; a lane comes, and rank 0 names it before
 // rank 1 may have noticed that it is there.
 TEST(IssueOrder, TheFirstRankMayNameALaneAsSoonAsItHasIt) {

@@ -74,6 +74,8 @@ Event GatherLane::run(const Event& after, Task task) {
                           });
 }
 
+void GatherLane::come_anywhere() { parts_->lane.come_anywhere(); }
+
 void GatherLane::wait(const Event& done) { parts_->group.wait(done); }
 
 }  // namespace hsdp

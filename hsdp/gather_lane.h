@@ -46,6 +46,9 @@ class GatherLane {
   // `after` is enqueued. The Event is done when the task's collectives are complete on this rank;
   // it may outlive the lane.
   Event run(const Event& after, Task task);
+  // From now on a rank may give it its tasks before those of other lanes, and another rank after
+  // them. On every rank, before the first task.
+  void come_anywhere();
   // Blocks until an Event of run() is complete. Throws what went wrong, also where a GPU did the
   // task and the world failed meanwhile: nobody knows then what has come.
   void wait(const Event& done);

@@ -364,6 +364,7 @@ UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
     : parts_(std::make_unique<Parts>(reducer)) {
   parts_->lane =
       reducer.make_lane("hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
+  parts_->lane->come_anywhere();  // a rank that skips a unit takes part in its round later
 }
 
 UnitGather::~UnitGather() = default;

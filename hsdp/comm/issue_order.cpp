@@ -38,7 +38,7 @@ struct Item {
   int place = 0;
   bool may_skip_later = false;
   bool ends_step = false;
-  std::int64_t step = 0;               // how many were ended when it came, on all lanes
+  std::int64_t phase = 0;  // how many tasks that are waited for had come before it, on all lanes
   std::shared_ptr<HostEvent> event{};  // instead of a task
   bool ordered = false;                // once it is sorted
 };
@@ -46,22 +46,25 @@ struct Item {
 // What a message says in place of a lane's number.
 enum Word : int {
   kFollow = -1,  // the last `count` turns come again and again
-  kStop = -2,    // to the first rank: the next one does not come here
+  kStop = -2,    // to the first rank: what has come here is not to be repeated
   kFreeze = -3,  // take no recorded turn more, and say how many turns were taken
   kTaken = -4,   // `count` turns were
   kEnd = -5,     // of the record, when `count` turns were taken
   kGone = -6,    // the last lane is, and `count` turns were taken
 };
 
-std::atomic<std::chrono::microseconds> patience{std::chrono::milliseconds(100)};
-
-std::atomic<bool>& records_turns() {
-  static std::atomic<bool> on{[] {
+// How long a task that is ready waits for the recorded turn of another lane, where steps are
+// recorded whose lanes overlap. Zero: they are not, and it comes too early for the record.
+std::atomic<std::chrono::microseconds>& patience() {
+  static std::atomic<std::chrono::microseconds> value{[] {
     const char* const text = std::getenv("HSDP_RECORD_TURNS");
-    return text != nullptr && std::string_view(text) == "1";
+    const bool on = text != nullptr && std::string_view(text) == "1";
+    return std::chrono::milliseconds(on ? 100 : 0);
   }()};
-  return on;
+  return value;
 }
+
+bool records_overlaps() { return patience().load().count() > 0; }
 
 // Tasks of one lane: how many there are, or how many come next.
 struct LaneCount {
@@ -103,7 +106,7 @@ struct IssueOrder::State {
     struct Place {
       int place = 0;
       bool ends_step = false;
-      std::int64_t step = 0;
+      std::int64_t phase = 0;
     };
     std::deque<Place> places;  // of the ordered ones in the queue
     std::int64_t issued = 0;   // ordered ones that left it
@@ -112,6 +115,8 @@ struct IssueOrder::State {
     std::int64_t unasked = 0;  // how many need none, as there was one lane only: kAll, there is
     std::vector<std::int64_t> heard;  // first rank: how many are ready, by rank
     bool busy = false;                // an item is out of the queue but not done
+    int open = 0;                     // tokens of open() that live
+    bool comes_anywhere = false;
     std::exception_ptr error;
 
     void sort();
@@ -147,7 +152,9 @@ struct IssueOrder::State {
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
   comm::Turns turns;
-  std::int64_t steps_ended = 0;          // by tasks that came, on all lanes
+  std::int64_t phase = 0;                // of what comes next
+  bool unfit = false;                    // for a record: what has come here, or is late
+  int late = 0;                          // tokens of come_late() that live
   bool paused = false;                   // until the ranks know from where on they agree
   bool adding = false;                   // a lane
   comm::StepRecord steps;                // first rank
@@ -169,12 +176,16 @@ struct IssueOrder::State {
   std::uint32_t generation = 0;  // of `turns`; messages of an earlier one are not read
   bool failed = false;
   bool closing = false;
-  int open = 0;                 // lanes that are
   std::optional<Wait> waiting;  // only the thread's
   int wait_slot = 0;
 
   void work();
   void let_tasks_go_first();
+  [[nodiscard]] bool is_open() const;
+  [[nodiscard]] bool is_idle() const;
+  void come(Queue& queue, Item item);
+  void look_for_overlap(const Queue& mine);
+  void forget_unfit();
   bool run_one_local(Lock& lock);
   void run_front(Lock& lock, Queue& queue);
   void run_turn(Lock& lock, Queue& queue);
@@ -210,7 +221,7 @@ void IssueOrder::State::Queue::sort() {
     Item& item = items[sorted++];
     item.ordered = item.skipped && !item.skipped();
     if (!item.ordered) continue;
-    places.push_back({item.place, item.ends_step, item.step});
+    places.push_back({item.place, item.ends_step, item.phase});
     holds_back = item.may_skip_later;
   }
 }
@@ -269,14 +280,14 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
   }
   if (failed || catches_up()) return nullptr;
   const std::optional<int> lane = turns.next();
-  if (!lane) return nullptr;
+  if (!lane || (unfit && turns.is_recorded())) return nullptr;
   const auto found = queues.find(*lane);
   if (found == queues.end() || !found->second->has_ordered()) return nullptr;  // of a record alone
-  // Steps do not overlap: other ranks may not come to the next one before this one is issued.
-  const std::int64_t step = found->second->items.front().step;
+  // Another rank may not come to this task before it has issued those of earlier phases.
+  const std::int64_t its_phase = found->second->items.front().phase;
   const bool waits =
       turns.is_recorded() && std::ranges::any_of(queues, [&](const auto& entry) {
-        return !entry.second->items.empty() && entry.second->items.front().step < step;
+        return !entry.second->items.empty() && entry.second->items.front().phase < its_phase;
       });
   return waits ? nullptr : found->second;
 }
@@ -301,16 +312,15 @@ std::vector<LaneCount> IssueOrder::State::take_news() {
   return news;
 }
 
-// All that is ready on every rank, by the first one; where turns are recorded, one step after the
-// other.
+// All that is ready on every rank, by the first one.
 std::vector<LaneCount> IssueOrder::State::choose_turns() {
-  const bool records = records_turns();
+  if (unfit) steps.restart();
   std::vector<LaneCount> choice;
   for (;;) {
     std::shared_ptr<Queue> best;
-    const auto key_of = [records](const Queue& queue) {
+    const auto key_of = [](const Queue& queue) {
       const Queue::Place& task = queue.at(queue.chosen);
-      return std::pair(records ? task.step : 0, task.place);
+      return std::pair(task.phase, task.place);
     };
     for (const auto& [_, queue] : queues) {
       const std::int64_t next = queue->chosen;
@@ -325,7 +335,7 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
     if (choice.empty() || choice.back().lane != best->number) choice.push_back({best->number, 0});
     ++choice.back().count;
     const std::int64_t length = steps.add(best->number, ends_step);
-    if (length == 0 || adding || members.size() == 1 || !records) continue;
+    if (length == 0 || adding || unfit || members.size() == 1) continue;
     choice.push_back({kFollow, length});
     return choice;
   }
@@ -413,12 +423,11 @@ void IssueOrder::State::hear(int from, std::string_view message) {
   if (kept) std::thread([kept = std::move(kept)] {}).detach();
 }
 
-// A recorded turn has no task here, and another lane has one.
+// A recorded turn has no task here and another lane has one, or it must not be taken.
 bool IssueOrder::State::is_stalled() const {
-  if (failed || !turns.is_recorded()) return false;
-  const std::optional<int> lane = turns.next();
-  if (!lane || asked_to_stop) return false;
-  return std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
+  if (failed || asked_to_stop || !turns.is_recorded() || !turns.next()) return false;
+  return unfit ||
+         std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
 }
 
 // Nothing can be issued. Whether that has been so for long because of a record.
@@ -430,8 +439,8 @@ bool IssueOrder::State::wait_for_work(Lock& lock) {
     return false;
   }
   if (!stall || stall->taken != turns.taken()) stall = {Clock::now(), turns.taken()};
-  const Clock::time_point end = stall->since + patience.load();
-  if (Clock::now() >= end) return true;
+  const Clock::time_point end = stall->since + patience().load();
+  if (unfit || Clock::now() >= end) return true;
   changed.wait_until(lock, end);
   return false;
 }
@@ -533,13 +542,42 @@ bool IssueOrder::State::change_wait(Lock& lock, const std::optional<Wait>& wante
   return true;
 }
 
+bool IssueOrder::State::is_open() const {
+  return std::ranges::any_of(queues, [](const auto& entry) { return entry.second->open > 0; });
+}
+
+bool IssueOrder::State::is_idle() const {
+  return std::ranges::all_of(queues, [](const auto& entry) { return entry.second->idle(); });
+}
+
 void IssueOrder::State::let_tasks_go_first() {
   Lock lock(mutex);
-  changed.wait(lock, [this] {
-    const bool idle =
-        std::ranges::all_of(queues, [](const auto& entry) { return entry.second->idle(); });
-    return idle || open > 0 || failed;
+  changed.wait(lock, [this] { return is_idle() || is_open() || failed; });
+}
+
+void IssueOrder::State::come(Queue& queue, Item item) {
+  item.phase = phase;
+  if (item.skipped) {
+    look_for_overlap(queue);
+    const bool may_be_awaited = records_overlaps() ? item.ends_step : item.place == kAfterBuckets;
+    if (may_be_awaited) ++phase;
+  }
+  queue.items.push_back(std::move(item));
+}
+
+// What comes to this lane now may come before another lane's task here and after it elsewhere.
+void IssueOrder::State::look_for_overlap(const Queue& mine) {
+  if (records_overlaps()) return;
+  const bool overlaps = std::ranges::any_of(queues, [&mine](const auto& entry) {
+    const Queue& other = *entry.second;
+    return &other != &mine && (other.open > 0 || other.comes_anywhere);
   });
+  if (overlaps) unfit = true;
+}
+
+// Once all of that has been issued. A record that was told of before that has ended here.
+void IssueOrder::State::forget_unfit() {
+  if (late == 0 && !is_open() && is_idle() && !turns.follows()) unfit = false;
 }
 
 void IssueOrder::State::work() {
@@ -558,6 +596,7 @@ void IssueOrder::State::work() {
     }
     if (speak(lock) || change_wait(lock, awaited())) continue;
     if (closing) return;
+    forget_unfit();
     if (wait_for_work(lock)) ask_to_stop(lock);
   }
 }
@@ -587,12 +626,11 @@ class IssueOrder::IssuerQueue : public Stream::Queue {
   void push(Item item) {
     {
       const std::lock_guard lock(state_->mutex);
-      item.step = state_->steps_ended;
-      if (item.ends_step) ++state_->steps_ended;
-      queue_->items.push_back(std::move(item));
+      state_->come(*queue_, std::move(item));
     }
     state_->changed.notify_all();
   }
+  [[nodiscard]] State::Queue& queue() const { return *queue_; }
 
  private:
   std::shared_ptr<State> state_;
@@ -637,17 +675,35 @@ class IssueOrder::QueueIssuer : public Issuer {
   }
   [[nodiscard]] Stream& stream() override { return stream_; }
   [[nodiscard]] std::shared_ptr<void> open() override {
-    add_open(*state_, 1);
-    return {nullptr, [state = state_](void* /*unused*/) { add_open(*state, -1); }};
+    return token([](State& state, State::Queue& queue, int count) {
+      if (count > 0) state.look_for_overlap(queue);
+      queue.open += count;
+    });
+  }
+  [[nodiscard]] std::shared_ptr<void> come_late() override {
+    return token([](State& state, State::Queue& /*unused*/, int count) {
+      state.unfit = true;
+      state.late += count;
+    });
+  }
+  void come_anywhere() override {
+    const std::lock_guard lock(state_->mutex);
+    queue_->queue().comes_anywhere = true;
   }
 
  private:
-  static void add_open(State& state, int count) {
-    {
-      const std::lock_guard lock(state.mutex);
-      state.open += count;
-    }
-    state.changed.notify_all();
+  // Adds one now, and takes it back when the token goes.
+  using Add = void (*)(State& state, State::Queue& queue, int count);
+  [[nodiscard]] std::shared_ptr<void> token(Add add) const {
+    const auto add_now = [state = state_, queue = queue_, add](int count) {
+      {
+        const std::lock_guard lock(state->mutex);
+        add(*state, queue->queue(), count);
+      }
+      state->changed.notify_all();
+    };
+    add_now(1);
+    return {nullptr, [add_now](void* /*unused*/) { add_now(-1); }};
   }
 
   std::shared_ptr<State> state_;
@@ -718,9 +774,8 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
   return entry.order;
 }
 
-void IssueOrder::record_turns(bool on, std::chrono::microseconds its_patience) {
-  records_turns() = on;
-  patience = its_patience;
+void IssueOrder::record_overlaps(std::chrono::microseconds its_patience) {
+  patience() = its_patience;
 }
 
 void IssueOrder::let_tasks_go_first(const comm::Control& control) {

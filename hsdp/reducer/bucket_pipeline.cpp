@@ -258,7 +258,7 @@ void BucketPipeline::end(const Ending& ending) {
 
 // [Note: dropped step]
 void BucketPipeline::end_drop(const Ending& ending) {
-  watch([this, ending] {
+  watch([this, ending, late = shard_lane_->come_late()] {
     auto words = setting_.agreement.collect_patiently(ending.word);
     if (!words) return;
     send_zeros(*words, *ending.plan);

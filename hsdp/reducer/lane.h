@@ -35,6 +35,14 @@ class Lane {
   // Later tasks, and the work they enqueue, come after all of the other lane so far.
   void follow(const Lane& other);
 
+  // Of the Issuer, on a GPU.
+  [[nodiscard]] std::shared_ptr<void> come_late() {
+    return issuer_ ? issuer_->come_late() : nullptr;
+  }
+  void come_anywhere() {
+    if (issuer_) issuer_->come_anywhere();
+  }
+
   // What the calling task enqueues on.
   [[nodiscard]] Stream stream() const { return device_.inside_task(); }
 

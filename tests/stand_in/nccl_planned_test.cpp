@@ -191,9 +191,11 @@ TEST(NcclPlanned, AStepSendsAsMuchForManyBucketsAsForFew) {
   }
 }
 
-// Two Reducers, one with LoCo, and gathers of parameters and of units beside them: as many messages
-// in a step, whatever the number of buckets and units. A rank that is held up for long asks again.
-std::vector<std::int64_t> messages_beside_gathers(const Mesh& mesh, int count) {
+// Two Reducers, one with LoCo, and gathers of parameters beside them; with `units`, stage 3's, too.
+// How many messages this rank sent by the end of each step. A rank that is held up for long asks
+// again.
+std::vector<std::int64_t> messages_of_lanes(const Mesh& mesh, int count, int steps,
+                                            bool has_units) {
   ReducerOptions options{.reduce_dtype = Dtype::kF32, .bucket_bytes = 256};
   Reducer first(mesh, options);
   options.replica_hop = std::make_shared<quant::LocoHop>();
@@ -221,15 +223,16 @@ std::vector<std::int64_t> messages_beside_gathers(const Mesh& mesh, int count) {
     wholes.push_back(array(64));
   }
   zero::ParameterGather gather(first, gathered, 256);
-  zero::UnitGather unit_gather(first, units);
+  std::optional<zero::UnitGather> unit_gather;
+  if (has_units) unit_gather.emplace(first, units);
   const std::vector<float> gradient(64, 1.0F);
   std::vector<std::int64_t> after;
-  for (int step = 0; step < 12; ++step) {
+  for (int step = 0; step < steps; ++step) {
     gather.start_all(stream.record());
     for (const bool last : {false, true}) {
-      for (int u = 0; u < count; ++u) {
-        unit_gather.gather(u, {wholes[static_cast<std::size_t>(u)]}, stream.record());
-        unit_gather.wait(u, stream);
+      for (int u = 0; has_units && u < count; ++u) {
+        unit_gather->gather(u, {wholes[static_cast<std::size_t>(u)]}, stream.record());
+        unit_gather->wait(u, stream);
       }
       for (Reducer* const reducer : {&first, &second}) {
         Microbatch open(*reducer, {.last = last});
@@ -238,35 +241,47 @@ std::vector<std::int64_t> messages_beside_gathers(const Mesh& mesh, int count) {
         }
         open.end();
       }
-      unit_gather.end();
+      if (has_units) unit_gather->end();
     }
     EXPECT_FALSE(first.found_inf());
     EXPECT_FALSE(second.found_inf());
-    stream.wait(unit_gather.begin_update());
+    if (has_units) stream.wait(unit_gather->begin_update());
     gather.wait_all();
     after.push_back(first.stats().control_message_count);
   }
-  std::vector<std::int64_t> sent;
-  for (std::size_t step = 6; step < after.size(); ++step) {
-    sent.push_back(after[step] - after[step - 1]);
-  }
-  return sent;
+  return after;
 }
 
-TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAndUnitsAsForFew) {
-  IssueOrder::record_turns(true);
-  std::map<int, std::vector<std::int64_t>> messages;  // by number of buckets
-  std::mutex mutex;
-  for (const int count : {4, 40}) {
-    run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
-      const std::int64_t least = std::ranges::min(messages_beside_gathers(mesh, count));
-      const std::lock_guard lock(mutex);
-      messages[count].push_back(least);
-    });
+// The fewest in one of the last steps, on each rank.
+std::vector<std::int64_t> fewest_messages(int count, bool has_units) {
+  const int steps = has_units ? 12 : 6;
+  std::vector<std::int64_t> fewest(4);
+  run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+    const std::vector<std::int64_t> after = messages_of_lanes(mesh, count, steps, has_units);
+    std::int64_t& least = fewest[static_cast<std::size_t>(mesh.rank())];
+    least = after.back();
+    for (std::size_t step = after.size() / 2; step < after.size(); ++step) {
+      least = std::min(least, after[step] - after[step - 1]);
+    }
+  });
+  return fewest;
+}
+
+// From the fourth step on: two whole steps have been alike then.
+TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAsForFew) {
+  for (const int count : {4, 400}) {
+    EXPECT_THAT(fewest_messages(count, false), ::testing::Each(6)) << "4 words, 2 bits";
   }
-  EXPECT_EQ(messages[4], messages[40]);
-  EXPECT_THAT(messages[4], ::testing::Each(11)) << "4 words, 2 bits, 4 of passes, one update";
-  IssueOrder::record_turns(false);
+}
+
+// Gathers between the buckets of a microbatch are asked for.
+TEST(NcclPlanned, RecordedOverlapsSendAsMuchForManyUnitsAsForFew) {
+  IssueOrder::record_overlaps(milliseconds(100));
+  for (const int count : {4, 40}) {
+    EXPECT_THAT(fewest_messages(count, true), ::testing::Each(11))
+        << "4 words, 2 bits, 4 of passes, one update";
+  }
+  IssueOrder::record_overlaps({});
 }
 
 // One replica reduces the second bucket before the first one, and both are of one size: without a

@@ -207,6 +207,22 @@ class UnitGather:
 class HeldBytes:
     """Bytes that count until it is let go of."""
 
+class HeldGradients:
+    """The gradients that a window leaves in p.grad, where autograd adds them up."""
+
+    def __init__(self) -> None: ...
+    def begin(self, backwards: int | None) -> None:
+        """From here on a gradient is left where it is, until it is the sum of so many."""
+
+    def end(self) -> None:
+        """From here on gradients are handed over again."""
+
+    @property
+    def active(self) -> bool: ...
+    @property
+    def pass_count(self) -> int:
+        """The most that one parameter got in the last window."""
+
 class Reducer:
     def __init__(self, mesh: Mesh, options: dict[str, Any]) -> None: ...
     def register(
@@ -299,6 +315,14 @@ class Reducer:
     def save_snapshot(self, path: str, step: int) -> None: ...
     def flush(self) -> None: ...
 
+def gradient_hook(
+    reducer: Reducer, index: int, held: HeldGradients, python_way: Any, tensor: type
+) -> Callable[[Any], None]:
+    """Hands p.grad over where it is what was registered. Else `python_way` has to `take(p)`, or to call what
+    raises, in `hand_over(call)`. `tensor`: the class of gradients, with the functions of DLPack where it has them.
+    """
+
+def names_with_gradient(parameters: dict[str, Any]) -> list[str]: ...
 def hear_drops(reducers: list[Reducer]) -> None: ...
 def clip_grad_norm(reducers: list[Reducer], max_norm: float) -> Memory: ...
 

@@ -12,6 +12,7 @@ void bind_memory_source(pybind11::module_& module);
 void bind_mesh(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
+void bind_gradient_hook(pybind11::module_& module);     // after bind_reducer
 void bind_row_reducer(pybind11::module_& module);       // after bind_reducer
 void bind_loco_hop(pybind11::module_& module);          // after bind_reducer
 void bind_parameter_gather(pybind11::module_& module);  // after bind_reducer
@@ -28,6 +29,7 @@ inline void bind_parts(pybind11::module_& module) {
   bind_mesh(module);
   bind_communicator(module);
   bind_reducer(module);
+  bind_gradient_hook(module);
   bind_row_reducer(module);
   bind_loco_hop(module);
   bind_parameter_gather(module);

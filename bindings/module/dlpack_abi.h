@@ -1,9 +1,13 @@
-// The memory layout of DLPack, version 1: what array libraries hand each other in a capsule.
+// The memory layout of DLPack, version 1: what array libraries hand each other in a capsule, and
+// the functions that an array's class offers.
 //
-// Layouts only; the names are ours.
+// Layouts, and what the library's dtypes and devices are in them; the names are ours.
 #pragma once
 
 #include <cstdint>
+
+#include "hsdp/dtype.h"
+#include "hsdp/tensor_view.h"
 
 namespace hsdp::python::dlpack {
 
@@ -20,12 +24,14 @@ enum class TypeCode : std::uint8_t {
 struct DeviceId {
   DeviceKind kind;
   std::int32_t index;
+  friend bool operator==(const DeviceId&, const DeviceId&) = default;
 };
 
 struct ElementType {
   TypeCode code;
   std::uint8_t bits;
   std::uint16_t lanes;
+  friend bool operator==(const ElementType&, const ElementType&) = default;
 };
 
 struct Tensor {
@@ -57,9 +63,41 @@ struct VersionedTensor {
   Tensor tensor;
 };
 
+// Functions for arrays of exactly the class that has them. They need the GIL, and return 0, or
+// another number with a Python error set.
+struct ExchangeApi {
+  Version version;
+  const ExchangeApi* older;
+  void (*unused[3])();
+  // The array keeps what `out` points to. Null: the class does not offer it.
+  int (*describe)(void* array, Tensor* out);
+  int (*current_stream)(DeviceKind kind, std::int32_t index, void** out);
+};
+
 constexpr std::uint64_t kReadOnlyFlag = 1;
 constexpr Version kVersion{1, 0};
 constexpr const char* kName = "dltensor";
 constexpr const char* kVersionedName = "dltensor_versioned";
+constexpr const char* kExchangeApiName = "dlpack_exchange_api";
+constexpr const char* kExchangeApiAttribute = "__dlpack_c_exchange_api__";
+
+inline ElementType element_type(Dtype dtype) {
+  const auto bits = static_cast<std::uint8_t>(8 * size_bytes(dtype));
+  switch (dtype) {
+    case Dtype::kBf16:
+      return {TypeCode::kBfloat, bits, 1};
+    case Dtype::kI64:
+      return {TypeCode::kInt, bits, 1};
+    case Dtype::kU8:
+      return {TypeCode::kUInt, bits, 1};
+    default:
+      return {TypeCode::kFloat, bits, 1};
+  }
+}
+
+inline DeviceId device_id(Device device) {
+  const bool on_host = device.type == DeviceType::kHost;
+  return {on_host ? DeviceKind::kCpu : DeviceKind::kCuda, device.index};
+}
 
 }  // namespace hsdp::python::dlpack

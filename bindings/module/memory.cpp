@@ -18,25 +18,6 @@ namespace {
 
 namespace py = pybind11;
 
-dlpack::ElementType element_type(Dtype dtype) {
-  const auto bits = static_cast<std::uint8_t>(8 * size_bytes(dtype));
-  switch (dtype) {
-    case Dtype::kBf16:
-      return {dlpack::TypeCode::kBfloat, bits, 1};
-    case Dtype::kI64:
-      return {dlpack::TypeCode::kInt, bits, 1};
-    case Dtype::kU8:
-      return {dlpack::TypeCode::kUInt, bits, 1};
-    default:
-      return {dlpack::TypeCode::kFloat, bits, 1};
-  }
-}
-
-dlpack::DeviceId device_id(Device device) {
-  const bool on_host = device.type == DeviceType::kHost;
-  return {on_host ? dlpack::DeviceKind::kCpu : dlpack::DeviceKind::kCuda, device.index};
-}
-
 // One export: the struct of the protocol with what it points to and who owns that.
 template <typename Managed>
 struct Export {
@@ -66,9 +47,9 @@ Managed* make_export(const Memory& memory, std::shared_ptr<const void> owner) {
   exported->managed.deleter = delete_export<Managed>;
   const TensorView& view = memory.view();
   exported->managed.tensor = {view.data,
-                              device_id(view.device),
+                              dlpack::device_id(view.device),
                               static_cast<std::int32_t>(exported->shape.size()),
-                              element_type(view.dtype),
+                              dlpack::element_type(view.dtype),
                               exported->shape.data(),
                               exported->strides.data(),
                               0};
@@ -161,7 +142,7 @@ py::capsule Memory::dlpack(bool versioned, std::optional<std::int64_t> stream) c
 }
 
 py::tuple Memory::dlpack_device() const {
-  const dlpack::DeviceId device = device_id(view_.device);
+  const dlpack::DeviceId device = dlpack::device_id(view_.device);
   return py::make_tuple(static_cast<int>(device.kind), device.index);
 }
 

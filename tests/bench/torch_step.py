@@ -128,6 +128,45 @@ def report_overhead(
     print(f"value {name}_overhead_per_parameter_us {overhead:.3f}")
 
 
+def sum_backward(model: nn.ParameterList) -> None:
+    torch.cat(list(model)).sum().backward()
+
+
+def measure_hand_over(rounds: int) -> None:
+    """What the parts of a microbatch take for each of the small parameters: its begin and its end, and a
+    backward pass with hooks less the same without; beside them a hook that does nothing, and one that only
+    drops the gradient.
+    """
+    models = {name: small_parameters() for name in ("alone", "empty_hook", "dropping_hook", "hook")}
+    for empty, dropping in zip(models["empty_hook"], models["dropping_hook"], strict=True):
+        empty.register_post_accumulate_grad_hook(lambda p: None)
+        dropping.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    seconds: dict[str, list[float]] = {name: [] for name in (*models, "begin", "end")}
+
+    def timed(name: str, call: example.Step) -> None:
+        start = time.perf_counter()
+        call()
+        seconds[name].append(time.perf_counter() - start)
+
+    with hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.attach(models["hook"])
+        for _ in range(rounds + 3):
+            timed("begin", partial(reducer.begin_microbatch, last=True))
+            for name, model in models.items():
+                timed(name, partial(sum_backward, model))
+            timed("end", reducer.end_microbatch)
+            reducer.shard("0")
+            for name in ("alone", "empty_hook"):
+                models[name].zero_grad()
+    for name in models:
+        if name != "alone":
+            seconds[name] = [a - b for a, b in zip(seconds[name], seconds["alone"], strict=True)]
+    for name, values in seconds.items():
+        each = 1e6 * statistics.median(values[3:]) / SMALL_PARAMETERS
+        print(f"value torch_{name}_per_parameter_us {each:.3f}")
+
+
 def measure_overhead(rounds: int) -> None:
     """A step of many tiny parameters on one rank, with the Reducer and without."""
     model, other = small_parameters(), small_parameters()
@@ -137,11 +176,11 @@ def measure_overhead(rounds: int) -> None:
 
         def reduced() -> None:
             with reducer.microbatch(last=True):
-                torch.cat(list(model)).sum().backward()
+                sum_backward(model)
             reducer.shard("0")
 
         def alone() -> None:
-            torch.cat(list(other)).sum().backward()
+            sum_backward(other)
             other.zero_grad()
 
         report_overhead("torch", rounds, reduced, alone)
@@ -157,6 +196,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.overhead:
         measure_overhead(10 * asked.rounds)
+        measure_hand_over(10 * asked.rounds)
         return
     with hsdp.init_mesh(replicate=2, shard=2) as mesh:
         example.join_gloo(mesh)

@@ -21,7 +21,7 @@ import hsdp
 from hsdp.current_stream import CurrentStream
 from hsdp.mesh import _current_device
 from hsdp.torch import private_torch
-from hsdp.torch.gradient_hook import HeldGradients, keeping_hook, make_hook
+from hsdp.torch.gradient_hook import PythonWay, keeping_hook
 from hsdp.torch.trainable_parameters import _require_usable
 
 
@@ -287,7 +287,7 @@ def cuda_weight() -> Any:
 def cuda_gradient(**changes: Any) -> Any:
     """A CUDA tensor, as far as a hook looks at one."""
     fields = {
-        "layout": torch.strided, "dtype": torch.bfloat16, "device": GPU, "is_cpu": False,
+        "layout": torch.strided, "dtype": torch.bfloat16, "device": GPU, "is_cpu": False, "is_complex": lambda: False,
         "shape": SHAPE, "is_neg": lambda: False, "is_contiguous": lambda: False, "stride": lambda: (1, 4), "data_ptr": lambda: 4096,
     }
     return SimpleNamespace(**(fields | changes))
@@ -296,11 +296,9 @@ def cuda_gradient(**changes: Any) -> Any:
 def test_a_gradient_goes_over_by_address() -> None:
     handle = Handle()
     parameter = cuda_weight()
-    hook = make_hook(handle, 3, "w", parameter, HeldGradients())  # type: ignore[arg-type]
-    hook(parameter)  # no gradient: nothing
-    assert handle.calls == []
+    way = PythonWay(handle, 3, "w", parameter, "")  # type: ignore[arg-type]
     parameter.grad = grad = cuda_gradient()
-    hook(parameter)
+    way.take(parameter)
     assert parameter.grad is None
     assert handle.calls == [(3, 4096, (1, 4), grad)]
 
@@ -310,7 +308,8 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
     parameter = cuda_weight()
     parameter.grad = cuda_gradient(dtype=torch.float32)
     fresh: dict[str, torch.Tensor] = {}
-    hook = keeping_hook(make_hook(handle, 0, "w", parameter, HeldGradients()), "w", fresh)  # type: ignore[arg-type]
+    way = PythonWay(handle, 0, "w", parameter, "")  # type: ignore[arg-type]
+    hook = keeping_hook(way.take, "w", fresh)
     message = "reducer: gradient of 'w': expected bfloat16, got float32"
     with pytest.raises(hsdp.UsageError, match=message):
         hook(parameter)

@@ -6,48 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
+from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.named_errors import put_name
 from hsdp.torch.complex_values import real_view
 
-if TYPE_CHECKING:
-    from hsdp import _hsdp
-
 GradientHook: TypeAlias = Callable[[torch.Tensor], None]
-
-
-class HeldGradients:
-    """The gradients that a window leaves in p.grad, where autograd adds them up."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self._backwards: int | None = None
-        self._passes: dict[int, int] = {}
-
-    def begin(self, backwards: int | None) -> None:
-        """From here on a gradient is left where it is, until it is the sum of so many."""
-        self.active = True
-        self._backwards = backwards
-        self._passes = {}
-
-    def keeps(self, index: int) -> bool:
-        """Counts one gradient of that parameter; whether it stays in p.grad."""
-        count = self._passes.get(index, 0) + 1
-        self._passes[index] = count
-        return self._backwards is None or count < self._backwards
-
-    def end(self) -> None:
-        """From here on gradients are handed over again."""
-        self.active = False
-
-    @property
-    def pass_count(self) -> int:
-        """The most that one parameter got in the last window."""
-        return max(self._passes.values(), default=1)
 
 
 def make_hook(
@@ -55,57 +23,60 @@ def make_hook(
     index: int,
     name: str,
     parameter: torch.Tensor,
-    held: HeldGradients,
+    held: _hsdp.HeldGradients,
     who: str = "",
 ) -> GradientHook:
-    """Takes p.grad out and hands it over. Runs once per parameter and backward pass: keep it short.
-    `who`: the Reducer, in errors.
+    """Takes p.grad out and hands it over. `who`: the Reducer, in errors."""
+    way = PythonWay(handle, index, name, parameter, who)
+    return _hsdp.gradient_hook(handle, index, held, way, torch.Tensor)
+
+
+class PythonWay:
+    """What becomes of a gradient that the extension's hook leaves alone: complex ones, those of other classes
+    or marked as negated, all of them where torch has no C functions to look at it, and what is refused.
     """
-    refusal = Refusal(handle, who, name, parameter)
-    dtype, shape = parameter.dtype, parameter.shape
-    on_host, is_complex = parameter.is_cpu, dtype.is_complex
-    take = handle.gradient_of
-    strided = torch.strided
-
-    # What is handed over by address must be what was registered, also when somebody gave the
-    # parameter other data since.
-    def hook(p: torch.Tensor) -> None:
-        grad = p.grad
-        if grad is None or (held.active and held.keeps(index)):
-            return
-        p.grad = None
-        if (
-            grad.dtype is not dtype or grad.shape != shape or grad.layout is not strided
-            or grad.is_cpu is not on_host
-        ):
-            refusal.refuse(grad)
-        if is_complex:
-            grad = real_view(grad)
-        if grad.is_neg():  # autograd negates by a mark, and memory does not show it
-            grad = grad.resolve_neg()
-        strides = None if grad.is_contiguous() else grad.stride()
-        try:
-            take(index, grad.data_ptr(), strides, grad)
-        except UsageError as error:
-            raise refusal.explained(error) from None
-
-    return hook
-
-
-class Refusal:
-    """What is said of one parameter's gradient that cannot be taken."""
 
     def __init__(
-        self, handle: _hsdp.Reducer, who: str, name: str, parameter: torch.Tensor
+        self, handle: _hsdp.Reducer, index: int, name: str, parameter: torch.Tensor, who: str
     ) -> None:
         self._handle = handle
+        self._index = index
         self._who = who
         self._name = name
         self._dtype = parameter.dtype
         self._shape = parameter.shape
+        self._on_host = parameter.is_cpu
 
-    def refuse(self, grad: torch.Tensor) -> NoReturn:
-        """Raises UsageError, and drops the step on all ranks even when somebody catches it."""
+    # What is handed over by address must be what was registered, also when somebody gave the
+    # parameter other data since.
+    def take(self, p: torch.Tensor) -> None:
+        """Takes p.grad out and hands it over."""
+        grad = p.grad
+        assert grad is not None  # the hook has looked
+        p.grad = None
+        if (
+            grad.dtype is not self._dtype or grad.shape != self._shape
+            or grad.layout is not torch.strided or grad.is_cpu is not self._on_host
+        ):
+            self._refuse(grad)
+        grad = real_view(grad)
+        if grad.is_neg():  # autograd negates by a mark, and memory does not show it
+            grad = grad.resolve_neg()
+        strides = None if grad.is_contiguous() else grad.stride()
+        taken = grad
+        self.hand_over(
+            lambda: self._handle.gradient_of(self._index, taken.data_ptr(), strides, taken)
+        )
+
+    def hand_over(self, call: Callable[[], None]) -> None:
+        """Makes the call that does so, and says more of a UsageError."""
+        try:
+            call()
+        except UsageError as error:
+            raise self._explained(error) from None
+
+    def _refuse(self, grad: torch.Tensor) -> NoReturn:
+        # On all ranks the step is dropped, even when somebody catches the error.
         remedy = "; make another Reducer when the model has changed"
         if grad.layout is not torch.strided:
             expected, got = "a dense one", f"a sparse one ({_word(grad.layout)})"
@@ -120,8 +91,8 @@ class Refusal:
         self._handle.reject_gradient(message)
         raise self._named(UsageError(message))
 
-    def explained(self, error: UsageError) -> UsageError:
-        """Why a gradient may come where no microbatch is open."""
+    # A gradient may come where no microbatch is open.
+    def _explained(self, error: UsageError) -> UsageError:
         try:
             is_stray = not self._handle.is_collecting()
         except UsageError:  # of a forked child

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from hsdp import _hsdp
 from hsdp.array import Array, TensorOrArray
 from hsdp.dtypes import registered
 from hsdp.errors import UsageError
@@ -19,7 +20,7 @@ from hsdp.torch import private_torch, unreduced_gradient_guard
 from hsdp.torch.buffer_sync import BufferSync
 from hsdp.torch.complex_values import real_view
 from hsdp.torch.gathered_gradients import GatheredGradients
-from hsdp.torch.gradient_hook import GradientHook, HeldGradients, keeping_hook, make_hook
+from hsdp.torch.gradient_hook import GradientHook, keeping_hook, make_hook
 from hsdp.torch.kept_reducers import ModelReference, keep_reducer
 from hsdp.torch.result_state import ResultState
 from hsdp.torch.trainable_parameters import (
@@ -77,7 +78,7 @@ class ModelAttachment:
         self._fresh: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
         self._in_window = False
-        self._held = HeldGradients()
+        self._held = _hsdp.HeldGradients()
         self._gathered_gradients = GatheredGradients()
         self._indices: dict[str, int] = {}
         self._hooks: dict[str, GradientHook] = {}
@@ -207,15 +208,18 @@ class ModelAttachment:
             self._require_same_parameters()
             self._require_same_world()
             self.result = ResultState(self._loss_scale)
-        if not self._placed:
-            self._require_no_gradients()
-        elif self._keep and step == self._step:
-            for name, parameter in self._parameters.items():
-                if parameter.grad is not None:
-                    self._sums[name] = parameter.grad
+        left = self._with_gradient()
+        if left and not self._placed:
+            self._refuse_gradient(left[0])
+        if self._keep and step == self._step:
+            for name in left:
+                grad = self.gradient_of(name)
+                assert grad is not None
+                self._sums[name] = grad
         self._step = step
-        self._gathered = False
-        self._clear()
+        self._gathered = self._placed = False
+        for name in left:
+            self._parameters[name].grad = None
 
     def window_began(self, holds: bool, backwards: int | None) -> None:
         """As `microbatch_began`; with `holds` p.grad is where the window's gradients are added up."""
@@ -263,15 +267,16 @@ class ModelAttachment:
         self._take()
 
     def _take(self) -> None:
-        for name, parameter in self._parameters.items():
+        for name in self._with_gradient():
+            parameter = self._parameters[name]
             grad = parameter.grad
-            if grad is not None:
-                if grad.is_cuda:  # whatever stream it came from, the current one frees it
-                    grad.record_stream(torch.cuda.current_stream(grad.device))
-                try:
-                    self._hooks[name](parameter)
-                except UsageError as error:
-                    self._handle.reject_gradient(str(error))
+            assert grad is not None
+            if grad.is_cuda:  # whatever stream it came from, the current one frees it
+                grad.record_stream(torch.cuda.current_stream(grad.device))
+            try:
+                self._hooks[name](parameter)
+            except UsageError as error:
+                self._handle.reject_gradient(str(error))
 
     def microbatch_ended(self, completed: bool) -> None:
         """All is packed, or the step is dropped. With keep_grads the sums go into p.grad."""
@@ -384,6 +389,9 @@ class ModelAttachment:
             hooks.pop(number, None)
         self._installed = []
 
+    def _with_gradient(self) -> list[str]:
+        return _hsdp.names_with_gradient(self._parameters)
+
     def _clear(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -401,21 +409,19 @@ class ModelAttachment:
                         "one of them other names"
                     )
 
-    def _require_no_gradients(self) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                raise UsageError(
-                    f"reducer: begin_microbatch: expected no gradient in '{name}' yet, got one "
-                    "that was put there outside of a microbatch and would be lost; produce it "
-                    "within the microbatch, or drop it with zero_grad(set_to_none=True)"
-                )
+    def _refuse_gradient(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"reducer: begin_microbatch: expected no gradient in '{name}' yet, got one "
+            "that was put there outside of a microbatch and would be lost; produce it "
+            "within the microbatch, or drop it with zero_grad(set_to_none=True)"
+        )
 
     # One that came or was thawed since would be trained by gradients of this rank alone.
     def _require_same_parameters(self) -> None:
         names = self._names
         for _, module in self._model.named_modules():
             for p in private_torch.parameters_of(module).values():
-                if p is not None and p.requires_grad and id(p) not in names:
+                if p is not None and id(p) not in names and p.requires_grad:
                     self._require_reduced_elsewhere(p)
 
     # As where the mesh was made before torch.distributed, which knows of others.

@@ -115,10 +115,11 @@ void Reducer::gradient_ready(std::string_view name, const StridedView& gradient,
                              std::shared_ptr<const void> keep_alive, const ValidAfter& valid) {
   gradient_ready(parts_->find_in_microbatch(name), gradient, std::move(keep_alive), valid);
 }
-void Reducer::gradient_ready(int parameter, const StridedView& gradient,
+void Reducer::gradient_ready(int parameter, StridedView gradient,
                              std::shared_ptr<const void> keep_alive, const ValidAfter& valid,
                              KeptUntil kept_until) {
-  parts_->steps.gradient_ready(parameter, gradient, {std::move(keep_alive), kept_until}, valid);
+  parts_->steps.gradient_ready(parameter, std::move(gradient), {std::move(keep_alive), kept_until},
+                               valid);
 }
 Event Reducer::packed() {
   reducer::Frozen* const frozen = parts_->steps.frozen();

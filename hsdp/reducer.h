@@ -142,7 +142,7 @@ class Reducer {
   // Never waits for a peer or for staging.
   void gradient_ready(std::string_view name, const StridedView& gradient,
                       std::shared_ptr<const void> keep_alive = {}, const ValidAfter& valid = {});
-  void gradient_ready(int parameter, const StridedView& gradient,
+  void gradient_ready(int parameter, StridedView gradient,
                       std::shared_ptr<const void> keep_alive = {}, const ValidAfter& valid = {},
                       KeptUntil kept_until = KeptUntil::kRead);
   // Completes when all gradients handed over so far have been read.

@@ -49,7 +49,7 @@ class Mesh(Closing):
         self._replicate_group = Communicator(handle.replicate_group())
         self._stream = None if handle.device == "cpu" else CurrentStream(handle.device)
         if self._stream is not None:
-            handle.follow(self._stream)
+            handle.follow(self._stream, False)
 
     @property
     def rank(self) -> int:
@@ -127,6 +127,7 @@ class Mesh(Closing):
                 "as arrays there are ready when they are handed over"
             )
         self._stream.set(stream)
+        self._handle.follow(self._stream, stream is not None)
 
     def close(self) -> None:
         """Ends the mesh on this rank; safe to call twice. Later calls are a UsageError.

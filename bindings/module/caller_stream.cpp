@@ -17,10 +17,17 @@ std::uintptr_t handle_of(const Stream& stream) {
 
 }  // namespace
 
-Stream CallerStream::now() {
+Stream CallerStream::now(dlpack::CurrentStream ask) {
   if (on_host()) return Stream::inline_host();
   std::uintptr_t handle = 0;
-  if (source_) handle = source_().cast<std::uintptr_t>();
+  if (ask != nullptr && !is_set_) {
+    const dlpack::DeviceId device = dlpack::device_id(device_);
+    void* current = nullptr;
+    if (ask(device.kind, device.index, &current) != 0) throw pybind11::error_already_set();
+    handle = reinterpret_cast<std::uintptr_t>(current);
+  } else if (source_) {
+    handle = source_().cast<std::uintptr_t>();
+  }
   if (handle == kLegacyDefault) handle = 0;
   if (!last_ || handle_of(*last_) != handle) last_ = borrow(device_, handle);
   return *last_;

@@ -11,6 +11,7 @@
 #include <optional>
 #include <utility>
 
+#include "bindings/module/dlpack_abi.h"
 #include "hsdp/device/stream.h"
 
 namespace hsdp::python {
@@ -20,11 +21,16 @@ class CallerStream {
   CallerStream() = default;  // of calls that concern no mesh: the host
   explicit CallerStream(Device device) : device_(device), of_mesh_(true) {}
 
-  // `source()` is asked at each use: a cudaStream_t as an int.
-  void follow(pybind11::object source) { source_ = std::move(source); }
+  // `source()` is asked at each use: a cudaStream_t as an int. `is_set`: it is what the program has
+  // named, and no framework knows better.
+  void follow(pybind11::object source, bool is_set) {
+    source_ = std::move(source);
+    is_set_ = is_set;
+  }
 
-  // The stream of the calling thread now.
-  [[nodiscard]] Stream now();
+  // The stream of the calling thread now. `ask`: the function of the framework that an array comes
+  // from, which is asked in place of the source; null: it has none.
+  [[nodiscard]] Stream now(dlpack::CurrentStream ask = nullptr);
   [[nodiscard]] Device device() const { return device_; }
   [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
   [[nodiscard]] bool of_mesh() const { return of_mesh_; }
@@ -33,6 +39,7 @@ class CallerStream {
   Device device_;
   bool of_mesh_ = false;
   pybind11::object source_;
+  bool is_set_ = false;
   std::optional<Stream> last_;
 };
 

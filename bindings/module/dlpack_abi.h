@@ -63,6 +63,9 @@ struct VersionedTensor {
   Tensor tensor;
 };
 
+// The stream that the calling thread works on now.
+using CurrentStream = int (*)(DeviceKind kind, std::int32_t index, void** out);
+
 // Functions for arrays of exactly the class that has them. They need the GIL, and return 0, or
 // another number with a Python error set.
 struct ExchangeApi {
@@ -71,7 +74,7 @@ struct ExchangeApi {
   void (*unused[3])();
   // The array keeps what `out` points to. Null: the class does not offer it.
   int (*describe)(void* array, Tensor* out);
-  int (*current_stream)(DeviceKind kind, std::int32_t index, void** out);
+  CurrentStream current_stream;
 };
 
 constexpr std::uint64_t kReadOnlyFlag = 1;

@@ -71,6 +71,7 @@ class HeldGradients {
 struct ArrayClass {
   PyTypeObject* type = nullptr;  // null: that class has no such functions
   decltype(dlpack::ExchangeApi::describe) describe = nullptr;
+  dlpack::CurrentStream current_stream = nullptr;
   py::object is_neg;  // the method: a mark that memory does not show
 };
 
@@ -80,7 +81,8 @@ ArrayClass array_class(const py::type& type) {
   const auto* const api = static_cast<const dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeApiName));
   if (api->version.major != dlpack::kVersion.major || api->describe == nullptr) return {};
-  return {reinterpret_cast<PyTypeObject*>(type.ptr()), api->describe, type.attr("is_neg")};
+  return {reinterpret_cast<PyTypeObject*>(type.ptr()), api->describe, api->current_stream,
+          type.attr("is_neg")};
 }
 
 class GradientHook {
@@ -111,7 +113,7 @@ class GradientHook {
       throw py::error_already_set();
     }
     try {
-      handle_.gradient_of(index_, std::move(view), std::move(grad));
+      handle_.gradient_of(index_, std::move(view), std::move(grad), tensors_.current_stream);
     } catch (const UsageError&) {
       const auto refuse = [error = std::current_exception()] { std::rethrow_exception(error); };
       python_way_.attr("hand_over")(py::cpp_function(refuse));

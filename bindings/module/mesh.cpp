@@ -100,8 +100,8 @@ void bind_mesh(py::module_& module) {
       .def("shard_group", [](const MeshHandle& self) { return group(self, GroupKind::kShard); })
       .def("replicate_group",
            [](const MeshHandle& self) { return group(self, GroupKind::kReplicate); })
-      .def("follow", [](const MeshHandle& self,
-                        py::object source) { self.caller()->follow(std::move(source)); })
+      .def("follow", [](const MeshHandle& self, py::object source,
+                        bool is_set) { self.caller()->follow(std::move(source), is_set); })
       .def("close", [](const MeshHandle& self) {
         call_interruptibly([mesh = self.mesh()]() mutable { mesh.close(); });
       });

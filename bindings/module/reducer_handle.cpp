@@ -101,28 +101,33 @@ void ReducerHandle::gradient_ready(py::handle key, py::handle gradient) {
     throw;
   }
   overwritable_ = true;
-  hand_over(parameter, std::move(argument));
+  hand_over(parameter, std::move(argument), KeptUntil::kRead, nullptr);
 }
 
-void ReducerHandle::gradient_of(int parameter, StridedView gradient, py::object owner) {
+void ReducerHandle::gradient_of(int parameter, StridedView gradient, py::object owner,
+                                dlpack::CurrentStream stream) {
   process_.require("reducer");
   const ParameterSpec& spec = reducer_->parameters().at(static_cast<std::size_t>(parameter));
   gradient.dtype = spec.dtype;
   gradient.shape = spec.shape;
   gradient.device = caller_->device();
-  hand_over(parameter, {std::move(gradient), false, std::move(owner)}, KeptUntil::kOrdered);
+  hand_over(parameter, {std::move(gradient), false, std::move(owner)}, KeptUntil::kOrdered, stream);
 }
 
-void ReducerHandle::hand_over(int parameter, ArrayArgument argument, KeptUntil until) {
+void ReducerHandle::hand_over(int parameter, ArrayArgument argument, KeptUntil until,
+                              dlpack::CurrentStream stream) {
   std::shared_ptr<const void> keep_alive = hold(std::move(argument.owner));
-  const ValidAfter valid = caller_->on_host() ? ValidAfter(Event()) : ValidAfter(caller_->now());
+  const ValidAfter valid =
+      caller_->on_host() ? ValidAfter(Event()) : ValidAfter(caller_->now(stream));
   const std::int64_t bytes =
       argument.view.count() * static_cast<std::int64_t>(size_bytes(argument.view.dtype));
   if (bytes < kReleasesGilFromBytes) {
-    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), valid, until);
+    reducer_->gradient_ready(parameter, std::move(argument.view), std::move(keep_alive), valid,
+                             until);
   } else {
     const py::gil_scoped_release released;
-    reducer_->gradient_ready(parameter, argument.view, std::move(keep_alive), valid, until);
+    reducer_->gradient_ready(parameter, std::move(argument.view), std::move(keep_alive), valid,
+                             until);
   }
   release_held();
 }

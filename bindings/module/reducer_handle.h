@@ -29,8 +29,10 @@ class ReducerHandle {
   void gradient_ready(pybind11::handle key, pybind11::handle gradient);
   // For callers that know the array well: no conversion, no protocol. Of the registered shape and
   // dtype, which the view lacks. On a GPU the owner frees it in the order of the caller's stream,
-  // and nobody overwrites the gradient before it is packed.
-  void gradient_of(int parameter, StridedView gradient, pybind11::object owner);
+  // and nobody overwrites the gradient before it is packed. `stream`: as CallerStream::now takes
+  // it.
+  void gradient_of(int parameter, StridedView gradient, pybind11::object owner,
+                   dlpack::CurrentStream stream = nullptr);
   // A microbatch with sync="none" waits for nobody within a step: it begins and ends on the calling
   // thread, without the one that keeps this thread free for Ctrl-C. Only a fault in it would wait,
   // where the words of the microbatch before are still under way.
@@ -108,7 +110,8 @@ class ReducerHandle {
   };
 
   [[nodiscard]] int index_of(pybind11::handle key);
-  void hand_over(int parameter, ArrayArgument argument, KeptUntil until = KeptUntil::kRead);
+  void hand_over(int parameter, ArrayArgument argument, KeptUntil until,
+                 dlpack::CurrentStream stream);
   // The Reducer works beside the stream that is the caller's now.
   void follow_caller();
   [[nodiscard]] Event caller_event() const;

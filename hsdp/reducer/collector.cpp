@@ -48,6 +48,7 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   Lock lock(mutex_);
   packs_.join();  // local sums are written for one slot and read for another
   open_ = true;
+  not_captured_.reset();
   if (issuer_) issuer_open_ = issuer_->open();
   plan_ = std::move(plan);
   std::ranges::fill(arrived_, 0);
@@ -77,7 +78,7 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   launch_complete(lock);
 }
 
-bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner owner,
+bool Collector::arrive(int parameter, StridedView gradient, GradientOwner owner,
                        const ValidAfter& valid) {
   const auto p = static_cast<std::size_t>(parameter);
   const PackStreams::Farewell farewell(packs_);
@@ -85,10 +86,11 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
   if (!open_) return true;  // another thread has dropped the step
   const std::int64_t most = plan_->intake.most;
   if (most != Intake::kAnyNumber && arrived_[p] >= most) return false;
+  require_no_capture(valid);
   ++arrived_[p];
   present_[p] = '1';
   if (!accumulates(parameter)) {
-    kept_[p] = {gradient, std::move(owner), valid, false, 0, 0};
+    kept_[p] = {std::move(gradient), std::move(owner), valid, false, 0, 0};
     if (plan_->packs_late) {
       retain(kept_[p]);
     } else {
@@ -96,7 +98,7 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
     }
     return true;
   }
-  add_locally(lock, parameter, gradient, owner, valid);
+  add_locally(lock, parameter, gradient, std::move(owner), valid);
   if (open_) {
     // Another thread may have counted its gradient and not have added it yet.
     const bool is_complete = ++added_[p] == most;
@@ -107,6 +109,13 @@ bool Collector::arrive(int parameter, const StridedView& gradient, GradientOwner
   return true;
 }
 
+void Collector::require_no_capture(const ValidAfter& valid) {
+  if (packs_.on_host() || !valid.stream) return;
+  if (not_captured_ && not_captured_->same_queue(*valid.stream)) return;
+  valid.stream->require_no_capture();
+  not_captured_ = valid.stream;
+}
+
 void Collector::accept_sum(Lock& lock, int parameter, bool hole) {
   static const StridedView kNothing;
   kept_[static_cast<std::size_t>(parameter)] = {kNothing, {}, {}, hole, 0, 0};
@@ -114,14 +123,14 @@ void Collector::accept_sum(Lock& lock, int parameter, bool hole) {
 }
 
 void Collector::add_locally(Lock& lock, int parameter, const StridedView& gradient,
-                            const GradientOwner& owner, const ValidAfter& valid) {
+                            GradientOwner owner, const ValidAfter& valid) {
   const bool may_repeat = plan_->intake.most != 1;
   run(lock, [&] {
     Lock repeats(repeats_mutex_, std::defer_lock);
     if (may_repeat) repeats.lock();
     packs_.wait(PackStreams::kSums, valid);
     accumulate(parameter, {&gradient, {}, false});
-    packs_.hold(PackStreams::kSums, owner);
+    packs_.hold(PackStreams::kSums, std::move(owner));
   });
   launch_packs(lock, PackStreams::kSums, false);
 }
@@ -137,7 +146,8 @@ void Collector::accumulate(int parameter, const Contribution& contribution) {
   accumulated_[p] = 1;
 }
 
-void Collector::run(Lock& lock, const std::function<void()>& pack) {
+template <typename Pack>
+void Collector::run(Lock& lock, const Pack& pack) {
   const bool unlocks = packs_.on_host();
   ++in_flight_;
   if (unlocks) lock.unlock();
@@ -158,7 +168,9 @@ void Collector::run(Lock& lock, const std::function<void()>& pack) {
 
 void Collector::launch_packs(Lock& lock, int place, bool nothing_to_come) {
   if (packs_.on_host()) return;
-  if (nothing_to_come || packs_.queue(place).is_full()) run(lock, [&] { packs_.launch(place); });
+  if (!nothing_to_come && !packs_.queue(place).is_full()) return;
+  not_captured_.reset();
+  run(lock, [&] { packs_.launch(place); });
 }
 
 // Packs what can be packed of a parameter whose contribution stands in kept_, keeps the rest.
@@ -170,14 +182,14 @@ void Collector::accept(Lock& lock, int parameter) {
   kept.unpacked_pieces = buckets.count();
   if (buckets.count() == 0) kept = {};  // no elements: nothing to keep
   if (!has_shard_hop_) {
-    const StridedView gradient = kept.gradient;
-    const Contribution contribution = contribution_of(parameter, gradient);
+    Kept whole = std::move(kept);  // nobody asks for a piece of it later
+    const Contribution contribution = contribution_of(parameter, whole);
     const bool adds = buckets.count() > 0 && plan_->arithmetic(layout_, buckets.first).adds_carry;
-    run(lock, [&, valid = kept.valid, owner = kept.owner] {
-      packs_.wait(kNoSlot, valid);
+    run(lock, [&] {
+      packs_.wait(kNoSlot, whole.valid);
       if (contribution.accumulated.data != nullptr) packs_.wait_for_sums(kNoSlot);
       add_to_carry(contribution, adds, memory_.slice_carry(parameter), packs_.queue(kNoSlot));
-      packs_.hold(kNoSlot, owner);
+      packs_.hold(kNoSlot, std::move(whole.owner));
     });
     for (int b = buckets.first; b < buckets.end; ++b) piece_packed(lock, {parameter, b});
     launch_complete(lock);
@@ -232,6 +244,7 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
 // A stream may have much more work by the time there is a slot.
 void Collector::fix_valid(Lock& lock, const BucketState& state) {
   if (packs_.on_host()) return;
+  not_captured_.reset();
   run(lock, [&] {
     std::vector<ValidAfter> fixed;
     for (const int parameter : state.waiting) {
@@ -256,13 +269,12 @@ void Collector::retain(Kept& kept) {
   peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
 }
 
-// `gradient` is the caller's copy of the kept view: drop() may clear that one while a pack is under
-// way.
-Contribution Collector::contribution_of(int parameter, const StridedView& gradient) const {
+// `kept` is the caller's own: drop() may clear what is in kept_ while a pack is under way.
+Contribution Collector::contribution_of(int parameter, const Kept& kept) const {
   const auto p = static_cast<std::size_t>(parameter);
   Contribution contribution;
-  if (gradient.data != nullptr) contribution.fresh = &gradient;
-  contribution.hole = kept_[p].hole;
+  if (kept.gradient.data != nullptr) contribution.fresh = &kept.gradient;
+  contribution.hole = kept.hole;
   if (accumulated_[p] != 0) contribution.accumulated = memory_.accumulator(parameter);
   return contribution;
 }
@@ -274,18 +286,19 @@ void Collector::pack(Lock& lock, Piece piece) {
   const TensorView staging = memory_.staging(slot, piece.bucket);
   const std::vector<BucketSegment>& segments = segments_[static_cast<std::size_t>(slot)];
   const int exponent = plan_->arithmetic(layout_, piece.bucket).row_exponent;
-  const StridedView gradient = kept_[p].gradient;
-  const Contribution contribution = contribution_of(piece.parameter, gradient);
+  Kept& kept = kept_[p];
+  Kept own = kept.unpacked_pieces == 1 ? std::move(kept) : kept;
+  const Contribution contribution = contribution_of(piece.parameter, own);
   const auto first =
       std::ranges::lower_bound(segments, piece.parameter, {}, &BucketSegment::parameter);
-  run(lock, [&, free = state.slot_free, valid = kept_[p].valid, owner = kept_[p].owner] {
+  run(lock, [&, free = state.slot_free] {
     packs_.wait(slot, free);
-    packs_.wait(slot, valid);
+    packs_.wait(slot, own.valid);
     if (contribution.accumulated.data != nullptr) packs_.wait_for_sums(slot);
     for (auto i = first; i != segments.end() && i->parameter == piece.parameter; ++i) {
       pack_segment(contribution, *i, exponent, staging, packs_.queue(slot));
     }
-    packs_.hold(slot, owner);
+    packs_.hold(slot, std::move(own.owner));
     if (!packs_.on_host()) state.slot_free = {};  // its stream has waited, for all that come
   });
   piece_packed(lock, piece);

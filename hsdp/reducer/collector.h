@@ -51,8 +51,9 @@ class Collector {
   // Opens a microbatch.
   void begin(std::shared_ptr<const MicrobatchPlan> plan);
 
-  // False when that parameter has all the gradients that it may get; nothing changed then.
-  [[nodiscard]] bool arrive(int parameter, const StridedView& gradient, GradientOwner owner,
+  // False when that parameter has all the gradients that it may get; nothing changed then, nor
+  // where it throws.
+  [[nodiscard]] bool arrive(int parameter, StridedView gradient, GradientOwner owner,
                             const ValidAfter& valid);
 
   [[nodiscard]] std::vector<int> missing() const;
@@ -138,23 +139,27 @@ class Collector {
   [[nodiscard]] const GroupPlan& group_of(int parameter) const;
   // The buckets that carry its elements.
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
-  [[nodiscard]] Contribution contribution_of(int parameter, const StridedView& gradient) const;
+  [[nodiscard]] Contribution contribution_of(int parameter, const Kept& kept) const;
   void accept(Lock& lock, int parameter);
   // Its local sum, or nothing, is all there is.
   void accept_sum(Lock& lock, int parameter, bool hole);
+  // UsageError while the stream is captured into a CUDA graph. Asked once a bucket: what is
+  // recorded there for a launch asks again.
+  void require_no_capture(const ValidAfter& valid);
   // Counts it as a gradient that is kept by reference.
   void retain(Kept& kept);
   // Runs `pack`, on the host without the lock: it is long there. An error is a fault of the open
   // microbatch, or ends the world when this rank has told the others that all is well.
-  void run(Lock& lock, const std::function<void()>& pack);
+  template <typename Pack>
+  void run(Lock& lock, const Pack& pack);
   // On a GPU packs what is queued in that place, when nothing is to come or there is enough.
   void launch_packs(Lock& lock, int place, bool nothing_to_come);
   // A bucket without a slot that has all its gradients waits for no later work of their streams.
   void fix_valid(Lock& lock, const BucketState& state);
   void accumulate(int parameter, const Contribution& contribution);
   // A fresh gradient, without the lock.
-  void add_locally(Lock& lock, int parameter, const StridedView& gradient,
-                   const GradientOwner& owner, const ValidAfter& valid);
+  void add_locally(Lock& lock, int parameter, const StridedView& gradient, GradientOwner owner,
+                   const ValidAfter& valid);
   // A gradient that waits for a slot joins its local sum, where that gives the same bits.
   void add_what_waits(Lock& lock, int parameter);
   void pack_pieces(Lock& lock, int parameter);
@@ -202,8 +207,9 @@ class Collector {
   std::shared_ptr<IssueOrder::Issuer> issuer_;     // on a GPU
   std::vector<std::pair<int, Event>> free_slots_;  // and after what they may be packed again
   std::int64_t unpacked_ = 0;
-  int in_flight_ = 0;  // packs
-  int reducing_ = 0;   // buckets launched with a slot that is not free yet
+  std::optional<Stream> not_captured_;  // the last that was asked, since the last launch
+  int in_flight_ = 0;                   // packs
+  int reducing_ = 0;                    // buckets launched with a slot that is not free yet
   std::int64_t retained_bytes_ = 0;
   std::int64_t peak_retained_bytes_ = 0;
 };

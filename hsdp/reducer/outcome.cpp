@@ -52,17 +52,13 @@ void Outcome::fail(std::exception_ptr error) {
   {
     const std::scoped_lock lock(mutex_);
     if (!failure_) failure_ = std::move(error);
+    has_failure_ = true;
   }
   control.fail({.kind = comm::FailureKind::kAborted,
                 .message = title_ + ": " + comm::ranks_text({control.rank()}, control.size()) +
                            " failed: " + text,
                 .ranks = {control.rank()}});
   on_change_();
-}
-
-bool Outcome::failed() const {
-  const std::scoped_lock lock(mutex_);
-  return failure_ != nullptr;
 }
 
 void Outcome::rethrow_failure(std::string_view call) {
@@ -112,6 +108,7 @@ void Outcome::drop_step(std::int64_t step, std::optional<Drop> drop) {
                                         ", this one; begin a new step on every rank",
                                     {world_.engine()->control().rank()}});
     drop_ = std::move(drop);
+    has_drop_ = drop_.has_value();
     skip_through_step_ = std::max(skip_through_step_, step);
   }
   on_change_();
@@ -119,10 +116,12 @@ void Outcome::drop_step(std::int64_t step, std::optional<Drop> drop) {
 
 std::optional<Drop> Outcome::take_drop() {
   const std::scoped_lock lock(mutex_);
+  has_drop_ = false;
   return std::exchange(drop_, std::nullopt);
 }
 
 void Outcome::throw_drop() const {
+  if (!has_drop_) return;
   const std::scoped_lock lock(mutex_);
   if (drop_) reducer::throw_drop(*drop_);
 }

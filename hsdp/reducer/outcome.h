@@ -7,6 +7,7 @@
 // Thread-safe.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -44,7 +45,7 @@ class Outcome {
   // Keeps the first error, and ends the world with its text: the others' calls throw an error that
   // names this rank. A local error that only follows from the world's end gives way to that.
   void fail(std::exception_ptr error);
-  [[nodiscard]] bool failed() const;
+  [[nodiscard]] bool failed() const { return has_failure_; }
   // Throws the failure, no-op when none. It may be the world's end that no task here has met yet:
   // then `call` says what this rank was doing.
   void rethrow_failure(std::string_view call);
@@ -76,6 +77,9 @@ class Outcome {
   std::string title_;
   mutable std::mutex mutex_;
   std::function<void()> on_change_ = [] {};
+  // Each gradient asks for these two, which need no lock until there is one.
+  std::atomic<bool> has_failure_{false};
+  std::atomic<bool> has_drop_{false};
   std::exception_ptr failure_;
   bool faults_open_ = false;
   std::exception_ptr fault_;

@@ -85,8 +85,8 @@ void PackStreams::wait_for_sums(int place) {
   if (!on_host()) lane(place).after_sums = true;
 }
 
-void PackStreams::hold(int place, const GradientOwner& owner) {
-  if (!on_host() && owner.keep_alive != nullptr) lane(place).owners.push_back(owner);
+void PackStreams::hold(int place, GradientOwner owner) {
+  if (!on_host() && owner.keep_alive != nullptr) lane(place).owners.push_back(std::move(owner));
 }
 
 void PackStreams::launch(int place) {
@@ -167,6 +167,7 @@ void PackStreams::bury(Launched& launched) {
 }
 
 std::vector<GradientOwner> PackStreams::take_dead() {
+  if (on_host()) return {};
   const std::lock_guard lock(mutex_);
   return std::exchange(dead_, {});
 }

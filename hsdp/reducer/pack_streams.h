@@ -69,7 +69,7 @@ class PackStreams {
   // Or after the local sums so far.
   void wait_for_sums(int place);
   // Keeps a gradient's memory until what is queued there has read it.
-  void hold(int place, const GradientOwner& owner);
+  void hold(int place, GradientOwner owner);
 
   // Packs what is queued there.
   void launch(int place);

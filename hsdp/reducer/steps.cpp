@@ -404,7 +404,7 @@ void Steps::check_gradient(int parameter, const StridedView& gradient) const {
   kernels::require_packable(gradient);
 }
 
-void Steps::gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
+void Steps::gradient_ready(int parameter, StridedView gradient, GradientOwner owner,
                            const ValidAfter& valid) {
   if (ledger_.phase() == Phase::kClosed) check_usable("gradient_ready");
   outcome_.rethrow_failure("gradient_ready");
@@ -413,8 +413,7 @@ void Steps::gradient_ready(int parameter, const StridedView& gradient, GradientO
   try {
     check_gradient(parameter, gradient);
     const ValidAfter& after = valid.event || valid.stream ? valid : ValidAfter(caller_);
-    if (after.stream) after.stream->require_no_capture();
-    if (!frozen_->collector().arrive(parameter, gradient, std::move(owner), after)) {
+    if (!frozen_->collector().arrive(parameter, std::move(gradient), std::move(owner), after)) {
       throw UsageError(too_many_message(parameter));
     }
   } catch (const UsageError& error) {

@@ -43,7 +43,7 @@ class Steps {
   [[nodiscard]] std::optional<StepAbortedError> take_drop();
   // `backwards`: of what the gradients that were handed over are sums.
   void end_window(std::int64_t backwards);
-  void gradient_ready(int parameter, const StridedView& gradient, GradientOwner owner,
+  void gradient_ready(int parameter, StridedView gradient, GradientOwner owner,
                       const ValidAfter& valid);
   // This rank's own mistake: end_microbatch() raises it and drops the step. No-op when no
   // microbatch is open.

@@ -26,7 +26,9 @@ class DlpackOnly:
         return (1, 0)
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
+    """What DLPack says of an array."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -38,9 +40,11 @@ class _Tensor(ctypes.Structure):
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
     ]
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = [("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
 class Handmade:
@@ -55,16 +59,22 @@ class Handmade:
     ) -> None:
         self._array = array
         self._shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-        self._tensor = _Tensor(
+        self.tensor = Tensor(
             array.ctypes.data - byte_offset, *device, array.ndim, *dtype, self._shape, None,
-            byte_offset, None, None,
+            byte_offset,
         )
+        self._managed = _Managed(self.tensor, None, None)
 
     def __dlpack__(self) -> Any:
-        make = ctypes.pythonapi.PyCapsule_New
-        make.restype = ctypes.py_object
-        make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return make(ctypes.addressof(self._tensor), b"dltensor", None)
+        return capsule(self._managed, b"dltensor")
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (self._tensor.device_type, self._tensor.device_id)
+        return (self.tensor.device_type, self.tensor.device_id)
+
+
+def capsule(struct: ctypes.Structure, name: bytes) -> Any:
+    """A capsule with its address. Both it and the name live as long as somebody keeps them."""
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(ctypes.addressof(struct), name, None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
-from dlpack_only import Handmade
+from dlpack_only import Handmade, Tensor, capsule
 
 from hsdp import _hsdp
 
@@ -50,6 +51,56 @@ class GpuArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"data": (self.memory.ctypes.data, False), "shape": self.memory.shape, "version": 3}
+
+
+_DESCRIBE = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Tensor))
+_CURRENT_STREAM = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p)
+)
+
+
+class _ExchangeApi(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("older", ctypes.c_void_p),
+        ("unused", ctypes.c_void_p * 3),
+        ("describe", _DESCRIBE),
+        ("current_stream", _CURRENT_STREAM),
+    ]
+
+
+class TensorLike(GpuArray):
+    """With functions of C's to look at it, as torch's class has them."""
+
+    current_stream = 0
+    asked: list[tuple[int, int]] = []  # for the stream of which devices
+
+    def __init__(self, values: Any, stream: int, index: int = 0) -> None:
+        super().__init__(values, stream, index)
+        self.exported = Handmade(self.memory, (CUDA, index), CODES[str(self.memory.dtype)])
+
+    def is_neg(self) -> bool:
+        """As torch says it."""
+        return False
+
+
+@_DESCRIBE
+def _describe(array: Any, out: Any) -> int:
+    ctypes.memmove(out, ctypes.byref(array.exported.tensor), ctypes.sizeof(Tensor))
+    return 0
+
+
+@_CURRENT_STREAM
+def _current_stream(kind: int, index: int, out: Any) -> int:
+    TensorLike.asked.append((kind, index))
+    out[0] = TensorLike.current_stream
+    return 0
+
+
+_NAME = b"dlpack_exchange_api"
+_API = _ExchangeApi(1, 3, None, (ctypes.c_void_p * 3)(), _describe, _current_stream)
+setattr(TensorLike, "__dlpack_c_exchange_api__", capsule(_API, _NAME))
 
 
 class Reader:

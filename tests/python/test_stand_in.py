@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Launcher, on_ranks
-from gpu_array import GpuArray, Reader, stand_in
+from gpu_array import GpuArray, Reader, TensorLike, stand_in
 from one_rank import add_gradient, registered
 
 import hsdp
@@ -126,6 +126,43 @@ def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
     assert float(norm) == pytest.approx(float(np.linalg.norm(mean(1, 2).astype("f8"))))
     assert repr(norm) == "hsdp.Array(1 x f64, cuda:0)"
     assert len(alive) == 4
+
+
+class PythonWay:
+    """Notes what the hook of the extension leaves to Python."""
+
+    def __init__(self) -> None:
+        self.left: list[Any] = []
+
+    def take(self, parameter: Any) -> None:
+        self.left.append(parameter.grad)
+
+
+def test_a_hook_asks_the_class_of_its_gradients(mesh: hsdp.Mesh) -> None:
+    reducer = registered(mesh, "w", SHAPE)
+    way = PythonWay()
+    hook = _hsdp.gradient_hook(reducer._handle, 0, _hsdp.HeldGradients(), way, TensorLike)
+    theirs, named = stand_in.make_stream(), stand_in.make_stream()
+    TensorLike.current_stream = theirs
+    alive = []
+    for stream in (theirs, named, theirs):
+        mesh.set_stream(named if stream == named else None)  # what a program names counts
+        TensorLike.asked.clear()
+        array = TensorLike(gradient(0, 1), stream)
+        alive.append(array)
+        parameter = SimpleNamespace(grad=array)
+        with reducer.microbatch(last=True):
+            hook(parameter)
+        assert parameter.grad is None
+        assert TensorLike.asked == ([] if stream == named else [(2, 0)])
+        got = Reader(reducer.shard("w"), named).values()
+        np.testing.assert_array_equal(got, gradient(0, 1).reshape(-1))
+    assert not way.left
+    elsewhere = TensorLike(gradient(0, 1), theirs, index=1)
+    narrow = TensorLike(gradient(0, 1).astype(np.float16), theirs)
+    for other in (elsewhere, narrow, GpuArray(gradient(0, 1), theirs)):
+        hook(SimpleNamespace(grad=other))
+        assert way.left.pop() is other
 
 
 def test_producers_are_told_the_stream(mesh: hsdp.Mesh) -> None:

@@ -335,6 +335,14 @@ bool end_capture(void* stream) {
 std::int64_t call_count(const std::string& name, int device) {
   return Locked()->calls[{name, device}];
 }
+std::map<std::string, std::int64_t> call_counts(int device) {
+  const Locked m;
+  std::map<std::string, std::int64_t> counts;
+  for (const auto& [call, count] : m->calls) {
+    if (call.second == device) counts.emplace(call.first, count);
+  }
+  return counts;
+}
 std::int64_t allocation_count() { return Locked()->allocations; }
 std::int64_t kernel_launches() { return Locked()->launches; }
 std::int64_t allocated_bytes() {

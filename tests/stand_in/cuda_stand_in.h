@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -27,6 +28,7 @@ struct FailingCall {
 void fail_call(std::optional<FailingCall> which);  // none: no longer
 // Since the start of the process.
 [[nodiscard]] std::int64_t call_count(const std::string& name, int device);
+[[nodiscard]] std::map<std::string, std::int64_t> call_counts(int device);  // by name
 
 // Which allocations fail: the one after so many more, and the next up to `times`, of the threads
 // whose current device that is. It counts where a pool has to grow, and for pinned memory: what a

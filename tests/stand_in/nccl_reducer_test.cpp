@@ -504,6 +504,18 @@ void run_during_a_capture(const CaptureBody& body) {
 
 const auto kIsCaptured = ThrowsMessage<UsageError>(HasSubstr("not being captured"));
 
+void expect_dropped_by_rank_0(Reducer& reducer, int rank) {
+  const auto end = [&] {
+    reducer.end_microbatch();
+    static_cast<void>(reducer.shard("odd"));
+  };
+  if (rank == 0) {
+    EXPECT_THAT(end, kIsCaptured);
+  } else {
+    EXPECT_THAT(end, ThrowsMessage<StepAbortedError>(HasSubstr("rank 0")));
+  }
+}
+
 TEST(NcclReducerCapture, RefusesAGradientAndDropsTheStep) {
   run_during_a_capture([](Reducer& reducer, GpuRank& rank, Stream& captured, int r) {
     const Values values(static_cast<std::size_t>(37 * 29), 1.0F);
@@ -517,16 +529,34 @@ TEST(NcclReducerCapture, RefusesAGradientAndDropsTheStep) {
                   kIsCaptured);
     }
     rank.hand_over_all(0);
-    if (r == 0) {
-      EXPECT_THAT([&] { reducer.end_microbatch(); }, kIsCaptured);
-    } else {
-      EXPECT_THAT(
-          [&] {
-            reducer.end_microbatch();
-            static_cast<void>(reducer.shard("odd"));
-          },
-          ThrowsMessage<StepAbortedError>(HasSubstr("rank 0")));
+    expect_dropped_by_rank_0(reducer, r);
+  });
+}
+
+// A stream is asked once a bucket, and what begins later is found when the bucket is launched.
+TEST(NcclReducerCapture, IsFoundWhereItBeginsWithinABucket) {
+  run_nccl_mesh({1, 2}, [](const Mesh& mesh) {
+    const Stream theirs = Stream::create(mesh.device(), "theirs");
+    const Stream stream = Stream::borrow(mesh.device(), theirs.native_handle());
+    const Values values(7, 1.0F);
+    const StridedView view{values.data(), Dtype::kF32, mesh.device(), {7}, {}};
+    Reducer reducer(mesh);
+    reducer.set_stream(stream);
+    for (const char* const name : {"odd", "other"}) {
+      reducer.register_parameter({.name = name, .shape = {7}});
     }
+    for (const bool captures : {true, false}) {
+      reducer.begin_microbatch({.last = true});
+      reducer.gradient_ready("odd", view, {}, stream);
+      {
+        std::optional<stand_in::Capture> capture;
+        if (captures && mesh.rank() == 0) capture.emplace(theirs.native_handle());
+        reducer.gradient_ready("other", view, {}, stream);
+      }
+      if (captures) expect_dropped_by_rank_0(reducer, mesh.rank());
+    }
+    reducer.end_microbatch();
+    EXPECT_FALSE(reducer.found_inf());
   });
 }
 

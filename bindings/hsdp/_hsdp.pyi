@@ -316,10 +316,16 @@ class Reducer:
     def flush(self) -> None: ...
 
 def gradient_hook(
-    reducer: Reducer, index: int, held: HeldGradients, python_way: Any, tensor: type
+    reducer: Reducer,
+    index: int,
+    held: HeldGradients,
+    python_way: Callable[[Any], None],
+    explained: Callable[[Any], Exception],
+    tensor: type,
 ) -> Callable[[Any], None]:
-    """Hands p.grad over where it is what was registered. Else `python_way` has to `take(p)`, or to call what
-    raises, in `hand_over(call)`. `tensor`: the class of gradients, with the functions of DLPack where it has them.
+    """Hands p.grad over where it is what was registered, and leaves the parameter to `python_way` where it is
+    not. What is raised for a UsageError is `explained(error)`. `tensor`: the class of gradients, with the
+    functions of DLPack where it has them.
     """
 
 def names_with_gradient(parameters: dict[str, Any]) -> list[str]: ...

@@ -85,15 +85,22 @@ ArrayClass array_class(const py::type& type) {
           type.attr("is_neg")};
 }
 
+// As pybind11 says it to Python.
+void set_python_error(const std::exception_ptr& error) {
+  const py::cpp_function thrower([error] { std::rethrow_exception(error); });
+  Py_XDECREF(PyObject_CallNoArgs(thrower.ptr()));
+}
+
 class GradientHook {
  public:
   GradientHook(py::object reducer, int index, std::shared_ptr<HeldGradients> held,
-               py::object python_way, const py::type& tensor)
+               py::object python_way, py::object explained, const py::type& tensor)
       : reducer_(std::move(reducer)),
         handle_(reducer_.cast<ReducerHandle&>()),
         index_(index),
         held_(std::move(held)),
-        python_way_(std::move(python_way)) {
+        python_way_(std::move(python_way)),
+        explained_(std::move(explained)) {
     const ParameterSpec& spec = handle_.reducer().parameters().at(static_cast<std::size_t>(index));
     if (!spec.is_complex) tensors_ = array_class(tensor);
     shape_ = spec.shape;
@@ -106,7 +113,7 @@ class GradientHook {
     if (grad.is_none() || held_->keeps(index_)) return;
     StridedView view;
     if (!understands(grad.ptr(), view)) {
-      python_way_.attr("take")(parameter);
+      python_way_(parameter);
       return;
     }
     if (PyObject_SetAttr(parameter.ptr(), grad_name(), Py_None) != 0) {
@@ -115,8 +122,10 @@ class GradientHook {
     try {
       handle_.gradient_of(index_, std::move(view), std::move(grad), tensors_.current_stream);
     } catch (const UsageError&) {
-      const auto refuse = [error = std::current_exception()] { std::rethrow_exception(error); };
-      python_way_.attr("hand_over")(py::cpp_function(refuse));
+      set_python_error(std::current_exception());
+      const py::object error = explained_(py::error_already_set().value());
+      PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+      throw py::error_already_set();
     }
   }
 
@@ -159,17 +168,12 @@ class GradientHook {
   const int index_;
   const std::shared_ptr<HeldGradients> held_;
   const py::object python_way_;
+  const py::object explained_;
   ArrayClass tensors_;
   Shape shape_;
   dlpack::ElementType element_type_{};
   dlpack::DeviceId device_{};
 };
-
-// As pybind11 says it to Python.
-void set_python_error(const std::exception_ptr& error) {
-  const py::cpp_function thrower([error] { std::rethrow_exception(error); });
-  Py_XDECREF(PyObject_CallNoArgs(thrower.ptr()));
-}
 
 PyObject* run_hook(PyObject* capsule, PyObject* parameter) {
   try {
@@ -183,11 +187,10 @@ PyObject* run_hook(PyObject* capsule, PyObject* parameter) {
 
 // A plain function of C's: pybind11 would look at the arguments of each call.
 py::object gradient_hook(py::object reducer, int index, std::shared_ptr<HeldGradients> held,
-                         py::object python_way, const py::type& tensor) {
-  static PyMethodDef definition = {"gradient_hook", run_hook, METH_O,
-                                   "Hands p.grad over, as autograd calls it."};
+                         py::object python_way, py::object explained, const py::type& tensor) {
+  static PyMethodDef definition = {"gradient_hook", run_hook, METH_O, nullptr};
   auto hook = std::make_unique<GradientHook>(std::move(reducer), index, std::move(held),
-                                             std::move(python_way), tensor);
+                                             std::move(python_way), std::move(explained), tensor);
   const py::capsule owner(hook.release(),
                           [](void* object) { delete static_cast<GradientHook*>(object); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, owner.ptr()));

@@ -133,37 +133,42 @@ def sum_backward(model: nn.ParameterList) -> None:
 
 
 def measure_hand_over(rounds: int) -> None:
-    """What the parts of a microbatch take for each of the small parameters: its begin and its end, and a
-    backward pass with hooks less the same without; beside them a hook that does nothing, and one that only
-    drops the gradient.
+    """What a microbatch takes for each of the small parameters: its begin and its end, less those of a model
+    of one parameter, and its backward pass less the same without hooks; beside that with a hook that does
+    nothing, and with one that only drops the gradient.
     """
     models = {name: small_parameters() for name in ("alone", "empty_hook", "dropping_hook", "hook")}
     for empty, dropping in zip(models["empty_hook"], models["dropping_hook"], strict=True):
         empty.register_post_accumulate_grad_hook(lambda p: None)
         dropping.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    seconds: dict[str, list[float]] = {name: [] for name in (*models, "begin", "end")}
+    one = nn.ParameterList([nn.Parameter(torch.ones(16))])
+    seconds: dict[str, list[float]] = {}
 
     def timed(name: str, call: example.Step) -> None:
         start = time.perf_counter()
         call()
-        seconds[name].append(time.perf_counter() - start)
+        seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     with hsdp.init_mesh() as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.attach(models["hook"])
+        whole, small = hsdp.Reducer(mesh), hsdp.Reducer(mesh)
+        whole.attach(models["hook"])
+        small.attach(one)
         for _ in range(rounds + 3):
-            timed("begin", partial(reducer.begin_microbatch, last=True))
+            timed("begin", partial(whole.begin_microbatch, last=True))
+            timed("begin_of_one", partial(small.begin_microbatch, last=True))
             for name, model in models.items():
                 timed(name, partial(sum_backward, model))
-            timed("end", reducer.end_microbatch)
-            reducer.shard("0")
+            sum_backward(one)
+            timed("end", whole.end_microbatch)
+            timed("end_of_one", small.end_microbatch)
+            whole.shard("0")
+            small.shard("0")
             for name in ("alone", "empty_hook"):
                 models[name].zero_grad()
-    for name in models:
-        if name != "alone":
-            seconds[name] = [a - b for a, b in zip(seconds[name], seconds["alone"], strict=True)]
-    for name, values in seconds.items():
-        each = 1e6 * statistics.median(values[3:]) / SMALL_PARAMETERS
+    without = {name: "alone" for name in models} | {"begin": "begin_of_one", "end": "end_of_one"}
+    for name, less in without.items():
+        of_all = [a - (b if name != less else 0) for a, b in zip(seconds[name], seconds[less], strict=True)]
+        each = 1e6 * statistics.median(of_all[3:]) / SMALL_PARAMETERS
         print(f"value torch_{name}_per_parameter_us {each:.3f}")
 
 

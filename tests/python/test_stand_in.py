@@ -128,20 +128,12 @@ def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
     assert len(alive) == 4
 
 
-class PythonWay:
-    """Notes what the hook of the extension leaves to Python."""
-
-    def __init__(self) -> None:
-        self.left: list[Any] = []
-
-    def take(self, parameter: Any) -> None:
-        self.left.append(parameter.grad)
-
-
 def test_a_hook_asks_the_class_of_its_gradients(mesh: hsdp.Mesh) -> None:
     reducer = registered(mesh, "w", SHAPE)
-    way = PythonWay()
-    hook = _hsdp.gradient_hook(reducer._handle, 0, _hsdp.HeldGradients(), way, TensorLike)
+    left: list[Any] = []  # to Python
+    hook = _hsdp.gradient_hook(
+        reducer._handle, 0, _hsdp.HeldGradients(), lambda p: left.append(p.grad), lambda error: error, TensorLike
+    )
     theirs, named = stand_in.make_stream(), stand_in.make_stream()
     TensorLike.current_stream = theirs
     alive = []
@@ -157,12 +149,12 @@ def test_a_hook_asks_the_class_of_its_gradients(mesh: hsdp.Mesh) -> None:
         assert TensorLike.asked == ([] if stream == named else [(2, 0)])
         got = Reader(reducer.shard("w"), named).values()
         np.testing.assert_array_equal(got, gradient(0, 1).reshape(-1))
-    assert not way.left
+    assert not left
     elsewhere = TensorLike(gradient(0, 1), theirs, index=1)
     narrow = TensorLike(gradient(0, 1).astype(np.float16), theirs)
     for other in (elsewhere, narrow, GpuArray(gradient(0, 1), theirs)):
         hook(SimpleNamespace(grad=other))
-        assert way.left.pop() is other
+        assert left.pop() is other
 
 
 def test_producers_are_told_the_stream(mesh: hsdp.Mesh) -> None:

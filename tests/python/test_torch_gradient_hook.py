@@ -19,7 +19,7 @@ from same_tensors import require_same
 from torch import nn
 
 import hsdp
-from hsdp.torch.gradient_hook import PythonWay
+from hsdp.torch import gradient_hook
 
 API = "__dlpack_c_exchange_api__"
 HAS_API = hasattr(torch.Tensor, API)
@@ -30,13 +30,18 @@ WAYS = ["extension", "python"] if HAS_API else ["python"]
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parameters whose gradients Python took."""
     names: list[str] = []
-    take = PythonWay.take
+    python_way = gradient_hook.python_way
 
-    def seen(way: PythonWay, p: torch.Tensor) -> None:
-        names.append(way._name)
-        take(way, p)
+    def noted(handle: Any, index: int, parameter: Any, refusal: Any) -> Callable[[Any], None]:
+        take = python_way(handle, index, parameter, refusal)
 
-    monkeypatch.setattr(PythonWay, "take", seen)
+        def note(p: torch.Tensor) -> None:
+            names.append(refusal._name)
+            take(p)
+
+        return note
+
+    monkeypatch.setattr(gradient_hook, "python_way", noted)
     return names
 
 
@@ -196,18 +201,15 @@ def test_gradients_that_nobody_waits_for(way: str, mesh: hsdp.Mesh) -> None:
 
 
 def test_errors_that_say_nothing_of_the_gradient(way: str, mesh: hsdp.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = only(torch.ones(2))
-    reducer = attached_to(model, mesh)
-
-    def raising(self: Any, *arguments: Any) -> None:
+    def raising(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(gradient_hook.Refusal, "explained", raising)
+    model = only(torch.ones(2))
+    reducer = attached_to(model, mesh)
     with pytest.raises(KeyboardInterrupt):
         with reducer.microbatch(last=True):
-            monkeypatch.setattr(PythonWay, "take", raising)
-            monkeypatch.setattr(PythonWay, "hand_over", raising)
-            twice(model) if way == "extension" else model.w.sum().backward()
-    monkeypatch.undo()
+            twice(model)
     assert step(reducer, lambda: model.w.sum().backward()).tolist() == [1.0, 1.0]
 
 
@@ -240,7 +242,7 @@ def test_nothing_is_left_behind(way: str, mesh: hsdp.Mesh) -> None:
 
     def counts() -> list[int]:
         gc.collect()
-        values = [*parameters, handle, None, False, torch.Tensor, PythonWay, hsdp.UsageError]
+        values = [*parameters, handle, None, False, torch.Tensor, hsdp.UsageError]
         return [sys.getrefcount(one) for one in values]
 
     def steps(count: int) -> None:

@@ -21,7 +21,7 @@ import hsdp
 from hsdp.current_stream import CurrentStream
 from hsdp.mesh import _current_device
 from hsdp.torch import private_torch
-from hsdp.torch.gradient_hook import PythonWay, keeping_hook
+from hsdp.torch.gradient_hook import Refusal, keeping_hook, python_way
 from hsdp.torch.trainable_parameters import _require_usable
 
 
@@ -296,9 +296,10 @@ def cuda_gradient(**changes: Any) -> Any:
 def test_a_gradient_goes_over_by_address() -> None:
     handle = Handle()
     parameter = cuda_weight()
-    way = PythonWay(handle, 3, "w", parameter, "")  # type: ignore[arg-type]
+    refusal = Refusal(handle, "", "w", parameter)  # type: ignore[arg-type]
+    take = python_way(handle, 3, parameter, refusal)  # type: ignore[arg-type]
     parameter.grad = grad = cuda_gradient()
-    way.take(parameter)
+    take(parameter)
     assert parameter.grad is None
     assert handle.calls == [(3, 4096, (1, 4), grad)]
 
@@ -308,8 +309,8 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
     parameter = cuda_weight()
     parameter.grad = cuda_gradient(dtype=torch.float32)
     fresh: dict[str, torch.Tensor] = {}
-    way = PythonWay(handle, 0, "w", parameter, "")  # type: ignore[arg-type]
-    hook = keeping_hook(way.take, "w", fresh)
+    refusal = Refusal(handle, "", "w", parameter)  # type: ignore[arg-type]
+    hook = keeping_hook(python_way(handle, 0, parameter, refusal), "w", fresh)  # type: ignore[arg-type]
     message = "reducer: gradient of 'w': expected bfloat16, got float32"
     with pytest.raises(hsdp.UsageError, match=message):
         hook(parameter)

@@ -27,56 +27,60 @@ def make_hook(
     who: str = "",
 ) -> GradientHook:
     """Takes p.grad out and hands it over. `who`: the Reducer, in errors."""
-    way = PythonWay(handle, index, name, parameter, who)
-    return _hsdp.gradient_hook(handle, index, held, way, torch.Tensor)
+    refusal = Refusal(handle, who, name, parameter)
+    take = python_way(handle, index, parameter, refusal)
+    return _hsdp.gradient_hook(handle, index, held, take, refusal.explained, torch.Tensor)
 
 
-class PythonWay:
-    """What becomes of a gradient that the extension's hook leaves alone: complex ones, those of other classes
-    or marked as negated, all of them where torch has no C functions to look at it, and what is refused.
+def python_way(
+    handle: _hsdp.Reducer, index: int, parameter: torch.Tensor, refusal: Refusal
+) -> GradientHook:
+    """Takes a p.grad that the extension's hook leaves alone: a complex one, one of another class or marked as
+    negated, what is to be refused, and any where torch has no C functions to look at it.
     """
-
-    def __init__(
-        self, handle: _hsdp.Reducer, index: int, name: str, parameter: torch.Tensor, who: str
-    ) -> None:
-        self._handle = handle
-        self._index = index
-        self._who = who
-        self._name = name
-        self._dtype = parameter.dtype
-        self._shape = parameter.shape
-        self._on_host = parameter.is_cpu
+    dtype, shape = parameter.dtype, parameter.shape
+    on_host, is_complex = parameter.is_cpu, dtype.is_complex
+    hand_over = handle.gradient_of
+    strided = torch.strided
 
     # What is handed over by address must be what was registered, also when somebody gave the
     # parameter other data since.
-    def take(self, p: torch.Tensor) -> None:
-        """Takes p.grad out and hands it over."""
+    def take(p: torch.Tensor) -> None:
         grad = p.grad
         assert grad is not None  # the hook has looked
         p.grad = None
         if (
-            grad.dtype is not self._dtype or grad.shape != self._shape
-            or grad.layout is not torch.strided or grad.is_cpu is not self._on_host
+            grad.dtype is not dtype or grad.shape != shape or grad.layout is not strided
+            or grad.is_cpu is not on_host
         ):
-            self._refuse(grad)
-        grad = real_view(grad)
+            refusal.refuse(grad)
+        if is_complex:
+            grad = real_view(grad)
         if grad.is_neg():  # autograd negates by a mark, and memory does not show it
             grad = grad.resolve_neg()
         strides = None if grad.is_contiguous() else grad.stride()
-        taken = grad
-        self.hand_over(
-            lambda: self._handle.gradient_of(self._index, taken.data_ptr(), strides, taken)
-        )
-
-    def hand_over(self, call: Callable[[], None]) -> None:
-        """Makes the call that does so, and says more of a UsageError."""
         try:
-            call()
+            hand_over(index, grad.data_ptr(), strides, grad)
         except UsageError as error:
-            raise self._explained(error) from None
+            raise refusal.explained(error) from None
 
-    def _refuse(self, grad: torch.Tensor) -> NoReturn:
-        # On all ranks the step is dropped, even when somebody catches the error.
+    return take
+
+
+class Refusal:
+    """What is said of one parameter's gradient that cannot be taken."""
+
+    def __init__(
+        self, handle: _hsdp.Reducer, who: str, name: str, parameter: torch.Tensor
+    ) -> None:
+        self._handle = handle
+        self._who = who
+        self._name = name
+        self._dtype = parameter.dtype
+        self._shape = parameter.shape
+
+    def refuse(self, grad: torch.Tensor) -> NoReturn:
+        """Raises UsageError, and drops the step on all ranks even when somebody catches it."""
         remedy = "; make another Reducer when the model has changed"
         if grad.layout is not torch.strided:
             expected, got = "a dense one", f"a sparse one ({_word(grad.layout)})"
@@ -91,8 +95,8 @@ class PythonWay:
         self._handle.reject_gradient(message)
         raise self._named(UsageError(message))
 
-    # A gradient may come where no microbatch is open.
-    def _explained(self, error: UsageError) -> UsageError:
+    def explained(self, error: UsageError) -> UsageError:
+        """Why a gradient may come where no microbatch is open."""
         try:
             is_stray = not self._handle.is_collecting()
         except UsageError:  # of a forked child

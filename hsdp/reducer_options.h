@@ -122,6 +122,9 @@ struct ReducerOptions {
   std::string reduction = "exact";            // or "native" (nccl only)
   std::shared_ptr<ReplicaHop> replica_hop{};  // default: a PlainHop
   DivideBy divide_by = DivideBy::kRanks;      // the default divide factor
+  // Every Nth step the replicas compare the bits of its result, and one that has others ends the
+  // world with a MismatchError before anybody reads it. 0: in no step.
+  std::int64_t verify_every = 0;
   std::string name{};  // in snapshots, and where ranks compare options; one line, at most 127 bytes
 };
 
@@ -141,6 +144,7 @@ void visit_fields(Options& options, Visit visit) requires
   visit("reduction", options.reduction);
   visit("replica_hop", options.replica_hop);
   visit("divide_by", options.divide_by);
+  visit("verify_every", options.verify_every);
 }
 
 struct ParameterSpec {

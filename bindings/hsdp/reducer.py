@@ -81,6 +81,8 @@ class Reducer(ReducerResults, Closing):
     - `reduction`: "exact" (the same bits everywhere), or "native" (nccl only).
     - `divide_by`: "ranks", or "ranks*microbatches", for the mean over microbatches too; of a window
       each pass counts.
+    - `verify_every`: in every Nth step the replicas compare the bits of its result: a `MismatchError`
+      before anybody reads it names the parameter and the ranks whose bits are others. 0: never.
     - `replica_hop`: another way over the replicas, as `hsdp.quant.LocoHop`; None: the plain one.
     - `name`: for programs with several; in every error, in `repr` and in snapshots. The same on
       every rank.
@@ -114,6 +116,7 @@ class Reducer(ReducerResults, Closing):
         replica_hop: _hsdp.ReplicaHop | None = None,
         accumulate_on: AccumulateOn = "device",
         divide_by: DivideBy = "ranks",
+        verify_every: int = 0,
         name: str | None = None,
     ) -> None:
         self._name = name or None
@@ -136,6 +139,7 @@ class Reducer(ReducerResults, Closing):
             "reduction": reduction,
             "replica_hop": replica_hop,
             "divide_by": divide_by,
+            "verify_every": _whole(verify_every, "verify_every"),
         }
         self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout: Layout = layout

@@ -58,6 +58,9 @@ struct SetOption {
   void operator()(const char* key, std::optional<std::int64_t>& value) const {
     value = given[key].cast<std::optional<std::int64_t>>();
   }
+  void operator()(const char* key, std::int64_t& value) const {
+    value = given[key].cast<std::int64_t>();
+  }
   void operator()(const char* key, std::string& value) const { value = text(key); }
   template <typename Value>
   void operator()(const char* key, Value& value) const {

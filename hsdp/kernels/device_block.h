@@ -70,6 +70,14 @@ class Block {
     *sum += value;
 #endif
   }
+  HSDP_HOST_DEVICE void add(std::uint64_t value, std::uint64_t* sum) const {
+#if defined(__CUDA_ARCH__)
+    static_assert(sizeof(unsigned long long) == sizeof *sum);
+    atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
+#else
+    *sum += value;
+#endif
+  }
 
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t index() const { return index_; }
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t count() const { return count_; }

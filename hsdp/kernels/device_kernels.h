@@ -35,6 +35,8 @@ void sum_integers_on_device(const SumRows& args, const Stream& stream);
 void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& stream);
 void find_nonfinite_on_device(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite,
                               const Stream& stream);
+void add_digest_on_device(ConstTensorView values, std::uint64_t place, std::uint64_t* sum,
+                          const Stream& stream);
 void indicate_on_device(const void* word, float* out, const Stream& stream);
 void poison_on_device(const std::atomic<std::uint32_t>& word, TensorView out,
                       std::atomic<std::uint32_t>* nonfinite, const Stream& stream);

@@ -36,6 +36,11 @@ void find_nonfinite_on_device(ConstTensorView /*values*/, std::atomic<std::uint3
   refuse();
 }
 
+void add_digest_on_device(ConstTensorView /*values*/, std::uint64_t /*place*/,
+                          std::uint64_t* /*sum*/, const Stream& /*stream*/) {
+  refuse();
+}
+
 void indicate_on_device(const void* /*word*/, float* /*out*/, const Stream& /*stream*/) {
   refuse();
 }

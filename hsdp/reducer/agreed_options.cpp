@@ -25,6 +25,7 @@ struct OptionText {
   std::string operator()(const std::optional<std::int64_t>& number) const {
     return std::to_string(number.value_or(0));
   }
+  std::string operator()(std::int64_t number) const { return std::to_string(number); }
   std::string operator()(const std::string& text) const { return in_quotes(text); }
   std::string operator()(const std::shared_ptr<ReplicaHop>& hop) const { return hop->describe(); }
   template <typename Value>
@@ -88,6 +89,11 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
     throw UsageError({.where = "reducer",
                       .expected = "bucket_bytes of at least 1",
                       .got = std::to_string(*options.bucket_bytes)});
+  }
+  if (options.verify_every < 0) {
+    throw UsageError({.where = "reducer",
+                      .expected = "verify_every of at least 1, or 0 for no step",
+                      .got = std::to_string(options.verify_every)});
   }
   if (options.accumulate_on == AccumulateOn::kHost && device.type == DeviceType::kHost) {
     throw UsageError({.where = "reducer: accumulate_on",

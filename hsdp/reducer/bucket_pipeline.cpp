@@ -302,15 +302,21 @@ void BucketPipeline::run_end(const Ending& ending) {
     if (setting_.missing == Missing::kZero && plan.ends_step()) {
       plan.result->present = setting_.agreement.join_present(plan.step, collector_->present());
     }
-    // On a GPU the result stands before the device has computed it: streams wait for it, not hosts.
-    if (!on_host() && plan.ends_step()) plan.result->progress = StepResult::Progress::kAgreed;
+    if (checks(ending)) {
+      setting_.check->take(shard_lane_->stream());
+    } else if (!on_host() && plan.ends_step()) {
+      // On a GPU the result stands before the device has computed it: streams wait for it, not
+      // hosts.
+      plan.result->progress = StepResult::Progress::kAgreed;
+    }
     run_when_done([this, ending, calls = calls_of(setting_.groups, setting_.hop_owner),
                    packs = collector_->record_packs()] {
       settle(ending, calls);
       collector_->let_go_of_read(packs);
     });
   }
-  if (!on_host() && setting_.agreement.has_state()) watcher_.synchronize();
+  const bool waits = setting_.agreement.has_state() || checks(ending);
+  if (!on_host() && waits) watcher_.synchronize();
   setting_.agreement.set_judged(ending.word);
   collector_->notify();
 }
@@ -324,10 +330,19 @@ void BucketPipeline::settle(const Ending& ending, const std::string& calls) {
   }
   if (!ending.plan->ends_step()) return;
   StepResult& result = *ending.plan->result;
-  setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0, calls);
-  if (setting_.agreement.settle(step, [&](const auto& of_ranks) {
-        require_same_calls(setting_.groups, setting_.hop_owner, setting_.agreement, step, of_ranks);
-      })) {
+  const std::vector<std::int64_t> claim =
+      checks(ending) ? setting_.check->claim() : std::vector<std::int64_t>();
+  setting_.agreement.post_nonfinite(step, result.nonfinite->load() != 0, calls, claim);
+  const StepLooks looks{.at_calls =
+                            [&](const std::vector<std::string>& of_ranks) {
+                              require_same_calls(setting_.groups, setting_.hop_owner,
+                                                 setting_.agreement, step, of_ranks);
+                            },
+                        .at_most =
+                            [&](std::span<const std::int64_t> most) {
+                              setting_.check->require_equal(step, most, setting_.agreement);
+                            }};
+  if (setting_.agreement.settle(step, looks)) {
     if (on_host()) result.nonfinite->store(1);  // for found_inf(out); a GPU may be reading it
     result.found_inf = true;
   }

@@ -27,6 +27,7 @@
 #include "hsdp/reducer/lane.h"
 #include "hsdp/reducer/microbatch_plan.h"
 #include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/replica_check.h"
 #include "hsdp/reducer/step_agreement.h"
 #include "hsdp/replica_hop.h"
 
@@ -49,6 +50,7 @@ class BucketPipeline {
     // Issues the hops on a GPU, in one order for all Reducers of the mesh.
     std::shared_ptr<IssueOrder::Issuer> issuer;
     HopOwner* hop_owner = nullptr;  // where there are several replicas
+    ReplicaCheck* check = nullptr;  // null: nothing is compared
   };
   explicit BucketPipeline(Setting setting);
   // Who packs the slots; outlives the tasks.
@@ -128,6 +130,11 @@ class BucketPipeline {
   void send_delayed();
   void wait(const Event& event) { setting_.groups.world.wait(event); }
   [[nodiscard]] std::shared_ptr<Lane> make_lane(const char* name) const;
+  // Whether that microbatch ends a step whose result the replicas compare.
+  [[nodiscard]] bool checks(const Ending& ending) const {
+    return ending.plan->ends_step() && !ending.discards_step && setting_.check != nullptr &&
+           setting_.check->is_due(ending.plan->step);
+  }
   [[nodiscard]] bool on_host() const { return setting_.groups.on_host(); }
 
   Setting setting_;

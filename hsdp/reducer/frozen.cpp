@@ -114,9 +114,10 @@ Frozen::Frozen(const FrozenSetting& setting)
       scratch_.size_bytes() + groups.shard.reserved_bytes() + (hop_ ? hop_->reserved_bytes() : 0));
   const std::shared_ptr<IssueOrder::Issuer> issuer = add_issuer(groups);
   together(world, "start its lanes", [&] {
+    check_.emplace(options.verify_every, setting.parameters, *layout_, *memory_, groups);
     pipeline_.emplace(BucketPipeline::Setting{
         *layout_, *memory_, setting.outcome, setting.agreement, groups, options.replica_hop,
-        reduction_of(options), options.missing, issuer, hop_ ? &*hop_ : nullptr});
+        reduction_of(options), options.missing, issuer, hop_ ? &*hop_ : nullptr, &*check_});
     collector_.emplace(Collector::Setting{
         setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome, world, groups.device,
         pack_order(groups.device, groups.shard.size()), options.missing == Missing::kZero, issuer});

@@ -17,6 +17,7 @@
 #include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/replica_check.h"
 
 namespace hsdp::reducer {
 
@@ -63,6 +64,7 @@ class Frozen {
   MemoryCount::Held scratch_held_;
   std::array<Flag, 4> flags_;    // a step's, and those of steps before it that are read yet
   std::optional<HopOwner> hop_;  // where there are several replicas
+  std::optional<ReplicaCheck> check_;
   std::optional<BucketPipeline> pipeline_;
   std::optional<Collector> collector_;
   const Device device_;

@@ -188,15 +188,20 @@ std::optional<std::vector<std::string>> StepAgreement::collect_calls(std::int64_
   return all.messages(world_.world_ranks());
 }
 
-void StepAgreement::post_nonfinite(std::int64_t step, bool here, const std::string& calls) {
-  world_.post(key("nonfinite", step),
-              {.equal = {calls}, .any = {here ? '\1' : '\0'}, .keeps_all = true});
+void StepAgreement::post_nonfinite(std::int64_t step, bool here, const std::string& calls,
+                                   std::vector<std::int64_t> most) {
+  world_.post(
+      key("nonfinite", step),
+      {.equal = {calls}, .any = {here ? '\1' : '\0'}, .most = std::move(most), .keeps_all = true});
 }
 
-bool StepAgreement::settle(std::int64_t step, const LookAtCalls& look) {
+bool StepAgreement::settle(std::int64_t step, const StepLooks& looks) {
   const comm::Agreement all = world_.collect(key("nonfinite", step), "found_inf");
   const bool overflow = all.any.front() != '\0';
-  if (look && all.places.front().said.size() > 1) look(all.messages(world_.world_ranks()));
+  if (looks.at_calls && all.places.front().said.size() > 1) {
+    looks.at_calls(all.messages(world_.world_ranks()));
+  }
+  if (looks.at_most && !all.most.empty()) looks.at_most(all.most);
   end_step({step, overflow ? StepOutcome::kOverflow : StepOutcome::kClean, {}});
   return overflow;
 }

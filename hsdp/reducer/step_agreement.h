@@ -24,6 +24,14 @@
 
 namespace hsdp::reducer {
 
+// At what the ranks say in the end of a step.
+struct StepLooks {
+  // Of all ranks, where these are not all the same.
+  std::function<void(const std::vector<std::string>& calls)> at_calls{};
+  // The largest of all ranks' numbers, by place, where they gave any.
+  std::function<void(std::span<const std::int64_t> most)> at_most{};
+};
+
 class StepAgreement {
  public:
   // `id` is the same on every rank and unique in the world.
@@ -77,15 +85,16 @@ class StepAgreement {
   [[nodiscard]] std::optional<std::vector<std::string>> collect_calls(std::int64_t number);
 
   // Whether this rank met a non-finite value in that step, and a word on the calls that it made:
-  // each says it once, and then settles the step: waits for the others, looks at their words on
-  // calls where these are not all the same, and ends it. Returns whether any rank met one.
-  void post_nonfinite(std::int64_t step, bool here, const std::string& calls = {});
-  using LookAtCalls = std::function<void(const std::vector<std::string>& calls)>;
-  bool settle(std::int64_t step, const LookAtCalls& look = {});
+  // each says it once, and then settles the step: waits for the others, looks at what they said,
+  // and ends it. Returns whether any rank met one.
+  void post_nonfinite(std::int64_t step, bool here, const std::string& calls = {},
+                      std::vector<std::int64_t> most = {});
+  bool settle(std::int64_t step, const StepLooks& looks = {});
 
- private:
+  // For another exchange; each kind has its own numbers.
   [[nodiscard]] std::string key(std::string_view kind, std::int64_t number) const;
 
+ private:
   struct Party {
     std::weak_ptr<StepParty> party;
     std::int64_t first_step = 0;

@@ -58,10 +58,12 @@ class Gradient {
 class ReducerStep {
  public:
   ReducerStep(const hsdp::Mesh& mesh, const StepCase& what, const Gradient& gradient,
-              std::int64_t bucket_bytes)
+              std::int64_t bucket_bytes, std::int64_t verify_every)
       : what_(what),
         gradient_(gradient),
-        reducer_(mesh, {.reduce_dtype = Dtype::kBf16, .bucket_bytes = bucket_bytes}),
+        reducer_(mesh, {.reduce_dtype = Dtype::kBf16,
+                        .bucket_bytes = bucket_bytes,
+                        .verify_every = verify_every}),
         parameters_(static_cast<int>(what.parameter_count / kParameterCount)) {
     for (int i = 0; i < parameters_; ++i) {
       reducer_.register_parameter(
@@ -191,14 +193,16 @@ void report_memory(const Group& group, const hsdp::ReducerStats& stats, std::int
 }
 
 void measure_reducer(const hsdp::Mesh& mesh, const Group& group, const StepCase& what,
-                     const Gradient& gradient, std::int64_t bucket_bytes) {
+                     const Gradient& gradient, std::int64_t bucket_bytes,
+                     std::int64_t verify_every) {
   const std::int64_t before_bytes = proportional_bytes();
-  ReducerStep step(mesh, what, gradient, bucket_bytes);
+  ReducerStep step(mesh, what, gradient, bucket_bytes, verify_every);
   step.run();
   group.barrier();
   const std::int64_t process_bytes = proportional_bytes() - before_bytes;
   hsdp::bench::measure_step(
-      group, "reducer", what, [&] { step.run(); }, [&] { return step.verify(); });
+      group, verify_every > 0 ? "verified" : "reducer", what, [&] { step.run(); },
+      [&] { return step.verify(); });
   report_memory(group, step.stats(), bucket_bytes, process_bytes);
 }
 
@@ -214,7 +218,8 @@ int main(int argc, char** argv) {
   hsdp::bench::pin_to_core(mesh.rank());
   const Group group = hsdp::bench::group_of(mesh.world(), "ours_step");
   const Gradient gradient(what, mesh.rank());
-  measure_reducer(mesh, group, what, gradient, bucket_bytes);
+  const std::int64_t verify_every = std::stoll(arguments.value("verify_every", "0"));
+  measure_reducer(mesh, group, what, gradient, bucket_bytes, verify_every);
 
   PrivateStep roofline(what, gradient, bucket_bytes);
   const Group roofline_group = hsdp::bench::group_of(mesh.world(), "roofline");

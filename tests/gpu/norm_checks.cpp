@@ -9,6 +9,7 @@
 #include "device_row.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/kernels/clip.h"
+#include "hsdp/kernels/digest.h"
 #include "hsdp/kernels/norm.h"
 
 namespace hsdp::gpu {
@@ -137,6 +138,25 @@ std::string check_clip(const Stream& stream) {
   return {};
 }
 
+std::string check_digests(std::int64_t largest, const Stream& stream) {
+  std::mt19937 random(3);
+  for (const Dtype dtype : kGradientDtypes) {
+    for (const std::int64_t count :
+         std::vector<std::int64_t>{0, 1, 3, 4, 5, 2047, 50001, largest}) {
+      DeviceRow row(dtype, count, random() % 16, stream);
+      row.fill(random);
+      const Buffer sum(stream.device(), sizeof(std::uint64_t), Buffer::Place::kPinnedHost);
+      auto* const word = reinterpret_cast<std::uint64_t*>(sum.data());
+      *word = 5;
+      kernels::add_digest(row.view(), 9, word, stream);
+      Stream(stream).synchronize();
+      if (*word == 5 + kernels::digest(row.host_view(), 9)) continue;
+      return "digest of " + std::to_string(count) + " " + std::string(name(dtype));
+    }
+  }
+  return {};
+}
+
 std::string check_indicate(const Stream& stream) {
   for (const std::uint32_t word : {0U, 1U, 0x80000000U, 0x3f800000U, 0x40400000U}) {
     const Buffer memory(stream.device(), sizeof(float));
@@ -186,6 +206,8 @@ std::vector<Check> norm_checks(Effort effort) {
        [largest](const Stream& stream) { return check_norms(largest, stream); }},
       {"non-finite elements are found anywhere", check_nonfinite},
       {"clipping: the bits of the host", check_clip},
+      {"digests: the bits of the host",
+       [largest](const Stream& stream) { return check_digests(largest, stream); }},
       {"flags as numbers", check_indicate},
       {"poison", check_poison},
   };

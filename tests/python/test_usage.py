@@ -143,6 +143,8 @@ def test_wrong_options(mesh: hsdp.Mesh, reducer: hsdp.Reducer) -> None:
         refused(lambda: hsdp.Reducer(mesh, **{option: word}), option, f"'{word}'", "expected")
     refused(lambda: hsdp.Reducer(mesh, reduction="fast"), "fast")
     refused(lambda: hsdp.Reducer(mesh, bucket_bytes=0), "bucket_bytes")
+    refused(lambda: hsdp.Reducer(mesh, verify_every=-1), "verify_every of at least 1")
+    refused(lambda: hsdp.Reducer(mesh, verify_every=0.5), "verify_every: expected a whole number")  # type: ignore[arg-type]
     refused(lambda: hsdp.Reducer(mesh, layout=None), "reducer: layout", "type NoneType")
     refused(lambda: hsdp.Reducer(mesh, missing=0), "reducer: missing", "type int")
     refused(lambda: hsdp.Reducer(mesh, replica_hop="f32"), "ReplicaHop", "type str", "PlainHop")

@@ -19,6 +19,7 @@
 #include "hsdp/device/flag.h"
 #include "hsdp/error.h"
 #include "quant/loco_hop.h"
+#include "tests/support/flipping_hop.h"
 #include "tests/support/wide_step.h"
 #include "zero/adamw.h"
 #include "zero/parameter_gather.h"
@@ -148,6 +149,31 @@ TEST_P(OnGpu, StartingAGatherWaitsForNothing) {
     return result;
   });
   expect_reference(results, step, {}, shape, "beside a gather");
+}
+
+TEST_P(OnGpu, NobodyReadsAResultThatReplicasHaveOtherwise) {
+  const MeshShape shape = GetParam();
+  if (shape.replicate == 1) return;  // nothing to compare with
+  const StepCase step =
+      random_step(parameters(Dtype::kBf16), shape.size(), {Sync::kAll, Sync::kAll}, 8);
+  stand_in::delay_work(3);
+  run_gpu_mesh(shape, [&](const Mesh& mesh) {
+    const bool flips = mesh.rank() == shape.size() - 1;
+    const auto when = flips ? FlippingHop::When::kAfterSum : FlippingHop::When::kNever;
+    const auto hop = std::make_shared<FlippingHop>(FlippingHop::Flip{when, 1, 0, 77});
+    Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets, .replica_hop = hop, .verify_every = 1});
+    GpuRank rank(reducer, step, mesh);
+    rank.run_microbatch(0);
+    static_cast<void>(rank.read());
+    const auto error = caught<MismatchError>([&] {
+      rank.run_microbatch(1);
+      static_cast<void>(reducer.shard("large"));
+    });
+    EXPECT_THAT(error, says(HasSubstr("on all replicas in step 1")));
+    EXPECT_THAT(error->ranks(), ::testing::Contains(shape.size() - 1));
+    rank.finish();
+  });
+  stand_in::delay_work(std::nullopt);
 }
 
 TEST_P(OnGpu, FoundInfIsOneOrZeroOnTheDevice) {

@@ -1,0 +1,65 @@
+// Whether all replicas have the same bits as the result of a step, in every `every`th step
+// [Note: results that are compared].
+//
+// A rank's part of the result is its rows. Their digest goes with the step's non-finite bit; only
+// where one differs do its replicas compare them run by run. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "hsdp/bucket_layout.h"
+#include "hsdp/comm/control.h"
+#include "hsdp/device/buffer.h"
+#include "hsdp/device/stream.h"
+#include "hsdp/reducer/gradient_memory.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/step_agreement.h"
+
+namespace hsdp::reducer {
+
+class ReplicaCheck {
+ public:
+  // What it refers to outlives it. `every` 0: no step.
+  ReplicaCheck(std::int64_t every, const ParameterTable& parameters, const BucketLayout& layout,
+               const GradientMemory& memory, const Groups& groups);
+
+  // The last of every `every` steps, where there are replicas.
+  [[nodiscard]] bool is_due(std::int64_t step) const {
+    return digest_.size() > 0 && (step + 1) % every_ == 0;
+  }
+  // Enqueues the digest of what is final behind the work of `stream` so far.
+  void take(const Stream& stream);
+  // Once the device has done that: numbers of which each rank tells the largest of all ranks, so
+  // that the message does not grow with the replicas.
+  [[nodiscard]] std::vector<std::int64_t> claim() const;
+  // Of the largest of all ranks' claims: where replicas differ, ends the world on every rank, by a
+  // MismatchError that names the parameter, its bucket and the ranks in the minority.
+  void require_equal(std::int64_t step, std::span<const std::int64_t> most,
+                     StepAgreement& agreement);
+
+ private:
+  // Of one parameter, in this rank's row of a bucket.
+  struct Run {
+    int bucket = 0;
+    ParameterRange range;
+  };
+  [[nodiscard]] std::vector<Run> runs() const;
+  // Of the runs. Waits for the device.
+  [[nodiscard]] std::vector<std::optional<std::string>> digests(std::span<const Run> runs) const;
+  // By the replicas of this rank's rows, all of them: the first difference.
+  [[nodiscard]] comm::Failure find_difference(std::int64_t step, const std::string& key);
+
+  std::int64_t every_;
+  const ParameterTable& parameters_;
+  const BucketLayout& layout_;
+  const GradientMemory& memory_;
+  Groups groups_;
+  Buffer digest_;  // pinned; none: nothing is compared
+};
+
+}  // namespace hsdp::reducer

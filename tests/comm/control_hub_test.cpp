@@ -11,13 +11,17 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/control/world_end.h"
 #include "tests/comm/sent_frames.h"
 
 namespace hsdp::comm {
 namespace {
 
+using std::chrono::milliseconds;
+using testing::Contains;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::Not;
 using testing::SizeIs;
 
 class ControlHubTest : public testing::Test {
@@ -100,6 +104,77 @@ TEST_F(ControlHubTest, TakesOneWordOfEachRank) {
   say(1, {0, 1}, "hello");
   say(1, {0, 1}, "again");
   expect_end_by(1, "rank 1 used the key 'key' twice");
+}
+
+// Rank 0 of 3, where 2 speaks through 1.
+class ControlHubBelowTest : public testing::Test {
+ protected:
+  ControlHubBelowTest()
+      : hub_(clock_, {{.size = 3}, "", std::chrono::seconds(20), [] { return std::string(); }},
+             [this](FrameType type, std::string_view body) { own_.send(make_frame(type, body)); }) {
+    hub_.join(one_, {.rank = 1, .size = 3});
+    hub_.join(two_, {.rank = 2, .size = 3});
+    own_.frames.clear();
+    one_->frames.clear();
+    two_->frames.clear();
+  }
+  void move() { hub_.handle(2, FrameType::kMoved, rank_body(1)); }
+  void say(int rank, const std::vector<int>& members) {
+    hub_.handle(rank, FrameType::kGroup, GroupFrame{members}.encode());
+    hub_.handle(rank, FrameType::kPost,
+                PostFrame{group_id(members), "key", message_to_all("x")}.encode());
+  }
+  [[nodiscard]] static BeatFrame waits_in(const std::vector<int>& members) {
+    BeatFrame beat;
+    beat.waits.push_back({.id = 1,
+                          .operation = "status",
+                          .exchange = exchange_hash(exchange_name("key", group_id(members))),
+                          .age = milliseconds(10)});
+    return beat;
+  }
+
+  OwnClock clock_{OwnClock::steady_ms, nullptr};
+  Sent own_;
+  std::shared_ptr<Sent> one_ = std::make_shared<Sent>();
+  std::shared_ptr<Sent> two_ = std::make_shared<Sent>();
+  ControlHub hub_;
+};
+
+// Rank 1 has closed its world and its process has ended; rank 2, which spoke through it, lives.
+TEST_F(ControlHubBelowTest, NamesTheRelayThatLeftAndNotTheLivingRankBelowIt) {
+  move();
+  say(0, {0, 2});
+  hub_.handle(1, FrameType::kGoodbye, {});
+  hub_.link_broke(1, "end of file");
+  hub_.handle(0, FrameType::kBeat, waits_in({0, 2}).encode());
+  hub_.tick();
+  ASSERT_THAT(own_.types(), Contains(FrameType::kFail));
+  const auto end = WorldEnd::decode(own_.body(own_.frames.size() - 1));
+  ASSERT_TRUE(end);
+  EXPECT_THAT(end->failure.ranks, ElementsAre(1)) << end->failure.message;
+}
+
+// A relay sends the beats that it holds with its next tick, after the goodbye.
+TEST_F(ControlHubBelowTest, ABeatThatComesAfterTheGoodbyeOfItsRankIsNoWait) {
+  move();
+  const std::vector<int> pair{1, 2};
+  say(2, pair);
+  hub_.handle(1, FrameType::kRelayed, RelayedFrame{2, FrameType::kGoodbye, {}}.encode());
+  BeatsFrame held;
+  held.beats.emplace_back(2, waits_in(pair));
+  hub_.handle(1, FrameType::kBeats, held.encode());
+  hub_.handle(1, FrameType::kGoodbye, {});
+  hub_.tick();
+  EXPECT_THAT(own_.types(), Not(Contains(FrameType::kFail))) << "nobody waits any more";
+}
+
+// The whole of what is queued there reaches it: the old link is flushed, not cut off.
+TEST_F(ControlHubBelowTest, WhatIsQueuedOnTheOldLinkOfARankThatMovesStillGoes) {
+  hub_.handle(0, FrameType::kTell, TellFrame{2, "topic", std::string(1U << 20U, 'x')}.encode());
+  ASSERT_THAT(two_->types(), Contains(FrameType::kTell));
+  move();
+  EXPECT_TRUE(two_->is_finished);
+  EXPECT_TRUE(two_->is_open);
 }
 
 }  // namespace

@@ -225,5 +225,22 @@ TEST_F(ControlRelayTest, TakesNothingThatCannotBe) {
   EXPECT_THAT(last_end(), HasSubstr("malformed message from rank 4"));
 }
 
+// Rank 0 has closed that child's own link, as it said that it speaks through this rank.
+TEST(ControlRelayEntryTest, AChildThatEndsBeforeItsParentEntersTheTreeIsReported) {
+  Sent up;
+  ControlRelay relay(
+      1, 4,
+      {[&](FrameType type, const std::string& body) { up.send(make_frame(type, body)); },
+       [](FrameType, std::string_view) {}});
+  const auto two = std::make_shared<Sent>();
+  const auto three = std::make_shared<Sent>();
+  relay.add(2, two);
+  relay.add(3, three);
+  relay.child_ended(2);
+  relay.enter(ControlTree({"a", "b", "b", "b"}, 2));
+  ASSERT_THAT(up.types(), ElementsAre(FrameType::kProcessEnd));
+  EXPECT_EQ(rank_in(up.body(0)), 2);
+}
+
 }  // namespace
 }  // namespace hsdp::comm

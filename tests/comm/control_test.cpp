@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/comm/control/control_frames.h"
 #include "tests/comm/control_outcome.h"
 
 namespace hsdp::comm {
@@ -90,6 +91,9 @@ TEST_F(ControlTest, WhatARankTellsAnotherArrivesInOrderThereAndNowhereElse) {
     for (const int nobody : {rank, -1, 3}) {
       if (!is_refused([&] { control->tell(nobody, "topic", ""); })) return 3;
     }
+    // A relay needs room for whose it is.
+    const std::string longest(kMaxFrameBytes - 32, 'x');
+    if (!is_refused([&] { control->tell((rank + 1) % 3, "topic", longest); })) return 4;
     return 0;
   }));
 }

@@ -11,6 +11,7 @@ namespace hsdp::comm {
 namespace {
 
 using std::chrono::milliseconds;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr milliseconds kTimeout{3'000};
@@ -89,6 +90,20 @@ TEST(VerdictTest, NamesWhoIsAtFault) {
     EXPECT_EQ(world_end->operation, "all_reduce");
     EXPECT_EQ(world_end->bucket, 1);
   }
+}
+
+RankReport unheard_for(int ms, int parent = 0) {
+  RankReport report;
+  report.silent = milliseconds(ms);
+  report.parent = parent;
+  return report;
+}
+
+// Rank 2 is stopped; rank 1, through which it speaks, was heard 1.1 s ago.
+TEST(VerdictTest, ARelayWithAHiccupIsNotNamedForTheStoppedRankBelowIt) {
+  const auto end = judge({{}, unheard_for(1'100), unheard_for(30'000, 1)}, milliseconds(30'000));
+  ASSERT_TRUE(end);
+  EXPECT_THAT(end->failure.ranks, ElementsAre(2)) << end->failure.message;
 }
 
 }  // namespace

@@ -244,6 +244,7 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
 void ControlHub::take_beat(int rank, BeatFrame beat) {
   heard(rank);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (peer.phase == Phase::kClosed) return;  // a relay had kept it
   ++peer.beat_count;
   peer.waits = std::move(beat.waits);
 }
@@ -266,7 +267,11 @@ void ControlHub::move(int rank, std::string_view body) {
     return end(end_by_malformed("message", rank));
   }
   peer.parent = *parent;
-  peer.link->close();
+  if (peer.link->idle()) {
+    peer.link->close();
+  } else {
+    peer.link->finish_sending();  // it lives until the rank closes it
+  }
   peer.link.reset();
 }
 
@@ -297,7 +302,9 @@ void ControlHub::close(int rank) {
 void ControlHub::close_below(int rank) {
   for (int other = rank + 1; other < options_.own.size; ++other) {
     const bool is_open = peers_[static_cast<std::size_t>(other)].phase != Phase::kClosed;
-    if (is_open && speaks_through(other, rank)) close(other);
+    if (!is_open || !speaks_through(other, rank)) continue;
+    peers_[static_cast<std::size_t>(other)].closed_by = rank;
+    close(other);
   }
 }
 
@@ -414,7 +421,8 @@ void ControlHub::end(WorldEnd world_end) {
   exchanges_.clear();
   exchange_names_.clear();
   const FrameBytes frame = make_frame(FrameType::kFail, ended_->encode());
-  for (int rank = 0; rank < options_.own.size; ++rank) send(rank, frame);
+  // This process last: it may do much when it hears that.
+  for (int rank = options_.own.size - 1; rank >= 0; --rank) send(rank, frame);
 }
 
 void ControlHub::leave() {

@@ -70,6 +70,7 @@ class ControlHub {
     Phase phase = Phase::kAwaited;
     std::shared_ptr<FrameLink> link;  // none: it speaks through its parent
     int parent = 0;
+    int closed_by = -1;  // who left and took its link along; -1: nobody
     std::string host;
     std::string process;
     std::string vanished;  // why its connection ended before the welcome, if it has not come again

@@ -108,7 +108,9 @@ void ControlHub::judge_waits_on_closed(const std::vector<RankReport>& reports) {
       still[key] = since;
       // What a rank posts comes before its goodbye, so a missing post never comes any more.
       if (wait.exchange == 0 && beats - since < kBeatsAfterLeft) continue;
-      WorldEnd world_end = end_by_loss(*closed, options_.own.size, "it closed its world");
+      const int above = peers_[static_cast<std::size_t>(*closed)].closed_by;
+      WorldEnd world_end =
+          end_by_loss(above >= 0 ? above : *closed, options_.own.size, "it closed its world");
       world_end.operation = wait.operation;
       world_end.bucket = wait.bucket;
       return end(std::move(world_end));

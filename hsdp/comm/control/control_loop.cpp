@@ -192,12 +192,24 @@ bool ControlLoop::follow_parent(UniqueFd socket, int parent,
     next_link_ = std::make_shared<ControlLink>(io_, std::move(*socket));
     next_link_->count_in(state_->traffic(), parent);
     ControlLink::Handlers handlers;
-    handlers.on_frame = [tell](FrameType, std::string_view) { tell(true); };
+    handlers.on_frame = [this, tell](FrameType type, std::string_view body) {
+      tell(true);
+      // Rank 0 may be unable to say so itself.
+      if (type == FrameType::kFail) from_parent(type, body);
+    };
     handlers.on_closed = [tell](const std::string&) { tell(false); };
     next_link_->start(std::move(handlers), kMaxFrameBytes);
     next_link_->send(make_frame(FrameType::kJoin, own_.encode()));
   });
-  return is_taken.wait_until(end) == std::future_status::ready && is_taken.get();
+  constexpr Millis kBetweenLooks{50};  // at whether the world has ended
+  const int slot = state_->begin_wait({.operation = "rendezvous", .peer = parent});
+  auto status = std::future_status::timeout;
+  while (status != std::future_status::ready && !state_->failed() &&
+         std::chrono::steady_clock::now() < end) {
+    status = is_taken.wait_until(std::min(end, std::chrono::steady_clock::now() + kBetweenLooks));
+  }
+  state_->end_wait(slot);
+  return status == std::future_status::ready && is_taken.get();
 }
 
 void ControlLoop::enter_tree(const ControlTree& tree) {
@@ -284,7 +296,7 @@ void ControlLoop::to_hub(FrameType type, const std::string& body) {
 
 // While this rank leaves, those may still be there that speak through it.
 void ControlLoop::parent_closed(const std::string& reason) {
-  if (member_.is_left() || (stop_ != Stop::kNo && !relay_)) return;
+  if (member_.is_left() || (stop_ != Stop::kNo && (!relay_ || relay_->all_closed()))) return;
   lost_hub_ = stop_ == Stop::kNo;
   member_.parent_closed(reason);
 }

@@ -27,6 +27,9 @@ void ControlRelay::enter(const ControlTree& tree) {
   for (const auto& [rank, _] : through_) open_.insert(rank);
   for (auto& [_, group] : groups_) count_members(group);
   entered_ = true;
+  for (const auto& [child, link] : children_) {
+    if (!link->open()) child_ended(child);  // before anybody could be told
+  }
   for (auto next = exchanges_.begin(); next != exchanges_.end();) {
     next = settle(next->first, next->second) ? exchanges_.erase(next) : std::next(next);
   }

@@ -13,8 +13,11 @@ constexpr std::chrono::milliseconds kSilence{1'000};
 // Whoever speaks through a rank that is silent is silent, too: the highest such one.
 int silent_above(const std::vector<RankReport>& reports, int rank) {
   for (;;) {
-    const int parent = reports[static_cast<std::size_t>(rank)].parent;
-    if (parent == 0 || reports[static_cast<std::size_t>(parent)].silent <= kSilence) return rank;
+    const RankReport& report = reports[static_cast<std::size_t>(rank)];
+    const auto silent = reports[static_cast<std::size_t>(report.parent)].silent;
+    // Heard long after this one was: it has its own troubles.
+    if (report.parent == 0 || silent <= kSilence || silent + kSilence < report.silent) return rank;
+    const int parent = report.parent;
     rank = parent;
   }
 }

@@ -1,8 +1,8 @@
 // What the hops do to a bucket's numbers: factors, exponents and additions, computed at run time.
 //
 // Pure functions: the Reducer, snapshots and tests call the same ones, and nothing else decides
-// what is divided, scaled or added [Note: one place that divides]
-// [Note: accumulate before the replica hop].
+// what is divided, scaled or added [Note: one place that divides]; rules 1, 2, 3 and 6 of
+// docs/design.md.
 #pragma once
 
 #include <cstdint>

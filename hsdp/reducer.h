@@ -1,5 +1,5 @@
 // Reduces gradients over a mesh: reduce-scatter in the shard group each microbatch, fp32 carry,
-// replica hop on the last. The state machine of docs/design.md [Note: states of a Reducer].
+// replica hop on the last. The state machine of [Note: states of a Reducer].
 //
 //   Reducer reducer(mesh, {.reduce_dtype = Dtype::kBf16});
 //   reducer.register_parameter({.name = "w", .shape = {128, 64}});

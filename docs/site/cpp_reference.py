@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from doxygen_comments import with_doxygen_comments
-from repository_links import ROOT, header_page, public_headers
+from repository_links import ROOT, header_page, note_pages, public_headers
 
 
 def run_doxygen(headers: list[str]) -> Path:
@@ -52,6 +52,7 @@ class Reference:
 
     def __init__(self) -> None:
         self.headers = public_headers()
+        self.notes = note_pages()
         self.compounds: dict[str, ET.Element] = {}
         self.members: dict[str, list[ET.Element]] = {}  # of namespaces, by header
         self.places: dict[str, tuple[str, str]] = {}  # header and anchor, by Doxygen's id
@@ -113,15 +114,18 @@ class Reference:
 
     def cited(self, text: str, header: str) -> str:
         """Notes and pages that a comment names become links to them."""
-        found = re.split(r"(\[Note: [^\]]+\]|docs/\w+\.md)", re.sub(r"\s+", " ", text))
+        found = re.split(r"(\[Note: [^\]]+\]|docs/[\w/]+\.md)", re.sub(r"\s+", " ", text))
         for at, name in enumerate(found):
             if at % 2 == 0:
                 found[at] = escaped(name)
             elif name.startswith("docs/"):
                 found[at] = f"[{escaped(name)}]({self.link(name.removeprefix('docs/'), header)})"
             else:
+                title = name.removeprefix("[Note: ").removesuffix("]")
+                if title not in self.notes:
+                    raise SystemExit(f"cpp_reference: {header}: no such note: {title!r}")
                 anchor = re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
-                found[at] = f"[{escaped(name)}]({self.link('design.md', header)}#{anchor})"
+                found[at] = f"[{escaped(name)}]({self.link(self.notes[title], header)}#{anchor})"
         return "".join(found)
 
     def prose(self, thing: ET.Element, header: str) -> list[str]:

@@ -28,6 +28,16 @@ def header_page(header: str) -> str:
     return f"cpp/{header}.md"
 
 
+def note_pages() -> dict[str, str]:
+    """The page of each note, by the note's title."""
+    pages = sorted((ROOT / "docs/notes").glob("*.md"))
+    return {
+        title: f"notes/{page.name}"
+        for page in pages
+        for title in re.findall(r"^## Note: (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
 def site_page(path: str) -> str | None:
     """The page that shows a file or folder of the repository; None where there is no such file."""
     for page, source in PAGES.items():

@@ -1,4 +1,4 @@
-// A group of ranks and its collectives [Note: sums only] [Note: why all-to-all and our own sum].
+// A group of ranks and its collectives; sums only [Note: why all-to-all and our own sum].
 //
 // Every collective is called by every rank of the group in the same order; calls on one
 // Communicator are ordered by the stream they are given, and two streams never drive one

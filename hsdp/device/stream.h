@@ -1,5 +1,5 @@
 // An ordered queue of work: everything asynchronous in the library runs on a Stream
-// [Note: one Reducer for every device].
+// [Note: kernels on a stream].
 //
 // Host: `inline_host()` runs work at once on the calling thread, `host_worker()` owns one thread
 // with a queue. CUDA: a cudaStream, owned or borrowed (a framework's current stream).

@@ -1,7 +1,7 @@
 // Where a step stands: which calls may come, what the next microbatch does, and how many are summed
 // where. Pure: it knows no memory, no ranks and no streams. Not thread-safe.
 //
-// docs/design.md [Note: states of a Reducer] draws the states.
+// [Note: states of a Reducer] draws the states.
 #pragma once
 
 #include <atomic>

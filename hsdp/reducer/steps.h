@@ -1,5 +1,6 @@
 // A Reducer's steps as the caller drives them: opens and closes microbatches, says the status
-// words, drops steps [Note: states of a Reducer] [Note: the way of one gradient].
+// words, drops steps [Note: states of a Reducer]. The data path
+// of docs/design.md shows where they stand.
 //
 // What a step needs of memory and lanes is made by the first call that begins one (prepare()).
 // Calls come from one thread at a time, but for gradient_ready() and reject_gradient(). Every call

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks who may include whom: [Note: floors] of docs/design.md.
+"""Checks who may include whom: the floors of docs/design.md.
 
 Usage: check_floors.py REPOSITORY
 Exit status: 0 when the tree keeps the rules, 1 after printing each violation, 2 on bad usage.

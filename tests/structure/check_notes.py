@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the notes of docs/design.md: each is cited from the tree, and what is cited exists.
+"""Checks the notes of docs/notes: each is cited from the tree, and what is cited exists.
 
 Usage: check_notes.py REPOSITORY
 Exit status: 0 when all is well, 1 after printing each note that nobody cites or that is missing, 2 on
@@ -13,11 +13,11 @@ from typing import Dict, List
 
 FOLDERS = ("bindings", "cmake", "examples", "hsdp", "quant", "tests", "zero")
 SUFFIXES = {".cmake", ".cpp", ".cu", ".cuh", ".h", ".py", ".txt"}
-NOTES = "docs/design.md"
+NOTES = "docs/notes"
 OWN = {"check_notes.py", "test_check_notes.py"}
 
 CITATION = re.compile(r"\[Note: ([^\]]+)\]")
-TITLE = re.compile(r"^### Note: (.+)$", re.MULTILINE)
+TITLE = re.compile(r"^## Note: (.+)$", re.MULTILINE)
 #: A citation may go on in the next line of its comment.
 LINE_BREAK = re.compile(r"\n\s*(?://|#)?\s*")
 
@@ -39,14 +39,17 @@ def cited(repository: pathlib.Path) -> Dict[str, str]:
 
 
 def violations(repository: pathlib.Path) -> List[str]:
-    text = (repository / NOTES).read_text(encoding="utf-8")
-    titles = TITLE.findall(text)
+    pages = {
+        str(path.relative_to(repository)): path.read_text(encoding="utf-8")
+        for path in sorted((repository / NOTES).glob("*.md"))
+    }
+    titles = [title for text in pages.values() for title in TITLE.findall(text)]
     found = cited(repository)
     lines = [f"{path}: no such note: '{title}'" for title, path in found.items()
              if title not in titles]
-    lines += [f"{NOTES}: no such note: '{title}'" for title in citations(text)
-              if title not in titles]
-    lines += [f"{NOTES}: nobody cites '{title}'" for title in titles if title not in found]
+    for page, text in pages.items():
+        lines += [f"{page}: no such note: '{title}'" for title in citations(text) if title not in titles]
+        lines += [f"{page}: nobody cites '{title}'" for title in TITLE.findall(text) if title not in found]
     lines += [f"{NOTES}: twice: '{title}'" for title in set(titles) if titles.count(title) > 1]
     return lines
 

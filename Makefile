@@ -70,7 +70,7 @@ simulate: TARGETS = simulate_control
 simulate: build  ## run the control plane of many hosts in virtual time: ARGS="--hosts 512 --ranks-per-host 8"
 	@build/$(PRESET)/tests/simulate/simulate_control $(ARGS)
 
-gpu:  ## check and measure this machine's GPUs and write a report; docs/gpu.md says what it takes
+gpu:  ## check and measure this machine's GPUs and write a report; docs/gpu_checks.md says what it takes
 	@$(PYTHON) tests/gpu/run.py $(ARGS)
 
 gpu-checks: dependencies nccl-dependencies  ## build what `gpu` runs, in the project of its own that it builds

@@ -9,7 +9,7 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "docs" / "site"))
 
 from doxygen_comments import with_doxygen_comments  # noqa: E402
-from repository_links import linked_sources, with_site_links  # noqa: E402
+from repository_links import linked_sources, note_pages, with_site_links  # noqa: E402
 
 
 # A page, what it says, and what the site makes of that.
@@ -40,6 +40,11 @@ class Links(unittest.TestCase):
         self.assertIn("examples/demo", found)
         self.assertIn("examples/demo/claims.h", found)
         self.assertTrue(all(path.startswith("examples/demo") for path in found))
+
+    def test_notes_have_their_pages(self) -> None:
+        pages = note_pages()
+        self.assertEqual(pages["dropped step"], "notes/reducer.md")
+        self.assertEqual(pages["p.grad is taken out"], "notes/python.md")
 
 
 # Lines of a header, and what they become.

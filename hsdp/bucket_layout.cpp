@@ -252,7 +252,7 @@ class BucketLayout::Builder {
     return layout_.multiple_ > 1 ? ceil_div(count, size) : even_range(count, size);
   }
 
-  // A large parameter is a join of its own, in several buckets: bucket k is window k of all slices.
+  // A large parameter is a join by itself, in several buckets: bucket k is window k of all slices.
   void add_windows(int index) {
     const LayoutParameter& parameter = layout_.parameter(index);
     Place& place = layout_.places_[static_cast<std::size_t>(index)];

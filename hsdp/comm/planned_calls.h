@@ -41,7 +41,7 @@ class PlannedCalls {
   // This rank has waited for long in that call. A neighbour in a different call ends the world.
   void tell_of_wait(std::uint64_t sequence) const;
   void tell_of_wait() const { tell_of_wait(sequence()); }
-  // A member sent data instead of a call: ends the world, with what it reports or with this.
+  // A member sent data instead of a call: ends the world, with that member's report if it comes.
   [[noreturn]] void end_by_data(int member, WaitState waiting) const;
   // Hash of all planned calls so far: the same on every member, between calls.
   [[nodiscard]] std::uint64_t hash() const;

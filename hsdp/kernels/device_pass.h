@@ -11,7 +11,7 @@ namespace hsdp::kernels {
 constexpr int kMostOuts = 8;
 constexpr int kMostListedRows = 400;  // keeps all arguments of a kernel within 4 KiB
 
-// Any number of rows at equal distances; below, a limited number at any addresses.
+// EvenRows: any number of rows at equal distances. ListedRows: any addresses.
 struct EvenRows {
   const char* first = nullptr;
   std::int64_t distance = 0;  // bytes

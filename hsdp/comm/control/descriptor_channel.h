@@ -46,7 +46,7 @@ class DescriptorChannel : public std::enable_shared_from_this<DescriptorChannel>
     std::string text;
     std::shared_ptr<const UniqueFd> fd;  // shared by all receivers
   };
-  enum class Read : std::uint8_t { kMessage, kNothing, kNoRoom };  // nothing: yet, or closed
+  enum class Read : std::uint8_t { kMessage, kNothing, kNoRoom };  // nothing yet, or closed
   void read_next();
   void read_later();
   [[nodiscard]] Read read_one();

@@ -20,7 +20,7 @@ constexpr WaitState kConnectLink{.operation = "connect"};
 constexpr WaitState kSplit{.operation = "split"};
 constexpr milliseconds kCallTime{1'000};  // NCCL's time to answer another call
 
-// A word of its own if memory allows: aborting one communicator should not poison others' results.
+// A separate word if memory allows: aborting one communicator should not poison others' results.
 std::atomic<std::uint32_t>& make_poison(const NcclWorld& world) {
   try {
     return keep_for_good(make_flag(world.device));

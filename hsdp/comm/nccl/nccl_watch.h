@@ -49,7 +49,7 @@ class NcclWatch {
   // Ends a communicator that is no longer used. If that takes an abort, first sets its `poison`,
   // which is never freed.
   void tear_down(NcclHandle handle, std::atomic<std::uint32_t>& poison);
-  // For communicators without a word of their own.
+  // For communicators that have no separate word.
   [[nodiscard]] std::atomic<std::uint32_t>& poison() const { return poison_; }
   // From now on events may be complete only because collectives were aborted.
   [[nodiscard]] bool aborting() const { return aborting_; }

@@ -2,7 +2,7 @@
 
     hsdp_run -n 4 python examples/train_gpt.py
 
-The text is that of the licences which Debian ships, else this project's own. Each rank reads its
+The text is the licences that Debian ships, or else this project's own. Each rank reads its
 part of every batch in four microbatches; bf16 travels. A single process then trains the same model
 on the same batches, and the losses have to agree. Writes the curves as PNG (--plot).
 """

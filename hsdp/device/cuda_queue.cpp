@@ -66,7 +66,7 @@ class FailedEvent : public Event::State {
  public:
   FailedEvent(Device device, cudaStream_t stream, const std::exception_ptr& error)
       : device_(device), stream_(stream) {
-    error_ = error;  // clang-tidy takes an initializer for an exception that is not thrown
+    error_ = error;  // clang-tidy mistakes an initializer for an exception that is not thrown
     try {
       const OnCudaDevice current(device);
       last_.emplace(device, stream);

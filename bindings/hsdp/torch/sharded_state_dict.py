@@ -166,7 +166,7 @@ def _loadable_groups(state_dict: Any, own: Groups) -> Groups:
     if given != lengths:
         refuse(f"a state dict with parameter groups of {lengths}", str(given))
     for group, saved in zip(own, groups, strict=True):
-        # Keys that are names have found their parameters.
+        # Keys that are names have already found their parameters.
         names = saved.get("param_names", ()) if isinstance((*saved["params"], 0)[0], int) else ()
         for name, other in zip(group.get("param_names", ()), names):
             if name != other:

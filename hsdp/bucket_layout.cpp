@@ -319,7 +319,6 @@ std::int64_t BucketLayout::join_cut(const Bucket& bucket, int rank) const {
   return cut.join_offset + std::min(round_nearest(offset - cut.join_offset, multiple_), cut.count);
 }
 
-// Where a rank's slice of a parameter begins.
 std::int64_t BucketLayout::slice_begin(int parameter, int rank) const {
   const Place& at = place(parameter);
   if (kind_ == Layout::kDim0) return std::min(rank * at.range, at.count);
@@ -377,7 +376,6 @@ BucketRun BucketLayout::buckets_of(int parameter) const {
   return {at.first_bucket, at.first_bucket + at.bucket_count};
 }
 
-// The part of a slice that travels in that bucket.
 Slice BucketLayout::part(int parameter, int shard_rank, int bucket) const {
   const Place& at = place(parameter);
   const Slice whole = slice(parameter, shard_rank);

@@ -34,7 +34,6 @@ struct UnitCut {
     const auto number = static_cast<unsigned>(units);
     if (std::has_single_bit(number)) shift = std::countr_zero(number);
   }
-  // The group that `unit` of a tile belongs to.
   [[nodiscard]] HSDP_HOST_DEVICE int group_of(int unit) const {
     return shift >= 0 ? unit >> shift : unit / units;
   }
@@ -153,7 +152,6 @@ HSDP_HOST_DEVICE inline void store_scale(float scale, std::byte* to, Dtype dtype
   }
 }
 
-// Decodes a unit of a message.
 HSDP_HOST_DEVICE inline UnitValues decode_unit(const std::byte* codes, float scale, Code code,
                                                const Unit& unit) {
   UnitValues result{};

@@ -576,7 +576,6 @@ void store_errors(const Int8Error& after, const Quantize& args, const GroupTile&
   std::memcpy(after.scales + batch.first, batch.scales, batch.count * sizeof(float));
 }
 
-// Quantizes a tile's whole groups, batch by batch.
 template <Code kCode, class Source, class Error>
 bool quantize_whole(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
                     TileFigures* figures) {

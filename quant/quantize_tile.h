@@ -8,7 +8,6 @@
 
 namespace hsdp::quant {
 
-// A group of a tile.
 struct TileGroup {
   std::int32_t begin = 0;  // first element, in the tile
   std::int32_t count = 0;

@@ -31,7 +31,6 @@ struct Aftermath {
   int status = 0;
 };
 
-// Kills the victim during the training.
 Clock::time_point kill_in_mid_training(Job& job) {
   pid_t victim = 0;
   while (const std::optional<std::string> line = job.next_line()) {

@@ -13,7 +13,6 @@
 
 namespace hsdp {
 
-// A queue that owns a new stream of `device`.
 [[nodiscard]] std::shared_ptr<Stream::Queue> make_cuda_queue(Device device,
                                                              const std::string& name);
 

@@ -96,7 +96,6 @@ HSDP_HOST_DEVICE inline void store_raw(const RawBytes<kBytes>& raw, void* to) {
   move_group<kBytes>(raw.words, to, to);
 }
 
-// The bits of element `i` of a group.
 template <int kElementBytes>
 HSDP_HOST_DEVICE inline std::uint32_t bits_in(const std::uint32_t* words, int i) {
   if constexpr (kElementBytes == 4) {
@@ -134,7 +133,6 @@ HSDP_HOST_DEVICE inline void* at_element(void* data, std::int64_t i, Dtype dtype
   return static_cast<char*>(data) + i * gradient_bytes(dtype);
 }
 
-// Load the group at `from`, and store one at `to`.
 HSDP_HOST_DEVICE inline Group load_group(const void* from, Dtype dtype) {
   if (dtype == Dtype::kF32) return decode_raw<4>(load_raw<32>(from), dtype);
   return decode_raw<2>(load_raw<16>(from), dtype);

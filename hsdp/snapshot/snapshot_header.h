@@ -74,7 +74,6 @@ struct HeaderPrefix {
   std::uint64_t header_checksum = 0;     // the prefix before this field, then the JSON text
 };
 
-// Bytes [begin, end) of a file.
 struct ByteRange {
   std::uint64_t begin = 0;
   std::uint64_t end = 0;

@@ -41,7 +41,6 @@ class ControlRelay {
   void handle(int from, FrameType type, std::string_view body);
   void handle_from_parent(FrameType type, std::string_view body);
   void child_ended(int child);
-  // Passes beats up only if `may_beat`.
   void tick(bool may_beat);
   // The world has ended, and the parent cannot report it.
   void end(const WorldEnd& world_end);

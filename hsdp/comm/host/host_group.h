@@ -51,7 +51,6 @@ class HostGroup {
   [[nodiscard]] Transport transport() const;
   // The members that share memory with this rank, including itself; ascending world ranks.
   [[nodiscard]] const std::vector<int>& neighbours() const { return neighbours_; }
-  // Whether all members share memory.
   [[nodiscard]] bool shares_memory() const { return neighbours_.size() == members_.size(); }
 
   // Starts the next call: posts it, waits for every member's call and compares them; result[r] is

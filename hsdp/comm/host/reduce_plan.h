@@ -28,7 +28,6 @@ struct ElementRun {
 // from what its callers compare elsewhere.
 [[nodiscard]] std::uint64_t terms_of(const AllReduce& args);
 
-// The dtype that an all-reduce sends.
 [[nodiscard]] Dtype wire_dtype(const AllReduce& args);
 // Whether f32 data is rounded to 16 bits for the wire.
 [[nodiscard]] bool rounds_on_wire(const AllReduce& args);

@@ -81,7 +81,6 @@ class MpiGroup {
   [[nodiscard]] int tag() const { return place_.tag; }
   // Buffer `which`, of at least `size` bytes; the group's next call may reuse it.
   [[nodiscard]] std::shared_ptr<std::byte[]> scratch(std::size_t which, std::size_t size);
-  // Waits until the transfers are done.
   void wait(MpiTransfers& transfers);
 
   // Call it after a call that failed half way: see MpiLink::abandon.
